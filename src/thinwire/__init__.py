@@ -1,0 +1,71 @@
+"""thinwire: large language models over thin wires.
+
+Names are imported on first use, so that ``thinwire plan`` and every other command that decides without training
+starts without loading torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from thinwire.shard.api import (
+        clip_grad_norm_,
+        full_parameters,
+        load,
+        micro_batches,
+        optimizer,
+        save,
+        shard,
+        traffic,
+    )
+    from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ClusterSpec",
+    "CodecSpec",
+    "Factor",
+    "ModelSpec",
+    "Overlap",
+    "Plan",
+    "Wire",
+    "__version__",
+    "clip_grad_norm_",
+    "full_parameters",
+    "load",
+    "micro_batches",
+    "optimizer",
+    "save",
+    "shard",
+    "traffic",
+]
+
+_HOMES = {
+    "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
+    "thinwire.shard.api": (
+        "clip_grad_norm_",
+        "full_parameters",
+        "load",
+        "micro_batches",
+        "optimizer",
+        "save",
+        "shard",
+        "traffic",
+    ),
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

@@ -1,0 +1,29 @@
+"""What the user says: frozen, validated specifications, TOML in and out. Never imports torch."""
+
+from thinwire.spec.base import Problem, Spec, rule
+from thinwire.spec.cluster import ClusterSpec, Link, Links
+from thinwire.spec.codec import CodecSpec
+from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
+from thinwire.spec.model import ModelSpec
+from thinwire.spec.plan import Factor, Overlap, Plan, Residence, UnitOverride, Wire
+
+__all__ = [
+    "ClusterSpec",
+    "CodecSpec",
+    "Factor",
+    "Link",
+    "Links",
+    "ModelSpec",
+    "Overlap",
+    "Plan",
+    "Problem",
+    "Residence",
+    "Spec",
+    "UnitOverride",
+    "Wire",
+    "apply_settings",
+    "read_toml",
+    "read_toml_file",
+    "rule",
+    "write_toml",
+]

@@ -1,0 +1,314 @@
+"""The base of every specification: frozen, validated, TOML in and out, and *all* problems at once.
+
+pydantic validates the good case. It stops before cross-field rules as soon as one field is wrong, so the bad
+case is walked a second time here, field by field and rule by rule, to collect everything that is wrong into one
+:class:`~thinwire.errors.SpecError`. A person then fixes a file once, not once per mistake.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, TypeVar
+
+import pydantic
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+from thinwire import units
+from thinwire.errors import SpecError
+from thinwire.spec import io
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+"""A whole number of at least 1; ``true`` and ``"3"`` are not numbers."""
+
+Depth = Annotated[int, Field(strict=True, ge=0)]
+"""A whole number of at least 0."""
+
+Flag = Annotated[bool, Field(strict=True)]
+"""``true`` or ``false``."""
+
+Positive = Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+"""A finite number above 0."""
+
+Share = Annotated[float, Field(strict=True, ge=0, le=1)]
+"""A number from 0 to 1."""
+
+Bytes = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=1)]
+"""A size in bytes; text such as ``"25MiB"`` is understood."""
+
+Bandwidth = Annotated[float, BeforeValidator(units.parse_bandwidth), Field(gt=0)]
+"""Bits per second; text such as ``"200mbit"`` is understood."""
+
+Seconds = Annotated[float, BeforeValidator(units.parse_duration), Field(ge=0)]
+"""A duration in seconds; text such as ``"5us"`` is understood."""
+
+
+class Problem(NamedTuple):
+    """One broken rule: the dotted key to blame and what is wrong with it."""
+
+    key: str
+    why: str
+
+    def below(self, prefix: str) -> Problem:
+        """The same problem seen from the specification that holds this one as ``prefix``."""
+        return self._replace(key=_join(prefix, self.key))
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.why}" if self.key else self.why
+
+
+Check = Callable[[Any], Iterable[Problem]]
+_CheckT = TypeVar("_CheckT", bound=Check)
+_RULE = "thinwire_rules"
+
+
+def rule(*needs: str) -> Callable[[_CheckT], _CheckT]:
+    """Marks a method of a :class:`Spec` that yields a :class:`Problem` per violation.
+
+    Args:
+        needs: the fields it reads. It is skipped when one of them is itself invalid.
+    """
+
+    def mark(check: _CheckT) -> _CheckT:
+        check._needs = needs  # type: ignore[attr-defined]
+        return check
+
+    return mark
+
+
+class Spec(BaseModel):
+    """A frozen, validated specification.
+
+    Construction from keywords, :meth:`parse` from a dictionary and :meth:`load` from TOML all apply the same
+    rules and raise one :class:`~thinwire.errors.SpecError` that lists every problem.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    toml_inline: ClassVar[bool] = False
+    """Whether TOML shows this specification on one line inside its parent."""
+
+    # Type checkers keep the keyword signature that pydantic derives from the fields.
+    if not TYPE_CHECKING:
+
+        def __init__(self, /, **data: Any) -> None:
+            cls = type(self)
+            try:
+                super().__init__(**data)
+            except ValidationError as error:
+                raise SpecError(cls.__name__, _sentences(cls, data, error)) from None
+
+        # pydantic's own marker: nested specifications are then validated in place by the parent, whose
+        # error already covers them, instead of through this constructor.
+        __init__.__pydantic_base_init__ = True
+
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Expands shorthand between keys before validation; the identity unless a specification has some."""
+        return data
+
+    @classmethod
+    def from_text(cls, text: str) -> Mapping[str, Any] | None:
+        """The fields that a string stands for, or ``None`` where strings are no shorthand for this specification."""
+        del text
+        return None
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _expand(cls, data: Any) -> Any:
+        return _expanded(cls, data)
+
+    @pydantic.model_validator(mode="after")
+    def _apply_rules(self) -> Self:
+        problems = [problem for check in _rules(type(self)) for problem in check(self)]
+        if problems:
+            raise PydanticCustomError(
+                _RULE, "{text}", {"text": "; ".join(str(problem) for problem in problems)}
+            )
+        return self
+
+    @classmethod
+    def parse(cls, data: Mapping[str, Any], what: str | None = None) -> Self:
+        """Validates a dictionary.
+
+        Args:
+            data: values by key, as TOML gives them.
+            what: what is being read, for the error message; the class's name by default.
+
+        Raises:
+            SpecError: naming every problem.
+        """
+        try:
+            return cls.model_validate(data)
+        except ValidationError as error:
+            raise SpecError(what or cls.__name__, _sentences(cls, data, error)) from None
+
+    @classmethod
+    def from_toml(cls, text: str, what: str | None = None) -> Self:
+        """Reads TOML text; see :meth:`parse`."""
+        what = what or f"{cls.__name__} text"
+        return cls.parse(io.read_toml(text, what), what)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
+        """Reads a TOML file; see :meth:`parse`."""
+        return cls.parse(io.read_toml_file(path), str(path))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, lists, strings and numbers; :meth:`parse` reads them back to an equal value."""
+        table = {name: _plain(getattr(self, name)) for name in type(self).model_fields}
+        return io.Inline(table) if self.toml_inline else table
+
+    def to_toml(self) -> str:
+        """TOML text with every key written out, except those that are unset (``None``)."""
+        return io.write_toml(dict(self.to_dict()))
+
+    def save(self, path: str | Path) -> None:
+        """Writes :meth:`to_toml` to ``path``."""
+        Path(path).write_text(self.to_toml(), encoding="utf-8")
+
+    def with_(self, **changes: Any) -> Self:
+        """A validated copy with ``changes``; a dictionary changes the named keys of a nested table only.
+
+        Raises:
+            SpecError: naming every problem of the result.
+        """
+        return type(self).parse(self._merged(changes))
+
+    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        merged = {name: getattr(self, name) for name in type(self).model_fields}
+        for name, value in changes.items():
+            current = merged.get(name)
+            partial = isinstance(current, Spec) and not current.toml_inline and isinstance(value, Mapping)
+            merged[name] = current._merged(value) if partial else value  # type: ignore[union-attr]
+        return merged
+
+    def _fingerprint(self, exclude: Iterable[str] = ()) -> str:
+        content = {key: value for key, value in self.to_dict().items() if key not in exclude}
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits that are equal for equal content, on every machine and Python version."""
+        return self._fingerprint()
+
+
+def nested(annotation: Any) -> type[Spec] | None:
+    """The specification class inside an annotation such as ``Factor | None`` or ``tuple[UnitOverride, ...]``."""
+    if isinstance(annotation, type) and issubclass(annotation, Spec):
+        return annotation
+    found = (nested(argument) for argument in typing.get_args(annotation))
+    return next((spec for spec in found if spec is not None), None)
+
+
+def _rules(cls: type[Spec]) -> list[Check]:
+    members = (
+        getattr(cls, name) for base in reversed(cls.__mro__) for name in vars(base) if hasattr(cls, name)
+    )
+    return list(dict.fromkeys(member for member in members if callable(member) and hasattr(member, "_needs")))
+
+
+def _expanded(cls: type[Spec], data: Any) -> Any:
+    if isinstance(data, str):
+        shorthand = cls.from_text(data)
+        data = data if shorthand is None else shorthand
+    return cls.prepare(data) if isinstance(data, Mapping) else data
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Spec):
+        return value.to_dict()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return value if value is None or isinstance(value, bool | int | float | str) else str(value)
+
+
+def _sentences(cls: type[Spec], data: Mapping[str, Any], error: ValidationError) -> list[str]:
+    problems = list(_problems(cls, data))
+    # The walk below mirrors pydantic's; should they ever disagree, pydantic's refusal stands and is shown as is.
+    return [str(problem) for problem in problems] or [str(error)]
+
+
+def _problems(cls: type[Spec], data: Any) -> Iterator[Problem]:
+    """Everything wrong with ``data`` as a ``cls``, with keys relative to it."""
+    if isinstance(data, cls):
+        return
+    data = _expanded(cls, data)
+    if not isinstance(data, Mapping):
+        yield Problem("", f"= {data!r} should be a table with the keys {', '.join(cls.model_fields)}")
+        return
+    for key in data:
+        if key not in cls.model_fields:
+            yield Problem(
+                str(key), f"= {data[key]!r} is not a key of {cls.__name__}{_suggestion(str(key), cls)}"
+            )
+    valid: dict[str, Any] = {}
+    for name, field in cls.model_fields.items():
+        if name not in data:
+            if field.is_required():
+                yield Problem(name, f"is missing: {field.description or 'it is required'}")
+            else:
+                valid[name] = field.get_default(call_default_factory=True)
+            continue
+        found = list(_field_problems(name, field, data[name]))
+        if found:
+            yield from found
+        else:
+            valid[name] = _adapter(field).validate_python(data[name])
+    partial = cls.model_construct(**valid)
+    for check in _rules(cls):
+        if valid.keys() >= set(check._needs):  # type: ignore[attr-defined]
+            yield from check(partial)
+
+
+def _field_problems(name: str, field: FieldInfo, value: Any) -> Iterator[Problem]:
+    spec = nested(field.annotation)
+    if spec is not None and value is not None:
+        is_sequence = typing.get_origin(field.annotation) is tuple
+        if is_sequence and isinstance(value, list | tuple):
+            for index, item in enumerate(value):
+                yield from (problem.below(f"{name}.{index}") for problem in _problems(spec, item))
+            return
+        if not is_sequence:
+            yield from (problem.below(name) for problem in _problems(spec, value))
+            return
+    try:
+        _adapter(field).validate_python(value)
+    except ValidationError as error:
+        for detail in error.errors():
+            key = _join(name, ".".join(str(part) for part in detail["loc"]))
+            cause = detail.get("ctx", {}).get("error")
+            if isinstance(cause, SpecError):
+                yield Problem(key, f"= {detail['input']!r}: {'; '.join(cause.problems)}")
+            else:
+                yield Problem(
+                    key, f"= {detail['input']!r}: it {_lower_first(detail['msg'].removeprefix('Input '))}"
+                )
+
+
+def _adapter(field: FieldInfo) -> TypeAdapter[Any]:
+    annotation: Any = field.annotation
+    return TypeAdapter(Annotated[annotation, *field.metadata] if field.metadata else annotation)
+
+
+def _suggestion(key: str, cls: type[Spec]) -> str:
+    keys = list(cls.model_fields)
+    nearest = difflib.get_close_matches(key, keys, n=1, cutoff=0.5)
+    hint = f"; did you mean {nearest[0]}?" if nearest else ";"
+    return f"{hint} Valid keys: {', '.join(keys)}"
+
+
+def _join(prefix: str, key: str) -> str:
+    return f"{prefix}.{key}" if prefix and key else prefix or key
+
+
+def _lower_first(text: str) -> str:
+    return text[:1].lower() + text[1:]

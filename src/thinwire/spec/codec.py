@@ -1,0 +1,152 @@
+"""Codecs by name: what a tensor becomes on the wire, as text.
+
+========================  ==========================================================================
+text                      meaning
+========================  ==========================================================================
+``none``                  the tensor's own bytes
+``bf16``, ``fp16``        a cast to two bytes per value
+``intN:BLOCK``            N bits (2 to 8) per value and one scale per BLOCK values
+``intN:tensor``           N bits per value and one scale for the whole message
+``zfp:RATE``              ZFP fixed rate, RATE bits per fp32 value
+``mpc``                   MPC, lossless for fp32, variable length
+``exp3``                  lossless for bf16, variable length
+========================  ==========================================================================
+
+``intN`` takes options after a comma: ``hadamard`` rotates each block before rounding, ``stochastic`` rounds up
+or down at random, without bias.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
+
+from thinwire.errors import SpecError
+
+Family = Literal["none", "bf16", "fp16", "int", "zfp", "mpc", "exp3"]
+
+OPTIONS = ("hadamard", "stochastic")
+VALID = "none, bf16, fp16, int2:BLOCK .. int8:BLOCK (or :tensor, options ,hadamard ,stochastic), zfp:RATE, mpc, exp3"
+
+_INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
+_ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
+_SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 20
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class CodecSpec:
+    """A codec with its parameters, written as text; equal specs have equal (canonical) text.
+
+    Args:
+        text: see the module's table; ``CodecSpec("int4:256,hadamard")``.
+
+    Raises:
+        SpecError: if the text names no codec; the message lists the valid ones.
+    """
+
+    text: str = "none"
+    family: Family = field(init=False, compare=False, default="none")
+    bits: int | None = field(init=False, compare=False, default=None)
+    """Bits per value of ``intN``."""
+    block: int | None = field(init=False, compare=False, default=None)
+    """Values per scale of ``intN``; ``None`` with ``intN:tensor``."""
+    rate: float | None = field(init=False, compare=False, default=None)
+    """Bits per value of ``zfp``."""
+    options: frozenset[str] = field(init=False, compare=False, default=frozenset())
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise SpecError("codec", [f"{self.text!r} is not a codec: expected text, one of {VALID}"])
+        for name, value in _parse(self.text.strip()).items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """``CodecSpec(text)``, for places where a function reads better than a constructor."""
+        return cls(text)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether messages travel as they are."""
+        return self.family == "none"
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether decoding returns exactly what was encoded (``exp3`` for bf16, ``mpc`` for any words)."""
+        return self.family in {"none", "mpc", "exp3"}
+
+    @property
+    def is_variable_length(self) -> bool:
+        """Whether the number of bytes depends on the values, so that sizes must travel too."""
+        return self.family in {"mpc", "exp3"}
+
+    @property
+    def per_tensor(self) -> bool:
+        """Whether one scale serves the whole message."""
+        return self.family == "int" and self.block is None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"CodecSpec({self.text!r})"
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        del source, handler
+        return core_schema.no_info_plain_validator_function(
+            lambda value: value if isinstance(value, cls) else cls(value),
+            serialization=core_schema.to_string_ser_schema(),
+        )
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if text in {"none", "bf16", "fp16", "mpc", "exp3"}:
+        return {"family": text, "text": text}
+    if match := _INT.fullmatch(text):
+        return _parse_int(text, match)
+    if match := _ZFP.fullmatch(text):
+        return _parse_zfp(text, match)
+    raise _bad(text, f"valid are {VALID}")
+
+
+def _parse_int(text: str, match: re.Match[str]) -> dict[str, Any]:
+    bits, block_text = int(match["bits"]), match["block"]
+    options = [option.strip() for option in match["options"].split(",")[1:]]
+    if not 2 <= bits <= 8:
+        raise _bad(text, f"it has {bits} bits per value, valid are 2 to 8")
+    if not block_text:
+        raise _bad(text, f"say how many values share a scale: int{bits}:256, or int{bits}:tensor")
+    if unknown := [option for option in options if option not in OPTIONS]:
+        raise _bad(text, f"unknown option {unknown[0]!r}, valid are {', '.join(OPTIONS)}")
+    block = None
+    if block_text != "tensor":
+        if not block_text.isdecimal():
+            raise _bad(text, f"block {block_text!r} should be a whole number or 'tensor'")
+        block = int(block_text)
+        # Eight values of any width end on a byte, so blocks of a multiple of 8 never share one.
+        if block % 8 or not _SMALL_BLOCK <= block <= _LARGE_BLOCK:
+            raise _bad(text, f"block {block} should be a multiple of 8 from {_SMALL_BLOCK} to {_LARGE_BLOCK}")
+    if "hadamard" in options and (block is None or block & (block - 1)):
+        raise _bad(text, "hadamard needs a block that is a power of two, for example 256")
+    suffix = "".join(f",{option}" for option in OPTIONS if option in options)
+    canonical = f"int{bits}:{'tensor' if block is None else block}{suffix}"
+    return {"family": "int", "bits": bits, "block": block, "options": frozenset(options), "text": canonical}
+
+
+def _parse_zfp(text: str, match: re.Match[str]) -> dict[str, Any]:
+    try:
+        rate = float(match["rate"] or "")
+    except ValueError:
+        raise _bad(text, "say how many bits a value gets: zfp:8, zfp:16 or zfp:24") from None
+    if not 0 < rate <= 32:
+        raise _bad(text, "the rate should be above 0 and at most 32 bits per value")
+    return {"family": "zfp", "rate": rate, "text": f"zfp:{int(rate) if rate.is_integer() else rate}"}
+
+
+def _bad(text: str, why: str) -> SpecError:
+    return SpecError("codec", [f"{text!r} is not a codec: {why}"])

@@ -1,0 +1,161 @@
+"""The shape of a transformer, its parameter count and the FLOPs of a token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from pydantic import Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Count, Flag, Problem, Spec, rule
+
+
+class ModelSpec(Spec):
+    """A decoder-only transformer by its dimensions; unset ``kv_heads`` and ``ffn`` follow the kind's custom."""
+
+    name: str | None = Field(default=None, description="label, for example the preset's name")
+    kind: Literal["llama", "gpt"] = Field(
+        default="llama",
+        description="llama: RMSNorm, SwiGLU, no biases; gpt: LayerNorm, GELU, biases (GPT-NeoX style)",
+    )
+    layers: Count = Field(description="transformer blocks (L)")
+    hidden: Count = Field(description="width of the residual stream (h)")
+    heads: Count = Field(description="attention heads; they divide hidden")
+    kv_heads: Count = Field(default=None, description="key and value heads; they divide heads; unset: heads")
+    ffn: Count = Field(
+        default=None, description="width of the feed-forward; unset: 8/3 hidden (llama), 4 hidden (gpt)"
+    )
+    vocab: Count = Field(description="tokens of the vocabulary (V)")
+    seq: Count = Field(default=4096, description="tokens of a sequence (s)")
+    tied_embedding: Flag = Field(default=False, description="embedding and head share one weight")
+
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Fills in ``kv_heads`` and ``ffn``."""
+        filled = dict(data)
+        if filled.get("kv_heads") is None and isinstance(heads := filled.get("heads"), int):
+            filled["kv_heads"] = heads
+        if filled.get("ffn") is None and isinstance(hidden := filled.get("hidden"), int):
+            filled["ffn"] = 4 * hidden if filled.get("kind") == "gpt" else max(1, round(8 * hidden / 3))
+        return filled
+
+    @property
+    def head_dim(self) -> int:
+        """Width of one attention head."""
+        return self.hidden // self.heads
+
+    @property
+    def kv_hidden(self) -> int:
+        """Width of the keys (and of the values)."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of the embedding alone."""
+        return self.vocab * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters of the output head that are its own."""
+        return 0 if self.tied_embedding else self.vocab * self.hidden
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one block: matrices, and the vectors of norms and biases."""
+        vectors = 2 * self.hidden
+        if self.kind == "gpt":
+            attention_biases = 2 * self.hidden + 2 * self.kv_hidden
+            vectors = 2 * vectors + attention_biases + self.ffn + self.hidden
+        return self._layer_matrices + vectors
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        final_norm = self.hidden * (2 if self.kind == "gpt" else 1)
+        return (
+            self.embedding_parameters
+            + self.layers * self.layer_parameters
+            + final_norm
+            + self.head_parameters
+        )
+
+    @property
+    def _layer_matrices(self) -> int:
+        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_hidden
+        feed_forward = (3 if self.kind == "llama" else 2) * self.hidden * self.ffn
+        return attention + feed_forward
+
+    def flops_per_token(self, seq: int | None = None, *, causal: bool = False) -> int:
+        """FLOPs of one token's forward and backward, recomputation not counted.
+
+        ``3 * (L * (2 * matrix parameters of a block + 4 s h) + 2 h V)``, which for a SwiGLU of 8h/3 is
+        ``3 L (24 h^2 + 4 s h) + 6 h V`` as AMSP and Megatron-LM (2021) count.
+
+        Args:
+            seq: tokens of a sequence; the model's own by default.
+            causal: halves the attention term, as current Megatron-LM does, since half of it is masked.
+        """
+        attention = 4 * (seq or self.seq) * self.hidden
+        if causal:
+            attention //= 2
+        forward = self.layers * (2 * self._layer_matrices + attention) + 2 * self.hidden * self.vocab
+        return 3 * forward
+
+    @classmethod
+    def preset(cls, name: str, **overrides: Any) -> ModelSpec:
+        """A published model's shape.
+
+        Args:
+            name: one of :meth:`preset_names`.
+            **overrides: fields to change, for example ``seq``.
+
+        Raises:
+            SpecError: if the name is unknown or an override is invalid.
+        """
+        if name not in _PRESETS:
+            valid = ", ".join(_PRESETS)
+            raise SpecError(f"model {name!r}", [f"there is no model preset {name!r}; valid are {valid}"])
+        return cls.parse({"name": name, **_PRESETS[name], **overrides}, f"model {name!r}")
+
+    @staticmethod
+    def preset_names() -> tuple[str, ...]:
+        """The names that :meth:`preset` takes."""
+        return tuple(_PRESETS)
+
+    @rule("hidden", "heads")
+    def _heads_divide_hidden(self) -> Iterator[Problem]:
+        if self.hidden % self.heads:
+            yield Problem("heads", f"= {self.heads} should divide hidden = {self.hidden}")
+
+    @rule("heads", "kv_heads")
+    def _kv_heads_divide_heads(self) -> Iterator[Problem]:
+        if self.heads % self.kv_heads:
+            yield Problem("kv_heads", f"= {self.kv_heads} should divide heads = {self.heads}")
+
+
+def _llama(layers: int, hidden: int, heads: int, ffn: int, vocab: int = 32000, **rest: Any) -> dict[str, Any]:
+    return {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab, **rest}
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int, **rest: Any) -> dict[str, Any]:
+    return {"kind": "gpt", "layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, **rest}
+
+
+_PRESETS: dict[str, dict[str, Any]] = {
+    "llama-7b": _llama(32, 4096, 32, 11008, seq=2048),
+    "llama-13b": _llama(40, 5120, 40, 13824, seq=2048),
+    "llama-30b": _llama(60, 6656, 52, 17920, seq=2048),
+    "llama-65b": _llama(80, 8192, 64, 22016, seq=2048),
+    # AMSP's "30B" is narrower than LLaMA's 6656/52: its Table V implies 1.8e11 FLOP per token.
+    "llama-30b-amsp": _llama(60, 6144, 48, 16384),
+    "llama-2-7b": _llama(32, 4096, 32, 11008),
+    "llama-2-13b": _llama(40, 5120, 40, 13824),
+    "llama-2-70b": _llama(80, 8192, 64, 28672, kv_heads=8),
+    "llama-3-8b": _llama(32, 4096, 32, 14336, 128256, kv_heads=8, seq=8192),
+    "llama-3-70b": _llama(80, 8192, 64, 28672, 128256, kv_heads=8, seq=8192),
+    "llama-3-405b": _llama(126, 16384, 128, 53248, 128256, kv_heads=8, seq=8192),
+    "internlm-7b": _llama(32, 4096, 32, 11008, 103168, seq=2048),
+    "gpt-18b": _gpt(40, 6144, 32, 50257, seq=2048),
+    "gpt-neox-20b": _gpt(44, 6144, 64, 50432, seq=2048),
+}

@@ -1,0 +1,385 @@
+"""The plan: how a model is spread over a mesh of ranks, and what each collective puts on the wire.
+
+A plan is the contract between the planner that emits it, the runtime that obeys it, the simulator that prices it
+and the checkpoint that stores it. It holds decisions only; what they imply for a given model is the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BeforeValidator, Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
+from thinwire.spec.codec import CodecSpec
+from thinwire.spec.policy import policy_codecs
+
+MIB = 1 << 20
+
+Dtype = Literal["bfloat16", "float32"]
+
+
+class Factor(Spec):
+    """A sub-mesh: ``local`` ranks of a node times ``nodes`` nodes; written ``local x nodes``, for example 8x4."""
+
+    toml_inline: ClassVar[bool] = True
+
+    local: Count = Field(default=1, description="ranks of one node")
+    nodes: Count = Field(default=1, description="nodes")
+
+    @classmethod
+    def from_text(cls, text: str) -> Mapping[str, Any] | None:
+        """``"8x4"`` is ``Factor(local=8, nodes=4)``."""
+        local, _, nodes = text.partition("x")
+        return {"local": int(local), "nodes": int(nodes)} if local.isdecimal() and nodes.isdecimal() else None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the sub-mesh has."""
+        return self.local * self.nodes
+
+    def divides(self, other: Factor) -> bool:
+        """Whether both axes of ``other`` are multiples of this factor's."""
+        return other.local % self.local == 0 and other.nodes % self.nodes == 0
+
+    def quotient(self, other: Factor) -> Factor:
+        """``other`` over this factor, axis by axis: the mesh that is left once this factor is taken out.
+
+        Raises:
+            SpecError: if this factor does not divide ``other``.
+        """
+        if not self.divides(other):
+            raise SpecError("factor", [f"{self} does not divide {other}"])
+        return Factor(local=other.local // self.local, nodes=other.nodes // self.nodes)
+
+    def fills_node(self, mesh: Factor) -> bool:
+        """Whether it uses every rank of a node before it crosses to the next (rule 2)."""
+        return self.nodes == 1 or self.local == mesh.local
+
+    def __str__(self) -> str:
+        return f"{self.local}x{self.nodes}"
+
+
+class Overlap(Spec):
+    """Which communication may run beside computation; each switch off makes its collectives blocking."""
+
+    gather: Flag = Field(
+        default=True, description="parameter all-gathers run ahead of the unit that needs them"
+    )
+    reduce: Flag = Field(
+        default=True, description="gradient reductions inside a micro-batch run beside the backward"
+    )
+    sync: Flag = Field(
+        default=True, description="the last micro-batch's synchronisation runs beside the backward"
+    )
+    spread: Flag = Field(default=True, description="updated parameters travel while the next forward runs")
+
+
+def _policy_name(value: Any) -> Any:
+    if isinstance(value, str):
+        policy_codecs(value)
+    return value
+
+
+class Wire(Spec):
+    """The codec of every kind of collective (see CodecSpec for the notation)."""
+
+    gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
+    reduce_intra: CodecSpec = Field(
+        default=CodecSpec(), description="codec of gradient reductions inside a node"
+    )
+    reduce_inter: CodecSpec = Field(
+        default=CodecSpec(), description="codec of gradient reductions across nodes (qgZ)"
+    )
+    spread: CodecSpec = Field(default=CodecSpec(), description="codec of updated parameters after a step")
+    tp: CodecSpec = Field(default=CodecSpec(), description="codec of tensor-parallel collectives")
+    pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
+    policy: Annotated[str | None, BeforeValidator(_policy_name)] = Field(
+        default=None,
+        description="a named choice for all six codecs (naive-zfp, naive-mpc, mzhybrid, zhybrid; rates after a "
+        "colon); a codec written beside it takes precedence",
+    )
+    error_feedback: Flag = Field(
+        default=False, description="what a gradient codec rounded away is added to the next step's gradient"
+    )
+    exclude: Annotated[
+        tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
+    ] = ()
+    schedule: Share = Field(
+        default=1.0, description="share of training during which the codecs apply, from its start"
+    )
+
+    @classmethod
+    def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        """A policy fills in the codecs that are not written out, so that readers look at codecs only."""
+        policy = data.get("policy")
+        if not isinstance(policy, str):
+            return data
+        try:
+            return {**policy_codecs(policy), **data}
+        except SpecError:
+            return data  # the field's own check reports it, together with every other problem
+
+    def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
+        merged = super()._merged(changes)
+        if "policy" in changes:  # a new policy replaces the codecs of the old one
+            for name in self.codecs():
+                if name not in changes:
+                    del merged[name]
+        return merged
+
+    def codecs(self) -> dict[str, CodecSpec]:
+        """The six codecs by field name."""
+        return {
+            name: value
+            for name in type(self).model_fields
+            if isinstance(value := getattr(self, name), CodecSpec)
+        }
+
+    @property
+    def is_none(self) -> bool:
+        """Whether no collective is compressed."""
+        return all(codec.is_none for codec in self.codecs().values())
+
+    @rule("error_feedback", "reduce_intra", "reduce_inter")
+    def _feedback_needs_loss(self) -> Iterator[Problem]:
+        if self.error_feedback and self.reduce_intra.is_lossless and self.reduce_inter.is_lossless:
+            yield Problem(
+                "error_feedback",
+                f"= true has nothing to feed back: reduce_intra = {str(self.reduce_intra)!r} and reduce_inter = "
+                f"{str(self.reduce_inter)!r} lose nothing; choose a lossy codec such as 'int4:256', or set it to false",
+            )
+
+
+class Residence(Spec):
+    """Where each state lives; ``device`` is the memory of the accelerator (or of the process, on CPU)."""
+
+    params: Literal["device"] = Field(default="device", description="where parameter shards live")
+    grads: Literal["device"] = Field(default="device", description="where gradient shards live")
+    optimizer: Literal["device"] = Field(default="device", description="where optimizer shards live")
+
+
+class UnitOverride(Spec):
+    """Exceptions for the units whose module name matches a pattern; what is unset follows the plan."""
+
+    match: Annotated[
+        str, Field(min_length=1, description="pattern of module names, as in a shell: model.layers.*")
+    ]
+    params: Factor | None = Field(default=None, description="sharding factor of P")
+    grads: Factor | None = Field(default=None, description="sharding factor of G")
+    optimizer: Factor | None = Field(default=None, description="sharding factor of OS")
+    codec: CodecSpec | None = Field(default=None, description="codec of every collective of these units")
+    dtype: Dtype | None = Field(default=None, description="compute dtype")
+
+
+class Plan(Spec):
+    """How one training job is sharded, overlapped and compressed."""
+
+    name: str | None = Field(default=None, description="label of the preset or of whoever made the plan")
+    mesh: Factor = Field(description="the data-parallel ranks, s_dp: ranks of a node times nodes")
+    params: Factor = Field(description="sharding factor of the parameters, s_p")
+    grads: Factor = Field(
+        description="sharding factor of the gradients, s_g: equal to params or to optimizer"
+    )
+    optimizer: Factor = Field(description="sharding factor of the optimizer states, s_os")
+    partition: Literal["intra", "inter"] = Field(
+        default="intra",
+        description="how OS is cut from a P shard: intra = equal flat slices, inter = whole tensors",
+    )
+    secondary: Factor | None = Field(
+        default=None,
+        description="factor of a second, closer parameter shard kept from forward to backward (hpZ)",
+    )
+    secondary_reuse: Flag = Field(
+        default=False, description="forwards of later micro-batches gather from the secondary shard"
+    )
+    compute_dtype: Dtype = Field(
+        default="bfloat16", description="dtype of parameters in forward and backward"
+    )
+    accumulate_dtype: Dtype = Field(default="float32", description="dtype of the gradient shard")
+    reduce_dtype: Dtype | None = Field(
+        default=None, description="dtype in which gradients cross the wire; unset: the compute dtype"
+    )
+    grad_reduce: Literal["mean", "sum"] = Field(
+        default="mean", description="whether gradients are averaged or summed over data-parallel ranks"
+    )
+    prefetch: Depth = Field(default=1, description="units gathered ahead of the one that runs")
+    granularity: Literal["block", "module"] = Field(
+        default="block", description="what one collective covers: a whole block, or one module of it"
+    )
+    bucket_bytes: Bytes = Field(
+        default=16 * MIB, description='size of a synchronisation bucket, "16MiB" or bytes'
+    )
+    keep_gathered: Literal["none", "last"] = Field(
+        default="last", description="which unit stays gathered between its forward and its backward"
+    )
+    recompute: Flag = Field(
+        default=False, description="activations are recomputed in the backward, not stored"
+    )
+    micro_batch: Count = Field(default=1, description="sequences of one micro-batch on one rank")
+    micro_batches: Count = Field(default=1, description="micro-batches of one step (M)")
+    tp: Count = Field(default=1, description="tensor-parallel ranks, beside the mesh")
+    pp: Count = Field(default=1, description="pipeline stages, beside the mesh")
+    schedule: Literal["1f1b", "interleaved"] = Field(
+        default="1f1b", description="order of work in a pipeline"
+    )
+    placement: tuple[Annotated[int, Field(strict=True)], ...] | None = Field(
+        default=None,
+        description="the physical rank that takes each position of the mesh, node by node; unset: in order",
+    )
+    overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
+    wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
+    residence: Residence = Field(default=Residence(), description="where each state lives")
+    units: tuple[UnitOverride, ...] = Field(
+        default=(), description="exceptions for units by name; the last match wins"
+    )
+
+    @property
+    def world(self) -> int:
+        """The number of data-parallel ranks."""
+        return self.mesh.ranks
+
+    @property
+    def effective_reduce_dtype(self) -> Dtype:
+        """The dtype in which gradients cross the wire."""
+        return self.reduce_dtype or self.compute_dtype
+
+    @classmethod
+    def preset(
+        cls, name: str, *, nodes: int, local: int, group: Factor | str | None = None, **overrides: Any
+    ) -> Plan:
+        """A classic system's plan on a mesh of ``nodes`` nodes of ``local`` ranks.
+
+        Args:
+            name: one of :meth:`preset_names`.
+            nodes: nodes of the mesh.
+            local: ranks of each node.
+            group: the factor within which a preset shards instead of one node (``zero1-node``, ``mics``, ``hsdp``,
+                ``thinwire``) or keeps its secondary shard (``hpz``, ``zeropp``, ``zeropp-8bit``).
+            **overrides: fields to change; a dictionary changes the named keys of a nested table only.
+
+        Raises:
+            SpecError: if the name is unknown, the preset takes no group, or the resulting plan breaks a rule.
+        """
+        from thinwire.spec.presets import preset_fields  # which needs Factor from here
+
+        fields = preset_fields(name, nodes=nodes, local=local, group=group)
+        for key, value in overrides.items():
+            current = fields.get(key)
+            both_tables = isinstance(current, Mapping) and isinstance(value, Mapping)
+            fields[key] = {**current, **value} if both_tables else value  # type: ignore[dict-item]
+        return cls.parse({"name": name, **fields}, f"preset {name!r}")
+
+    @staticmethod
+    def preset_names() -> tuple[str, ...]:
+        """The names that :meth:`preset` takes."""
+        from thinwire.spec.presets import PRESETS
+
+        return tuple(PRESETS)
+
+    def uncompressed(self) -> Self:
+        """The same plan with every codec ``none``."""
+        overrides = tuple(unit.with_(codec=None) for unit in self.units)
+        return self.with_(wire=Wire(), units=overrides)
+
+    def fingerprint(self) -> str:
+        """Twelve hexadecimal digits of the content, the same on every machine; the name does not count."""
+        return self._fingerprint(exclude=("name",))
+
+    def describe(self) -> str:
+        """One line for people."""
+        parts = [
+            f"{self.name or 'plan'} on {self.mesh.nodes} node{'s'[: self.mesh.nodes > 1]} x {self.mesh.local}: "
+            f"P {self.params}, G {self.grads}, OS {self.optimizer} ({self.partition})"
+        ]
+        if self.secondary is not None:
+            parts.append(f"secondary {self.secondary}")
+        parts.append(self.compute_dtype)
+        if self.micro_batches > 1:
+            parts.append(f"{self.micro_batches} micro-batches")
+        if self.recompute:
+            parts.append("recompute")
+        parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp)) if ways > 1]
+        codecs = [f"{name} {codec}" for name, codec in self.wire.codecs().items() if not codec.is_none]
+        parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
+        return "; ".join(parts)
+
+    @rule("mesh", "params", "grads", "optimizer")
+    def _factors_form_a_chain(self) -> Iterator[Problem]:
+        yield from _chain(self.mesh, self.params, self.grads, self.optimizer)
+
+    @rule("mesh", "params", "grads", "optimizer", "units")
+    def _overrides_form_a_chain(self) -> Iterator[Problem]:
+        plan_factors = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
+        for index, unit in enumerate(self.units):
+            own = {name: getattr(unit, name) for name in plan_factors if getattr(unit, name) is not None}
+            if own:  # without factors of its own a unit repeats the plan's, and its problems with them
+                for problem in _chain(self.mesh, **(plan_factors | own)):
+                    yield problem.below(f"units.{index}")
+
+    @rule("mesh", "params", "secondary", "secondary_reuse")
+    def _secondary_is_inside_params(self) -> Iterator[Problem]:
+        secondary = self.secondary
+        if secondary is None:
+            if self.secondary_reuse:
+                yield Problem(
+                    "secondary_reuse", "= true needs a secondary shard: set secondary, or set it to false"
+                )
+            return
+        if not secondary.divides(self.params):
+            yield Problem(
+                "secondary",
+                f"= {secondary} should divide params = {self.params} on both axes; {_divisors(self.params)}",
+            )
+        if not secondary.fills_node(self.mesh):
+            yield _fill_problem("secondary", secondary, self.mesh)
+
+    @rule("mesh", "placement")
+    def _placement_is_a_permutation(self) -> Iterator[Problem]:
+        if self.placement is not None and sorted(self.placement) != list(range(self.world)):
+            yield Problem(
+                "placement",
+                f"= {list(self.placement)} should name each of the ranks 0 to {self.world - 1} exactly once "
+                f"(mesh = {self.mesh})",
+            )
+
+    @rule("pp", "schedule")
+    def _schedule_needs_a_pipeline(self) -> Iterator[Problem]:
+        if self.schedule == "interleaved" and self.pp == 1:
+            yield Problem("schedule", "= 'interleaved' needs pp of at least 2; with pp = 1 use '1f1b'")
+
+
+def _chain(mesh: Factor, params: Factor, grads: Factor, optimizer: Factor) -> Iterator[Problem]:
+    """Rules 1 to 3: each factor divides the next, fills a node first, and grads is params or optimizer.
+
+    Plain "not larger" is not enough: on 6 nodes it would allow 2 and 3, whose quotient is fractional.
+    """
+    chain = (("params", params), ("grads", grads), ("optimizer", optimizer), ("mesh", mesh))
+    for (name, factor), (next_name, next_factor) in zip(chain, chain[1:], strict=False):
+        if not factor.divides(next_factor):
+            yield Problem(
+                name,
+                f"= {factor} should divide {next_name} = {next_factor} on both axes; {_divisors(next_factor)}",
+            )
+    for name, factor in chain[:-1]:
+        if not factor.fills_node(mesh):
+            yield _fill_problem(name, factor, mesh)
+    if grads not in (params, optimizer):
+        yield Problem("grads", f"= {grads} should equal params = {params} or optimizer = {optimizer}")
+
+
+def _fill_problem(name: str, factor: Factor, mesh: Factor) -> Problem:
+    return Problem(
+        name,
+        f"= {factor} crosses {factor.nodes} nodes without filling one: use local = {mesh.local} (all ranks of a "
+        f"node) or nodes = 1",
+    )
+
+
+def _divisors(factor: Factor) -> str:
+    def of(count: int) -> str:
+        return ", ".join(str(d) for d in range(1, count + 1) if count % d == 0)
+
+    return f"valid are local in ({of(factor.local)}) and nodes in ({of(factor.nodes)})"

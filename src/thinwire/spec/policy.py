@@ -1,0 +1,53 @@
+"""Compression policies by name: the hybrid schemes of arXiv 2409.02423 as codecs per collective.
+
+Gradients across data-parallel ranks are close to low rank and take aggressive compression (A below: the rate of
+parameters, activations and optimizer shards; B: the rate of gradient reductions); everything else is dense and
+needs precision.
+
+=====================  ==========================  =======================
+policy                 gather, spread, tp, pp       reduce_intra, reduce_inter
+=====================  ==========================  =======================
+``naive-zfp:RATE``     zfp:RATE                    zfp:RATE
+``naive-mpc``          mpc                         mpc
+``mzhybrid:RATE``      mpc                         zfp:RATE
+``zhybrid:A-B``        zfp:A                       zfp:B
+=====================  ==========================  =======================
+
+Without numbers: ``naive-zfp`` is 8, ``mzhybrid`` is 8, ``zhybrid`` is 24-8, the published choices.
+"""
+
+from __future__ import annotations
+
+from thinwire.errors import SpecError
+from thinwire.spec.codec import CodecSpec
+
+VALID = "naive-zfp[:RATE], naive-mpc, mzhybrid[:RATE], zhybrid[:A-B]"
+
+_DENSE = ("gather", "spread", "tp", "pp")
+_GRADIENTS = ("reduce_intra", "reduce_inter")
+
+
+def policy_codecs(policy: str) -> dict[str, CodecSpec]:
+    """The codec of every field of ``Wire`` under a policy.
+
+    Raises:
+        SpecError: if no policy has that name, or its rates are malformed.
+    """
+    name, _, rates = policy.partition(":")
+    match name:
+        case "naive-zfp":
+            dense = gradients = f"zfp:{rates or 8}"
+        case "naive-mpc" if not rates:
+            dense = gradients = "mpc"
+        case "mzhybrid":
+            dense, gradients = "mpc", f"zfp:{rates or 8}"
+        case "zhybrid":
+            dense_rate, _, gradient_rate = (rates or "24-8").partition("-")
+            dense, gradients = f"zfp:{dense_rate}", f"zfp:{gradient_rate}"
+        case _:
+            raise SpecError("policy", [f"{policy!r} is not a policy: valid are {VALID}"])
+    try:
+        codecs = CodecSpec(dense), CodecSpec(gradients)
+    except SpecError as error:
+        raise SpecError("policy", [f"{policy!r} is not a policy: {error.problems[0]}"]) from None
+    return dict.fromkeys(_DENSE, codecs[0]) | dict.fromkeys(_GRADIENTS, codecs[1])

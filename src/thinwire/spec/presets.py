@@ -1,0 +1,148 @@
+"""Classic systems as plans. Each preset takes the mesh and scales with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from thinwire.errors import SpecError
+from thinwire.spec.plan import Factor
+
+_ONE = Factor()
+
+Factors = tuple[Factor, Factor, Factor]
+"""P, G and OS."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A recipe for a plan.
+
+    Args:
+        summary: one line for documentation.
+        factors: P, G and OS from the mesh and the group.
+        takes_group: whether a caller may choose the group; one node is the default.
+        has_secondary: whether the group is the factor of a secondary parameter shard.
+        wire: the plan's ``wire`` table.
+    """
+
+    summary: str
+    factors: Callable[[Factor, Factor], Factors]
+    takes_group: bool = False
+    has_secondary: bool = False
+    wire: dict[str, Any] = field(default_factory=dict)
+
+
+def largest_divisor(number: int, at_most: int) -> int:
+    """The largest divisor of ``number`` that is not above ``at_most``; 1 at least."""
+    return max((d for d in range(1, min(number, at_most) + 1) if number % d == 0), default=1)
+
+
+def _half_node(mesh: Factor) -> Factor:
+    return Factor(local=largest_divisor(mesh.local, mesh.local // 2))
+
+
+def _few_nodes(mesh: Factor) -> Factor:
+    return Factor(local=mesh.local, nodes=largest_divisor(mesh.nodes, 4))
+
+
+_INT4_GRADIENTS = {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_inter": "int4:256"}
+_INT8_GRADIENTS = {"gather": "int8:256", "reduce_intra": "int8:256", "reduce_inter": "int8:256"}
+_THINWIRE = {
+    "spread": "int8:256",
+    "reduce_intra": "int8:256",
+    "reduce_inter": "int4:256",
+    "error_feedback": True,
+}
+
+PRESETS: dict[str, Preset] = {
+    "ddp": Preset("everything on every rank", lambda mesh, group: (_ONE, _ONE, _ONE)),
+    "zero1": Preset("OS over all ranks", lambda mesh, group: (_ONE, _ONE, mesh)),
+    "zero2": Preset("G and OS over all ranks", lambda mesh, group: (_ONE, mesh, mesh)),
+    "zero3": Preset("P, G and OS over all ranks", lambda mesh, group: (mesh, mesh, mesh)),
+    "zero1-node": Preset(
+        "OS inside a node, replicas across nodes (AMSP, 7B)",
+        lambda mesh, group: (_ONE, _ONE, group),
+        takes_group=True,
+    ),
+    "amsp-13b": Preset(
+        "P and G over half a node, OS over a node (AMSP, 13B)",
+        lambda mesh, group: (_half_node(mesh), _half_node(mesh), Factor(local=mesh.local)),
+    ),
+    "amsp-30b": Preset(
+        "P and G over a node, OS over up to four nodes (AMSP, 30B)",
+        lambda mesh, group: (Factor(local=mesh.local), Factor(local=mesh.local), _few_nodes(mesh)),
+    ),
+    "mics": Preset(
+        "P, G and OS over a group, replicas across groups (MiCS)",
+        lambda mesh, group: (group, group, group),
+        takes_group=True,
+    ),
+    "hsdp": Preset(
+        "P, G and OS over a group, replicas across groups (PyTorch HSDP)",
+        lambda mesh, group: (group, group, group),
+        takes_group=True,
+    ),
+    "hpz": Preset(
+        "zero3 with a secondary parameter shard inside a node (ZeRO++ hpZ)",
+        lambda mesh, group: (mesh, mesh, mesh),
+        takes_group=True,
+        has_secondary=True,
+    ),
+    "zeropp": Preset(
+        "hpz with INT8 gathers (qwZ) and INT4 gradients (qgZ): ZeRO++",
+        lambda mesh, group: (mesh, mesh, mesh),
+        takes_group=True,
+        has_secondary=True,
+        wire=_INT4_GRADIENTS,
+    ),
+    "zeropp-8bit": Preset(
+        "zeropp with INT8 gradients",
+        lambda mesh, group: (mesh, mesh, mesh),
+        takes_group=True,
+        has_secondary=True,
+        wire=_INT8_GRADIENTS,
+    ),
+    "thinwire": Preset(
+        "zero1-node, gradients INT8 inside a node and INT4 across with error feedback, INT8 spread",
+        lambda mesh, group: (_ONE, _ONE, group),
+        takes_group=True,
+        wire=_THINWIRE,
+    ),
+}
+
+
+def preset_fields(name: str, *, nodes: int, local: int, group: Factor | str | None) -> dict[str, Any]:
+    """The fields in which preset ``name`` differs from a plan's defaults.
+
+    Raises:
+        SpecError: if the name or the mesh is invalid, or the preset takes no group.
+    """
+    what = f"preset {name!r}"
+    preset = PRESETS.get(name)
+    if preset is None:
+        raise SpecError(what, [f"there is no preset {name!r}; valid are {', '.join(PRESETS)}"])
+    if group is not None and not preset.takes_group:
+        takers = ", ".join(key for key, value in PRESETS.items() if value.takes_group)
+        raise SpecError(what, [f"{name} takes no group (group = {group}); those that do: {takers}"])
+    mesh = Factor.parse({"local": local, "nodes": nodes}, what)
+    chosen = Factor(local=mesh.local) if group is None else _group(group, what)
+    params, grads, optimizer = preset.factors(mesh, chosen)
+    fields: dict[str, Any] = {"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer}
+    if preset.has_secondary:
+        fields["secondary"] = chosen
+    if preset.wire:
+        fields["wire"] = dict(preset.wire)
+    return fields
+
+
+def _group(group: Factor | str, what: str) -> Factor:
+    if isinstance(group, Factor):
+        return group
+    fields = Factor.from_text(group)
+    if fields is None:
+        raise SpecError(
+            what, [f"group = {group!r} should be a Factor, or text such as '4x2' (local x nodes)"]
+        )
+    return Factor.parse(fields, what)

@@ -1,0 +1,133 @@
+"""Quantities as people write them ("80GiB", "200mbit", "5ms") and as programs need them (int bytes, bits/s, s).
+
+Sizes are bytes, bandwidths are **bits** per second (as network people and ``tc`` write them), durations are
+seconds. Decimal prefixes are powers of 1000, ``Ki``/``Mi``/... are powers of 1024.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+from thinwire.errors import SpecError
+
+_QUANTITY = re.compile(r"\s*(?P<number>\d[\d_]*(?:\.\d+)?(?:[eE][+-]?\d+)?)\s*(?P<unit>[^\d\s].*?)?\s*")
+
+_DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}
+_BINARY = {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40, "pi": 2**50}
+_PREFIXES = _DECIMAL | _BINARY
+
+_SECONDS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "min": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
+
+_BIT_SPELLING = re.compile(
+    r"(?P<prefix>[kmgtp]?i?)bit(?:/s|ps)?|(?P<short>[kmgtp]?)b(?:/s|ps)", re.IGNORECASE
+)
+_BYTE_SPELLING = re.compile(r"(?P<prefix>[kKMGTP]?i?)B/s")
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes from an integer or from text such as ``"80GiB"``, ``"25MB"``, ``"4096"``.
+
+    Raises:
+        SpecError: if the text is not a size, or is not a whole number of bytes of at least 0.
+    """
+    number, unit = _split(value, "a size", '"80GiB", "25MB" or a whole number of bytes')
+    prefix = unit.lower().removesuffix("b")
+    if prefix not in _PREFIXES:
+        raise _bad("a size", value, f"unknown unit {unit!r}; valid are B, kB, MB, GB, TB, KiB, MiB, GiB, TiB")
+    size = number * _PREFIXES[prefix]
+    if not float(size).is_integer():
+        raise _bad("a size", value, "it is not a whole number of bytes")
+    return int(size)
+
+
+def parse_bandwidth(value: float | str) -> float:
+    """Bits per second from a number or from text such as ``"200mbit"``, ``"100Gbps"``, ``"25GB/s"`` (bytes).
+
+    ``GBps`` is refused: half of its readers mean bits.
+
+    Raises:
+        SpecError: if the text is not a bandwidth.
+    """
+    number, unit = _split(value, "a bandwidth", '"200mbit", "1gbit", "25GB/s" or a number of bits per second')
+    if not unit:
+        return float(number)
+    if match := _BYTE_SPELLING.fullmatch(unit):
+        return float(number * _PREFIXES[match["prefix"].lower()] * 8)
+    match = _BIT_SPELLING.fullmatch(unit)
+    prefix = (match["prefix"] if match["prefix"] is not None else match["short"]).lower() if match else None
+    if prefix not in _PREFIXES or "B" in unit:
+        raise _bad(
+            "a bandwidth", value, f"unknown unit {unit!r}; valid are kbit, mbit, gbit, tbit, kB/s, MB/s, GB/s"
+        )
+    return float(number * _PREFIXES[prefix])
+
+
+def parse_duration(value: float | str) -> float:
+    """Seconds from a number or from text such as ``"60s"``, ``"1ms"``, ``"5min"``.
+
+    Raises:
+        SpecError: if the text is not a duration.
+    """
+    number, unit = _split(value, "a duration", '"60s", "1ms", "5min" or a number of seconds')
+    if unit and unit not in _SECONDS:
+        raise _bad("a duration", value, f"unknown unit {unit!r}; valid are ns, us, ms, s, min, h, d")
+    return float(number * _SECONDS[unit or "s"])
+
+
+def format_bytes(size: float) -> str:
+    """``16777216`` as ``"16 MiB"``: three significant digits, binary prefixes."""
+    return _scaled(size, {"B": 1} | {prefix.title() + "B": factor for prefix, factor in _BINARY.items()})
+
+
+def format_bandwidth(bits_per_second: float) -> str:
+    """``2e8`` as ``"200 Mbit/s"``."""
+    names = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12}
+    return _scaled(bits_per_second, names)
+
+
+def format_duration(seconds: float) -> str:
+    """``0.0015`` as ``"1.5 ms"``, ``90`` as ``"1 min 30 s"``, ``7260`` as ``"2 h 1 min"``."""
+    if abs(seconds) >= 3600:
+        minutes = round(seconds / 60)
+        return f"{minutes // 60} h {minutes % 60} min"
+    if abs(seconds) >= 60:
+        whole = round(seconds)
+        return f"{whole // 60} min {whole % 60} s"
+    return _scaled(seconds, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0})
+
+
+def _split(value: float | str, kind: str, examples: str) -> tuple[float, str]:
+    """The number and the unit of a quantity; integers stay integers, so that large sizes are exact."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise _bad(kind, value, f"expected {examples}")
+    if isinstance(value, str):
+        match = _QUANTITY.fullmatch(value)
+        if match is None:
+            raise _bad(kind, value, f"expected {examples}")
+        digits = match["number"].replace("_", "")
+        return (int(digits) if digits.isdecimal() else float(digits)), match["unit"] or ""
+    if value < 0 or not math.isfinite(value):
+        raise _bad(kind, value, "it must be finite and at least 0")
+    return value, ""
+
+
+def _scaled(value: float, units: Mapping[str, float]) -> str:
+    """``value`` in the largest unit that leaves at least 1, or in the smallest unit."""
+    fitting = [(name, factor) for name, factor in units.items() if abs(value) >= factor]
+    name, factor = fitting[-1] if fitting else next(iter(units.items()))
+    return f"{value / factor:.4g} {name}" if abs(value / factor) < 10_000 else f"{value / factor:,.0f} {name}"
+
+
+def _bad(kind: str, value: object, why: str) -> SpecError:
+    return SpecError(kind, [f"{value!r} is not {kind}: {why}"])
