@@ -1,7 +1,7 @@
 """thinwire: large language models over thin wires.
 
-Names are imported on first use, so that ``thinwire plan`` and every other command that decides without training
-starts without loading torch.
+Names are imported on first use, so that ``thinwire plan`` and every other command that decides without
+training starts without loading torch.
 """
 
 from __future__ import annotations

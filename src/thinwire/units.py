@@ -1,4 +1,4 @@
-"""Quantities as people write them ("80GiB", "200mbit", "5ms") and as programs need them (int bytes, bits/s, s).
+"""Quantities as people write them ("80GiB", "200mbit", "5ms") and as programs need them (bytes, bits/s, s).
 
 Sizes are bytes, bandwidths are **bits** per second (as network people and ``tc`` write them), durations are
 seconds. Decimal prefixes are powers of 1000, ``Ki``/``Mi``/... are powers of 1024.

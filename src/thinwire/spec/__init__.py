@@ -3,9 +3,10 @@
 from thinwire.spec.base import Problem, Spec, rule
 from thinwire.spec.cluster import ClusterSpec, Link, Links
 from thinwire.spec.codec import CodecSpec
+from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
 from thinwire.spec.model import ModelSpec
-from thinwire.spec.plan import Factor, Overlap, Plan, Residence, UnitOverride, Wire
+from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 
 __all__ = [
     "ClusterSpec",

@@ -1,8 +1,8 @@
 """The base of every specification: frozen, validated, TOML in and out, and *all* problems at once.
 
-pydantic validates the good case. It stops before cross-field rules as soon as one field is wrong, so the bad
-case is walked a second time here, field by field and rule by rule, to collect everything that is wrong into one
-:class:`~thinwire.errors.SpecError`. A person then fixes a file once, not once per mistake.
+pydantic validates the good case. It stops before cross-field rules as soon as one field is wrong, so the
+bad case is walked a second time here, field by field and rule by rule, to collect everything that is wrong
+into one :class:`~thinwire.errors.SpecError`. A person then fixes a file once, not once per mistake.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class Spec(BaseModel):
 
     @classmethod
     def from_text(cls, text: str) -> Mapping[str, Any] | None:
-        """The fields that a string stands for, or ``None`` where strings are no shorthand for this specification."""
+        """The fields that a string stands for, or ``None`` where a string is no shorthand for this."""
         del text
         return None
 
@@ -200,7 +200,7 @@ class Spec(BaseModel):
 
 
 def nested(annotation: Any) -> type[Spec] | None:
-    """The specification class inside an annotation such as ``Factor | None`` or ``tuple[UnitOverride, ...]``."""
+    """The specification inside an annotation such as ``Factor | None`` or ``tuple[UnitOverride, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, Spec):
         return annotation
     found = (nested(argument) for argument in typing.get_args(annotation))
@@ -233,7 +233,7 @@ def _plain(value: Any) -> Any:
 
 def _sentences(cls: type[Spec], data: Mapping[str, Any], error: ValidationError) -> list[str]:
     problems = list(_problems(cls, data))
-    # The walk below mirrors pydantic's; should they ever disagree, pydantic's refusal stands and is shown as is.
+    # The walk mirrors pydantic's; should they ever disagree, pydantic's refusal stands and is shown as is.
     return [str(problem) for problem in problems] or [str(error)]
 
 

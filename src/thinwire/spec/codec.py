@@ -12,8 +12,8 @@ text                      meaning
 ``exp3``                  lossless for bf16, variable length
 ========================  ==========================================================================
 
-``intN`` takes options after a comma: ``hadamard`` rotates each block before rounding, ``stochastic`` rounds up
-or down at random, without bias.
+``intN`` takes options after a comma: ``hadamard`` rotates each block before rounding, ``stochastic`` rounds
+up or down at random, without bias.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from thinwire.errors import SpecError
 Family = Literal["none", "bf16", "fp16", "int", "zfp", "mpc", "exp3"]
 
 OPTIONS = ("hadamard", "stochastic")
-VALID = "none, bf16, fp16, int2:BLOCK .. int8:BLOCK (or :tensor, options ,hadamard ,stochastic), zfp:RATE, mpc, exp3"
+VALID = "none, bf16, fp16, mpc, exp3, zfp:RATE, int2 to int8 with :BLOCK or :tensor (options ,hadamard ,stochastic)"
 
 _INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
 _ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")

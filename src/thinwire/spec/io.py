@@ -51,14 +51,14 @@ def read_toml_file(path: str | Path) -> dict[str, Any]:
 
 
 def write_toml(data: Mapping[str, Any]) -> str:
-    """TOML text of nested dictionaries; ``None`` values are left out, :class:`Inline` ones stay on one line."""
+    """TOML text of nested dictionaries; ``None`` is left out, :class:`Inline` tables stay on one line."""
     return "\n".join(_table_lines(data, ())).strip("\n") + "\n"
 
 
 def apply_settings(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
     """A copy of ``data`` changed by ``settings``, each ``dotted.key=value`` with a TOML value or a bare word.
 
-    ``train.steps=20``, ``plan.wire.gather=int8:256`` and ``plan.overlap.gather=false`` do what they look like.
+    ``train.steps=20``, ``plan.wire.gather=int8:256``, ``plan.overlap.gather=false`` do what they look like.
 
     Raises:
         SpecError: if a setting has no ``=``, or a key passes through something that is not a table.
@@ -91,7 +91,7 @@ def _setting_value(text: str) -> Any:
 
 
 def _table_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    """Plain keys first, then sub-tables, then arrays of tables: TOML gives a key to the last header above it."""
+    """Plain keys first, then tables, then arrays of tables: TOML gives a key to the header above it."""
     present = {key: value for key, value in table.items() if value is not None}
     tables = {key: value for key, value in present.items() if _is_table(value)}
     arrays = {key: value for key, value in present.items() if _is_table_array(value)}

@@ -10,9 +10,11 @@ from pydantic import Field
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Flag, Problem, Spec, rule
 
+_FILLED_IN: Any = None  # no field keeps it: prepare() replaces it by a number
+
 
 class ModelSpec(Spec):
-    """A decoder-only transformer by its dimensions; unset ``kv_heads`` and ``ffn`` follow the kind's custom."""
+    """A decoder-only transformer by its dimensions; unset ``kv_heads`` and ``ffn`` follow custom."""
 
     name: str | None = Field(default=None, description="label, for example the preset's name")
     kind: Literal["llama", "gpt"] = Field(
@@ -22,9 +24,11 @@ class ModelSpec(Spec):
     layers: Count = Field(description="transformer blocks (L)")
     hidden: Count = Field(description="width of the residual stream (h)")
     heads: Count = Field(description="attention heads; they divide hidden")
-    kv_heads: Count = Field(default=None, description="key and value heads; they divide heads; unset: heads")
+    kv_heads: Count = Field(
+        default=_FILLED_IN, description="key and value heads; they divide heads; unset: heads"
+    )
     ffn: Count = Field(
-        default=None, description="width of the feed-forward; unset: 8/3 hidden (llama), 4 hidden (gpt)"
+        default=_FILLED_IN, description="width of the feed-forward; unset: 8/3 hidden (llama), 4 hidden (gpt)"
     )
     vocab: Count = Field(description="tokens of the vocabulary (V)")
     seq: Count = Field(default=4096, description="tokens of a sequence (s)")

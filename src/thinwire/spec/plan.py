@@ -1,65 +1,30 @@
 """The plan: how a model is spread over a mesh of ranks, and what each collective puts on the wire.
 
-A plan is the contract between the planner that emits it, the runtime that obeys it, the simulator that prices it
-and the checkpoint that stores it. It holds decisions only; what they imply for a given model is the program.
+A plan is the contract between the planner that emits it, the runtime that obeys it, the simulator that
+prices it and the checkpoint that stores it. It holds decisions only; what they imply for a given model is the
+program.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
+from thinwire.spec.factor import Factor
 from thinwire.spec.policy import policy_codecs
+from thinwire.spec.presets import PRESETS, preset_fields
+
+__all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire"]
 
 MIB = 1 << 20
 
 Dtype = Literal["bfloat16", "float32"]
-
-
-class Factor(Spec):
-    """A sub-mesh: ``local`` ranks of a node times ``nodes`` nodes; written ``local x nodes``, for example 8x4."""
-
-    toml_inline: ClassVar[bool] = True
-
-    local: Count = Field(default=1, description="ranks of one node")
-    nodes: Count = Field(default=1, description="nodes")
-
-    @classmethod
-    def from_text(cls, text: str) -> Mapping[str, Any] | None:
-        """``"8x4"`` is ``Factor(local=8, nodes=4)``."""
-        local, _, nodes = text.partition("x")
-        return {"local": int(local), "nodes": int(nodes)} if local.isdecimal() and nodes.isdecimal() else None
-
-    @property
-    def ranks(self) -> int:
-        """How many ranks the sub-mesh has."""
-        return self.local * self.nodes
-
-    def divides(self, other: Factor) -> bool:
-        """Whether both axes of ``other`` are multiples of this factor's."""
-        return other.local % self.local == 0 and other.nodes % self.nodes == 0
-
-    def quotient(self, other: Factor) -> Factor:
-        """``other`` over this factor, axis by axis: the mesh that is left once this factor is taken out.
-
-        Raises:
-            SpecError: if this factor does not divide ``other``.
-        """
-        if not self.divides(other):
-            raise SpecError("factor", [f"{self} does not divide {other}"])
-        return Factor(local=other.local // self.local, nodes=other.nodes // self.nodes)
-
-    def fills_node(self, mesh: Factor) -> bool:
-        """Whether it uses every rank of a node before it crosses to the next (rule 2)."""
-        return self.nodes == 1 or self.local == mesh.local
-
-    def __str__(self) -> str:
-        return f"{self.local}x{self.nodes}"
 
 
 class Overlap(Spec):
@@ -98,8 +63,8 @@ class Wire(Spec):
     pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
     policy: Annotated[str | None, BeforeValidator(_policy_name)] = Field(
         default=None,
-        description="a named choice for all six codecs (naive-zfp, naive-mpc, mzhybrid, zhybrid; rates after a "
-        "colon); a codec written beside it takes precedence",
+        description="a named choice for all six codecs: naive-zfp, naive-mpc, mzhybrid or zhybrid, rates "
+        "after a colon; a codec written beside it takes precedence",
     )
     error_feedback: Flag = Field(
         default=False, description="what a gradient codec rounded away is added to the next step's gradient"
@@ -148,8 +113,9 @@ class Wire(Spec):
         if self.error_feedback and self.reduce_intra.is_lossless and self.reduce_inter.is_lossless:
             yield Problem(
                 "error_feedback",
-                f"= true has nothing to feed back: reduce_intra = {str(self.reduce_intra)!r} and reduce_inter = "
-                f"{str(self.reduce_inter)!r} lose nothing; choose a lossy codec such as 'int4:256', or set it to false",
+                f"= true has nothing to feed back: reduce_intra = {str(self.reduce_intra)!r} and "
+                f"reduce_inter = {str(self.reduce_inter)!r} lose nothing; choose a lossy codec such as "
+                "'int4:256', or set it to false",
             )
 
 
@@ -256,15 +222,13 @@ class Plan(Spec):
             name: one of :meth:`preset_names`.
             nodes: nodes of the mesh.
             local: ranks of each node.
-            group: the factor within which a preset shards instead of one node (``zero1-node``, ``mics``, ``hsdp``,
-                ``thinwire``) or keeps its secondary shard (``hpz``, ``zeropp``, ``zeropp-8bit``).
+            group: the factor, instead of one node, within which a preset shards (``zero1-node``, ``mics``,
+                ``hsdp``, ``thinwire``) or keeps its secondary shard (``hpz``, ``zeropp``, ``zeropp-8bit``).
             **overrides: fields to change; a dictionary changes the named keys of a nested table only.
 
         Raises:
             SpecError: if the name is unknown, the preset takes no group, or the resulting plan breaks a rule.
         """
-        from thinwire.spec.presets import preset_fields  # which needs Factor from here
-
         fields = preset_fields(name, nodes=nodes, local=local, group=group)
         for key, value in overrides.items():
             current = fields.get(key)
@@ -275,8 +239,6 @@ class Plan(Spec):
     @staticmethod
     def preset_names() -> tuple[str, ...]:
         """The names that :meth:`preset` takes."""
-        from thinwire.spec.presets import PRESETS
-
         return tuple(PRESETS)
 
     def uncompressed(self) -> Self:
@@ -290,10 +252,8 @@ class Plan(Spec):
 
     def describe(self) -> str:
         """One line for people."""
-        parts = [
-            f"{self.name or 'plan'} on {self.mesh.nodes} node{'s'[: self.mesh.nodes > 1]} x {self.mesh.local}: "
-            f"P {self.params}, G {self.grads}, OS {self.optimizer} ({self.partition})"
-        ]
+        factors = f"P {self.params}, G {self.grads}, OS {self.optimizer} ({self.partition})"
+        parts = [f"{self.name or 'plan'} on mesh {self.mesh}: {factors}"]
         if self.secondary is not None:
             parts.append(f"secondary {self.secondary}")
         parts.append(self.compute_dtype)
@@ -357,12 +317,10 @@ def _chain(mesh: Factor, params: Factor, grads: Factor, optimizer: Factor) -> It
     Plain "not larger" is not enough: on 6 nodes it would allow 2 and 3, whose quotient is fractional.
     """
     chain = (("params", params), ("grads", grads), ("optimizer", optimizer), ("mesh", mesh))
-    for (name, factor), (next_name, next_factor) in zip(chain, chain[1:], strict=False):
+    for (name, factor), (next_name, next_factor) in itertools.pairwise(chain):
         if not factor.divides(next_factor):
-            yield Problem(
-                name,
-                f"= {factor} should divide {next_name} = {next_factor} on both axes; {_divisors(next_factor)}",
-            )
+            need = f"should divide {next_name} = {next_factor} on both axes"
+            yield Problem(name, f"= {factor} {need}; {_divisors(next_factor)}")
     for name, factor in chain[:-1]:
         if not factor.fills_node(mesh):
             yield _fill_problem(name, factor, mesh)
@@ -373,8 +331,8 @@ def _chain(mesh: Factor, params: Factor, grads: Factor, optimizer: Factor) -> It
 def _fill_problem(name: str, factor: Factor, mesh: Factor) -> Problem:
     return Problem(
         name,
-        f"= {factor} crosses {factor.nodes} nodes without filling one: use local = {mesh.local} (all ranks of a "
-        f"node) or nodes = 1",
+        f"= {factor} crosses {factor.nodes} nodes without filling one: use local = {mesh.local} "
+        "(all ranks of a node) or nodes = 1",
     )
 
 

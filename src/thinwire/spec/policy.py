@@ -1,8 +1,7 @@
 """Compression policies by name: the hybrid schemes of arXiv 2409.02423 as codecs per collective.
 
-Gradients across data-parallel ranks are close to low rank and take aggressive compression (A below: the rate of
-parameters, activations and optimizer shards; B: the rate of gradient reductions); everything else is dense and
-needs precision.
+Gradients across data-parallel ranks are close to low rank and take aggressive compression (rate B below);
+parameters, activations and optimizer shards are dense and need precision (rate A).
 
 =====================  ==========================  =======================
 policy                 gather, spread, tp, pp       reduce_intra, reduce_inter

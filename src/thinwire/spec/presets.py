@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from thinwire.errors import SpecError
-from thinwire.spec.plan import Factor
+from thinwire.spec.factor import Factor
 
 _ONE = Factor()
 

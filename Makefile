@@ -1,0 +1,63 @@
+# Every target that needs Python sets up .venv first; the stamp makes that free when nothing changed.
+
+SHELL := /bin/bash
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.thinwire-installed
+TORCH_VERSION := 2.13.0
+
+# The interpreter for .venv: the newest of these that is at least 3.11. Override: make install PYTHON=/path/to/python
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
+	  command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
+	  { echo $$p; break; }; done)
+
+# An extra package index for PyTorch, for example https://download.pytorch.org/whl/cpu for the small CPU-only build.
+TORCH_INDEX ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test test-all lint format docs gpu-check clean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+
+install: $(STAMP) ## create .venv with pinned packages and the thinwire command
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "thinwire needs Python 3.11 or newer: apt-get install python3 (or set PYTHON=...)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
+	  echo "$(PYTHON) cannot create a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+train: install ## train a small Llama on this machine (4 ranks as 2x2 without a GPU)
+	$(BIN)/thinwire train recipes/quickstart.toml --out runs/quickstart
+
+test: lint ## lint, then every test that is not marked slow
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-all: lint ## lint, then all tests, slow ones included
+	$(BIN)/python -m pytest -m "not gpu"
+
+lint: install ## ruff, mypy, import contracts
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: install ## format the code and apply safe fixes
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+docs: install ## regenerate docs/plan-reference.md from the types
+	$(BIN)/python -m thinwire.spec.reference docs/plan-reference.md
+
+gpu-check: install ## train every preset on a CUDA device and compare with the CPU
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	  $(BIN)/python -m pytest -m gpu; \
+	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine"; fi
+
+clean: ## remove caches and build output; keeps .venv and runs
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

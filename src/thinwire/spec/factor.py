@@ -1,0 +1,52 @@
+"""The factor: a sub-mesh of the data-parallel mesh, the unit in which sharding is expressed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Count, Spec
+
+
+class Factor(Spec):
+    """A sub-mesh: ``local`` ranks of a node times ``nodes`` nodes; written ``local x nodes``, as in 8x4."""
+
+    toml_inline: ClassVar[bool] = True
+
+    local: Count = Field(default=1, description="ranks of one node")
+    nodes: Count = Field(default=1, description="nodes")
+
+    @classmethod
+    def from_text(cls, text: str) -> Mapping[str, Any] | None:
+        """``"8x4"`` is ``Factor(local=8, nodes=4)``."""
+        local, _, nodes = text.partition("x")
+        return {"local": int(local), "nodes": int(nodes)} if local.isdecimal() and nodes.isdecimal() else None
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the sub-mesh has."""
+        return self.local * self.nodes
+
+    def divides(self, other: Factor) -> bool:
+        """Whether both axes of ``other`` are multiples of this factor's."""
+        return other.local % self.local == 0 and other.nodes % self.nodes == 0
+
+    def quotient(self, other: Factor) -> Factor:
+        """``other`` over this factor, axis by axis: the mesh that is left once this factor is taken out.
+
+        Raises:
+            SpecError: if this factor does not divide ``other``.
+        """
+        if not self.divides(other):
+            raise SpecError("factor", [f"{self} does not divide {other}"])
+        return Factor(local=other.local // self.local, nodes=other.nodes // self.nodes)
+
+    def fills_node(self, mesh: Factor) -> bool:
+        """Whether it uses every rank of a node before it crosses to the next (rule 2)."""
+        return self.nodes == 1 or self.local == mesh.local
+
+    def __str__(self) -> str:
+        return f"{self.local}x{self.nodes}"
