@@ -6,9 +6,9 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.thinwire-installed
 TORCH_VERSION := 2.13.0
 
-# The interpreter for .venv: the newest of these that is at least 3.11. Override: make install PYTHON=/path/to/python
-PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
-	  command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && \
+# The interpreter for .venv: the first of these that PyTorch supports and that can create an environment.
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
+	  $$p -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' 2>/dev/null && \
 	  { echo $$p; break; }; done)
 
 # An extra package index for PyTorch, for example https://download.pytorch.org/whl/cpu for the small CPU-only build.
@@ -23,9 +23,9 @@ help: ## list the targets
 install: $(STAMP) ## create .venv with pinned packages and the thinwire command
 
 $(STAMP): pyproject.toml constraints.txt
-	@test -n "$(PYTHON)" || { echo "thinwire needs Python 3.11 or newer: apt-get install python3 (or set PYTHON=...)" >&2; exit 1; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); \
-	  echo "$(PYTHON) cannot create a virtual environment: apt-get install python3-venv" >&2; exit 1; }
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "thinwire needs Python 3.11 to 3.14 with its venv module:" \
+	  "apt-get install python3 python3-venv, or name an interpreter: make install PYTHON=..." >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'

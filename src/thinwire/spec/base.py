@@ -126,7 +126,7 @@ class Spec(BaseModel):
 
     @pydantic.model_validator(mode="after")
     def _apply_rules(self) -> Self:
-        problems = [problem for check in _rules(type(self)) for problem in check(self)]
+        problems = [problem for check in rules(type(self)) for problem in check(self)]
         if problems:
             raise PydanticCustomError(
                 _RULE, "{text}", {"text": "; ".join(str(problem) for problem in problems)}
@@ -207,7 +207,8 @@ def nested(annotation: Any) -> type[Spec] | None:
     return next((spec for spec in found if spec is not None), None)
 
 
-def _rules(cls: type[Spec]) -> list[Check]:
+def rules(cls: type[Spec]) -> list[Check]:
+    """The cross-field rules of a specification; the docstring of each states it for people."""
     members = (
         getattr(cls, name) for base in reversed(cls.__mro__) for name in vars(base) if hasattr(cls, name)
     )
@@ -264,7 +265,7 @@ def _problems(cls: type[Spec], data: Any) -> Iterator[Problem]:
         else:
             valid[name] = _adapter(field).validate_python(data[name])
     partial = cls.model_construct(**valid)
-    for check in _rules(cls):
+    for check in rules(cls):
         if valid.keys() >= set(check._needs):  # type: ignore[attr-defined]
             yield from check(partial)
 

@@ -51,6 +51,7 @@ class ClusterSpec(Spec):
 
     @rule("links", "nodes_per_leaf")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
+        """A spine link needs ``nodes_per_leaf``."""
         if self.links.spine is not None and self.nodes_per_leaf is None:
             yield Problem(
                 "nodes_per_leaf", "is missing: a spine link says nothing without the size of a leaf"

@@ -1,20 +1,4 @@
-"""Codecs by name: what a tensor becomes on the wire, as text.
-
-========================  ==========================================================================
-text                      meaning
-========================  ==========================================================================
-``none``                  the tensor's own bytes
-``bf16``, ``fp16``        a cast to two bytes per value
-``intN:BLOCK``            N bits (2 to 8) per value and one scale per BLOCK values
-``intN:tensor``           N bits per value and one scale for the whole message
-``zfp:RATE``              ZFP fixed rate, RATE bits per fp32 value
-``mpc``                   MPC, lossless for fp32, variable length
-``exp3``                  lossless for bf16, variable length
-========================  ==========================================================================
-
-``intN`` takes options after a comma: ``hadamard`` rotates each block before rounding, ``stochastic`` rounds
-up or down at random, without bias.
-"""
+"""Codecs by name: what a tensor becomes on the wire, as text. The notation is :data:`NOTATION`."""
 
 from __future__ import annotations
 
@@ -29,8 +13,22 @@ from thinwire.errors import SpecError
 
 Family = Literal["none", "bf16", "fp16", "int", "zfp", "mpc", "exp3"]
 
+NOTATION = (
+    ("none", "the tensor's own bytes"),
+    ("bf16", "a cast to bfloat16"),
+    ("fp16", "a cast to float16"),
+    ("intN:BLOCK", "N bits (2 to 8) per value and one scale per BLOCK values; BLOCK is a multiple of 8"),
+    ("intN:tensor", "N bits per value and one scale for the whole message"),
+    ("intN:BLOCK,hadamard", "each block is rotated before it is rounded; BLOCK is a power of two"),
+    ("intN:BLOCK,stochastic", "values are rounded up or down at random, without bias"),
+    ("zfp:RATE", "ZFP fixed rate: RATE bits per fp32 value, at most 32"),
+    ("mpc", "MPC: lossless, variable length"),
+    ("exp3", "lossless for bfloat16, variable length"),
+)
+"""What a codec may be called, and what it means."""
+
 OPTIONS = ("hadamard", "stochastic")
-VALID = "none, bf16, fp16, mpc, exp3, zfp:RATE, int2 to int8 with :BLOCK or :tensor (options ,hadamard ,stochastic)"
+VALID = "none, bf16, fp16, mpc, exp3, zfp:RATE, intN:BLOCK and intN:tensor (N from 2 to 8)"
 
 _INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
 _ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
@@ -42,7 +40,7 @@ class CodecSpec:
     """A codec with its parameters, written as text; equal specs have equal (canonical) text.
 
     Args:
-        text: see the module's table; ``CodecSpec("int4:256,hadamard")``.
+        text: see :data:`NOTATION`; ``CodecSpec("int4:256,hadamard")``.
 
     Raises:
         SpecError: if the text names no codec; the message lists the valid ones.

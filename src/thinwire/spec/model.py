@@ -129,11 +129,13 @@ class ModelSpec(Spec):
 
     @rule("hidden", "heads")
     def _heads_divide_hidden(self) -> Iterator[Problem]:
+        """``heads`` divides ``hidden``."""
         if self.hidden % self.heads:
             yield Problem("heads", f"= {self.heads} should divide hidden = {self.hidden}")
 
     @rule("heads", "kv_heads")
     def _kv_heads_divide_heads(self) -> Iterator[Problem]:
+        """``kv_heads`` divides ``heads``."""
         if self.heads % self.kv_heads:
             yield Problem("kv_heads", f"= {self.kv_heads} should divide heads = {self.heads}")
 

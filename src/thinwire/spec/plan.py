@@ -110,6 +110,7 @@ class Wire(Spec):
 
     @rule("error_feedback", "reduce_intra", "reduce_inter")
     def _feedback_needs_loss(self) -> Iterator[Problem]:
+        """``error_feedback`` needs a lossy ``reduce_intra`` or ``reduce_inter``."""
         if self.error_feedback and self.reduce_intra.is_lossless and self.reduce_inter.is_lossless:
             yield Problem(
                 "error_feedback",
@@ -268,10 +269,14 @@ class Plan(Spec):
 
     @rule("mesh", "params", "grads", "optimizer")
     def _factors_form_a_chain(self) -> Iterator[Problem]:
+        """``params`` divides ``grads``, ``grads`` divides ``optimizer``, ``optimizer`` divides ``mesh``, on
+        both axes; a factor that crosses nodes uses every rank of a node; ``grads`` equals ``params`` or
+        ``optimizer``."""
         yield from _chain(self.mesh, self.params, self.grads, self.optimizer)
 
     @rule("mesh", "params", "grads", "optimizer", "units")
     def _overrides_form_a_chain(self) -> Iterator[Problem]:
+        """The same holds for each of ``units``, where what it leaves unset follows the plan."""
         plan_factors = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
         for index, unit in enumerate(self.units):
             own = {name: getattr(unit, name) for name in plan_factors if getattr(unit, name) is not None}
@@ -281,6 +286,8 @@ class Plan(Spec):
 
     @rule("mesh", "params", "secondary", "secondary_reuse")
     def _secondary_is_inside_params(self) -> Iterator[Problem]:
+        """``secondary`` divides ``params`` on both axes and, if it crosses nodes, uses every rank of a node;
+        ``secondary_reuse`` needs it. Equal to ``params``, as on one node, it is valid and saves nothing."""
         secondary = self.secondary
         if secondary is None:
             if self.secondary_reuse:
@@ -298,6 +305,7 @@ class Plan(Spec):
 
     @rule("mesh", "placement")
     def _placement_is_a_permutation(self) -> Iterator[Problem]:
+        """``placement`` names each rank of ``mesh`` exactly once."""
         if self.placement is not None and sorted(self.placement) != list(range(self.world)):
             yield Problem(
                 "placement",
@@ -307,6 +315,7 @@ class Plan(Spec):
 
     @rule("pp", "schedule")
     def _schedule_needs_a_pipeline(self) -> Iterator[Problem]:
+        """``schedule = "interleaved"`` needs ``pp`` of at least 2."""
         if self.schedule == "interleaved" and self.pp == 1:
             yield Problem("schedule", "= 'interleaved' needs pp of at least 2; with pp = 1 use '1f1b'")
 

@@ -2,17 +2,8 @@
 
 Gradients across data-parallel ranks are close to low rank and take aggressive compression (rate B below);
 parameters, activations and optimizer shards are dense and need precision (rate A).
-
-=====================  ==========================  =======================
-policy                 gather, spread, tp, pp       reduce_intra, reduce_inter
-=====================  ==========================  =======================
-``naive-zfp:RATE``     zfp:RATE                    zfp:RATE
-``naive-mpc``          mpc                         mpc
-``mzhybrid:RATE``      mpc                         zfp:RATE
-``zhybrid:A-B``        zfp:A                       zfp:B
-=====================  ==========================  =======================
-
-Without numbers: ``naive-zfp`` is 8, ``mzhybrid`` is 8, ``zhybrid`` is 24-8, the published choices.
+``NAMES`` lists the policies; without numbers ``naive-zfp`` and ``mzhybrid`` mean rate 8 and ``zhybrid`` 24-8,
+the published choices.
 """
 
 from __future__ import annotations
@@ -20,7 +11,7 @@ from __future__ import annotations
 from thinwire.errors import SpecError
 from thinwire.spec.codec import CodecSpec
 
-VALID = "naive-zfp[:RATE], naive-mpc, mzhybrid[:RATE], zhybrid[:A-B]"
+NAMES = ("naive-zfp", "naive-zfp:RATE", "naive-mpc", "mzhybrid", "mzhybrid:RATE", "zhybrid", "zhybrid:A-B")
 
 _DENSE = ("gather", "spread", "tp", "pp")
 _GRADIENTS = ("reduce_intra", "reduce_inter")
@@ -44,7 +35,7 @@ def policy_codecs(policy: str) -> dict[str, CodecSpec]:
             dense_rate, _, gradient_rate = (rates or "24-8").partition("-")
             dense, gradients = f"zfp:{dense_rate}", f"zfp:{gradient_rate}"
         case _:
-            raise SpecError("policy", [f"{policy!r} is not a policy: valid are {VALID}"])
+            raise SpecError("policy", [f"{policy!r} is not a policy: valid are {', '.join(NAMES)}"])
     try:
         codecs = CodecSpec(dense), CodecSpec(gradients)
     except SpecError as error:
