@@ -98,11 +98,10 @@ def format_bandwidth(bits_per_second: float) -> str:
 
 def format_duration(seconds: float) -> str:
     """``0.0015`` as ``"1.5 ms"``, ``90`` as ``"1 min 30 s"``, ``7260`` as ``"2 h 1 min"``."""
-    if abs(seconds) >= 3600:
-        minutes = round(seconds / 60)
-        return f"{minutes // 60} h {minutes % 60} min"
-    if abs(seconds) >= 60:
-        whole = round(seconds)
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    if float(f"{seconds:.4g}") >= 60:
         return f"{whole // 60} min {whole % 60} s"
     return _scaled(seconds, {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0})
 
@@ -123,7 +122,9 @@ def _split(value: float | str, kind: str, examples: str) -> tuple[float, str]:
 
 
 def _scaled(value: float, units: Mapping[str, float]) -> str:
-    """``value`` in the largest unit that leaves at least 1, or in the smallest unit."""
+    """``value`` in the largest unit that leaves at least 1, or in the smallest unit; 0 in the unit itself."""
+    if value == 0:
+        return f"0 {next(name for name, factor in units.items() if factor == 1)}"
     fitting = [(name, factor) for name, factor in units.items() if abs(value) >= factor]
     name, factor = fitting[-1] if fitting else next(iter(units.items()))
     return f"{value / factor:.4g} {name}" if abs(value / factor) < 10_000 else f"{value / factor:,.0f} {name}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple, Self, Ty
 import pydantic
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from thinwire import units
 from thinwire.errors import SpecError
@@ -203,6 +204,8 @@ def nested(annotation: Any) -> type[Spec] | None:
     """The specification inside an annotation such as ``Factor | None`` or ``tuple[UnitOverride, ...]``."""
     if isinstance(annotation, type) and issubclass(annotation, Spec):
         return annotation
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType, tuple):
+        return None
     found = (nested(argument) for argument in typing.get_args(annotation))
     return next((spec for spec in found if spec is not None), None)
 
@@ -271,28 +274,32 @@ def _problems(cls: type[Spec], data: Any) -> Iterator[Problem]:
 
 
 def _field_problems(name: str, field: FieldInfo, value: Any) -> Iterator[Problem]:
-    spec = nested(field.annotation)
-    if spec is not None and value is not None:
-        is_sequence = typing.get_origin(field.annotation) is tuple
-        if is_sequence and isinstance(value, list | tuple):
-            for index, item in enumerate(value):
-                yield from (problem.below(f"{name}.{index}") for problem in _problems(spec, item))
-            return
-        if not is_sequence:
-            yield from (problem.below(name) for problem in _problems(spec, value))
-            return
+    """Everything wrong with one field's value; nested specifications are walked, pydantic judges the rest."""
     try:
         _adapter(field).validate_python(value)
     except ValidationError as error:
-        for detail in error.errors():
-            key = _join(name, ".".join(str(part) for part in detail["loc"]))
-            cause = detail.get("ctx", {}).get("error")
-            if isinstance(cause, SpecError):
-                yield Problem(key, f"= {detail['input']!r}: {'; '.join(cause.problems)}")
-            else:
-                yield Problem(
-                    key, f"= {detail['input']!r}: it {_lower_first(detail['msg'].removeprefix('Input '))}"
-                )
+        failure = error
+    else:
+        return
+    spec = nested(field.annotation)
+    if spec is None:
+        yield from (_leaf_problem(name, detail) for detail in failure.errors())
+    elif typing.get_origin(field.annotation) is not tuple:
+        yield from (problem.below(name) for problem in _problems(spec, value))
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from (problem.below(f"{name}.{index}") for problem in _problems(spec, item))
+    else:
+        keys = ", ".join(spec.model_fields)
+        yield Problem(name, f"= {value!r} should be a list of tables with the keys {keys}")
+
+
+def _leaf_problem(name: str, detail: ErrorDetails) -> Problem:
+    key = _join(name, ".".join(str(part) for part in detail["loc"]))
+    cause = detail.get("ctx", {}).get("error")
+    if isinstance(cause, SpecError):
+        return Problem(key, f"= {'; '.join(cause.problems)}")  # which begin with the value
+    return Problem(key, f"= {detail['input']!r}: it {_lower_first(detail['msg'].removeprefix('Input '))}")
 
 
 def _adapter(field: FieldInfo) -> TypeAdapter[Any]:

@@ -228,14 +228,10 @@ class Plan(Spec):
             **overrides: fields to change; a dictionary changes the named keys of a nested table only.
 
         Raises:
-            SpecError: if the name is unknown, the preset takes no group, or the resulting plan breaks a rule.
+            SpecError: if the name is unknown, the preset takes no group, or the plan breaks a rule.
         """
-        fields = preset_fields(name, nodes=nodes, local=local, group=group)
-        for key, value in overrides.items():
-            current = fields.get(key)
-            both_tables = isinstance(current, Mapping) and isinstance(value, Mapping)
-            fields[key] = {**current, **value} if both_tables else value  # type: ignore[dict-item]
-        return cls.parse({"name": name, **fields}, f"preset {name!r}")
+        plan = cls.parse({"name": name, **preset_fields(name, nodes=nodes, local=local, group=group)})
+        return cls.parse(plan._merged(overrides), f"preset {name!r}")
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def plan_reference() -> str:
         _policies(),
         "## Presets",
         "`Plan.preset(name, nodes=4, local=8)`, or `preset:NAME` on the command line. The factors below are "
-        "those of 4 nodes of 8 ranks; presets take the mesh and scale with it. Where the group column says so, "
+        "those of 4 nodes of 8 ranks; presets take the mesh and scale with it. Where the column says so, "
         "`group=` replaces the node as the factor within which a preset shards, or as its secondary factor.",
         _presets(Factor(local=8, nodes=4)),
     ]
