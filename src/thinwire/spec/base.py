@@ -8,6 +8,7 @@ into one :class:`~thinwire.errors.SpecError`. A person then fixes a file once, n
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import json
 import types
@@ -210,12 +211,11 @@ def nested(annotation: Any) -> type[Spec] | None:
     return next((spec for spec in found if spec is not None), None)
 
 
-def rules(cls: type[Spec]) -> list[Check]:
+@functools.cache
+def rules(cls: type[Spec]) -> tuple[Check, ...]:
     """The cross-field rules of a specification; the docstring of each states it for people."""
-    members = (
-        getattr(cls, name) for base in reversed(cls.__mro__) for name in vars(base) if hasattr(cls, name)
-    )
-    return list(dict.fromkeys(member for member in members if callable(member) and hasattr(member, "_needs")))
+    members = {name: member for base in reversed(cls.__mro__) for name, member in vars(base).items()}
+    return tuple(member for member in members.values() if hasattr(member, "_needs"))
 
 
 def _expanded(cls: type[Spec], data: Any) -> Any:

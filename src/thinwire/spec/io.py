@@ -6,8 +6,6 @@ Nothing here knows a specification's fields; :mod:`thinwire.spec.base` validates
 from __future__ import annotations
 
 import copy
-import json
-import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,8 +14,6 @@ from typing import Any
 import tomli_w
 
 from thinwire.errors import SpecError
-
-_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class Inline(dict[str, Any]):
@@ -123,7 +119,7 @@ def _inline(value: Any) -> str:
 
 
 def _key(key: str) -> str:
-    return key if _BARE_KEY.fullmatch(key) else json.dumps(key, ensure_ascii=False)
+    return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
 
 
 def _dotted(path: Sequence[str]) -> str:

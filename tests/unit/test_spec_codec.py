@@ -1,0 +1,178 @@
+"""Codec names: canonical text, derived properties, and refusals that say what would be valid."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.errors import SpecError
+from thinwire.spec import CodecSpec, Wire
+from thinwire.spec.policy import NAMES, policy_codecs
+
+VALID = [
+    "none",
+    "bf16",
+    "fp16",
+    "mpc",
+    "exp3",
+    "int8:256",
+    "int4:2048",
+    "int2:8",
+    "int6:tensor",
+    "int4:256,hadamard",
+    "int4:256,stochastic",
+    "int4:256,hadamard,stochastic",
+    "zfp:8",
+    "zfp:16",
+    "zfp:10.25",
+]
+
+INT = st.builds(
+    lambda bits, block, options: f"int{bits}:{block}{''.join(',' + option for option in options)}",
+    st.integers(2, 8),
+    st.integers(3, 20).map(lambda power: 2**power),
+    st.lists(st.sampled_from(["hadamard", "stochastic"]), unique=True),
+)
+CODECS = st.one_of(st.sampled_from(VALID), INT, st.integers(1, 128).map(lambda quarter: f"zfp:{quarter / 4}"))
+
+
+@pytest.mark.parametrize("text", VALID)
+def test_canonical_text_reads_back(text: str) -> None:
+    codec = CodecSpec(text)
+    assert str(codec) == text
+    assert CodecSpec.parse(str(codec)) == codec
+
+
+@given(CODECS)
+def test_text_is_a_fixed_point(text: str) -> None:
+    codec = CodecSpec(text)
+    again = CodecSpec(str(codec))
+    assert again == codec
+    assert hash(again) == hash(codec)
+    assert (again.family, again.bits, again.block, again.rate, again.options) == (
+        codec.family,
+        codec.bits,
+        codec.block,
+        codec.rate,
+        codec.options,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "canonical"),
+    [
+        (" int8:256 ", "int8:256"),
+        ("zfp:8.0", "zfp:8"),
+        ("int4:256,stochastic,hadamard", "int4:256,hadamard,stochastic"),
+        ("int4:256, hadamard", "int4:256,hadamard"),
+    ],
+)
+def test_spellings_of_one_codec_are_equal(text: str, canonical: str) -> None:
+    assert CodecSpec(text) == CodecSpec(canonical)
+    assert str(CodecSpec(text)) == canonical
+
+
+def test_parameters() -> None:
+    codec = CodecSpec("int4:256,hadamard")
+    assert (codec.family, codec.bits, codec.block, codec.options) == ("int", 4, 256, {"hadamard"})
+    assert CodecSpec("int6:tensor").per_tensor
+    assert CodecSpec("zfp:10.25").rate == 10.25
+    assert CodecSpec().is_none
+    assert not codec.is_none
+
+
+@pytest.mark.parametrize("text", VALID)
+def test_loss_and_length(text: str) -> None:
+    codec = CodecSpec(text)
+    assert codec.is_lossless == (text in {"none", "mpc", "exp3"})
+    assert codec.is_variable_length == (text in {"mpc", "exp3"})
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("", "valid are none"),
+        ("gzip", "valid are none"),
+        ("INT8:256", "valid are none"),
+        ("none:3", "valid are none"),
+        ("int8", "int8:256"),
+        ("int8:", "int8:256"),
+        ("int1:256", "2 to 8"),
+        ("int9:256", "2 to 8"),
+        ("int8:12", "multiple of 8"),
+        ("int8:0", "multiple of 8"),
+        ("int8:2097152", "1048576"),
+        ("int8:-8", "whole number or 'tensor'"),
+        ("int8:256,fast", "hadamard, stochastic"),
+        ("int8:256,", "hadamard, stochastic"),
+        ("int8:24,hadamard", "power of two"),
+        ("int8:tensor,hadamard", "power of two"),
+        ("zfp", "zfp:8"),
+        ("zfp:", "zfp:8"),
+        ("zfp:x", "zfp:8"),
+        ("zfp:nan", "at most 32"),
+        ("zfp:0", "at most 32"),
+        ("zfp:33", "at most 32"),
+        (8, "expected text"),
+    ],
+)
+def test_refusals_quote_the_text_and_name_what_is_valid(text: object, hint: str) -> None:
+    with pytest.raises(SpecError) as caught:
+        CodecSpec(text)  # type: ignore[arg-type]
+    assert repr(text) in str(caught.value)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "dense", "gradients"),
+    [
+        ("naive-zfp", "zfp:8", "zfp:8"),
+        ("naive-zfp:16", "zfp:16", "zfp:16"),
+        ("naive-mpc", "mpc", "mpc"),
+        ("mzhybrid", "mpc", "zfp:8"),
+        ("mzhybrid:16", "mpc", "zfp:16"),
+        ("zhybrid", "zfp:24", "zfp:8"),
+        ("zhybrid:16-8", "zfp:16", "zfp:8"),
+    ],
+)
+def test_a_policy_fills_in_every_codec(policy: str, dense: str, gradients: str) -> None:
+    codecs = {name: str(codec) for name, codec in Wire(policy=policy).codecs().items()}
+    assert codecs == {
+        "gather": dense,
+        "spread": dense,
+        "tp": dense,
+        "pp": dense,
+        "reduce_intra": gradients,
+        "reduce_inter": gradients,
+    }
+
+
+def test_a_written_codec_wins_over_the_policy() -> None:
+    wire = Wire.parse({"policy": "zhybrid", "tp": "none"})
+    assert (str(wire.tp), str(wire.pp)) == ("none", "zfp:24")
+    assert Wire.from_toml(wire.to_toml()) == wire
+
+
+def test_a_new_policy_replaces_the_codecs_of_the_old_one() -> None:
+    wire = Wire(policy="zhybrid").with_(policy="naive-mpc", spread="none")
+    assert (str(wire.gather), str(wire.reduce_inter), str(wire.spread)) == ("mpc", "mpc", "none")
+    assert Wire(policy="zhybrid").with_(policy=None) == Wire()
+
+
+@pytest.mark.parametrize("policy", ["zip", "naive-mpc:8", "zhybrid:24", "zhybrid:24-", "mzhybrid:99", 3])
+def test_an_invalid_policy_is_refused(policy: object) -> None:
+    with pytest.raises(SpecError, match=r"policy = "):
+        Wire.parse({"policy": policy})
+
+
+def test_the_names_of_policies_are_valid_policies() -> None:
+    for name in NAMES:
+        assert set(policy_codecs(name.replace("RATE", "16").replace("A-B", "16-8"))) == set(Wire().codecs())
+
+
+@pytest.mark.parametrize("lossless", ["none", "mpc", "exp3"])
+def test_error_feedback_needs_something_to_feed_back(lossless: str) -> None:
+    with pytest.raises(SpecError, match="error_feedback = true has nothing to feed back"):
+        Wire.parse({"error_feedback": True, "reduce_intra": lossless})
+    assert Wire.parse({"error_feedback": True, "reduce_inter": "int4:256"}).error_feedback
