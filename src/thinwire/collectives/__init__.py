@@ -1,0 +1,1 @@
+"""Collectives over the mesh: they know ranks and bytes, nothing of modules."""

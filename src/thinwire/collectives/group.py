@@ -1,0 +1,387 @@
+"""The one place that calls torch.distributed's collectives.
+
+A :class:`Subgroup` is a set of ranks on one lane, all inside a node or all on different nodes. It offers the two
+primitives from which every collective here is built: *gather* pieces from all members, and *exchange* pieces between
+all members. On gloo both are direct sends and receives, so that the bytes counted are the bytes on the links, pieces
+may differ in size, and nothing is copied on the way (gloo's own all-gather costs three times the processor time). On
+NCCL they are its native collectives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import CollectiveError, UsageError
+from thinwire.program import Kind, Lane, Scope
+
+__all__ = [
+    "Control",
+    "Meter",
+    "Record",
+    "Subgroup",
+    "allocate",
+    "control",
+    "init",
+    "is_initialized",
+    "recording",
+    "shutdown",
+]
+
+DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
+
+_timeout = DEFAULT_TIMEOUT
+_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# -- life of the process group ---------------------------------------------------------------------------------
+
+
+def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
+    """Join the job described by torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
+
+    Args:
+        backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; by default the last where CUDA is available and
+            each local rank has a device of its own, else gloo. Without ``RANK`` in the environment a world of one
+            process is made.
+        timeout: bound on every collective, in every group made later.
+    """
+    global _timeout
+    _timeout = timeout
+    if dist.is_initialized():
+        return
+    if backend is None or backend == "nccl":
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
+        backend = "cpu:gloo,cuda:nccl" if own_device or backend == "nccl" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+
+
+def is_initialized() -> bool:
+    """Whether this process is part of a job."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def shutdown() -> None:
+    """Leave the job; safe to call twice."""
+    global _control
+    _control = None
+    _groups.clear()
+    if is_initialized():
+        dist.destroy_process_group()
+
+
+def uses_nccl() -> bool:
+    """Whether CUDA tensors travel over NCCL."""
+    return "nccl" in str(dist.get_backend_config())
+
+
+def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised 1-D communication buffer. Every such buffer comes from here, so that symmetric memory or
+    registration with the network card has one place to go."""
+    return torch.empty(numel, dtype=dtype, device=device)
+
+
+# -- the control group -----------------------------------------------------------------------------------------
+
+
+class Control:
+    """Small host-side exchanges between all ranks: agreement checks, checkpoint plans, stop signals."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+        self.process_group: dist.ProcessGroup | None = (
+            dist.new_group(backend="gloo", timeout=_timeout, group_desc="thinwire-control") if self.size > 1 else None
+        )
+
+    def all_gather_object(self, obj: Any) -> list[Any]:
+        """Everyone's object, by rank. Objects travel pickled between the ranks of one job, never to or from disk."""
+        if self.process_group is None:
+            return [obj]
+        everyone: list[Any] = [None] * self.size
+        with _explained("all_gather_object", Lane.CONTROL, range(self.size)):
+            dist.all_gather_object(everyone, obj, group=self.process_group)
+        return everyone
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.process_group is not None:
+            with _explained("barrier", Lane.CONTROL, range(self.size)):
+                dist.barrier(group=self.process_group)
+
+    def all_reduce_mean(self, values: Sequence[float]) -> list[float]:
+        """Mean over ranks of each value, in float64."""
+        total = torch.tensor(values, dtype=torch.float64)
+        if self.process_group is not None:
+            with _explained("all_reduce", Lane.CONTROL, range(self.size)):
+                dist.all_reduce(total, group=self.process_group)
+        return [float(value) for value in total / self.size]
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with rank 0's (initial weights)."""
+        if self.process_group is None:
+            return
+        with _explained("broadcast", Lane.CONTROL, range(self.size)):
+            if tensor.device.type == "cpu":
+                dist.broadcast(tensor, 0, group=self.process_group)
+            else:
+                staged = tensor.cpu()
+                dist.broadcast(staged, 0, group=self.process_group)
+                tensor.copy_(staged)
+
+
+_control: Control | None = None
+
+
+def control() -> Control:
+    """The control group of this job; made on first use, by all ranks together."""
+    global _control
+    if not is_initialized():
+        raise UsageError("torch.distributed is not initialised: call thinwire.collectives.group.init() first")
+    if _control is None:
+        _control = Control()
+    return _control
+
+
+# -- recording and metering ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One exchange as it was performed."""
+
+    lane: Lane
+    kind: Kind
+    scope: Scope
+    ranks: tuple[int, ...]
+    sent: int
+
+
+_recorders: list[list[Record]] = []
+_recorder_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[list[Record]]:
+    """Record every exchange of this process, in the order in which each lane performs them."""
+    records: list[Record] = []
+    with _recorder_lock:
+        _recorders.append(records)
+    try:
+        yield records
+    finally:
+        with _recorder_lock:
+            _recorders[:] = [other for other in _recorders if other is not records]
+
+
+class Meter:
+    """Bytes sent by this rank, by lane and scope."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sent: dict[Lane, dict[Scope, int]] = {}
+
+    def add(self, lane: Lane, scope: Scope, sent: int) -> None:
+        """Count bytes sent."""
+        with self._lock:
+            by_scope = self._sent.setdefault(lane, dict.fromkeys(Scope, 0))
+            by_scope[scope] += sent
+
+    def take(self) -> dict[Lane, dict[Scope, int]]:
+        """What was sent since the last call."""
+        with self._lock:
+            taken, self._sent = self._sent, {}
+        return {lane: taken.get(lane, dict.fromkeys(Scope, 0)) for lane in Lane}
+
+
+# -- subgroups -------------------------------------------------------------------------------------------------
+
+
+class Subgroup:
+    """Some ranks on one lane; all of one node, or each on a node of its own.
+
+    Args:
+        ranks: global ranks in ascending order, this one among them.
+        lane: the lane that owns the group; only that lane may use it.
+        scope: whether its traffic stays inside a node.
+        device: where the tensors live.
+        meter: counts the bytes.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], lane: Lane, scope: Scope, device: torch.device, meter: Meter
+    ) -> None:
+        self.ranks, self.lane, self.scope, self.meter = ranks, lane, scope, meter
+        self.size = len(ranks)
+        self.index = ranks.index(dist.get_rank())
+        self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
+        self._group = _process_group(ranks, lane, native=self.native) if self.size > 1 else None
+        self._staged = device.type == "cuda" and not self.native
+
+    def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
+        """Fill every ``pieces[i]`` with member i's; ``pieces[self.index]`` is this rank's own and is only read.
+
+        Args:
+            pieces: contiguous 1-D tensors of one dtype; ``pieces[i]`` has the same size on every member.
+            kind: what to call it in records.
+        """
+        if self._group is None:
+            return
+        mine = pieces[self.index]
+        self._note(kind, (self.size - 1) * _nbytes(mine))
+        with _explained(kind, self.lane, self.ranks):
+            if not self.native:
+                self._send_and_receive([mine] * self.size, pieces)
+            elif (whole := _joined(pieces)) is not None:
+                _gather_single(whole, mine, group=self._group)
+            else:
+                dist.all_gather(list(pieces), mine, group=self._group)
+
+    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        """Send ``outgoing[i]`` to member i and fill ``incoming[i]`` from it; this rank's own pieces are not touched.
+
+        Args:
+            outgoing: contiguous 1-D tensors, one for each member.
+            incoming: contiguous 1-D tensors of the size of ``outgoing[self.index]``.
+        """
+        if self._group is None:
+            return
+        self._note(Kind.REDUCE_SCATTER, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
+        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks):
+            if not self.native:
+                self._send_and_receive(outgoing, incoming)
+            else:
+                dist.all_to_all(list(incoming), list(outgoing), group=self._group)
+
+    def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
+        """NCCL's own reduce-scatter: ``out`` becomes the sum over members of their ``whole`` at this rank's place.
+
+        Args:
+            out: 1-D, ``whole.numel() / size`` elements, same dtype.
+            whole: contiguous 1-D.
+        """
+        assert self.native
+        assert self._group is not None
+        self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
+        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks):
+            _scatter_single(out, whole, group=self._group)
+
+    def _send_and_receive(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        assert self._group is not None
+        targets = incoming
+        if self._staged:
+            outgoing = [piece.cpu() for piece in outgoing]
+            incoming = [torch.empty(piece.shape, dtype=piece.dtype) for piece in targets]
+        works = []
+        for shift in range(1, self.size):
+            source, target = (self.index - shift) % self.size, (self.index + shift) % self.size
+            if incoming[source].numel():
+                works.append(self._group.recv([incoming[source]], source, 0))
+            if outgoing[target].numel():
+                works.append(self._group.send([outgoing[target]], target, 0))
+        for work in works:
+            work.wait()
+        if self._staged:
+            for i, piece in enumerate(incoming):
+                if i != self.index:
+                    targets[i].copy_(piece)
+
+    def _note(self, kind: Kind, sent: int) -> None:
+        self.meter.add(self.lane, self.scope, sent)
+        if _recorders:
+            with _recorder_lock:
+                for records in _recorders:
+                    records.append(Record(self.lane, kind, self.scope, self.ranks, sent))
+
+
+_groups: dict[tuple[tuple[int, ...], Lane, bool], dist.ProcessGroup] = {}
+
+
+def _process_group(ranks: tuple[int, ...], lane: Lane, *, native: bool) -> dist.ProcessGroup:
+    """The lane's process group over ``ranks``, made once. Only members take part in making it, so that a thousand
+    ranks need not visit every group of the mesh."""
+    key = (ranks, lane, native)
+    if key not in _groups:
+        group = dist.new_group(
+            list(ranks),
+            timeout=_timeout,  # not inherited: the default would be half an hour
+            backend="nccl" if native else "gloo",
+            use_local_synchronization=True,
+            group_desc=f"thinwire-{lane}",
+        )
+        assert isinstance(group, dist.ProcessGroup)
+        _groups[key] = group
+    return _groups[key]
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The one contiguous vector that equal pieces form, if they do."""
+    first, size = pieces[0], pieces[0].numel()
+    address = first.data_ptr()
+    for i, piece in enumerate(pieces):
+        if piece.numel() != size or piece.data_ptr() != address + i * _nbytes(first):
+            return None
+    return first.as_strided((size * len(pieces),), (1,))
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+# -- failures --------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _explained(kind: str, lane: Lane, ranks: Sequence[int]) -> Iterator[None]:
+    """Turn a transport error, which names neither operation nor culprit, into one sentence that does."""
+    started = time.monotonic()
+    try:
+        yield
+    except RuntimeError as error:
+        waited = time.monotonic() - started
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        others = _publish_and_ask(f"failed in {kind} on the {lane} lane after {waited:.1f} s", ranks)
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
+            f"(timeout {_timeout.total_seconds():.0f} s): {reason}. {others}"
+        ) from error
+
+
+def _publish_and_ask(what: str, ranks: Sequence[int]) -> str:
+    """Tell the others, through the store, where this rank failed, and hear where they did."""
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        me = dist.get_rank()
+        store.set(f"thinwire/failure/{me}", what)
+        time.sleep(0.5)  # peers that fail in the same moment have published by then
+        silent = []
+        heard = []
+        for rank in ranks:
+            if rank == me:
+                continue
+            key = f"thinwire/failure/{rank}"
+            if store.check([key]):
+                heard.append(f"rank {rank} {store.get(key).decode()}")
+            else:
+                silent.append(str(rank))
+    except RuntimeError:
+        return "The store is gone too: the rank that hosted it has died."
+    said = "; ".join(heard)
+    if silent:
+        lost = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} said nothing: dead, stuck or cut off"
+        said = f"{said}; {lost}" if said else lost
+    return said[:1].upper() + said[1:] + "."

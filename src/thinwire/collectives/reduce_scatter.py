@@ -1,0 +1,85 @@
+"""Reduce-scatter along an axis in two hops, added in fp32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.collectives.group import Subgroup, allocate
+from thinwire.collectives.topology import AxisGroup
+
+__all__ = ["reduce_scatter"]
+
+
+def reduce_scatter(
+    group: AxisGroup,
+    whole: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    scale: float = 1.0,
+    accumulate: bool = False,
+    sizes: Sequence[int] | None = None,
+) -> None:
+    """``out (+)= scale * sum over members of their whole, at this rank's place``.
+
+    1. Inside the node, local rank ``l`` receives every neighbour's column ``l`` (all nodes' pieces) and adds them in
+       fp32: ``(local - 1) / local`` of the vector sent.
+    2. Across nodes, the sums travel in the dtype of ``whole`` and are added in fp32 again: ``(nodes - 1) / nodes`` of
+       a column sent. So a byte crosses nodes once, however many ranks a node has.
+
+    Args:
+        group: the axis.
+        whole: contiguous 1-D tensor in wire dtype (fp32, bf16 or fp16), pieces in local-major order.
+        out: contiguous 1-D fp32 tensor of the size of this rank's piece.
+        scale: factor on the sum; ``1 / group.size`` for a mean.
+        accumulate: add to ``out`` instead of overwriting it.
+        sizes: elements of every member's piece; equal by default.
+    """
+    if group.size == 1:
+        _merge([whole], out, scale, accumulate=accumulate)
+        return
+    sizes = sizes or [whole.numel() // group.size] * group.size
+    nodes = group.across.size
+    columns = [sum(sizes[i : i + nodes]) for i in range(0, len(sizes), nodes)]
+    mine = group.inside.index * nodes
+    if group.inside.size == 1 or nodes == 1:
+        subgroup, parts = (group.across, sizes) if group.inside.size == 1 else (group.inside, columns)
+        _hop(subgroup, whole, parts, out, scale, accumulate=accumulate)
+        return
+    column32 = allocate(columns[group.inside.index], torch.float32, whole.device)
+    _hop(group.inside, whole, columns, column32, 1.0, accumulate=False)
+    column = column32 if whole.dtype == torch.float32 else column32.to(whole.dtype)
+    _hop(group.across, column, sizes[mine : mine + nodes], out, scale, accumulate=accumulate)
+
+
+def _hop(
+    subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], out: torch.Tensor, scale: float, *, accumulate: bool
+) -> None:
+    """One exchange and its fp32 addition."""
+    if subgroup.native and len(set(sizes)) == 1:
+        part = allocate(out.numel(), whole.dtype, whole.device)
+        subgroup.sum_scatter(part, whole)
+        _merge([part], out, scale, accumulate=accumulate)
+        return
+    outgoing = list(whole.split(list(sizes)))
+    own = outgoing[subgroup.index]
+    received = allocate(own.numel() * subgroup.size, whole.dtype, whole.device)
+    incoming = list(received.split(own.numel())) if own.numel() else [own] * subgroup.size
+    if subgroup.native:
+        incoming[subgroup.index].copy_(own)
+    subgroup.exchange(outgoing, incoming)
+    incoming[subgroup.index] = own
+    # Added in rank order on every member, so that replicas of a sum are equal to the bit.
+    _merge(incoming, out, scale, accumulate=accumulate)
+
+
+def _merge(pieces: Sequence[torch.Tensor], out: torch.Tensor, scale: float, *, accumulate: bool) -> None:
+    """``out (+)= scale * sum(pieces)`` in the dtype of ``out``, each piece read once."""
+    if not accumulate:
+        out.copy_(pieces[0])
+        if scale != 1.0:
+            out.mul_(scale)
+        pieces = pieces[1:]
+    for piece in pieces:
+        out.add_(piece, alpha=scale)

@@ -1,0 +1,39 @@
+"""What a plan means: the ordered operations of one training step."""
+
+from thinwire.program.lower import buckets, control_bytes, default_trace, lower, padded
+from thinwire.program.mesh import Axis, Hop, Kind, Members, Scope, axis_extent, axis_index, axis_members, hops
+from thinwire.program.step import (
+    BufferInfo,
+    Event,
+    Lane,
+    Operation,
+    Phase,
+    StepProgram,
+    Trace,
+    UnitInfo,
+)
+
+__all__ = [
+    "Axis",
+    "BufferInfo",
+    "Event",
+    "Hop",
+    "Kind",
+    "Lane",
+    "Members",
+    "Operation",
+    "Phase",
+    "Scope",
+    "StepProgram",
+    "Trace",
+    "UnitInfo",
+    "axis_extent",
+    "axis_index",
+    "axis_members",
+    "buckets",
+    "control_bytes",
+    "default_trace",
+    "hops",
+    "lower",
+    "padded",
+]

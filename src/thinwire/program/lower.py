@@ -1,0 +1,287 @@
+"""Plan + units -> :class:`~thinwire.program.step.StepProgram`.
+
+Lowering plays one step through, event by event, the way the runtime's hooks will see it, and writes down every
+collective. The rules are those of the design: gathers are prefetched along the trace, gradients are reduced against
+the order of the forward, synchronisation goes in buckets, the updated parameters are spread in forward order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinwire.program.mesh import Axis, Kind, axis_extent, axis_index, hops
+from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
+from thinwire.spec import Plan
+
+__all__ = ["CONTROL_WORDS", "buckets", "control_bytes", "default_trace", "lower", "padded"]
+
+CONTROL_WORDS = 4
+"""64-bit words of the step's one scalar exchange: squared norm, order hash, flags, step number."""
+
+_ITEMSIZE = {"bfloat16": 2, "float32": 4}
+
+
+def padded(numel: int, multiple: int) -> int:
+    """``numel`` rounded up to a multiple."""
+    return -(-numel // multiple) * multiple
+
+
+def control_bytes(units: Sequence[UnitInfo]) -> int:
+    """Bytes each rank contributes to the step's control exchange: the words and one bit per trainable parameter."""
+    return 8 * CONTROL_WORDS + padded(sum(unit.parameters for unit in units), 64) // 8
+
+
+def default_trace(units: Sequence[UnitInfo]) -> Trace:
+    """The trace of units that run one after another, unit 0 (the root, unnamed) around all others."""
+    order = range(len(units))
+    if units and units[0].name == "":
+        inner = [(phase, u) for u in order[1:] for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+        return Trace.of_forward([(Phase.PRE_FORWARD, 0), *inner, (Phase.POST_FORWARD, 0)])
+    return Trace.of_forward((phase, u) for u in order for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD))
+
+
+def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Trainable units grouped, in reduction order, into buckets of at least ``plan.bucket_bytes`` (the last may be
+    smaller)."""
+    itemsize = _ITEMSIZE[plan.effective_reduce_dtype]
+    closed: list[tuple[int, ...]] = []
+    open_: list[int] = []
+    size = 0
+    for unit in order:
+        if not units[unit].trainable:
+            continue
+        open_.append(unit)
+        size += sum(b.numel // plan.params.ranks * itemsize for b in units[unit].buffers if b.trainable)
+        if size >= plan.bucket_bytes:
+            closed.append(tuple(open_))
+            open_, size = [], 0
+    if open_:
+        closed.append(tuple(open_))
+    return tuple(closed)
+
+
+def lower(
+    plan: Plan, units: Sequence[UnitInfo], *, micro_batches: int = 1, trace: Trace | None = None, rank: int = 0
+) -> StepProgram:
+    """Write down the operations of one step.
+
+    Args:
+        plan: the plan.
+        units: the units, in the runtime's numbering.
+        micro_batches: forward/backward passes of the step (``M``).
+        trace: the observed order of units; by default, one after another with unit 0 around them when it is the root.
+        rank: whose bytes to count (ranks differ only when shares are of unequal size).
+
+    Returns:
+        The program of that rank. Operations, order and axes are the same on every rank.
+    """
+    lowering = _Lowering(plan, units, trace or default_trace(units), rank)
+    for micro_batch in range(micro_batches):
+        lowering.forward(micro_batch)
+        lowering.backward(micro_batch, last=micro_batch == micro_batches - 1)
+    lowering.step()
+    return StepProgram(
+        units=tuple(units),
+        micro_batches=micro_batches,
+        operations=tuple(lowering.operations),
+        waits={event: tuple(indices) for event, indices in lowering.waits.items()},
+        frees={event: tuple(freed) for event, freed in lowering.frees.items()},
+    )
+
+
+class _Lowering:
+    """State of a step as it is played through: what is gathered, which gather brings it, what has been reduced."""
+
+    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, rank: int) -> None:
+        self.plan, self.units, self.trace, self.rank = plan, units, trace, rank
+        self.operations: list[Operation] = []
+        self.waits: dict[Event, list[int]] = {}
+        self.frees: dict[Event, list[int]] = {}
+        self.sharded = plan.params.ranks > 1
+        self.kept = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
+        self.buckets = buckets(plan, units, trace.reduction_order)
+        self.gathers: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
+        self.secondary: set[int] = set()  # units whose secondary shard is valid
+        self.reduced: dict[int, int] = {}  # unit -> its reduce-scatter over the params axis
+
+    # -- forward -----------------------------------------------------------------------------------------------
+
+    def forward(self, micro_batch: int) -> None:
+        needed = self.trace.needed
+        position = 0
+        for phase, unit in self.trace.forward:
+            event = Event(phase, unit, micro_batch)
+            if phase is Phase.PRE_FORWARD:
+                self._need(unit, event, from_secondary=self.plan.secondary_reuse)
+                position += 1
+                if self.plan.overlap.gather:
+                    for upcoming in self._ahead(needed, position):
+                        self._gather(upcoming, event, from_secondary=self.plan.secondary_reuse)
+            else:
+                self._finish_forward(unit, event)
+
+    def _ahead(self, order: Sequence[int], position: int) -> Sequence[int]:
+        """Units to prefetch while ``order[position - 1]`` computes: the next ones, or the next blocks' modules."""
+        if self.plan.granularity == "block":
+            return order[position : position + self.plan.prefetch]
+        blocks = list(dict.fromkeys(self.units[unit].block for unit in order[position - 1 :]))
+        near = set(blocks[: 1 + self.plan.prefetch])
+        return [unit for unit in order[position:] if self.units[unit].block in near]
+
+    def _finish_forward(self, unit: int, event: Event) -> None:
+        if not self.sharded:
+            return
+        if self.plan.secondary is not None and (unit not in self.kept or self.plan.secondary_reuse):
+            self.secondary.add(unit)
+        if unit not in self.kept:
+            self._free(unit, event)
+
+    # -- backward ----------------------------------------------------------------------------------------------
+
+    def backward(self, micro_batch: int, *, last: bool) -> None:
+        order = self.trace.backward
+        ready = [unit for unit in self.trace.reduction_order if self.units[unit].trainable]
+        enclosing = {u for u in self.trace.tail if u != self.trace.needed[-1]}
+        for position, unit in enumerate(order):
+            event = Event(Phase.PRE_BACKWARD, unit, micro_batch)
+            self._need(unit, event, from_secondary=True)
+            if self.plan.overlap.gather and self.plan.prefetch:
+                for upcoming in order[position + 1 : position + 2]:
+                    self._gather(upcoming, event, from_secondary=True)
+            if unit not in enclosing:
+                self._finish_backward(unit, micro_batch, ready, last=last)
+        for unit in order:
+            if unit in enclosing:
+                self._finish_backward(unit, micro_batch, ready, last=last)
+        for unit in list(ready):
+            self._reduce_in_order(unit, micro_batch, ready, last=last)
+
+    def _finish_backward(self, unit: int, micro_batch: int, ready: list[int], *, last: bool) -> None:
+        if self.sharded:
+            self._free(unit, Event(Phase.GRADS_READY, unit, micro_batch))
+        if ready and ready[0] == unit:
+            self._reduce_in_order(unit, micro_batch, ready, last=last)
+
+    def _reduce_in_order(self, unit: int, micro_batch: int, ready: list[int], *, last: bool) -> None:
+        ready.remove(unit)
+        event = Event(Phase.GRADS_READY, unit, micro_batch)
+        itemsize = _ITEMSIZE[self.plan.effective_reduce_dtype]
+        if self._extent(Axis.PARAMS) > 1:
+            numel = sum(b.numel for b in self.units[unit].buffers if b.trainable)
+            self.reduced[unit] = self._even(
+                Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, (unit,), numel * itemsize, event
+            )
+            if not self.plan.overlap.reduce:
+                self._wait(event, self.reduced[unit])
+        for bucket in self.buckets:
+            if bucket[-1] == unit:
+                self._reduce_bucket(bucket, event, itemsize, last=last)
+
+    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, itemsize: int, *, last: bool) -> None:
+        """Reduce over the shard axis (each micro-batch if ``G`` is sharded like ``OS``), then over the replicas."""
+        overlapped = self.plan.overlap.sync if last else self.plan.overlap.reduce
+        after = tuple(self.reduced[unit] for unit in bucket if unit in self.reduced)
+        every_micro_batch = self.plan.grads == self.plan.optimizer
+        pieces = self._shares(bucket)
+        if self._extent(Axis.SHARD) > 1 and (last or every_micro_batch):
+            scattered = self._add(
+                Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, [itemsize * n for n in pieces], event, after
+            )
+            after = (scattered,)
+            if not overlapped:
+                self._wait(event, scattered)
+        replicas = self._extent(Axis.REPLICA)
+        if last and replicas > 1:
+            share = pieces[axis_index(self.plan, Axis.SHARD, self.rank)]
+            size = padded(share, replicas) * itemsize
+            synced = self._even(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, size, event, after)
+            if not overlapped:
+                self._wait(event, synced)
+
+    # -- step --------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        event = Event(Phase.STEP, -1, 0)
+        for operation in self.operations:
+            if operation.lane in (Lane.REDUCE, Lane.SYNC):
+                self._wait(event, operation.index)
+        world = self._extent(Axis.WORLD)
+        if world > 1:
+            size = control_bytes(self.units) * world
+            self._wait(event, self._even(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, (), size, event))
+        if self._extent(Axis.SHARD) > 1:
+            for unit in dict.fromkeys(self.trace.needed):
+                self._spread(unit, event)
+
+    def _spread(self, unit: int, event: Event) -> None:
+        kind = Kind.ALL_GATHER if self.plan.partition == "intra" else Kind.BROADCAST
+        for buffer in self.units[unit].buffers:
+            if buffer.trainable:
+                pieces = [buffer.itemsize * n for n in buffer.shares]
+                operation = self._add(kind, Lane.SPREAD, Axis.SHARD, (unit,), pieces, event)
+                wait = Event(Phase.PRE_FORWARD, unit, 0) if self.plan.overlap.spread else event
+                self._wait(wait, operation)
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _need(self, unit: int, event: Event, *, from_secondary: bool) -> None:
+        self._gather(unit, event, from_secondary=from_secondary)
+        for operation in self.gathers.get(unit, ()):
+            self._wait(event, operation)
+
+    def _gather(self, unit: int, event: Event, *, from_secondary: bool) -> None:
+        if not self.sharded or unit in self.gathers:
+            return
+        axis = Axis.SECONDARY if from_secondary and unit in self.secondary else Axis.PARAMS
+        self.gathers[unit] = [
+            self._even(Kind.ALL_GATHER, Lane.GATHER, axis, (unit,), buffer.numel * buffer.itemsize, event)
+            for buffer in self.units[unit].buffers
+            if self._extent(axis) > 1
+        ]
+
+    def _free(self, unit: int, event: Event) -> None:
+        if unit in self.gathers:
+            del self.gathers[unit]
+            self.frees.setdefault(event, []).append(unit)
+
+    def _shares(self, bucket: Sequence[int]) -> list[int]:
+        shares = [b.shares for unit in bucket for b in self.units[unit].buffers if b.trainable]
+        return [sum(column) for column in zip(*shares, strict=True)]
+
+    def _even(
+        self,
+        kind: Kind,
+        lane: Lane,
+        axis: Axis,
+        units: tuple[int, ...],
+        size: int,
+        event: Event,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        """An operation over a vector of ``size`` bytes, cut evenly among the members of the axis."""
+        count = self._extent(axis)
+        return self._add(kind, lane, axis, units, [size // count] * count, event, after)
+
+    def _add(
+        self,
+        kind: Kind,
+        lane: Lane,
+        axis: Axis,
+        units: tuple[int, ...],
+        pieces: Sequence[int],
+        event: Event,
+        after: tuple[int, ...] = (),
+    ) -> int:
+        inner, outer = axis_extent(self.plan, axis)
+        local, nodes = outer.local // inner.local, outer.nodes // inner.nodes
+        sent = hops(kind, local, nodes, pieces, axis_index(self.plan, axis, self.rank))
+        index = len(self.operations)
+        self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after))
+        return index
+
+    def _extent(self, axis: Axis) -> int:
+        inner, outer = axis_extent(self.plan, axis)
+        return outer.ranks // inner.ranks
+
+    def _wait(self, event: Event, operation: int) -> None:
+        self.waits.setdefault(event, []).append(operation)

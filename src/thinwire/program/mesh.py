@@ -1,0 +1,155 @@
+"""Where ranks stand: the mesh, its axes, and what one rank sends along each of them.
+
+A factor ``a x b`` covers ``a`` ranks of a node times ``b`` nodes. Between two nested factors lies an *axis*: the ranks
+that agree on everything inside the inner factor and differ only up to the outer one. Every collective runs along one
+axis, in at most two **hops**: *inside* a node and *across* nodes, so that each byte enters a node once.
+
+Members of an axis are numbered local-major (``index = local_index * num_nodes + node_index``). With this order the two
+hops of an all-gather write contiguous pieces and need no reordering copy, and nested shards stay contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from thinwire.spec import Factor, Plan
+
+__all__ = ["Axis", "Hop", "Kind", "Members", "Scope", "axis_extent", "axis_index", "axis_members", "hops"]
+
+
+class Axis(StrEnum):
+    """A direction of the mesh along which collectives run."""
+
+    PARAMS = "params"
+    """The ranks which together hold one copy of ``P`` (size ``s_p``)."""
+    SECONDARY = "secondary"
+    """The ranks which together hold one secondary copy of ``P`` (hpZ)."""
+    SHARD = "shard"
+    """The ranks with the same ``P`` shard and different ``OS`` shards (size ``s_os / s_p``)."""
+    REPLICA = "replica"
+    """The ranks with the same ``OS`` shard (size ``s_dp / s_os``)."""
+    WORLD = "world"
+    """Every data-parallel rank."""
+
+
+class Kind(StrEnum):
+    """What a collective does."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    """A grouped call of broadcasts, one from every member of the axis, of pieces of unequal size."""
+
+
+class Scope(StrEnum):
+    """Which links a hop uses."""
+
+    INSIDE = "inside"
+    ACROSS = "across"
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One exchange of a collective, within a node or across nodes.
+
+    Attributes:
+        kind: what is exchanged; never ``ALL_REDUCE``, which is a reduce-scatter and an all-gather.
+        scope: inside a node or across nodes.
+        ranks: number of ranks that take part.
+        sent: bytes this rank sends.
+    """
+
+    kind: Kind
+    scope: Scope
+    ranks: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class Members:
+    """The ranks a rank meets along an axis: those of its node, and its peers on the other nodes."""
+
+    inside: tuple[int, ...]
+    across: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Number of ranks of the whole axis."""
+        return len(self.inside) * len(self.across)
+
+
+def axis_extent(plan: Plan, axis: Axis) -> tuple[Factor, Factor]:
+    """The inner and the outer factor between which an axis lies."""
+    one = Factor(local=1, nodes=1)
+    match axis:
+        case Axis.PARAMS:
+            return one, plan.params
+        case Axis.SECONDARY:
+            return one, plan.secondary or one
+        case Axis.SHARD:
+            return plan.params, plan.optimizer
+        case Axis.REPLICA:
+            return plan.optimizer, plan.mesh
+        case Axis.WORLD:
+            return one, plan.mesh
+
+
+def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:
+    """The ranks that ``rank`` meets along ``axis``, itself included, in ascending order."""
+    inner, outer = axis_extent(plan, axis)
+    node, local = divmod(rank, plan.mesh.local)
+    locals_ = _span(local, inner.local, outer.local)
+    nodes = _span(node, inner.nodes, outer.nodes)
+    return Members(
+        inside=tuple(node * plan.mesh.local + other for other in locals_),
+        across=tuple(other * plan.mesh.local + local for other in nodes),
+    )
+
+
+def axis_index(plan: Plan, axis: Axis, rank: int) -> int:
+    """Position of ``rank`` along ``axis``, local-major: which shard of the axis it holds."""
+    members = axis_members(plan, axis, rank)
+    return members.inside.index(rank) * len(members.across) + members.across.index(rank)
+
+
+def hops(kind: Kind, local: int, nodes: int, pieces: Sequence[int], index: int) -> tuple[Hop, ...]:
+    """The hops of one collective and the bytes that one rank sends in each.
+
+    Args:
+        kind: the collective.
+        local: ranks of the axis inside a node.
+        nodes: nodes the axis spans.
+        pieces: bytes of every member's piece, local-major; their sum is the whole vector.
+        index: this rank's position along the axis.
+
+    Returns:
+        Hops in the order in which they run; hops over a single rank are left out.
+    """
+    local_index, node_index = divmod(index, nodes)
+    columns = [sum(pieces[i * nodes : (i + 1) * nodes]) for i in range(local)]
+    scatter = (
+        Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, sum(columns) - columns[local_index]),
+        Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, columns[local_index] - pieces[index]),
+    )
+    spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
+    gather = (
+        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * pieces[local_index * nodes + node_index]),
+        Hop(spread, Scope.INSIDE, local, (local - 1) * columns[local_index]),
+    )
+    match kind:
+        case Kind.ALL_GATHER | Kind.BROADCAST:
+            steps = gather
+        case Kind.REDUCE_SCATTER:
+            steps = scatter
+        case Kind.ALL_REDUCE:
+            steps = scatter + gather
+    return tuple(hop for hop in steps if hop.ranks > 1)
+
+
+def _span(position: int, inner: int, outer: int) -> range:
+    """Positions that share ``position``'s place inside ``inner`` and its block of ``outer``."""
+    start = position // outer * outer + position % inner
+    return range(start, start + outer, inner)

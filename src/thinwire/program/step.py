@@ -1,0 +1,196 @@
+"""The program of one step: which operation starts at which event, on which lane, and what waits for it.
+
+A :class:`StepProgram` is what a plan *means* for a given list of units. The simulator prices it, the runtime performs
+it, and a test holds the one against the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import NamedTuple
+
+from thinwire.program.mesh import Axis, Hop, Kind, Scope
+
+__all__ = ["BufferInfo", "Event", "Lane", "Operation", "Phase", "StepProgram", "Trace", "UnitInfo"]
+
+
+class Lane(StrEnum):
+    """An in-order queue of communication with process groups of its own."""
+
+    GATHER = "gather"
+    REDUCE = "reduce"
+    SYNC = "sync"
+    SPREAD = "spread"
+    CONTROL = "control"
+
+
+class Phase(StrEnum):
+    """What happens to a unit, or to the whole model when an event names no unit."""
+
+    PRE_FORWARD = "pre_forward"
+    POST_FORWARD = "post_forward"
+    PRE_BACKWARD = "pre_backward"
+    GRADS_READY = "grads_ready"
+    END_BACKWARD = "end_backward"
+    STEP = "step"
+
+
+class Event(NamedTuple):
+    """A moment of a step: a phase of one unit in one micro-batch (``unit`` is -1 for the whole model)."""
+
+    phase: Phase
+    unit: int
+    micro_batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    """One flat buffer of a unit.
+
+    Attributes:
+        numel: padded length in elements; every factor of the plan divides it.
+        itemsize: bytes of one element in compute dtype.
+        trainable: whether gradients and optimizer states exist for it.
+        shares: elements of each member's part of this rank's ``P`` shard along the shard axis, in axis order.
+    """
+
+    numel: int
+    itemsize: int
+    trainable: bool
+    shares: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class UnitInfo:
+    """What the program must know of a unit.
+
+    Attributes:
+        name: dotted module name; empty for the root.
+        buffers: its flat buffers.
+        parameters: number of trainable parameters (tensors).
+        block: number of the block it belongs to; units of a block are prefetched together under
+            ``granularity = "module"``.
+    """
+
+    name: str
+    buffers: tuple[BufferInfo, ...]
+    parameters: int
+    block: int
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any buffer has gradients."""
+        return any(buffer.trainable for buffer in self.buffers)
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The order in which units ran: what the prefetch follows.
+
+    Attributes:
+        forward: ``(PRE_FORWARD | POST_FORWARD, unit)`` pairs of one micro-batch.
+        backward: units in the order in which backward first needed them.
+    """
+
+    forward: tuple[tuple[Phase, int], ...]
+    backward: tuple[int, ...]
+
+    @staticmethod
+    def of_forward(forward: Iterable[tuple[Phase, int]]) -> Trace:
+        """A trace whose backward runs against the order in which units finished their forward."""
+        events = tuple(forward)
+        finished = [unit for phase, unit in reversed(events) if phase is Phase.POST_FORWARD]
+        return Trace(events, tuple(dict.fromkeys(finished)))
+
+    @property
+    def needed(self) -> tuple[int, ...]:
+        """Units in the order in which the forward needs them, repeats included."""
+        return tuple(unit for phase, unit in self.forward if phase is Phase.PRE_FORWARD)
+
+    @property
+    def reduction_order(self) -> tuple[int, ...]:
+        """Units in the one order in which their gradients are reduced, on every rank: against the forward."""
+        return tuple(reversed(tuple(dict.fromkeys(self.needed))))
+
+    @property
+    def tail(self) -> frozenset[int]:
+        """Units that finish their forward after the last unit began: backward needs them first."""
+        last = max((i for i, (phase, _) in enumerate(self.forward) if phase is Phase.PRE_FORWARD), default=0)
+        return frozenset(unit for _, unit in self.forward[last:])
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One collective of the step.
+
+    Attributes:
+        index: position in ``StepProgram.operations``.
+        kind: what it does.
+        lane: the queue it runs on; operations of a lane run in program order.
+        axis: the direction of the mesh.
+        units: the units whose data it carries.
+        hops: what this rank sends, inside and across nodes.
+        start: the event that starts it.
+        after: operations on other lanes whose result it needs.
+    """
+
+    index: int
+    kind: Kind
+    lane: Lane
+    axis: Axis
+    units: tuple[int, ...]
+    hops: tuple[Hop, ...]
+    start: Event
+    after: tuple[int, ...] = ()
+
+    def sent(self, scope: Scope) -> int:
+        """Bytes this rank sends inside its node or across nodes."""
+        return sum(hop.sent for hop in self.hops if hop.scope is scope)
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The ordered operations of one step in steady state.
+
+    The program is a cycle: parameter spreads start at the ``STEP`` event and the next step's first gathers (or
+    pre-forwards) wait for them.
+
+    Attributes:
+        units: the units it was lowered for.
+        micro_batches: forward/backward passes of the step.
+        operations: every collective, in the order in which one rank starts them.
+        waits: operations an event needs to have finished before computation goes on.
+        frees: units whose gathered parameters an event lets go.
+    """
+
+    units: tuple[UnitInfo, ...]
+    micro_batches: int
+    operations: tuple[Operation, ...]
+    waits: Mapping[Event, tuple[int, ...]] = field(default_factory=dict)
+    frees: Mapping[Event, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def _starts(self) -> dict[Event, tuple[Operation, ...]]:
+        table: dict[Event, list[Operation]] = {}
+        for operation in self.operations:
+            table.setdefault(operation.start, []).append(operation)
+        return {event: tuple(operations) for event, operations in table.items()}
+
+    def starts(self, event: Event) -> tuple[Operation, ...]:
+        """Operations that start at ``event``, in order."""
+        return self._starts.get(event, ())
+
+    def lane(self, lane: Lane) -> tuple[Operation, ...]:
+        """Operations of one lane, in order."""
+        return tuple(operation for operation in self.operations if operation.lane is lane)
+
+    def traffic(self) -> dict[Lane, dict[Scope, int]]:
+        """Bytes this rank sends per step, by lane and scope."""
+        total = {lane: dict.fromkeys(Scope, 0) for lane in Lane}
+        for operation in self.operations:
+            for hop in operation.hops:
+                total[operation.lane][hop.scope] += hop.sent
+        return total

@@ -1,0 +1,181 @@
+"""The interface: shard a model, train it as one trains any PyTorch model, save it, load it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from thinwire.collectives import group as groups
+from thinwire.errors import UsageError
+from thinwire.shard import snapshot
+from thinwire.shard.build import build
+from thinwire.shard.clip import clip_grad_norm_
+from thinwire.shard.discover import Selection
+from thinwire.shard.optim import ShardedOptimizer, build_optimizer
+from thinwire.shard.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.spec import Plan
+
+__all__ = [
+    "clip_grad_norm_",
+    "exposed",
+    "full_parameters",
+    "load",
+    "micro_batches",
+    "optimizer",
+    "save",
+    "shard",
+    "traffic",
+]
+
+Module = TypeVar("Module", bound=nn.Module)
+Item = TypeVar("Item")
+
+
+def shard(model: Module, plan: Plan, *, units: Selection = None, sync_initial: bool = True) -> Module:
+    """Shard a model's parameters, gradients and optimizer states by a plan, in place.
+
+    Call it on every rank, before the optimizer is made. Parameters keep their identity; they become views of flat
+    buffers in the plan's compute dtype, and read as NaN while they are sharded. Joins the job described by torchrun's
+    environment if ``torch.distributed`` is not initialised yet.
+
+    Args:
+        model: any module with materialised parameters on one device.
+        plan: the plan; its mesh has as many ranks as the job.
+        units: what is gathered, freed and reduced together: modules or their names, or a predicate on ``(name,
+            module)``. By default the elements of the model's module lists, large leaves outside them, and the rest.
+        sync_initial: start from rank 0's parameters and buffers; otherwise ranks must have equal ones.
+
+    Returns:
+        The same object.
+
+    Raises:
+        SpecError: if the plan asks for what this runtime or this job cannot do.
+        MismatchError: if ranks have different plans or models.
+        UsageError: if the model cannot be sharded.
+    """
+    if hasattr(model, "_thinwire_runtime"):
+        raise UsageError(f"{type(model).__name__} is sharded already; build a new model to use another plan")
+    if not groups.is_initialized():
+        groups.init()
+    build(model, plan, units, sync_initial=sync_initial)
+    return model
+
+
+def optimizer(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    param_groups: Iterable[Mapping[str, Any]] | None = None,
+    skip_nonfinite: bool = False,
+    **options: Any,
+) -> ShardedOptimizer:
+    """Make any torch optimizer over this rank's share of the fp32 masters.
+
+    Args:
+        model: a sharded model.
+        optimizer_class: for example ``torch.optim.AdamW``. One that updates whole tensors (Muon, Adafactor) needs
+            ``partition = "inter"`` and unsharded parameters; this is found out by trying, not by name.
+        param_groups: as torch takes them; ``params`` may also be name patterns such as ``"*norm*"``. Parameters in no
+            group get the defaults.
+        skip_nonfinite: leave the parameters alone when the gradient norm is NaN or infinite.
+        **options: passed on, for example ``lr=3e-4, fused=True``.
+
+    Returns:
+        An optimizer; its ``step`` updates the share and starts spreading it.
+    """
+    return build_optimizer(
+        model, optimizer_class, param_groups=param_groups, skip_nonfinite=skip_nonfinite, options=options
+    )
+
+
+def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
+    """Iterate over the micro-batches of one step, telling the runtime which is the last.
+
+    Gradients add up over micro-batches, as in PyTorch: divide each loss by their number for a mean.
+    """
+    schedule = runtime_of(model).schedule
+    iterator = iter(batches)
+    try:
+        upcoming = next(iterator)
+    except StopIteration:
+        return
+    number, more = 0, True
+    try:
+        while more:
+            current = upcoming
+            try:
+                upcoming = next(iterator)
+            except StopIteration:
+                more = False
+            schedule.micro_batch, schedule.last = number, not more
+            yield current
+            number += 1
+    finally:
+        schedule.micro_batch, schedule.last = 0, True
+
+
+def save(
+    model: nn.Module, optim: ShardedOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
+) -> None:
+    """Write a checkpoint directory, atomically: a crash leaves the previous one valid.
+
+    Args:
+        model: a sharded model.
+        optim: its optimizer, or ``None`` for parameters only.
+        path: the directory; replaced if it is a checkpoint already.
+        extra: what else to keep, as JSON (position in the data, and so on); equal on every rank.
+
+    Raises:
+        CheckpointError: on every rank, if any rank fails.
+    """
+    snapshot.save(model, optim, Path(path), extra)
+
+
+def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint written under any plan and on any number of ranks.
+
+    Args:
+        model: a sharded model of the same shapes.
+        optim: its optimizer, of the class it was saved with; or ``None`` for parameters only.
+        path: the directory.
+
+    Returns:
+        What was saved as ``extra``.
+
+    Raises:
+        CheckpointError: on every rank, if it is missing, incomplete or corrupt, or does not fit.
+    """
+    return snapshot.load(model, optim, Path(path))
+
+
+@contextlib.contextmanager
+def full_parameters(model: nn.Module) -> Iterator[None]:
+    """Whole, up-to-date parameters on every rank, for export or for evaluation by other code. Read only."""
+    runtime = runtime_of(model)
+    runtime.gather_all()
+    try:
+        yield
+    finally:
+        runtime.release_all()
+
+
+def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Bytes this rank has sent since the last call: ``{"gather": {"inside": ..., "across": ...}, "reduce": ...,
+    "sync": ..., "spread": ..., "control": ...}``, inside its node and across nodes."""
+    return sent_bytes(runtime_of(model))
+
+
+def exposed(model: nn.Module) -> dict[str, float]:
+    """Seconds computation stood still for each lane since the last call: ``{"gather": ..., "reduce": ...,
+    "sync": ..., "spread": ...}``."""
+    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
+
+
+def runtime(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model, for tools that look inside."""
+    return runtime_of(model)

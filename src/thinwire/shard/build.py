@@ -1,0 +1,325 @@
+"""From a module and a plan to a runtime: layout, memory, groups, initial values, hooks."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.collectives import group as groups
+from thinwire.collectives.group import Control, Meter
+from thinwire.collectives.topology import AxisGroup
+from thinwire.errors import MismatchError, SpecError, UsageError
+from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
+from thinwire.shard import hooks
+from thinwire.shard.discover import Selection, UnitModules, discover
+from thinwire.shard.gradient import Topology, UnitGradient
+from thinwire.shard.lanes import Lanes
+from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
+from thinwire.shard.runtime import Runtime, attach
+from thinwire.shard.unit import FlatBuffer, Unit
+from thinwire.spec import Plan
+
+__all__ = ["build"]
+
+_GROUPS = (
+    (Axis.PARAMS, Lane.GATHER),
+    (Axis.SECONDARY, Lane.GATHER),
+    (Axis.PARAMS, Lane.REDUCE),
+    (Axis.SHARD, Lane.REDUCE),
+    (Axis.REPLICA, Lane.SYNC),
+    (Axis.SHARD, Lane.SPREAD),
+    (Axis.WORLD, Lane.CONTROL),
+)
+
+
+@dataclass
+class _Flat:
+    """A flat buffer on the drawing board."""
+
+    unit: int
+    layout: FlatLayout
+    parameters: list[nn.Parameter]
+    shares: tuple[tuple[Run, ...], ...] = ()
+
+
+def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: bool) -> Runtime:
+    """Shard a model in place; see :func:`thinwire.shard.api.shard`."""
+    control = groups.control()
+    check_supported(plan, control.size)
+    _check_parameters(model)
+    modules = discover(model, selection, plan.granularity)
+    _check_agreement(plan, modules, control)
+    device = next(p.device for unit in modules for _, p in unit.parameters)
+    flats = _draw(modules, plan, control.rank)
+    meter, lanes = Meter(), Lanes(device)
+    axes = {
+        (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter)
+        for axis, lane in _GROUPS
+        if axis is not Axis.SECONDARY or plan.secondary is not None
+    }
+    arenas = _Arenas(flats, plan, axes, device)
+    buffers: dict[int, list[FlatBuffer]] = {number: [] for number in range(len(modules))}
+    gradients: dict[int, UnitGradient] = {}
+    topology = Topology(plan)
+    for flat in flats:
+        initial = _initial_values(flat, control if sync_initial else None)
+        buffer = arenas.carve(flat, initial)
+        buffers[flat.unit].append(buffer)
+        if flat.layout.trainable:
+            owned = arenas.carve_gradient(flat)
+            gradients[flat.unit] = UnitGradient(flat.layout, flat.shares, owned, topology)
+    if sync_initial:
+        for value in model.buffers():
+            control.broadcast(value)
+    units = [
+        Unit(
+            number,
+            unit.module,
+            _info(unit, [flat for flat in flats if flat.unit == number]),
+            buffers[number],
+            lanes,
+            axes[Axis.PARAMS, Lane.GATHER],
+            axes.get((Axis.SECONDARY, Lane.GATHER)),
+        )
+        for number, unit in enumerate(modules)
+    ]
+    runtime = Runtime(model, plan, units, gradients, arenas.gradients, lanes, meter, axes, control.rank)
+    attach(model, runtime)
+    hooks.install(runtime)
+    if plan.recompute:
+        for module in _recomputed(model, modules):
+            hooks.recompute_activations(module)
+    return runtime
+
+
+# -- checks ----------------------------------------------------------------------------------------------------
+
+
+def check_supported(plan: Plan, world: int) -> None:
+    """Refuse, all at once, what this runtime cannot do.
+
+    Raises:
+        SpecError: naming every key, its value and what is valid.
+    """
+    problems = []
+    if plan.world != world:
+        problems.append(
+            f"mesh = {plan.mesh} has {plan.world} ranks, the job has {world}; start {plan.world} ranks, or make the "
+            "plan for this mesh: Plan.preset(name, nodes=..., local=...)"
+        )
+    for name, codec in plan.wire.codecs().items():
+        if not codec.is_none:
+            problems.append(
+                f"wire.{name} = {str(codec)!r}: this version of the runtime sends uncompressed data only; valid: "
+                f"'none'; run the same factors with plan.uncompressed(), or --set plan.wire.{name}=none"
+            )
+    for axis in ("tp", "pp"):
+        if getattr(plan, axis) != 1:
+            problems.append(f"{axis} = {getattr(plan, axis)}: only data-parallel ranks are supported; valid: 1")
+    if plan.placement is not None and plan.placement != tuple(range(plan.world)):
+        problems.append(
+            f"placement = {list(plan.placement)}: ranks are numbered by the launcher here; valid: unset, with the "
+            "order applied by the launcher's host file"
+        )
+    if plan.units:
+        problems.append("units: overrides for single units are not supported by this runtime; valid: none")
+    if plan.accumulate_dtype != "float32":
+        problems.append(f"accumulate_dtype = {plan.accumulate_dtype!r}: valid: 'float32'")
+    if problems:
+        raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
+
+
+def _check_parameters(model: nn.Module) -> None:
+    devices = set()
+    for name, parameter in model.named_parameters():
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name} is on the meta device and has no values: materialise the model before "
+                "thinwire.shard, for example with model.to_empty(device=...) and its initialiser"
+            )
+        if parameter.is_complex():
+            raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
+        if type(parameter.data) is not torch.Tensor:
+            raise UsageError(f"parameter {name} is a {type(parameter.data).__name__}; plain tensors are supported")
+        devices.add(str(parameter.device))
+    if not devices:
+        raise UsageError(f"{type(model).__name__} has no parameters to shard")
+    if len(devices) > 1:
+        raise UsageError(f"parameters lie on {', '.join(sorted(devices))}: move the model to one device first")
+
+
+def _check_agreement(plan: Plan, modules: Sequence[UnitModules], control: Control) -> None:
+    """Find a rank with another plan or model now, before it hangs a collective."""
+    shapes = [
+        (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad) for unit in modules for name, p in unit.parameters
+    ]
+    mine = (plan.fingerprint(), plan.describe(), hashlib.sha256(repr(shapes).encode()).hexdigest()[:12], len(shapes))
+    everyone = control.all_gather_object(mine)
+    for rank, other in enumerate(everyone):
+        if other[0] != everyone[0][0]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 have different plans: [{other[1]}; {other[0]}] against [{everyone[0][1]}; "
+                f"{everyone[0][0]}]. Give every rank the same plan file"
+            )
+        if other[2:] != everyone[0][2:]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 have different models: {other[3]} parameters with layout {other[2]} against "
+                f"{everyone[0][3]} with {everyone[0][2]}. Build the same model on every rank"
+            )
+
+
+# -- drawing ---------------------------------------------------------------------------------------------------
+
+
+def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
+    """Flat buffers of all units, with the shares of this rank's P shard."""
+    compute: torch.dtype = getattr(torch, plan.compute_dtype)
+    flats = []
+    for number, unit in enumerate(modules):
+        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in unit.parameters:
+            dtype = compute if parameter.is_floating_point() else parameter.dtype
+            kinds.setdefault((parameter.requires_grad, dtype), []).append((name, parameter))
+        for (trainable, dtype), named in kinds.items():
+            layout = lay_out([(name, p.shape) for name, p in named], plan, dtype, trainable=trainable)
+            flats.append(_Flat(number, layout, [p for _, p in named]))
+    trained = [flat for flat in flats if flat.layout.trainable]
+    if plan.partition == "inter" and plan.optimizer != plan.params:
+        dealt = deal_shares([flat.layout for flat in trained], plan, shard_index(plan, rank))
+        for flat, shares in zip(trained, dealt, strict=True):
+            flat.shares = shares
+    else:
+        for flat in trained:
+            flat.shares = even_shares(flat.layout, plan)
+    return flats
+
+
+def _info(unit: UnitModules, flats: Iterable[_Flat]) -> UnitInfo:
+    flats = list(flats)
+    return UnitInfo(
+        name=unit.name,
+        buffers=tuple(
+            BufferInfo(
+                numel=flat.layout.numel,
+                itemsize=flat.layout.dtype.itemsize,
+                trainable=flat.layout.trainable,
+                shares=tuple(sum(run.length for run in share) for share in flat.shares),
+            )
+            for flat in flats
+        ),
+        parameters=sum(len(flat.layout.slots) for flat in flats if flat.layout.trainable),
+        block=unit.block,
+    )
+
+
+def _recomputed(model: nn.Module, modules: Sequence[UnitModules]) -> list[nn.Module]:
+    """The blocks whose activations are recomputed: elements of module lists, whole even when units are finer."""
+    named = dict(model.named_modules())
+    blocks = {unit.list_element: named[unit.list_element] for unit in modules if unit.list_element}
+    if not blocks:
+        raise UsageError(
+            "recompute = true, but the model has no block (an element of a ModuleList or Sequential, or a module given "
+            "in units=) to recompute; set recompute = false"
+        )
+    return list(blocks.values())
+
+
+# -- memory ----------------------------------------------------------------------------------------------------
+
+
+class _Arenas:
+    """One contiguous allocation for each kind of shard, made once and carved in order (no fragmentation)."""
+
+    def __init__(
+        self,
+        flats: Sequence[_Flat],
+        plan: Plan,
+        axes: dict[tuple[Axis, Lane], AxisGroup],
+        device: torch.device,
+    ) -> None:
+        self._device = device
+        self._params = axes[Axis.PARAMS, Lane.GATHER]
+        self._secondary = axes.get((Axis.SECONDARY, Lane.GATHER))
+        self._share = axes[Axis.SHARD, Lane.REDUCE].index
+        by_dtype: dict[torch.dtype, int] = {}
+        for flat in flats:
+            by_dtype[flat.layout.dtype] = by_dtype.get(flat.layout.dtype, 0) + flat.layout.shard_numel
+        self._shards = {dtype: _Arena(numel, dtype, device) for dtype, numel in by_dtype.items()}
+        self._seconds = (
+            {
+                dtype: _Arena(numel * self._params.size // self._secondary.size, dtype, device)
+                for dtype, numel in by_dtype.items()
+            }
+            if self._secondary is not None
+            else {}
+        )
+        owned = sum(self._owned(flat) for flat in flats if flat.layout.trainable)
+        separate = sum(
+            self._owned(flat) for flat in flats if flat.layout.trainable and flat.layout.dtype != torch.float32
+        )
+        self._masters = _Arena(separate, torch.float32, device)
+        self.gradients = torch.zeros(owned, dtype=torch.float32, device=device)
+        self._gradient_at = 0
+
+    def carve(self, flat: _Flat, initial: torch.Tensor) -> FlatBuffer:
+        """Place a flat buffer and fill this rank's part of it.
+
+        Args:
+            flat: the buffer.
+            initial: its whole initial value, in the parameters' own dtype or wider.
+        """
+        layout = flat.layout
+        shard = self._shards[layout.dtype].carve(layout.shard_numel)
+        begin = self._params.index * layout.shard_numel
+        shard.copy_(initial[begin : begin + layout.shard_numel])
+        if self._params.size == 1:
+            full = shard
+        else:
+            full = torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
+        secondary = None
+        if self._secondary is not None:
+            secondary = self._seconds[layout.dtype].carve(layout.numel // self._secondary.size)
+        master = None
+        if layout.trainable and layout.dtype != torch.float32:
+            master = self._masters.carve(self._owned(flat))
+            position = 0
+            for run in flat.shares[self._share]:
+                source = initial[begin + run.start : begin + run.start + run.length]
+                master[position : position + run.length].copy_(source)
+                position += run.length
+        return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master)
+
+    def carve_gradient(self, flat: _Flat) -> torch.Tensor:
+        """fp32 memory for the gradient of this rank's share."""
+        size = self._owned(flat)
+        self._gradient_at += size
+        return self.gradients[self._gradient_at - size : self._gradient_at]
+
+    def _owned(self, flat: _Flat) -> int:
+        return sum(run.length for run in flat.shares[self._share])
+
+
+class _Arena:
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._memory = torch.zeros(numel, dtype=dtype, device=device)
+        self._at = 0
+
+    def carve(self, numel: int) -> torch.Tensor:
+        self._at += numel
+        return self._memory[self._at - numel : self._at]
+
+
+def _initial_values(flat: _Flat, control: Control | None) -> torch.Tensor:
+    """A buffer's whole initial value, the same on every rank (rank 0's, if ranks are to be synchronised)."""
+    first = flat.parameters[0]
+    dtype = torch.float32 if first.is_floating_point() else first.dtype
+    values = torch.zeros(flat.layout.numel, dtype=dtype, device=first.device)
+    for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+        values[slot.offset : slot.offset + slot.numel].copy_(parameter.detach().reshape(-1))
+    if control is not None:
+        control.broadcast(values)
+    return values

@@ -1,0 +1,158 @@
+"""Which modules become units, and which parameters each unit owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from thinwire.errors import UsageError
+
+__all__ = ["UnitModules", "discover"]
+
+Selection = Sequence[nn.Module | str] | Callable[[str, nn.Module], bool] | None
+
+LARGE_LEAF = 100
+"""A leaf outside the blocks (embedding, head) is a unit when it holds at least 1/LARGE_LEAF of the parameters."""
+
+
+@dataclass
+class UnitModules:
+    """A module that becomes a unit.
+
+    Attributes:
+        name: dotted module name; empty for the root.
+        module: the module whose forward and backward drive the unit.
+        block: number of the block (an element of a module list) it is or belongs to; others have their own number.
+        list_element: name of the block it is or lies in, an element of a module list or a selected module; empty for
+            others. Activation recomputation covers whole list elements.
+        parameters: ``(name, parameter)`` pairs it owns; names are the model's.
+    """
+
+    name: str
+    module: nn.Module
+    block: int
+    list_element: str
+    parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+
+def discover(model: nn.Module, selection: Selection, granularity: str) -> list[UnitModules]:
+    """Cut a model into units.
+
+    By default every element of a module list or sequence that holds parameters is a unit, and so is every large leaf
+    outside them (embedding, head); the root takes the rest. ``granularity = "module"`` cuts further, to the leaves.
+    Parameters tied across units belong to the unit of their nearest common ancestor.
+
+    Args:
+        model: the model.
+        selection: modules or their names, or a predicate on ``(name, module)``; ``None`` finds them.
+        granularity: ``"block"`` or ``"module"``.
+
+    Returns:
+        Units with at least one parameter, in registration order; the root first, if it owns any.
+
+    Raises:
+        UsageError: if a selected module is not part of the model.
+    """
+    blocks = _selected(model, selection) if selection is not None else _found(model)
+    units = _at_leaves(model, blocks) if granularity == "module" else _at_blocks(model, blocks)
+    _assign_parameters(model, units)
+    return [unit for unit in units if unit.parameters]
+
+
+def _selected(model: nn.Module, selection: Selection) -> list[tuple[str, nn.Module]]:
+    if callable(selection):
+        return [(name, module) for name, module in model.named_modules() if name and selection(name, module)]
+    assert selection is not None
+    by_name = dict(model.named_modules())
+    by_module = {module: name for name, module in by_name.items()}
+    blocks = []
+    for wanted in selection:
+        name = wanted if isinstance(wanted, str) else by_module.get(wanted)
+        if name is None or name not in by_name:
+            raise UsageError(
+                f"units: {wanted!r} is not a module of the model; give modules or names from model.named_modules()"
+            )
+        blocks.append((name, by_name[name]))
+    order = list(by_name)
+    return sorted(blocks, key=lambda item: order.index(item[0]))
+
+
+def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Elements of the outermost module lists and sequences."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def walk(prefix: str, module: nn.Module) -> None:
+        for name, child in module.named_children():
+            path = f"{prefix}.{name}" if prefix else name
+            if isinstance(module, nn.ModuleList | nn.Sequential):
+                if _owns_any(child):
+                    found.append((path, child))
+            else:
+                walk(path, child)
+
+    walk("", model)
+    return list({module: (path, module) for path, module in reversed(found)}.values())[::-1]
+
+
+def _at_blocks(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> list[UnitModules]:
+    numbered = {name: module for name, module in blocks if name}
+    inside = {id(sub) for module in numbered.values() for sub in module.modules()}
+    total = sum(parameter.numel() for parameter in model.parameters())
+    units = [UnitModules("", model, 0, "")]
+    for name, module in model.named_modules():
+        if name in numbered:
+            units.append(UnitModules(name, module, len(units), name))
+        elif name and id(module) not in inside and _is_leaf(module):
+            if sum(p.numel() for p in module.parameters()) * LARGE_LEAF >= total:
+                units.append(UnitModules(name, module, len(units), ""))
+    return units
+
+
+def _at_leaves(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> list[UnitModules]:
+    owner: dict[int, tuple[int, str]] = {}
+    number = 0
+    for name, block in blocks:
+        number += 1
+        for sub in block.modules():
+            owner.setdefault(id(sub), (number, name))
+    units = []
+    for name, module in model.named_modules():
+        if not name or any(True for _ in module.parameters(recurse=False)):
+            if id(module) not in owner:
+                number += 1
+            units.append(UnitModules(name, module, *owner.get(id(module), (number, ""))))
+    return units
+
+
+def _assign_parameters(model: nn.Module, units: Sequence[UnitModules]) -> None:
+    """Give every parameter to the innermost unit that contains all its uses."""
+    by_module = {id(unit.module): unit for unit in units}
+    homes: dict[int, list[list[UnitModules]]] = {}
+
+    def walk(module: nn.Module, path: list[UnitModules], visited: tuple[int, ...]) -> None:
+        if id(module) in visited:
+            return
+        if id(module) in by_module:
+            path = [*path, by_module[id(module)]]
+        for parameter in module.parameters(recurse=False):
+            homes.setdefault(id(parameter), []).append(path)
+        for child in module.children():
+            walk(child, path, (*visited, id(module)))
+
+    walk(model, [], ())
+    for name, parameter in model.named_parameters():  # each parameter once, under its first name
+        paths = homes[id(parameter)]
+        common = paths[0]
+        for other in paths[1:]:
+            common = [a for a, b in zip(common, other, strict=False) if a is b]
+        common[-1].parameters.append((name, parameter))
+
+
+def _owns_any(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _is_leaf(module: nn.Module) -> bool:
+    return not any(True for _ in module.children()) and _owns_any(module)

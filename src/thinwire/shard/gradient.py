@@ -1,0 +1,181 @@
+"""One unit's gradients on this rank: from autograd's tensors to the fp32 share the optimizer reads.
+
+Three buffers take part, each only where the plan needs it:
+
+- ``staging``: the micro-batch's whole gradient in wire dtype, laid out like the parameters; lives until it is sent;
+- ``local``: the fp32 gradient shard ``G`` that accumulates over micro-batches, where ``s_g = s_p < s_os``;
+- ``owned``: the fp32 gradient of this rank's optimizer share; where ``s_g = s_os`` it is ``G``.
+
+Every reduction is a mean over its axis and is added to what is there, so reductions stay right however often a
+backward runs before the step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.collectives.group import allocate
+from thinwire.program import Axis, axis_extent
+from thinwire.shard.layout import FlatLayout, Run
+from thinwire.spec import Plan
+
+__all__ = ["Accumulator", "Topology", "UnitGradient"]
+
+
+class Topology:
+    """The sizes of the axes, and what follows from them for gradients."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.params, self.shard, self.replica = (
+            axis_extent(plan, axis)[1].ranks // axis_extent(plan, axis)[0].ranks
+            for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
+        )
+        self.scatter_always = self.shard > 1 and plan.grads == plan.optimizer
+        self.wire_dtype: torch.dtype = getattr(torch, plan.effective_reduce_dtype)
+        self.mean = plan.grad_reduce == "mean"
+
+    def scale(self, size: int) -> float:
+        """Factor of a reduction over ``size`` ranks."""
+        return 1.0 / size if self.mean else 1.0
+
+
+class Accumulator:
+    """An fp32 buffer that knows whether it still holds nothing.
+
+    Args:
+        values: 1-D fp32 tensor; its content is undefined while ``empty``.
+    """
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values = values
+        self.empty = True
+
+    def claim(self) -> bool:
+        """Announce a write: whether to add (``True``) or to overwrite (``False``)."""
+        accumulate, self.empty = not self.empty, False
+        return accumulate
+
+
+class UnitGradient:
+    """The gradient of a unit's trainable buffer.
+
+    Args:
+        layout: the buffer.
+        shares: the optimizer ranks' shares of this rank's P shard.
+        owned: fp32 memory for this rank's share.
+        topology: axis sizes.
+    """
+
+    def __init__(
+        self, layout: FlatLayout, shares: tuple[tuple[Run, ...], ...], owned: torch.Tensor, topology: Topology
+    ) -> None:
+        self.layout, self.shares, self.topology = layout, shares, topology
+        self.share_sizes = tuple(sum(run.length for run in share) for share in shares)
+        self.even = all(len(share) == 1 for share in shares) and sum(self.share_sizes) == layout.shard_numel
+        self.owned = Accumulator(owned)
+        self.staging: torch.Tensor | None = None
+        self.unsynced = False
+        self._local: Accumulator | None = self.owned if topology.shard == 1 else None
+        self._seen: set[int] = set()
+        self._into_local = False
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters whose gradients make the unit complete."""
+        return len(self.layout.slots)
+
+    @property
+    def local(self) -> Accumulator:
+        """The gradient shard ``G`` where it is not sharded like the optimizer; allocated when first accumulated."""
+        if self._local is None:
+            device = self.owned.values.device
+            self._local = Accumulator(allocate(self.layout.shard_numel, torch.float32, device))
+        return self._local
+
+    @property
+    def has_local(self) -> bool:
+        """Whether ``G`` of its own holds something."""
+        return self._local is not None and not self._local.empty
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter has delivered its gradient in this backward."""
+        return len(self._seen) == len(self.layout.slots)
+
+    @property
+    def started(self) -> bool:
+        """Whether any parameter has delivered since the last reduction."""
+        return bool(self._seen)
+
+    def collect(self, index: int, grad: torch.Tensor, *, last: bool) -> None:
+        """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
+
+        Args:
+            index: slot of the parameter.
+            grad: its gradient, in the parameter's shape.
+            last: whether this is the step's last micro-batch.
+        """
+        if not self._seen:
+            self._begin(last=last)
+        slot = self.layout.slots[index]
+        target = self.local.values if self._into_local else self.staging
+        assert target is not None
+        place = target[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        if index in self._seen or (self._into_local and not self.local.empty):
+            place.add_(grad)
+        else:
+            place.copy_(grad)
+        self._seen.add(index)
+
+    def finish(self, *, last: bool) -> torch.Tensor:
+        """Close the micro-batch: parameters without a gradient count as zero.
+
+        Returns:
+            The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` where it accumulates at home.
+        """
+        if not self._seen:
+            self._begin(last=last)
+        if self._into_local:
+            local = self.local
+            if local.empty:
+                self._zero_missing(local.values)
+            local.empty = False
+            self._seen.clear()
+            return local.values
+        staging = self.staging
+        assert staging is not None
+        self._zero_missing(staging)
+        self.staging = None
+        self._seen.clear()
+        return staging
+
+    def reset(self) -> None:
+        """Forget every gradient (``zero_grad``)."""
+        self.owned.empty = True
+        if self._local is not None:
+            self._local.empty = True
+        self.staging = None
+        self._seen.clear()
+        self.unsynced = False
+
+    def _begin(self, *, last: bool) -> None:
+        """Decide where this micro-batch's gradients go.
+
+        Where P is whole and G is not sharded like OS they are added up at home in fp32, except when the step's only
+        micro-batch can go to the wire at once.
+        """
+        topology = self.topology
+        at_home = topology.params == 1 and not topology.scatter_always
+        networked = topology.shard > 1 or topology.replica > 1
+        self._into_local = at_home and not (last and networked and not self._holds_something())
+        if not self._into_local:
+            self.staging = allocate(self.layout.numel, topology.wire_dtype, self.owned.values.device)
+
+    def _holds_something(self) -> bool:
+        return self._local is not None and not self._local.empty
+
+    def _zero_missing(self, buffer: torch.Tensor) -> None:
+        for index, slot in enumerate(self.layout.slots):
+            if index not in self._seen:
+                buffer[slot.offset : slot.offset + slot.numel].zero_()
+        buffer[self.layout.payload :].zero_()

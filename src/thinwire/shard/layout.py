@@ -1,0 +1,191 @@
+"""How a unit's parameters lie in flat buffers, and which part of them each rank holds.
+
+Coordinates, from the outside in:
+
+- a *flat buffer* is the concatenation of a unit's parameters of one dtype and ``requires_grad``, padded;
+- a *P shard* is one of ``s_p`` equal slices of it;
+- a *share* is what one optimizer rank owns of a P shard: one equal slice (``intra``), or whole fragments dealt by size
+  (``inter``). A share is a tuple of runs in coordinates of the P shard;
+- a *fragment* is the part of one parameter inside one share: what the optimizer sees.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from thinwire.program import Axis, axis_extent, axis_index, padded
+from thinwire.spec import Plan
+
+__all__ = ["FlatLayout", "Fragment", "Run", "Slot", "deal_shares", "even_shares", "lay_out"]
+
+ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One parameter's place in a flat buffer: elements ``[offset, offset + numel)``."""
+
+    name: str
+    shape: torch.Size
+    offset: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements ``[start, start + length)`` of a P shard."""
+
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fragment:
+    """The part of one parameter that one optimizer rank owns.
+
+    Attributes:
+        slot: the parameter.
+        offset: first element, within the parameter.
+        length: elements.
+        position: first element within the share (runs laid end to end).
+    """
+
+    slot: Slot
+    offset: int
+    length: int
+    position: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the entire parameter."""
+        return self.length == self.slot.numel
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One flat buffer of a unit.
+
+    Attributes:
+        slots: its parameters, in order.
+        numel: padded length; a multiple of the world size times the alignment.
+        num_shards: ``s_p``, into how many P shards it is cut.
+        dtype: compute dtype.
+        trainable: whether it has gradients.
+    """
+
+    slots: tuple[Slot, ...]
+    numel: int
+    num_shards: int
+    dtype: torch.dtype
+    trainable: bool
+
+    @property
+    def payload(self) -> int:
+        """Elements that are parameters, not padding."""
+        last = self.slots[-1]
+        return last.offset + last.numel
+
+    @property
+    def shard_numel(self) -> int:
+        """Elements of one P shard."""
+        return self.numel // self.num_shards
+
+    @cached_property
+    def slot_by_name(self) -> dict[str, Slot]:
+        """Slots by parameter name."""
+        return {slot.name: slot for slot in self.slots}
+
+    def pieces(self, shard: int) -> list[tuple[Slot, int, Run]]:
+        """What parameters contribute to a P shard: ``(slot, offset within the parameter, run in the shard)``."""
+        begin, end = shard * self.shard_numel, (shard + 1) * self.shard_numel
+        found = []
+        for slot in self.slots:
+            first, last = max(slot.offset, begin), min(slot.offset + slot.numel, end)
+            if first < last:
+                found.append((slot, first - slot.offset, Run(first - begin, last - first)))
+        return found
+
+    def fragments(self, shard: int, share: Sequence[Run]) -> tuple[Fragment, ...]:
+        """The fragments of a share of a P shard."""
+        fragments = []
+        position = 0
+        pieces = self.pieces(shard)
+        for run in share:
+            for slot, offset, piece in pieces:
+                first, last = max(piece.start, run.start), min(piece.start + piece.length, run.start + run.length)
+                if first < last:
+                    inside = position + first - run.start
+                    fragments.append(Fragment(slot, offset + first - piece.start, last - first, inside))
+            position += run.length
+        return tuple(fragments)
+
+
+def lay_out(
+    parameters: Sequence[tuple[str, torch.Size]], plan: Plan, dtype: torch.dtype, *, trainable: bool
+) -> FlatLayout:
+    """Lay parameters end to end and pad, so that every shard of every factor is equal and aligned to 16 bytes."""
+    slots, offset = [], 0
+    for name, shape in parameters:
+        slots.append(Slot(name, shape, offset))
+        offset += math.prod(shape)
+    unit = plan.world * max(1, ALIGNMENT_BYTES // dtype.itemsize)
+    return FlatLayout(tuple(slots), padded(max(offset, 1), unit), plan.params.ranks, dtype, trainable)
+
+
+def even_shares(layout: FlatLayout, plan: Plan) -> tuple[tuple[Run, ...], ...]:
+    """Intra-tensor partition: equal flat slices of a P shard, by position along the shard axis."""
+    inner, outer = axis_extent(plan, Axis.SHARD)
+    count = outer.ranks // inner.ranks
+    length = layout.shard_numel // count
+    return tuple((Run(i * length, length),) for i in range(count))
+
+
+def deal_shares(layouts: Sequence[FlatLayout], plan: Plan, shard: int) -> list[tuple[tuple[Run, ...], ...]]:
+    """Inter-tensor partition: whole fragments of P shard ``shard`` of all buffers, dealt greedily, largest first, to
+    the rank that holds least so far.
+
+    Args:
+        layouts: every trainable flat buffer of the model.
+        plan: the plan.
+        shard: which P shard.
+
+    Returns:
+        For each buffer, the shares by position along the shard axis; each a tuple of runs in ascending order.
+    """
+    inner, outer = axis_extent(plan, Axis.SHARD)
+    count = outer.ranks // inner.ranks
+    items = [(run.length, b, run) for b, layout in enumerate(layouts) for _, _, run in layout.pieces(shard)]
+    items.sort(key=lambda item: (-item[0], item[1], item[2].start))
+    heap = [(0, owner) for owner in range(count)]
+    dealt: list[list[list[Run]]] = [[[] for _ in range(count)] for _ in layouts]
+    for length, buffer, run in items:
+        load, owner = heapq.heappop(heap)
+        dealt[buffer][owner].append(run)
+        heapq.heappush(heap, (load + length, owner))
+    return [tuple(_merged(runs) for runs in shares) for shares in dealt]
+
+
+def shard_index(plan: Plan, rank: int) -> int:
+    """Which P shard a rank holds."""
+    return axis_index(plan, Axis.PARAMS, rank)
+
+
+def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """Runs in ascending order, neighbours joined."""
+    joined: list[Run] = []
+    for run in sorted(runs, key=lambda run: run.start):
+        if joined and joined[-1].start + joined[-1].length == run.start:
+            joined[-1] = Run(joined[-1].start, joined[-1].length + run.length)
+        else:
+            joined.append(run)
+    return tuple(joined)

@@ -1,0 +1,260 @@
+"""Any torch optimizer over this rank's share of the masters.
+
+The optimizer sees one tensor per parameter *fragment*, so that parameter groups, per-parameter state and parameters
+without a gradient behave as they do unsharded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.errors import UsageError
+from thinwire.program import Axis, Lane
+from thinwire.shard.layout import Fragment
+from thinwire.shard.runtime import Runtime, runtime_of
+
+__all__ = ["OwnedFragment", "ShardedOptimizer", "build_optimizer"]
+
+
+@dataclass(frozen=True)
+class OwnedFragment:
+    """A fragment this rank updates.
+
+    Attributes:
+        unit: index of its unit.
+        slot: index of its parameter within the unit.
+        fragment: which part of the parameter it is.
+        value: what the optimizer updates, fp32; in the parameter's shape if whole, else 1-D.
+        grad: its gradient, fp32, same shape.
+    """
+
+    unit: int
+    slot: int
+    fragment: Fragment
+    value: nn.Parameter
+    grad: torch.Tensor
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose step updates this rank's share and spreads the result.
+
+    It shares ``param_groups`` and ``state`` with the optimizer it wraps, so learning-rate schedulers and other users
+    of the torch interface work on it.
+
+    Args:
+        runtime: the model's runtime.
+        inner: the optimizer over ``fragments``.
+        fragments: every fragment this rank updates.
+        skip_nonfinite: leave parameters alone in a step whose gradient norm is not finite.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        inner: torch.optim.Optimizer,
+        fragments: Sequence[OwnedFragment],
+        *,
+        skip_nonfinite: bool,
+    ) -> None:
+        self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
+        self.skip_nonfinite = skip_nonfinite
+        self.skipped_steps = 0
+        self.defaults = inner.defaults
+        # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
+        self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
+        self._optimizer_step_post_hooks = inner._optimizer_step_post_hooks
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The wrapped optimizer's groups."""
+        return self.inner.param_groups
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """The wrapped optimizer's state, by fragment."""
+        return self.inner.state
+
+    def __repr__(self) -> str:
+        """The wrapped optimizer and how much of the model this rank updates."""
+        elements = sum(fragment.value.numel() for fragment in self.fragments)
+        return f"ShardedOptimizer({self.inner!r}, {len(self.fragments)} fragments, {elements} elements)"
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Join the reductions, check that ranks agree, update this rank's share, start spreading it.
+
+        Args:
+            closure: recomputes the loss once before the update, as in torch.
+
+        Returns:
+            The closure's loss, if one is given.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        runtime = self.runtime
+        agreement = runtime.agree()
+        if self.skip_nonfinite and not agreement.finite:
+            self.skipped_steps += 1
+            runtime.skipped()
+            return loss
+        runtime.join_spreads()
+        for owned in self.fragments:
+            has_gradient = runtime.used_flag(owned.unit, owned.slot)
+            owned.value.grad = owned.grad if has_gradient else None
+        self.inner.step()
+        runtime.updated()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget every gradient. They are never memset: the next reduction overwrites them."""
+        del set_to_none
+        self.runtime.zero_grad()
+        for owned in self.fragments:
+            owned.value.grad = None
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        """Refused: this rank's share alone is no checkpoint."""
+        raise UsageError("optimizer.state_dict() would hold one rank's share only: use thinwire.save(model, optim, path)")
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Refused: see :meth:`state_dict`."""
+        raise UsageError("optimizer.load_state_dict() knows nothing of shares: use thinwire.load(model, optim, path)")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refused: groups are set when the optimizer is made."""
+        raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
+
+
+def build_optimizer(
+    model: nn.Module,
+    optimizer_class: type[torch.optim.Optimizer],
+    *,
+    param_groups: Iterable[Mapping[str, Any]] | None,
+    skip_nonfinite: bool,
+    options: Mapping[str, Any],
+) -> ShardedOptimizer:
+    """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
+    runtime = runtime_of(model)
+    fragments = own_fragments(runtime)
+    if not all(owned.fragment.whole for owned in fragments):
+        _refuse_per_tensor(optimizer_class, options)
+    inner = optimizer_class(_group(runtime, fragments, list(param_groups or [])), **options)
+    return ShardedOptimizer(runtime, inner, fragments, skip_nonfinite=skip_nonfinite)
+
+
+def own_fragments(runtime: Runtime) -> list[OwnedFragment]:
+    """Every fragment of this rank's shares, with views of its master and its gradient."""
+    shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+    share_index = runtime.axes[Axis.SHARD, Lane.REDUCE].index
+    owned = []
+    for unit in runtime.units:
+        for buffer in unit.buffers:
+            if not buffer.layout.trainable:
+                continue
+            gradient = runtime.gradients[unit.index].owned.values
+            share = buffer.shares[share_index]
+            position = 0
+            for run in share:
+                for fragment in buffer.layout.fragments(shard, [run]):
+                    begin = position + fragment.position
+                    if buffer.master is None:
+                        start = run.start + fragment.position
+                        value = buffer.shard[start : start + fragment.length]
+                    else:
+                        value = buffer.master[begin : begin + fragment.length]
+                    grad = gradient[begin : begin + fragment.length]
+                    if fragment.whole:
+                        value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
+                    slot = buffer.layout.slots.index(fragment.slot)
+                    owned.append(OwnedFragment(unit.index, slot, fragment, nn.Parameter(value), grad))
+                position += run.length
+    return owned
+
+
+def _group(
+    runtime: Runtime, fragments: Sequence[OwnedFragment], groups: list[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Sort fragments into parameter groups by the parameter they belong to; parameters in none form the last group.
+
+    Groups are the same on every rank, though a rank may own nothing of one.
+    """
+    names = {id(p): s.name for u in runtime.units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
+    every_name = list(names.values())
+    group_of: dict[str, int] = {}
+    for number, group in enumerate(groups):
+        if "params" not in group:
+            raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
+        for name in _names_of(group["params"], names, every_name, number):
+            if group_of.setdefault(name, number) != number:
+                raise UsageError(
+                    f"parameter {name!r} is in param_groups[{group_of[name]}] and in param_groups[{number}]; each "
+                    "parameter belongs to one group"
+                )
+    cut: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
+    trained = {slot.name for unit in runtime.units for b in unit.buffers if b.layout.trainable for slot in b.layout.slots}
+    if trained - group_of.keys() or not cut:
+        cut.append({"params": []})
+    for owned in fragments:
+        cut[group_of.get(owned.fragment.slot.name, len(cut) - 1)]["params"].append(owned.value)
+    return cut
+
+
+def _names_of(params: Any, names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
+    """Names that one group's ``params`` stand for."""
+    wanted = [params] if isinstance(params, str | torch.Tensor) else list(params)
+    found: set[str] = set()
+    for item in wanted:
+        if isinstance(item, tuple):  # torch takes (name, parameter) pairs
+            item = item[1]
+        if isinstance(item, torch.Tensor):
+            if id(item) not in names:
+                raise UsageError(f"param_groups[{number}] holds a tensor that is no parameter of the model")
+            found.add(names[id(item)])
+            continue
+        matches = fnmatch.filter(every_name, item)
+        if not matches:
+            raise UsageError(
+                f"param_groups[{number}]: pattern {item!r} matches no parameter; names look like {every_name[0]!r}"
+            )
+        found.update(matches)
+    return found
+
+
+def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+    """Raise if an optimizer's update of a tensor is not the update of its parts: found out by trying.
+
+    Raises:
+        UsageError: if it needs whole tensors while fragments are parts of them.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start, grads = torch.randn(8, 6), torch.randn(2, 8, 6)
+    whole = nn.Parameter(start.clone())
+    parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
+    try:
+        with torch.enable_grad():
+            _try(optimizer_class([whole], **options), [whole], [[g] for g in grads])
+            _try(optimizer_class(parts, **options), parts, [list(g.view(-1).split([20, 28])) for g in grads])
+        elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
+    except (ValueError, RuntimeError, IndexError):
+        elementwise = False
+    if not elementwise:
+        raise UsageError(
+            f"{optimizer_class.__name__} updates whole tensors, but the plan's partition = 'intra' (or sharded "
+            "parameters) cuts them: use partition = 'inter' with params = 1x1"
+        )
+
+
+def _try(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor]]) -> None:
+    for step in grads:
+        for parameter, grad in zip(params, step, strict=True):
+            parameter.grad = grad.clone()
+        optimizer.step()

@@ -1,0 +1,386 @@
+"""The runtime of one sharded model: hooks report events, units act, the schedule adds what may start early."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.group import Meter, allocate, control
+from thinwire.collectives.topology import AxisGroup
+from thinwire.errors import MismatchError, UsageError
+from thinwire.program import Axis, Kind, Lane, Phase, Scope, control_bytes
+from thinwire.shard.gradient import UnitGradient
+from thinwire.shard.lanes import Lanes
+from thinwire.shard.reducer import Reducer
+from thinwire.shard.schedule import Schedule
+from thinwire.shard.unit import FlatBuffer, Unit
+from thinwire.spec import Plan
+
+__all__ = ["Agreement", "Runtime", "runtime_of"]
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the step's one exchange established, the same on every rank.
+
+    Attributes:
+        norm: L2 norm of the whole gradient.
+        used: for each trainable parameter, in order, whether any rank had a gradient for it.
+    """
+
+    norm: float
+    used: tuple[bool, ...]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the norm, and so every gradient, is finite."""
+        return self.norm - self.norm == 0.0
+
+
+class Runtime:
+    """Everything one model needs while it trains.
+
+    Args:
+        model: the root module.
+        plan: the plan.
+        units: its units.
+        gradients: by unit, for units with trainable parameters.
+        arena: the fp32 memory all owned gradients are carved from.
+        lanes: where communication runs.
+        meter: counts the bytes.
+        axes: the groups, by axis and lane.
+        rank: this rank.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan,
+        units: Sequence[Unit],
+        gradients: dict[int, UnitGradient],
+        arena: torch.Tensor,
+        lanes: Lanes,
+        meter: Meter,
+        axes: dict[tuple[Axis, Lane], AxisGroup],
+        rank: int,
+    ) -> None:
+        self.model, self.plan, self.units, self.gradients = model, plan, tuple(units), gradients
+        self.arena, self.lanes, self.meter, self.rank = arena, lanes, meter, rank
+        self.axes = axes
+        infos = [unit.info for unit in units]
+        self.schedule = Schedule(plan, infos, rank)
+        self.reducer = Reducer(
+            plan,
+            infos,
+            gradients,
+            lanes,
+            axes[Axis.PARAMS, Lane.REDUCE],
+            axes[Axis.SHARD, Lane.REDUCE],
+            axes[Axis.REPLICA, Lane.SYNC],
+        )
+        self.agreement: Agreement | None = None
+        self.num_steps = 0
+        self._first_bit = self._number_parameters()
+        self._used = bytearray(sum(info.parameters for info in infos))
+        self._in_backward = False
+        self._open_calls = [0] * len(self.units)
+        self.whole = 0  # depth of full_parameters()
+
+    # -- events, as hooks report them --------------------------------------------------------------------------
+
+    def pre_forward(self, index: int) -> None:
+        """A unit's forward begins."""
+        unit = self.units[index]
+        if self.recomputing():
+            self._need_in_backward(index)
+            return
+        if not torch.is_grad_enabled():
+            unit.need(from_secondary=False)
+            return
+        reuse = self.plan.secondary_reuse
+        unit.start_gather(from_secondary=reuse)
+        for upcoming in self.schedule.forward_event(Phase.PRE_FORWARD, index):
+            self.units[upcoming].start_gather(from_secondary=reuse)
+        unit.need(from_secondary=reuse)
+
+    def post_forward(self, index: int, *, will_hear: bool) -> None:
+        """A unit's forward ends.
+
+        Args:
+            index: the unit.
+            will_hear: whether backward will announce itself at this unit's outputs.
+        """
+        if self.recomputing() or self.whole:
+            return
+        unit = self.units[index]
+        if not torch.is_grad_enabled():
+            unit.free()
+            return
+        self.schedule.forward_event(Phase.POST_FORWARD, index)
+        if not unit.sharded:
+            return
+        kept = index in self.schedule.kept() or not will_hear
+        if not kept or self.plan.secondary_reuse:
+            unit.keep_secondary()
+        if not kept:
+            unit.free()
+
+    def pre_backward(self, index: int, *, will_leave: bool) -> None:
+        """Backward has reached a unit's outputs.
+
+        Args:
+            index: the unit.
+            will_leave: whether its inputs need gradients, so that :meth:`post_backward` follows.
+        """
+        self._enter_backward()
+        if will_leave:
+            self._open_calls[index] += 1
+        self._need_in_backward(index)
+
+    def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
+        """A parameter's gradient exists."""
+        self._enter_backward()
+        self._used[self._first_bit[index] + slot] = 1
+        if self.reducer.collect(index, slot, grad):
+            self.reducer.ready(index)
+            # Frozen weights may be needed after the last gradient of a unit, but only on the way to its inputs.
+            self._free_if_left(index)
+
+    def post_backward(self, index: int) -> None:
+        """Backward has left a unit by one of its calls: the gradients of that call's inputs exist."""
+        self._open_calls[index] -= 1
+        if index not in self.gradients or self.reducer.delivered(index):
+            self._free_if_left(index)
+
+    def _free_if_left(self, index: int) -> None:
+        if self._open_calls[index] <= 0 and not self.whole:
+            self.units[index].free()
+
+    def recomputing(self) -> bool:
+        """Whether a backward is running on this thread, so that a forward is a recomputation."""
+        return torch._C._current_graph_task_id() != -1
+
+    def _need_in_backward(self, index: int) -> None:
+        unit = self.units[index]
+        unit.start_gather(from_secondary=True)
+        for upcoming in self.schedule.backward_event(index):
+            self.units[upcoming].start_gather(from_secondary=True)
+        unit.need(from_secondary=True)
+
+    def _enter_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self.agreement = None
+        self.reducer.begin(self.schedule.reduction_order(), last=self.schedule.last)
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self.reducer.end()
+        self.schedule.end_backward()
+        self._open_calls = [0] * len(self.units)
+        if not self.whole:
+            for unit in self.units:
+                unit.free()
+
+    # -- the step ----------------------------------------------------------------------------------------------
+
+    def agree(self) -> Agreement:
+        """Join every reduction, then compare with the other ranks: norm, order of units, used parameters.
+
+        Raises:
+            MismatchError: if two ranks ran units in a different order or took a different number of steps.
+        """
+        if self.agreement is not None:
+            return self.agreement
+        self.reducer.join()
+        words = struct.pack(
+            "<dqqq", self._squared_norm(), self.schedule.order_hash, len(self._used), self.num_steps
+        )
+        bits = _to_bits(self._used)
+        everyone = self._exchange(words + bits)
+        rows = [struct.unpack_from("<dqqq", row) for row in everyone]
+        for rank, row in enumerate(rows):
+            if row[1:] != rows[0][1:]:
+                raise MismatchError(
+                    f"rank {rank} and rank 0 ran different steps: order of units {row[1]:#x} against "
+                    f"{rows[0][1]:#x}, step {row[3]} against {rows[0][3]}, {row[2]} against {rows[0][2]} trainable "
+                    "parameters. Every rank must run the same units in the same order; look for branches that depend "
+                    "on the data or the rank. Nothing was updated"
+                )
+        used = bytearray(len(bits))
+        for row_bits in everyone:
+            for i, byte in enumerate(row_bits[len(words) :]):
+                used[i] |= byte
+        flags = tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self._used)))
+        self.agreement = Agreement(sum(row[0] for row in rows) ** 0.5, flags)
+        return self.agreement
+
+    def updated(self) -> None:
+        """Masters have new values: write them to the P shards and spread them, in the order of the forward."""
+        shard_axis = self.axes[Axis.SHARD, Lane.SPREAD]
+        for index in self.schedule.spread_order():
+            unit = self.units[index]
+            unit.join_spread()
+            unit.updated()
+            for buffer in unit.buffers:
+                if buffer.layout.trainable:
+                    write_back(buffer, shard_axis.index)
+                    if shard_axis.size > 1:
+                        unit.spread = self.lanes.submit(
+                            Lane.SPREAD, _spread_body(shard_axis, buffer, self.plan), held=(buffer.shard,)
+                        )
+            if unit.spread is not None and not self.plan.overlap.spread:
+                unit.join_spread()
+        self.num_steps += 1
+        self.schedule.abandon()
+        self.agreement = None
+
+    def zero_grad(self) -> None:
+        """Forget every gradient."""
+        self.reducer.join()
+        self.reducer.reset()
+        self._used = bytearray(len(self._used))
+        self.agreement = None
+
+    def join_spreads(self) -> None:
+        """Wait until every unit's parameters are up to date."""
+        for unit in self.units:
+            unit.join_spread()
+
+    # -- whole parameters --------------------------------------------------------------------------------------
+
+    def gather_all(self) -> None:
+        """Gather every unit and keep it."""
+        if self._in_backward:
+            raise UsageError("full_parameters() cannot be entered inside a backward")
+        self.whole += 1
+        for unit in self.units:
+            unit.start_gather(from_secondary=False)
+        for unit in self.units:
+            unit.need(from_secondary=False)
+
+    def release_all(self) -> None:
+        """Undo one :meth:`gather_all`."""
+        self.whole -= 1
+        if not self.whole:
+            for unit in self.units:
+                unit.free()
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def used_flag(self, index: int, slot: int) -> bool:
+        """Whether any rank had a gradient for a parameter in this step."""
+        return self.agree().used[self._first_bit[index] + slot]
+
+    def _number_parameters(self) -> list[int]:
+        first, bits = 0, []
+        for unit in self.units:
+            bits.append(first)
+            first += unit.info.parameters
+        return bits
+
+    def _squared_norm(self) -> float:
+        """Squared norm of what this rank owns; replicas of a share count once. One pass over memory."""
+        if self.axes[Axis.REPLICA, Lane.SYNC].index != 0:
+            return 0.0
+        held = [g.owned.values for g in self.gradients.values() if not g.owned.empty]
+        if not held:
+            return 0.0
+        norms = torch.stack(torch._foreach_norm(held)).double()
+        return float(norms.square().sum())
+
+    def _exchange(self, payload: bytes) -> list[bytes]:
+        """One small all-gather on the host."""
+        group = self.axes[Axis.WORLD, Lane.CONTROL]
+        size = control_bytes([unit.info for unit in self.units])
+        table = allocate(size * group.size, torch.uint8, torch.device("cpu"))
+        row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
+        table.view(group.size, -1)[group.index].copy_(row)
+        all_gather(group, table)
+        rows = table.view(group.size, -1)
+        by_rank = [rows[_index_of(self.plan, rank)] for rank in range(group.size)]
+        return [bytes(row.numpy()) for row in by_rank]
+
+
+def _index_of(plan: Plan, rank: int) -> int:
+    node, local = divmod(rank, plan.mesh.local)
+    return local * plan.mesh.nodes + node
+
+
+def _to_bits(flags: bytearray) -> bytes:
+    bits = bytearray(-(-len(flags) // 64) * 8)
+    for i, flag in enumerate(flags):
+        if flag:
+            bits[i // 8] |= 1 << (i % 8)
+    return bytes(bits)
+
+
+def write_back(buffer: FlatBuffer, index: int) -> None:
+    """Cast this rank's masters into its part of the P shard (nothing to do where P is the master)."""
+    if buffer.master is None:
+        return
+    position = 0
+    for run in buffer.shares[index]:
+        buffer.shard[run.start : run.start + run.length].copy_(buffer.master[position : position + run.length])
+        position += run.length
+
+
+def _spread_body(group: AxisGroup, buffer: FlatBuffer, plan: Plan):  # type: ignore[no-untyped-def]
+    """Gather all shares of a P shard: in place where they lie side by side, packed where they do not."""
+    if plan.partition == "intra":
+        return lambda: all_gather(group, buffer.shard)
+    sizes = [sum(run.length for run in share) for share in buffer.shares]
+
+    def body() -> None:
+        whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
+        offset = sum(sizes[: group.index])
+        for run in buffer.shares[group.index]:
+            whole[offset : offset + run.length].copy_(buffer.shard[run.start : run.start + run.length])
+            offset += run.length
+        all_gather(group, whole, sizes, Kind.BROADCAST)
+        offset = 0
+        for owner, share in enumerate(buffer.shares):
+            for run in share:
+                if owner != group.index:
+                    buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
+                offset += run.length
+
+    return body
+
+
+_RUNTIME = "_thinwire_runtime"
+
+
+def attach(model: nn.Module, runtime: Runtime) -> None:
+    """Remember a model's runtime."""
+    object.__setattr__(model, _RUNTIME, runtime)
+
+
+def runtime_of(model: nn.Module) -> Runtime:
+    """The runtime of a sharded model.
+
+    Raises:
+        UsageError: if the model has not been through ``tw.shard``.
+    """
+    runtime = getattr(model, _RUNTIME, None)
+    if not isinstance(runtime, Runtime):
+        raise UsageError(
+            f"{type(model).__name__} is not sharded: call thinwire.shard(model, plan) first and pass the same object"
+        )
+    return runtime
+
+
+def sent_bytes(runtime: Runtime) -> dict[str, dict[str, int]]:
+    """Bytes sent since the last call, by lane and scope."""
+    return {
+        str(lane): {str(scope): by_scope[scope] for scope in Scope}
+        for lane, by_scope in runtime.meter.take().items()
+    }

@@ -1,0 +1,156 @@
+"""The cursor: where this step is in the program, and what the program wants started there.
+
+Correctness belongs to the units, which act on demand. The schedule only adds prefetch and order: step 0 runs on demand
+and is recorded; from then on the program is lowered from the recorded trace, and hooks look up what to start. When
+events stop following the trace (a conditional unit, two forwards before a backward) the rest of the micro-batch runs on
+demand, the trace is taken anew, and the deviation is reported once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from thinwire.program import Event, Lane, Phase, StepProgram, Trace, UnitInfo, lower
+from thinwire.spec import Plan
+
+__all__ = ["Schedule"]
+
+log = logging.getLogger("thinwire")
+
+_MASK = (1 << 62) - 1
+_CODES = {phase: code for code, phase in enumerate(Phase, start=1)}
+
+
+class Schedule:
+    """Follows one model through its steps.
+
+    Args:
+        plan: the plan.
+        infos: what the program knows of the units.
+        rank: whose program.
+    """
+
+    def __init__(self, plan: Plan, infos: Sequence[UnitInfo], rank: int) -> None:
+        self.plan, self.infos, self.rank = plan, infos, rank
+        self.trace: Trace | None = None
+        self.order_hash = 0
+        self.micro_batch = 0
+        self.last = True
+        self._programs: dict[tuple[Trace, int], StepProgram] = {}
+        self._forward: list[tuple[Phase, int]] = []
+        self._backward: list[int] = []
+        self._deviated = False
+        self._reported = False
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def forward_event(self, phase: Phase, unit: int) -> tuple[int, ...]:
+        """A unit's forward begins or ends; returns the units whose gather the program starts now."""
+        position = len(self._forward)
+        self._forward.append((phase, unit))
+        self._hash(phase, unit)
+        if self.trace is None or self._deviated:
+            return ()
+        if position >= len(self.trace.forward) or self.trace.forward[position] != (phase, unit):
+            self._deviate()
+            return ()
+        return self._gathers(phase, unit)
+
+    def backward_event(self, unit: int) -> tuple[int, ...]:
+        """Backward needs a unit (again); returns the units whose gather the program starts now."""
+        if unit in self._backward:
+            return ()
+        position = len(self._backward)
+        self._backward.append(unit)
+        self._hash(Phase.PRE_BACKWARD, unit)
+        if self.trace is None or self._deviated:
+            return ()
+        if position >= len(self.trace.backward) or self.trace.backward[position] != unit:
+            self._deviate()
+            return ()
+        return self._gathers(Phase.PRE_BACKWARD, unit)
+
+    def end_backward(self) -> None:
+        """A micro-batch is complete: adopt its trace if there is none, or if it was another one."""
+        complete = bool(self._forward) and bool(self._backward)
+        seen = Trace(tuple(self._forward), tuple(self._backward))
+        if complete and (self.trace is None or self._deviated or seen != self.trace):
+            if self.trace is not None and not self._deviated:
+                self._deviate()
+            self.trace = seen
+        self._restart()
+
+    def abandon(self) -> None:
+        """A step is taken: a forward that never had a backward is forgotten."""
+        self._restart()
+        self.order_hash = 0
+
+    @property
+    def deviated(self) -> bool:
+        """Whether this micro-batch has left the trace."""
+        return self._deviated
+
+    def reduction_order(self) -> tuple[int, ...]:
+        """Units in the order in which gradients are reduced: against the forward just seen, or the last trace."""
+        if self._forward:
+            return Trace(tuple(self._forward), ()).reduction_order
+        if self.trace is not None:
+            return self.trace.reduction_order
+        return tuple(reversed(range(len(self.infos))))
+
+    def kept(self) -> frozenset[int]:
+        """Units that stay gathered between forward and backward, as far as known: none before the first trace."""
+        if self.trace is None or self._deviated or self.plan.keep_gathered == "none":
+            return frozenset()
+        return self.trace.tail
+
+    def spread_order(self) -> Sequence[int]:
+        """Units in the order in which updated parameters are spread: as the forward needs them."""
+        if self.trace is None:
+            return range(len(self.infos))
+        traced = tuple(dict.fromkeys(self.trace.needed))
+        return (*traced, *(unit for unit in range(len(self.infos)) if unit not in traced))
+
+    # -- the program -------------------------------------------------------------------------------------------
+
+    def program(self, micro_batches: int) -> StepProgram:
+        """The program for the present trace, lowered once."""
+        assert self.trace is not None
+        key = (self.trace, micro_batches)
+        if key not in self._programs:
+            if len(self._programs) > 16:
+                self._programs.clear()  # an ever-changing model: do not collect programs
+            self._programs[key] = lower(
+                self.plan, self.infos, micro_batches=micro_batches, trace=self.trace, rank=self.rank
+            )
+        return self._programs[key]
+
+    def _gathers(self, phase: Phase, unit: int) -> tuple[int, ...]:
+        # A program is keyed by first, middle or last micro-batch: three stand for any number.
+        if self.micro_batch == 0:
+            position, count = 0, 1 if self.last else 3
+        else:
+            position, count = 2 if self.last else 1, 3
+        operations = self.program(count).starts(Event(phase, unit, position))
+        started = [op.units[0] for op in operations if op.lane is Lane.GATHER and op.units[0] != unit]
+        return tuple(dict.fromkeys(started))
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _deviate(self) -> None:
+        self._deviated = True
+        if not self._reported:
+            self._reported = True
+            log.warning(
+                "the order of units changed between micro-batches: such micro-batches gather on demand, without "
+                "prefetch (reported once)"
+            )
+
+    def _restart(self) -> None:
+        self._forward.clear()
+        self._backward.clear()
+        self._deviated = False
+
+    def _hash(self, phase: Phase, unit: int) -> None:
+        self.order_hash = (self.order_hash * 1_000_003 + _CODES[phase] * 65_537 + unit + 1) & _MASK

@@ -1,0 +1,187 @@
+"""What of a sharded model goes into a checkpoint, and back under any other plan.
+
+Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, ``optimizer/NAME/KEY`` for state as long
+as the parameter. State that is one number per parameter (Adam's ``step``) is stored as a value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire.collectives.group import control
+from thinwire.errors import CheckpointError
+from thinwire.program import Axis, Lane
+from thinwire.shard import state as store
+from thinwire.shard.optim import OwnedFragment, ShardedOptimizer, own_fragments
+from thinwire.shard.runtime import Runtime, runtime_of
+from thinwire.shard.state import Chunk, ShardedVector
+
+__all__ = ["load", "save"]
+
+Json = Any
+
+
+def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Mapping[str, Json] | None) -> None:
+    """Write a checkpoint; see :func:`thinwire.save`."""
+    runtime = runtime_of(model)
+    runtime.join_spreads()
+    vectors = _Vectors()
+    first_replica = runtime.axes[Axis.REPLICA, Lane.SYNC].index == 0
+    first_holder = first_replica and runtime.axes[Axis.SHARD, Lane.REDUCE].index == 0
+    values: dict[str, Json] = {
+        "plan": runtime.plan.to_toml(),
+        "num_steps": runtime.num_steps,
+        "extra": dict(extra or {}),
+    }
+    for key, numel, offset, tensor in _frozen(runtime):
+        vectors.add(key, numel, offset, tensor if first_holder else None)
+    for name, buffer in _persistent_buffers(model):
+        vectors.add(f"buffer/{name}", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == 0 else None)
+    fragments = optim.fragments if optim is not None else own_fragments(runtime)
+    for owned in fragments:
+        slot = owned.fragment.slot
+        value = owned.value.detach().reshape(-1)
+        vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, value if first_replica else None)
+        for key, entry in _state_of(optim, owned).items():
+            name = f"optimizer/{slot.name}/{key}"
+            if isinstance(entry, torch.Tensor) and entry.numel() == owned.value.numel() and entry.dim() > 0:
+                vectors.add(name, slot.numel, owned.fragment.offset, entry.reshape(-1) if first_replica else None)
+            elif isinstance(entry, torch.Tensor) and entry.dim() > 0:
+                vectors.add(name, entry.numel(), 0, entry.reshape(-1) if first_replica else None)
+            else:
+                values[name] = entry.item() if isinstance(entry, torch.Tensor) else entry
+    if optim is not None:
+        values["groups"] = [
+            {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+            for group in optim.param_groups
+        ]
+    store.write(path, vectors.sharded(), values, control=control())
+
+
+def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[str, Json]:
+    """Read a checkpoint; see :func:`thinwire.load`."""
+    runtime = runtime_of(model)
+    runtime.join_spreads()
+    runtime.zero_grad()
+    manifest = store.verify(path, checksums=False)
+    vectors = _Vectors()
+    for key, numel, offset, tensor in _frozen(runtime):
+        vectors.add(key, numel, offset, tensor)
+    buffers = [(buffer, buffer.reshape(-1).contiguous()) for _, buffer in _persistent_buffers(model)]
+    for (name, buffer), (_, flat) in zip(_persistent_buffers(model), buffers, strict=True):
+        vectors.add(f"buffer/{name}", buffer.numel(), 0, flat)
+    fragments = optim.fragments if optim is not None else own_fragments(runtime)
+    if optim is not None:
+        _make_state(optim)
+    numbers: list[tuple[OwnedFragment, str, Json]] = []
+    for owned in fragments:
+        slot = owned.fragment.slot
+        vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, owned.value.detach().view(-1))
+        prefix = f"optimizer/{slot.name}/"
+        for key, entry in list(_state_of(optim, owned).items()):
+            name = prefix + key
+            if isinstance(entry, torch.Tensor) and entry.dim() > 0 and name in manifest.vectors:
+                same = entry.numel() == owned.value.numel()
+                numel, offset = (slot.numel, owned.fragment.offset) if same else (entry.numel(), 0)
+                vectors.add(name, numel, offset, entry.view(-1))
+            elif name in manifest.values:
+                numbers.append((owned, key, manifest.values[name]))
+            elif not any(other.startswith(prefix) for other in (*manifest.vectors, *manifest.values)):
+                assert optim is not None
+                del optim.state[owned.value]  # it had never been stepped
+                break
+            else:
+                raise CheckpointError(
+                    f"{path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; load it with "
+                    "the optimizer class and options it was saved with"
+                )
+    store.read(path, vectors.sharded(), control=control())
+    for buffer, flat in buffers:
+        buffer.copy_(flat.view(buffer.shape))
+    for owned, key, value in numbers:
+        assert optim is not None
+        entry = optim.state[owned.value][key]
+        if isinstance(entry, torch.Tensor):
+            entry.fill_(value)
+        else:
+            optim.state[owned.value][key] = value
+    if optim is not None:
+        _restore_groups(optim, manifest.values.get("groups", []), path)
+    runtime.updated()
+    runtime.join_spreads()
+    runtime.num_steps = int(manifest.values["num_steps"])
+    return dict(manifest.values["extra"])
+
+
+class _Vectors:
+    """Collects chunks by key."""
+
+    def __init__(self) -> None:
+        self._numel: dict[str, int] = {}
+        self._chunks: dict[str, list[Chunk]] = {}
+
+    def add(self, key: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
+        """Add a chunk; ``None`` announces the vector without holding any of it."""
+        self._numel[key] = numel
+        chunks = self._chunks.setdefault(key, [])
+        if tensor is not None:
+            chunks.append(Chunk(offset, tensor))
+
+    def sharded(self) -> dict[str, ShardedVector]:
+        """The vectors."""
+        return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
+
+
+def _frozen(runtime: Runtime) -> Iterator[tuple[str, int, int, torch.Tensor]]:
+    """Frozen parameters' parts of this rank's P shard: key, length of the parameter, offset in it, values."""
+    shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+    for unit in runtime.units:
+        for buffer in unit.buffers:
+            if not buffer.layout.trainable:
+                for slot, offset, run in buffer.layout.pieces(shard):
+                    part = buffer.shard[run.start : run.start + run.length]
+                    yield f"model/{slot.name}", slot.numel, offset, part
+
+
+def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    for prefix, module in model.named_modules():
+        for name, value in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, value
+
+
+def _state_of(optim: ShardedOptimizer | None, owned: OwnedFragment) -> dict[str, Any]:
+    if optim is None:
+        return {}
+    return {key: value for key, value in optim.state.get(owned.value, {}).items() if value is not None}
+
+
+@torch.no_grad()
+def _make_state(optim: ShardedOptimizer) -> None:
+    """Let the optimizer allocate its state with a step on zero gradients; every value it touches is read next."""
+    for owned in optim.fragments:
+        owned.value.grad = torch.zeros_like(owned.value)
+    optim.inner.step()
+    for owned in optim.fragments:
+        owned.value.grad = None
+
+
+def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]], path: Path) -> None:
+    if len(saved) != len(optim.param_groups):
+        raise CheckpointError(
+            f"{path}: the checkpoint has {len(saved)} parameter groups, the optimizer {len(optim.param_groups)}; make "
+            "the optimizer with the param_groups it was saved with"
+        )
+    for group, values in zip(optim.param_groups, saved, strict=True):
+        group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
+
+
+def _is_json(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(_is_json(item) for item in value)
+    return value is None or isinstance(value, str | int | float | bool)

@@ -1,0 +1,488 @@
+"""Checkpoints of sharded vectors: written by all ranks, read back under any other sharding.
+
+A *vector* is a flat tensor of which each rank holds some *chunks*. :func:`write` stores every element once,
+:func:`read` fills chunks cut in any other way, on any number of ranks. What parameters, moments or
+residuals the vectors mean, the caller knows; the store sees keys, lengths and element types.
+
+This file is the protocol between the ranks; beneath it, :mod:`thinwire.shard.storage` puts elements into
+files and back with ``torch.distributed.checkpoint``, :mod:`thinwire.shard.manifest` says what must be there,
+and :mod:`thinwire.shard.atomic` makes the directory appear whole or not at all.
+
+The ``save`` and ``load`` of ``torch.distributed.checkpoint`` are not called: they gather pickled exceptions,
+which some exceptions and some Python versions do not survive, and then ranks wait for each other for ever.
+Here ranks exchange plain text after every phase (:func:`_together`), so all of them raise or none does.
+"""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar, final
+
+import torch
+
+from thinwire.errors import CheckpointError
+from thinwire.shard import manifest as _manifest
+from thinwire.shard.atomic import Staging, locate, recover
+from thinwire.shard.manifest import Json, Manifest, Span, VectorEntry
+from thinwire.shard.storage import Chunk, ShardedVector, WrittenFile, pack, read_chunks, write_file
+
+__all__ = [
+    "Alone",
+    "Chunk",
+    "ControlGroup",
+    "Json",
+    "Manifest",
+    "ShardedVector",
+    "read",
+    "read_values",
+    "recover",
+    "verify",
+    "write",
+]
+
+T = TypeVar("T")
+
+_REMEDIES: Final = {
+    errno.ENOSPC: "free some space or save elsewhere",
+    errno.EDQUOT: "free some space or save elsewhere",
+    errno.EACCES: "check the directory's permissions",
+    errno.EROFS: "save elsewhere",
+}
+
+
+class ControlGroup(Protocol):
+    """The ranks that save or load together, and the one collective this needs."""
+
+    @property
+    def rank(self) -> int:
+        """This process's index in the group."""
+
+    @property
+    def size(self) -> int:
+        """The number of processes."""
+
+    def all_gather_object(self, obj: Any, /) -> list[Any]:
+        """Give every rank's object, by rank."""
+
+
+@final
+class Alone:
+    """A control group of one process, which needs no initialised ``torch.distributed``."""
+
+    rank: Final = 0
+    size: Final = 1
+
+    def all_gather_object(self, obj: Any, /) -> list[Any]:
+        """Give the one object."""
+        return [obj]
+
+
+def write(
+    path: str | os.PathLike[str],
+    vectors: Mapping[str, ShardedVector],
+    values: Mapping[str, Json],
+    *,
+    control: ControlGroup,
+) -> None:
+    """Save vectors and values as a checkpoint directory, completely or not at all. Collective.
+
+    1. Ranks exchange what they hold; overlaps and gaps are found before anything is written.
+    2. Rank 0 creates a staging directory beside ``path``; every rank writes its files there and synchronises
+       them to disk, and sends their names, sizes and checksums to rank 0.
+    3. Rank 0 writes the manifest and renames the directory to ``path``.
+
+    An existing checkpoint at ``path`` is replaced: it stays readable under that name until the new one
+    takes its place, also if the process is killed at any moment. Anything else that exists there is an error.
+
+    Args:
+        path: the directory to create, on a file system that all ranks share.
+        vectors: by key. The ranks' chunks must cover each vector exactly once: of replicas, one rank passes
+            the chunk. A rank may leave out a key that other ranks pass.
+        values: JSON state by key. Ranks may pass different keys, but equal values for the same key.
+        control: the ranks that save, with a timeout that suffices for the slowest rank's disk.
+
+    Raises:
+        CheckpointError: on every rank, when any rank fails, for example for want of space. What was at
+            ``path`` is unchanged, the staging directory is gone.
+    """
+    doing = f"{os.fspath(path)}: cannot save"
+    held = _together(control, doing, lambda: _describe(vectors, values))
+    numels, dtypes = _merge_vectors([description.vectors for description in held], doing)
+    merged_values = _merge_values([description.values for description in held], doing)
+    first_number = sum(description.num_files for description in held[: control.rank])
+
+    staging: Staging | None = None
+
+    def stage() -> str | None:
+        nonlocal staging
+        if control.rank:
+            return None
+        staging = Staging(Path(path).resolve(), Staging.new_token())
+        staging.create()
+        return staging.token
+
+    def write_files(token: str) -> list[WrittenFile]:
+        directory = Staging(Path(path).resolve(), token).directory
+        return _write_files(directory, vectors, first_number)
+
+    def publish() -> None:
+        if staging is not None:
+            _write_manifest(staging.directory, _compile(written, numels, dtypes, merged_values))
+            staging.publish()
+
+    try:
+        tokens = _together(control, doing, stage)
+        written = _together(control, doing, lambda: write_files(tokens[0] or ""))
+        _together(control, doing, publish)
+    finally:
+        if staging is not None:
+            staging.discard()
+
+
+def read(
+    path: str | os.PathLike[str],
+    vectors: Mapping[str, ShardedVector],
+    *,
+    control: ControlGroup,
+    strict: bool = True,
+) -> tuple[str, ...]:
+    """Fill chunks in place from a checkpoint, whatever sharding it was written under. Collective.
+
+    1. Every rank reads the manifest and holds its vectors against it.
+    2. Every file is read once, by one of the ranks, and held against its checksum and its header.
+    3. Every rank reads the elements it wants; several ranks may want the same.
+
+    No tensor is touched before 1 and 2 have succeeded on all ranks; an error of the disk in 3 leaves tensors
+    partly filled. Elements are converted if their stored type fits losslessly into the chunk's, floats into
+    wider floats and integers into wider integers; otherwise the difference is an error.
+    Vectors in the checkpoint that nobody asks for are left alone.
+
+    Args:
+        path: the checkpoint directory.
+        vectors: by key, what this rank wants.
+        control: the ranks that load; any number.
+        strict: whether a key that the checkpoint lacks is an error.
+
+    Returns:
+        The keys that the checkpoint lacks and that were therefore not touched; none if ``strict``.
+
+    Raises:
+        CheckpointError: on every rank, when the checkpoint is missing, incomplete or corrupt, when ranks see
+            different checkpoints, or when a key, a length or an element type does not fit.
+    """
+    doing = f"{os.fspath(path)}: cannot load"
+    opened: _Opened | None = None
+
+    def inspect() -> int:
+        nonlocal opened
+        opened = _open(path)
+        _check_wanted(vectors, opened.manifest, strict=strict)
+        return opened.fingerprint
+
+    fingerprints = _together(control, doing, inspect)
+    assert opened is not None
+    directory, manifest = opened.directory, opened.manifest
+    for rank, fingerprint in enumerate(fingerprints):
+        if fingerprint != fingerprints[0]:
+            raise CheckpointError(
+                f"{doing}: ranks 0 and {rank} see different checkpoints there; "
+                "load from a file system that all ranks share"
+            )
+    share = _share_out([file.size for file in manifest.files], control.size)[control.rank]
+    _together(control, doing, lambda: _check_files(directory, manifest, share))
+    wanted = {key: vector for key, vector in vectors.items() if key in manifest.vectors}
+    _together(control, doing, lambda: read_chunks(directory, manifest, wanted))
+    return tuple(key for key in vectors if key not in wanted)
+
+
+def read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Give the values of a checkpoint, to every process that asks, without communication.
+
+    The manifest's checksum and the files' presence and sizes are verified, their contents are not.
+
+    Args:
+        path: the checkpoint directory.
+
+    Returns:
+        The values that :func:`write` was given, of all ranks.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete or its manifest corrupt.
+    """
+    return dict(verify(path, checksums=False).values)
+
+
+def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
+    """Verify a checkpoint in this process alone.
+
+    Args:
+        path: the checkpoint directory.
+        checksums: read every file and compare headers and checksums; otherwise the manifest, and the files'
+            presence and sizes.
+
+    Returns:
+        The table of contents: files, vectors with their lengths and element types, values.
+
+    Raises:
+        CheckpointError: naming the file that is missing or corrupt.
+    """
+    opened = _open(path)
+    if checksums:
+        _check_files(opened.directory, opened.manifest, range(len(opened.manifest.files)))
+    return opened.manifest
+
+
+def _together(control: ControlGroup, doing: str, action: Callable[[], T]) -> list[T]:
+    """Do something on every rank, learn how all fared, and raise everywhere if any failed.
+
+    Args:
+        control: the ranks.
+        doing: begins the error message.
+        action: this rank's part; it must not communicate.
+
+    Returns:
+        Every rank's result, by rank.
+
+    Raises:
+        CheckpointError: any rank's action failed; caused by this rank's own exception, if it had one.
+    """
+    result: T | None = None
+    problem: str | None = None
+    cause: BaseException | None = None
+    try:
+        result = action()
+    except BaseException as error:  # the other ranks are waiting, so even an interrupt is announced first
+        cause, problem = error, _explain(error)
+    outcomes = control.all_gather_object((problem, result))
+    if cause is not None and not isinstance(cause, Exception):
+        raise cause
+    ranks: dict[str, list[int]] = {}
+    for rank, (other, _) in enumerate(outcomes):
+        if other is not None:
+            ranks.setdefault(other, []).append(rank)
+    if ranks:
+        alike = len(ranks) == 1 and len(next(iter(ranks.values()))) == control.size
+        problems = (text if alike else f"{_name_ranks(who)}: {text}" for text, who in ranks.items())
+        raise CheckpointError(f"{doing}: {'; '.join(problems)}") from cause
+    return [other for _, other in outcomes]
+
+
+def _explain(error: BaseException) -> str:
+    if isinstance(error, CheckpointError):
+        return str(error)
+    if isinstance(error, OSError):
+        where = f"{os.fsdecode(error.filename)}: " if error.filename else ""
+        remedy = _REMEDIES.get(error.errno or 0)
+        return f"{where}{_manifest.os_reason(error)}{f' ({remedy})' if remedy else ''}"
+    return f"{type(error).__name__}: {error}"
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"
+
+
+@final
+@dataclass(frozen=True)
+class _Held:
+    """What one rank brings to a save: the shape of its vectors, its values as JSON, its number of files."""
+
+    vectors: dict[str, tuple[int, torch.dtype | None, list[tuple[int, int]]]]
+    values: dict[str, str]
+    num_files: int
+
+
+@final
+@dataclass(frozen=True)
+class _Opened:
+    """A checkpoint directory whose manifest is valid; equal fingerprints mean equal manifests."""
+
+    directory: Path
+    manifest: Manifest
+    fingerprint: int
+
+
+def _describe(vectors: Mapping[str, ShardedVector], values: Mapping[str, Json]) -> _Held:
+    held = {}
+    for key, vector in vectors.items():
+        _manifest.check_key(key)
+        _check_chunks(key, vector)
+        dtypes = {chunk.tensor.dtype for chunk in vector.chunks}
+        if len(dtypes) > 1:
+            names = sorted(map(_manifest.dtype_name, dtypes))
+            raise CheckpointError(f"vector {key!r}: its chunks have different types: {', '.join(names)}")
+        spans = [(chunk.offset, chunk.tensor.numel()) for chunk in vector.chunks if chunk.tensor.numel()]
+        held[key] = (vector.numel, dtypes.pop() if dtypes else None, spans)
+    texts = {}
+    for key, value in values.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"value {key!r}: its key is not a string")
+        texts[key] = _manifest.dump_value(value, f"value {key!r}")
+    return _Held(held, texts, len(pack(vectors)))
+
+
+def _check_chunks(key: str, vector: ShardedVector) -> None:
+    for chunk in vector.chunks:
+        tensor = chunk.tensor
+        if tensor.dim() != 1 or not tensor.is_contiguous():
+            raise CheckpointError(
+                f"vector {key!r}: a chunk of shape {list(tensor.shape)} and strides {list(tensor.stride())} "
+                "is not one-dimensional and contiguous"
+            )
+        if tensor.dtype not in _manifest.SAFETENSORS_CODES:
+            names = ", ".join(map(_manifest.dtype_name, _manifest.SAFETENSORS_CODES))
+            raise CheckpointError(f"vector {key!r}: {tensor.dtype} cannot be stored; valid are {names}")
+        if not 0 <= chunk.offset <= chunk.offset + tensor.numel() <= vector.numel:
+            raise CheckpointError(
+                f"vector {key!r}: a chunk of elements {chunk.offset} to {chunk.offset + tensor.numel()} "
+                f"is no part of 0 to {vector.numel}"
+            )
+
+
+def _merge_vectors(
+    held: Sequence[Mapping[str, tuple[int, torch.dtype | None, list[tuple[int, int]]]]], doing: str
+) -> tuple[dict[str, int], dict[str, torch.dtype | None]]:
+    """Check that the ranks agree on every vector and cover it exactly once.
+
+    All ranks judge the same data, so they raise together without another exchange.
+    """
+    numels: dict[str, int] = {}
+    dtypes: dict[str, torch.dtype | None] = {}
+    spans: dict[str, list[tuple[int, int]]] = {}
+    for rank, vectors in enumerate(held):
+        for key, (numel, dtype, chunks) in vectors.items():
+            if numels.setdefault(key, numel) != numel:
+                raise CheckpointError(
+                    f"{doing}: rank {rank} says that vector {key!r} has {numel} elements, "
+                    f"a rank before it says {numels[key]}"
+                )
+            known = dtypes.setdefault(key, dtype)
+            if known is None:
+                dtypes[key] = dtype
+            elif dtype not in (None, known):
+                raise CheckpointError(
+                    f"{doing}: vector {key!r} is {dtype} on rank {rank}, {known} on a rank before it"
+                )
+            spans.setdefault(key, []).extend(chunks)
+    for key, numel in numels.items():
+        _manifest.check_cover(spans[key], numel, f"{doing}: vector {key!r}: of all ranks' chunks, elements")
+    return numels, dtypes
+
+
+def _merge_values(held: Sequence[Mapping[str, str]], doing: str) -> dict[str, Any]:
+    texts: dict[str, str] = {}
+    for rank, values in enumerate(held):
+        for key, text in values.items():
+            if texts.setdefault(key, text) != text:
+                raise CheckpointError(
+                    f"{doing}: value {key!r} on rank {rank} differs from that on a rank before it; "
+                    "what belongs to one rank needs a key of its own"
+                )
+    return {key: _manifest.parse_value(text) for key, text in texts.items()}
+
+
+def _write_files(
+    directory: Path, vectors: Mapping[str, ShardedVector], first_number: int
+) -> list[WrittenFile]:
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{directory}, made by rank 0, is not there; save to a file system that all ranks share"
+        )
+    return [write_file(directory, first_number + index, pieces) for index, pieces in enumerate(pack(vectors))]
+
+
+def _compile(
+    written: Sequence[Sequence[WrittenFile]],
+    numels: Mapping[str, int],
+    dtypes: Mapping[str, torch.dtype | None],
+    values: Mapping[str, Any],
+) -> Manifest:
+    files = []
+    spans: dict[str, list[Span]] = {key: [] for key in numels}
+    for index, file in enumerate(file for files_of_rank in written for file in files_of_rank):
+        files.append(file.entry)
+        for key, offset, length in file.pieces:
+            spans[key].append(Span(offset, length, index))
+    vectors = {
+        key: VectorEntry(numels[key], dtypes[key], tuple(sorted(spans[key], key=lambda span: span.offset)))
+        for key in numels
+    }
+    return Manifest(tuple(files), vectors, values)
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write the manifest, durably, after a last look at what the other ranks have written."""
+    path = directory / _manifest.MANIFEST_NAME
+    raw = manifest.encode()
+    _manifest.decode(raw, str(path))
+    for file in manifest.files:
+        _manifest.check_size(directory / file.name, file.size)
+    with path.open("xb") as stream:
+        stream.write(raw)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _open(path: str | os.PathLike[str]) -> _Opened:
+    try:
+        directory = locate(Path(path))
+    except (OSError, RuntimeError, ValueError) as error:  # no permission; links in a loop; a NUL in the name
+        raise CheckpointError(f"{os.fspath(path)}: not a checkpoint: {_explain(error)}") from error
+    manifest, fingerprint = _manifest.read_manifest(directory)
+    return _Opened(directory, manifest, fingerprint)
+
+
+def _check_wanted(vectors: Mapping[str, ShardedVector], manifest: Manifest, *, strict: bool) -> None:
+    """Hold what this rank wants against what there is."""
+    missing = [key for key in vectors if key not in manifest.vectors]
+    if missing and strict:
+        raise CheckpointError(_missing_keys(missing, manifest.vectors))
+    for key, vector in vectors.items():
+        if key in missing:
+            continue
+        entry = manifest.vectors[key]
+        if vector.numel != entry.numel:
+            raise CheckpointError(
+                f"vector {key!r} has {entry.numel} elements in the checkpoint, {vector.numel} are wanted"
+            )
+        _check_chunks(key, vector)
+        for chunk in vector.chunks:
+            stored, wanted = entry.dtype, chunk.tensor.dtype
+            if stored is not None and not _manifest.converts_losslessly(stored, wanted):
+                have, want = _manifest.dtype_name(stored), _manifest.dtype_name(wanted)
+                raise CheckpointError(
+                    f"vector {key!r} is {have} in the checkpoint, which does not fit losslessly into {want}; "
+                    f"load it as {have} and convert"
+                )
+
+
+def _missing_keys(missing: Sequence[str], present: Iterable[str]) -> str:
+    known = list(present)
+    hints = []
+    for key in missing[:3]:
+        nearest = difflib.get_close_matches(key, known, n=3)
+        hints.append(f"{key!r}" + (f" (nearest: {', '.join(map(repr, nearest))})" if nearest else ""))
+    more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+    return f"it has {len(known)} vectors but lacks {', '.join(hints)}{more}"
+
+
+def _share_out(sizes: Sequence[int], num_ranks: int) -> list[list[int]]:
+    """Deal file indices to ranks, largest first, each to the rank with the least so far."""
+    shares: list[list[int]] = [[] for _ in range(num_ranks)]
+    loads = [0] * num_ranks
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        rank = loads.index(min(loads))
+        shares[rank].append(index)
+        loads[rank] += sizes[index]
+    return shares
+
+
+def _check_files(directory: Path, manifest: Manifest, indices: Iterable[int]) -> None:
+    contents = manifest.contents()
+    for index in indices:
+        _manifest.check_file(directory, manifest.files[index], contents[index])

@@ -1,0 +1,212 @@
+"""A unit's parameters: sharded, being gathered, or whole. The state machine that owns correctness.
+
+Facts this file is built on:
+
+- Each unit owns one gathered storage for life; freeing resizes it to nothing. A pool shared by units would give
+  silently wrong gradients: autograd keeps views of the old buffer, and ``p.data =`` bypasses version counters.
+- Reading a storage of size zero crashes the process, so a freed parameter points at a *husk*: a NaN expanded to its
+  shape, which reads as NaN and refuses writes.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.topology import AxisGroup
+from thinwire.errors import UsageError
+from thinwire.program import Lane, UnitInfo
+from thinwire.shard.lanes import Lanes, Ticket
+from thinwire.shard.layout import FlatLayout, Run
+
+__all__ = ["FlatBuffer", "State", "Unit"]
+
+
+class State(enum.Enum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    GATHERED = "gathered"
+
+
+@dataclass
+class FlatBuffer:
+    """One flat buffer on this rank.
+
+    Attributes:
+        layout: what lies where.
+        parameters: the module's parameters, in slot order.
+        full: the whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
+        shard: this rank's P shard, ``[layout.shard_numel]``; a view of ``full`` when P is not sharded.
+        shares: the optimizer ranks' shares of this P shard, by position along the shard axis.
+        secondary: this rank's part of the secondary copy, if the plan keeps one.
+        master: fp32 values of this rank's share (a tensor of its own, or ``None`` when P is fp32 and *is* the master).
+        index: which of the model's trainable buffers it is; -1 for a frozen one.
+    """
+
+    layout: FlatLayout
+    parameters: list[nn.Parameter]
+    full: torch.Tensor
+    shard: torch.Tensor
+    shares: tuple[tuple[Run, ...], ...]
+    secondary: torch.Tensor | None
+    master: torch.Tensor | None = None
+    index: int = -1
+
+    def __post_init__(self) -> None:
+        self._views = [
+            self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots
+        ]
+        poison = torch.full((), float("nan") if self.layout.dtype.is_floating_point else 0).to(self.full)
+        self._husks = [poison.expand(slot.shape) for slot in self.layout.slots]
+
+    def restore(self) -> None:
+        """Give the gathered storage its memory back; contents are undefined until gathered."""
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+
+    def release(self) -> None:
+        """Let go of the gathered memory."""
+        self.full.untyped_storage().resize_(0)
+
+    def show(self, *, whole: bool) -> None:
+        """Point the module's parameters at the gathered buffer, or at husks."""
+        for parameter, value in zip(self.parameters, self._views if whole else self._husks, strict=True):
+            set_local(parameter, value)
+
+
+def set_local(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Re-point a parameter at other memory; the one place that does (a DTensor's local tensor would go here)."""
+    parameter.data = value
+
+
+class Unit:
+    """The parameters that are gathered, freed and reduced together.
+
+    Args:
+        index: number of the unit.
+        module: the module that drives it.
+        info: what the program knows of it.
+        buffers: its flat buffers.
+        lanes: where its gathers run.
+        params: the axis that holds one copy of its parameters.
+        secondary: the axis that holds a secondary copy, if the plan keeps one.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        info: UnitInfo,
+        buffers: Sequence[FlatBuffer],
+        lanes: Lanes,
+        params: AxisGroup,
+        secondary: AxisGroup | None,
+    ) -> None:
+        self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
+        self.sharded = params.size > 1
+        self.state = State.SHARDED if self.sharded else State.GATHERED
+        self.secondary_valid = False
+        self.spread: Ticket | None = None
+        self._lanes, self._params, self._secondary = lanes, params, secondary
+        self._gather: list[Ticket] = []
+        for buffer in self.buffers:
+            buffer.show(whole=not self.sharded)
+
+    @property
+    def name(self) -> str:
+        """Dotted module name, for messages."""
+        return self.info.name or "(root)"
+
+    def start_gather(self, *, from_secondary: bool) -> None:
+        """sharded -> gathering. Does nothing in any other state.
+
+        Args:
+            from_secondary: read the secondary shard when it is valid.
+        """
+        if self.state is not State.SHARDED:
+            return
+        secondary = self._secondary if from_secondary and self.secondary_valid else None
+        group = secondary or self._params
+        after = [self.spread] if self.spread is not None else []
+        for buffer in self.buffers:
+            buffer.restore()
+            source = buffer.secondary if secondary else buffer.shard
+            assert source is not None
+            self._gather.append(
+                self._lanes.submit(
+                    Lane.GATHER, _gather_body(group, buffer.full, source), after=after, held=(source,)
+                )
+            )
+        self.state = State.GATHERING
+
+    def need(self, *, from_secondary: bool) -> None:
+        """any state -> gathered: act on demand and wait until the parameters are whole and up to date."""
+        self.start_gather(from_secondary=from_secondary)
+        if self.state is State.GATHERING:
+            for ticket in self._gather:
+                ticket.wait()
+            self._gather.clear()
+            for buffer in self.buffers:
+                buffer.show(whole=True)
+            self.state = State.GATHERED
+        self.join_spread()
+
+    def free(self) -> None:
+        """gathering or gathered -> sharded; drains a gather that nobody needed."""
+        if not self.sharded or self.state is State.SHARDED:
+            return
+        for ticket in self._gather:
+            ticket.wait()
+        self._gather.clear()
+        for buffer in self.buffers:
+            buffer.show(whole=False)
+            buffer.release()
+        self.state = State.SHARDED
+
+    def keep_secondary(self) -> None:
+        """Copy this rank's part of the gathered parameters into the secondary shard, unless it is still valid."""
+        if self._secondary is None or self.secondary_valid or self.state is not State.GATHERED:
+            return
+        for buffer in self.buffers:
+            assert buffer.secondary is not None
+            buffer.secondary.copy_(_piece(buffer.full, self._secondary))
+        self.secondary_valid = True
+
+    def join_spread(self) -> None:
+        """Wait until the parameters of the last step have arrived."""
+        if self.spread is not None:
+            self.spread.wait()
+            self.spread = None
+
+    def updated(self) -> None:
+        """The P shard has new values: whatever was derived from the old ones is stale.
+
+        Raises:
+            UsageError: if parameters are still gathered, that is, inside ``full_parameters``.
+        """
+        if self.sharded and self.state is State.GATHERED:
+            raise UsageError(f"unit {self.name}: step inside full_parameters(); leave the block first")
+        self.free()
+        self.secondary_valid = False
+        for buffer in self.buffers:
+            for parameter in buffer.parameters:
+                # An old graph that is still alive would compute with new values: make torch notice.
+                torch.autograd.graph.increment_version(parameter)
+
+
+def _piece(full: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    return full.view(group.size, -1)[group.index]
+
+
+def _gather_body(group: AxisGroup, full: torch.Tensor, source: torch.Tensor):  # type: ignore[no-untyped-def]
+    def body() -> None:
+        _piece(full, group).copy_(source)
+        all_gather(group, full)
+
+    return body

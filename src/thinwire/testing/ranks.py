@@ -1,0 +1,152 @@
+"""Real ranks on one machine: processes that stay alive between tests, joined by gloo over the loopback."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["RankError", "RankPool", "free_port", "run_ranks"]
+
+
+class RankError(AssertionError):
+    """A function failed on some ranks.
+
+    Attributes:
+        tracebacks: by rank; ``None`` where the rank succeeded, died or was still busy.
+    """
+
+    def __init__(self, tracebacks: Sequence[str | None], note: str = "") -> None:
+        self.tracebacks = tuple(tracebacks)
+        parts = [f"--- rank {rank} ---\n{text}" for rank, text in enumerate(tracebacks) if text]
+        super().__init__("\n".join([note, *parts] if note else parts))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RankPool:
+    """``world`` processes that run functions together, as the ranks of one job.
+
+    Args:
+        world: number of ranks.
+        threads: intra-op threads of each.
+    """
+
+    def __init__(self, world: int, threads: int = 1) -> None:
+        self.world, self.threads = world, threads
+        self._processes: list[Any] = []
+        self._pipes: list[Connection[Any, Any]] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, init: bool = True) -> list[Any]:
+        """Call ``function(*args)`` on every rank, inside a fresh job; results by rank.
+
+        Args:
+            function: importable by name from a module.
+            *args: picklable arguments.
+            timeout: seconds until the ranks are killed.
+            init: join a gloo job before the call and leave it after.
+
+        Raises:
+            RankError: if any rank raises, dies, or does not finish in time.
+        """
+        if not self._processes or not all(process.is_alive() for process in self._processes):
+            self.close()
+            self._start()
+        port = free_port()
+        for pipe in self._pipes:
+            pipe.send((function, args, port, init, timeout))
+        results: list[Any] = [None] * self.world
+        tracebacks: list[str | None] = [None] * self.world
+        pending = dict(enumerate(self._pipes))
+        deadline = time.monotonic() + timeout
+        note = ""
+        while pending and not note:
+            ready = wait(list(pending.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                note = f"ranks {sorted(pending)} did not finish within {timeout:.0f} s"
+            for rank in [rank for rank, pipe in pending.items() if pipe in ready]:
+                try:
+                    ok, value = pending.pop(rank).recv()
+                except EOFError:
+                    note = f"rank {rank} died"
+                    continue
+                results[rank], tracebacks[rank] = (value, None) if ok else (None, value)
+        if note:
+            self.close()
+        if note or any(tracebacks):
+            raise RankError(tracebacks, note)
+        return results
+
+    def close(self) -> None:
+        """Kill the processes; the next run starts new ones."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        for rank in range(self.world):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, self.world, self.threads), daemon=True, name=f"rank-{rank}"
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+
+_pools: dict[int, RankPool] = {}
+
+
+def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
+    """Call ``function(*args)`` on ``world`` ranks of one job; processes are kept for the next call.
+
+    Returns:
+        Results by rank.
+    """
+    if world not in _pools:
+        _pools[world] = RankPool(world)
+        atexit.register(_pools[world].close)
+    return _pools[world].run(function, *args, timeout=timeout)
+
+
+def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> None:
+    """What a rank does: wait for a function, run it in a job of its own, report."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS=str(threads))
+    import torch
+
+    from thinwire.collectives import group
+
+    torch.set_num_threads(threads)
+    while True:
+        try:
+            function, args, port, init, timeout = pipe.recv()
+        except (EOFError, OSError):
+            return
+        os.environ["MASTER_PORT"] = str(port)
+        try:
+            if init:
+                group.init("gloo", timeout=datetime.timedelta(seconds=timeout))
+            outcome = (True, function(*args))
+        except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
+            outcome = (False, traceback.format_exc())
+        pipe.send(outcome)
+        group.shutdown()
