@@ -1,0 +1,182 @@
+"""What the runtime does is what the program says: kinds, order, ranks and bytes, on every lane."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.collectives.group import Record, recording
+from thinwire.program import Lane, StepProgram, axis_members
+from thinwire.shard.api import runtime
+from thinwire.shard.unit import State
+from thinwire.spec import Plan
+from thinwire.testing import run_ranks
+
+LANES = tuple(Lane)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width + 1)
+        self.down = nn.Linear(2 * width + 1, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 16, depth: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(40, width)
+        self.layers = nn.ModuleList(Block(width) for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, 40, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+def train_step(model: nn.Module, optim: torch.optim.Optimizer, num_micro_batches: int) -> None:
+    for _ in tw.micro_batches(model, range(num_micro_batches)):
+        ids = torch.randint(0, 40, (2, 5))
+        logits = model(ids)
+        nn.functional.cross_entropy(logits.float().flatten(0, 1), ids.flatten()).backward()
+    tw.clip_grad_norm_(model, 1.0)
+    optim.step()
+    optim.zero_grad()
+    runtime(model).join_spreads()
+
+
+def expected(program: StepProgram, plan: Plan, rank: int) -> dict[Lane, list[Record]]:
+    """What a program says one rank does, in the recorder's words."""
+    told: dict[Lane, list[Record]] = {lane: [] for lane in LANES}
+    for operation in program.operations:
+        members = axis_members(plan, operation.axis, rank)
+        for hop in operation.hops:
+            ranks = members.inside if hop.scope == "inside" else members.across
+            assert len(ranks) == hop.ranks
+            told[operation.lane].append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
+    return told
+
+
+def by_lane(records: list[Record]) -> dict[Lane, list[Record]]:
+    return {lane: [record for record in records if record.lane is lane] for lane in LANES}
+
+
+def without(program: StepProgram, index: int) -> StepProgram:
+    operations = program.operations[:index] + program.operations[index + 1 :]
+    return StepProgram(program.units, program.micro_batches, operations, program.waits, program.frees)
+
+
+def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
+    """Train three steps on this rank and hold the third against the program; operations and bytes of it."""
+    torch.manual_seed(0)
+    plan = Plan.from_toml(plan_toml)
+    model = tw.shard(Model(), plan)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+    for _ in range(2):
+        train_step(model, optim, num_micro_batches)
+    with recording() as records:
+        train_step(model, optim, num_micro_batches)
+    engine = runtime(model)
+    program = engine.schedule.program(num_micro_batches)
+    done = by_lane(records)
+    assert done == expected(program, plan, engine.rank)
+    for operation in program.operations:
+        assert done != expected(without(program, operation.index), plan, engine.rank), operation
+    return len(program.operations), sum(record.sent for record in records)
+
+
+def follow_many(plans: list[str], num_micro_batches: int) -> list[tuple[int, int]]:
+    return [follow(plan, num_micro_batches) for plan in plans]
+
+
+def variants(**changes: Any) -> list[str]:
+    plans = [Plan.preset(name, nodes=2, local=2).uncompressed() for name in Plan.preset_names()]
+    return [
+        plan.with_(partition=partition, **changes).to_toml() for plan in plans for partition in ("intra", "inter")
+    ]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -> None:
+    plans = variants(recompute=recompute)
+    for counts in run_ranks(4, follow_many, plans, num_micro_batches):
+        assert all(operations > 0 and sent > 0 for operations, sent in counts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"granularity": "module"},
+        {"granularity": "module", "recompute": True},
+        {"prefetch": 0},
+        {"prefetch": 3},
+        {"keep_gathered": "none"},
+        {"bucket_bytes": 1},
+        {"bucket_bytes": 1 << 12},
+        {"overlap": {"gather": False, "reduce": False, "sync": False, "spread": False}},
+        {"reduce_dtype": "float32"},
+        {"compute_dtype": "float32"},
+    ],
+    ids=str,
+)
+def test_every_option_of_a_plan_is_in_the_program(changes: dict[str, Any]) -> None:
+    names = ("zero3", "hpz", "amsp-13b", "zero1-node", "zero2")
+    plans = [Plan.preset(name, nodes=2, local=2, **changes).to_toml() for name in names]
+    hpz = Plan.preset("hpz", nodes=2, local=2, secondary_reuse=True, **changes).to_toml()
+    run_ranks(4, follow_many, [*plans, hpz], 2)
+
+
+def watch_prefetch(prefetch: int, overlap: bool) -> list[list[int]]:
+    """For each block's forward, how far ahead units are no longer sharded, in the third step."""
+    plan = Plan.preset("zero3", nodes=1, local=2, prefetch=prefetch, overlap={"gather": overlap})
+    model = tw.shard(Model(depth=6), plan)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+    units = runtime(model).units
+    ahead: list[list[int]] = []
+
+    def look(index: int) -> Any:
+        def hook(*_: Any) -> None:
+            ahead[-1].append(sum(unit.state is not State.SHARDED for unit in units[index + 1 :]))
+
+        return hook
+
+    for unit in units:
+        if unit.name.startswith("layers."):
+            unit.module.register_forward_pre_hook(look(unit.index))
+    for _ in range(3):
+        ahead.append([])
+        train_step(model, optim, 1)
+    return ahead
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_gathers_run_ahead_as_far_as_the_plan_says(prefetch: int) -> None:
+    for ahead in run_ranks(2, watch_prefetch, prefetch, True):
+        assert ahead[0] == [0] * 6, "step 0 runs on demand"
+        assert ahead[2] == [min(prefetch, 6 - i) for i in range(6)]
+
+
+def test_no_gather_runs_ahead_without_overlap() -> None:
+    for ahead in run_ranks(2, watch_prefetch, 2, False):
+        assert ahead[2] == [0] * 6
+
+
+def test_a_program_of_three_ranks_of_two_nodes_matches_too() -> None:
+    plans = [
+        Plan.preset(name, nodes=3, local=2, partition=partition).uncompressed().to_toml()
+        for name in ("zero3", "zero1", "zero1-node", "hpz", "amsp-30b")
+        for partition in ("intra", "inter")
+    ]
+    run_ranks(6, follow_many, plans, 2)
