@@ -1,0 +1,41 @@
+"""``thinwire``: the commands. Each lives in a module of its own and imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import thinwire
+from thinwire.cli.doctor import doctor
+from thinwire.cli.train import train
+
+app = typer.Typer(
+    name="thinwire",
+    help="Train large language models over slow networks.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
+app.command()(train)
+app.command()(doctor)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"thinwire {thinwire.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    del version
+
+
+if __name__ == "__main__":
+    app()

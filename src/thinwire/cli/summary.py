@@ -1,0 +1,79 @@
+"""The table at the end of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from thinwire.train.directory import RunDirectory
+from thinwire.units import format_bytes, format_duration
+
+
+def summary_table(
+    summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], directory: RunDirectory
+) -> Table:
+    """What a run reached, what it sent and where its files are.
+
+    Args:
+        summary: of ``summary.json``.
+        records: of ``metrics.jsonl``.
+        directory: of the run.
+
+    Returns:
+        A table of two columns.
+    """
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    val_loss, entropy = summary["final_val_loss"], summary["unigram_entropy"]
+    table.add_row("validation loss", f"{val_loss:.3f} nats per token")
+    table.add_row(
+        "unigram entropy", f"{entropy:.3f} nats per token: what knowing word frequencies alone gives"
+    )
+    table.add_row("training loss", f"{summary['final_train_loss']:.3f} after {summary['steps']} steps")
+    if summary["tokens_per_second"]:
+        table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
+    if records:
+        table.add_row("sent per step", _sent(records))
+        table.add_row("exposed per step", _exposed(records))
+    table.add_row("files", shown(directory.path))
+    for path in (directory.metrics, directory.summary, directory.picture, directory.checkpoints):
+        table.add_row("", shown(path))
+    return table
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be said here.
+
+    Args:
+        path: absolute.
+
+    Returns:
+        Relative to the working directory where it lies below.
+    """
+    return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
+
+
+def _sent(records: Sequence[Mapping[str, Any]]) -> str:
+    """Bytes of all ranks per step and kind; kinds that sent nothing are left out."""
+    steps = records[-1]["step"] - records[0]["step"] + 1
+    parts = []
+    for kind in records[-1]["bytes"]:
+        inside, across = (
+            sum(record["bytes"][kind][hop] for record in records) / steps for hop in ("inside", "across")
+        )
+        if inside or across:
+            parts.append(f"{kind} {format_bytes(inside)} inside nodes, {format_bytes(across)} across")
+    return "\n".join(parts) or "nothing: there is one rank"
+
+
+def _exposed(records: Sequence[Mapping[str, Any]]) -> str:
+    steps = records[-1]["step"] - records[0]["step"] + 1
+    waits = {
+        kind: sum(record["exposed"][kind] for record in records) / steps for kind in records[-1]["exposed"]
+    }
+    parts = [f"{kind} {format_duration(seconds)}" for kind, seconds in waits.items() if seconds > 0]
+    return ", ".join(parts) or "nothing"

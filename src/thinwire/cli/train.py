@@ -1,0 +1,192 @@
+"""``thinwire train``: a recipe in, a trained model, its metrics and its picture out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from thinwire.cli.errors import explained
+from thinwire.cli.summary import shown
+
+if TYPE_CHECKING:
+    from thinwire.spec.plan import Plan
+    from thinwire.spec.recipe import Recipe
+    from thinwire.train.directory import RunDirectory
+    from thinwire.train.environment import Started
+    from thinwire.train.progress import Stream
+
+RUNS = Path("runs")
+"""Where runs without ``--out`` go."""
+
+
+def train(
+    recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="What to train; see recipes/.")],
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="PLAN.toml|preset:NAME", help="How to shard it; instead of the recipe's plan."),
+    ] = None,
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes; on one machine they are logical.", show_default=False)
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per node.", show_default=False)] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change a key of the recipe or, as plan.KEY, of the plan."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Directory of the run; by default a new one under runs/.", show_default=False),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as JSON to stdout; progress goes to stderr.")
+    ] = False,
+) -> None:
+    """Train a model on all ranks of this machine, or as one rank under torchrun or SLURM.
+
+    Ctrl-C and SIGTERM save and leave; a lost rank restarts the run from its last checkpoint.
+
+    [bold]Examples[/bold]
+
+      thinwire train recipes/quickstart.toml
+
+      thinwire train recipes/quickstart.toml --plan preset:zero3 --nodes 2 --nproc 2 --set train.steps=50
+
+      thinwire train recipes/quickstart.toml --out runs/quickstart --resume
+
+      torchrun --nproc-per-node 4 -m thinwire.cli.main train recipes/quickstart.toml --out runs/torchrun
+    """
+    with explained(as_json=as_json):
+        from thinwire.spec.recipe import Recipe
+        from thinwire.train.environment import resolve_plan, started
+
+        overrides = [*(settings or ())]
+        overrides += [
+            f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value
+        ]
+        chosen = Recipe.read(recipe, overrides, plan=plan)
+        ranks = started()
+        resolved = resolve_plan(chosen, ranks)
+        directory = _directory(recipe, out, resume, ranks)
+        console = Console(stderr=as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
+        stream: Stream = "stderr" if as_json else "stdout"
+        if ranks is None:
+            _launch(chosen, resolved, directory, resume, stream, console)
+        else:
+            _join(chosen, resolved, directory, resume, stream, console, ranks)
+        if ranks is None or ranks.rank == 0:
+            _finish(directory, console, as_json)
+
+
+def _directory(recipe: Path, out: Path | None, resume: bool, ranks: Started | None) -> RunDirectory:
+    from thinwire.errors import UsageError
+    from thinwire.train.directory import RunDirectory
+
+    if out is not None:
+        return RunDirectory(out.resolve())
+    if ranks is not None:
+        # Each rank would look for a free name by itself, and not all at the same moment.
+        raise UsageError(
+            f"--out is missing: {ranks.by} started this rank, and all ranks need one directory; add --out DIR"
+        )
+    return RunDirectory(default_directory(RUNS.resolve(), recipe.stem, resume=resume))
+
+
+def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
+    """A run's directory where the user names none: ``parent/stem``, ``parent/stem-2`` and so on.
+
+    Args:
+        parent: of all runs.
+        stem: the recipe's name.
+        resume: whether to take the newest that exists instead of the first that does not.
+
+    Returns:
+        The directory.
+    """
+    number = 1
+    newest = path = parent / stem
+    while path.exists() and any(path.iterdir()):
+        newest, number = path, number + 1
+        path = parent / f"{stem}-{number}"
+    return newest if resume else path
+
+
+def _launch(
+    recipe: Recipe, plan: Plan, directory: RunDirectory, resume: bool, stream: Stream, console: Console
+) -> None:
+    """Start this machine's ranks and wait for them."""
+    from thinwire.train.launch import launch
+    from thinwire.train.packing import prepare
+    from thinwire.train.versions import versions
+
+    def report(line: str) -> None:
+        console.print(line, markup=False, soft_wrap=True)
+
+    directory.check(resume=resume)
+    # Here rather than on the ranks: errors in the data are found before anything starts.
+    dataset = prepare(recipe.data, report)
+    directory.open(recipe, plan, versions())
+    report(plan.describe())
+    report(
+        f"{len(dataset.train):,} tokens to train on, {len(dataset.validation):,} to validate, vocabulary "
+        f"{dataset.vocab:,}, unigram entropy {dataset.unigram_entropy:.3f} nats"
+    )
+    report(f"writing to {shown(directory.path)}")
+    launch(
+        directory,
+        plan.world,
+        resume=resume,
+        max_restarts=recipe.cluster.max_restarts,
+        stream=stream,
+        report=report,
+    )
+
+
+def _join(
+    recipe: Recipe,
+    plan: Plan,
+    directory: RunDirectory,
+    resume: bool,
+    stream: Stream,
+    console: Console,
+    ranks: Started,
+) -> None:
+    """Be one rank of a run that someone else has started."""
+    import os
+
+    from thinwire.train.versions import versions
+    from thinwire.train.worker import recorded_failure, train
+
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    with recorded_failure(directory.logs):
+        if ranks.rank == 0:
+            if not restarted:
+                directory.check(resume=resume)
+            directory.open(recipe, plan, versions())
+            console.print(plan.describe(), markup=False, soft_wrap=True)
+        train(recipe, plan, directory, resume=resume or restarted, stream=stream, launched=False)
+
+
+def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
+    """Draw, print the table, or say where an early end has left things."""
+    from thinwire.cli.picture import draw_losses
+    from thinwire.cli.summary import summary_table
+    from thinwire.train.metrics import read
+
+    records = read(directory.metrics)
+    draw_losses(records, directory)
+    if not directory.summary.exists():
+        step = records[-1]["step"] if records else 0
+        if as_json:
+            print(json.dumps({"stopped": True, "steps": step, "directory": str(directory.path)}))
+        return
+    summary: dict[str, Any] = json.loads(directory.summary.read_text())
+    if as_json:
+        print(json.dumps(summary))
+    console.print(summary_table(summary, records, directory))

@@ -1,0 +1,407 @@
+"""The recipe: everything a training run is made of, except the decisions of the plan.
+
+Relative paths in a recipe file are relative to that file, so that a recipe and its data move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Bytes, Count, Depth, Flag, Positive, Problem, Seconds, Share, Spec, rule
+from thinwire.spec.factor import Factor
+from thinwire.spec.io import apply_settings, read_toml_file
+from thinwire.spec.model import ModelSpec
+from thinwire.spec.plan import Dtype, Plan
+
+Paths = tuple[Annotated[str, Field(min_length=1)], ...]
+
+_FILES = (
+    ("data", "paths"),
+    ("data", "validation_paths"),
+    ("data", "tokenizer"),
+    ("data", "cache"),
+    ("model", "path"),
+    ("model", "config"),
+    ("plan", "file"),
+)
+"""The keys that name files."""
+
+
+class ModelRecipe(Spec):
+    """Which model to build: Llama and GPT by dimensions or preset, Hugging Face by path or configuration."""
+
+    kind: Literal["llama", "gpt", "huggingface"] = Field(default="llama", description="family of the model")
+    preset: str | None = Field(
+        default=None, description='a published shape, for example "llama-7b"; keys beside it win'
+    )
+    layers: Count | None = Field(default=None, description="transformer blocks")
+    hidden: Count | None = Field(default=None, description="width of the residual stream")
+    heads: Count | None = Field(default=None, description="attention heads; they divide hidden")
+    kv_heads: Count | None = Field(default=None, description="key and value heads (llama); unset: heads")
+    ffn: Count | None = Field(
+        default=None, description="width of the feed-forward network; unset: the kind's custom"
+    )
+    vocab: Count | None = Field(
+        default=None, description="rows of the embedding; unset: the tokenizer's vocabulary"
+    )
+    max_seq: Count | None = Field(default=None, description="longest sequence; unset: train.seq")
+    tied_embedding: Flag = Field(default=False, description="embedding and head share one weight")
+    norm_eps: Positive = Field(default=1e-5, description="epsilon of the norms")
+    rope_theta: Positive = Field(default=10_000.0, description="base of the rotary frequencies")
+    positions: Literal["rotary", "learned"] = Field(default="rotary", description="position embedding (gpt)")
+    rotary_share: Share = Field(default=0.25, description="share of a head's channels that is rotated (gpt)")
+    parallel_residual: Flag = Field(
+        default=True, description="attention and feed-forward read the same input, as NeoX does (gpt)"
+    )
+    path: str | None = Field(default=None, description="directory with config.json and weights (huggingface)")
+    config: str | dict[str, Any] | None = Field(
+        default=None,
+        description="a config.json, or its keys with model_type, for fresh weights (huggingface)",
+    )
+
+    def shape(self, *, vocab: int, seq: int) -> ModelSpec:
+        """The dimensions of a llama or gpt.
+
+        Args:
+            vocab: the vocabulary, where this recipe leaves it open.
+            seq: the longest sequence, where this recipe leaves it open.
+
+        Returns:
+            The shape.
+
+        Raises:
+            SpecError: a dimension is missing or does not divide another.
+        """
+        own = {
+            "kind": self.kind,
+            "layers": self.layers,
+            "hidden": self.hidden,
+            "heads": self.heads,
+            "kv_heads": self.kv_heads,
+            "ffn": self.ffn,
+            "vocab": self.vocab or vocab,
+            "seq": self.max_seq or seq,
+            "tied_embedding": self.tied_embedding,
+        }
+        given = {key: value for key, value in own.items() if value is not None}
+        if self.preset is None:
+            return ModelSpec.parse(given, "model")
+        # A preset's name implies its kind; llama is only this recipe's default.
+        if "kind" not in self.model_fields_set:
+            del given["kind"]
+        return ModelSpec.preset(self.preset, **given)
+
+    @rule("kind", "preset", "layers", "hidden", "heads", "kv_heads", "ffn", "tied_embedding")
+    def _dimensions_are_whole(self) -> Iterator[Problem]:
+        if self.kind == "huggingface":
+            return
+        if self.preset is not None and self.preset not in (names := ModelSpec.preset_names()):
+            yield Problem("preset", f"= {self.preset!r} is no published shape; valid are {', '.join(names)}")
+            return
+        try:
+            shape = self.shape(vocab=1, seq=1)
+        except SpecError as error:
+            for problem in error.problems:
+                key, _, why = problem.partition(" ")
+                yield Problem(key, why)
+            return
+        if self.positions == "rotary" and shape.head_dim % 2:
+            yield Problem(
+                "heads", f"= {shape.heads} gives an odd head width {shape.head_dim}; rotary needs an even one"
+            )
+        if self.kind == "gpt" and shape.kv_heads != shape.heads:
+            yield Problem(
+                "kv_heads", f"= {shape.kv_heads} is not heads = {shape.heads}; gpt has no grouped queries"
+            )
+
+    @rule("kind", "path", "config")
+    def _huggingface_has_a_source(self) -> Iterator[Problem]:
+        given = [name for name in ("path", "config") if getattr(self, name) is not None]
+        if self.kind == "huggingface" and len(given) != 1:
+            yield Problem(
+                "kind", f'= "huggingface" needs either path or config; given: {" and ".join(given) or "none"}'
+            )
+        if self.kind != "huggingface" and given:
+            yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.kind}"')
+
+
+class DataRecipe(Spec):
+    """Which text to train on and how it becomes tokens."""
+
+    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens"] = Field(
+        default="stdlib",
+        description="stdlib: this machine's Python standard library; tokens: bins that hold token ids",
+    )
+    paths: Paths = Field(default=(), description="files, directories and globs")
+    validation_paths: Paths = Field(
+        default=(), description="the same for validation; unset: validation_share of the documents in paths"
+    )
+    validation_share: Share = Field(
+        default=0.05, description="share of documents kept for validation, by their hash"
+    )
+    text_key: str = Field(default="text", description="JSON key or Parquet column that holds the text")
+    tokenizer: str = Field(
+        default="bpe",
+        description='"bpe" trains one on this text; or a tokenizer.json, or a directory that holds one',
+    )
+    vocab: Count | None = Field(
+        default=None, description="ids of the trained tokenizer (4096), or of a bin without header"
+    )
+    token_type: Literal["uint16", "uint32"] | None = Field(
+        default=None, description="type of a bin without header"
+    )
+    max_bytes: Bytes | None = Field(
+        default=None, description='read at most this much text, for example "64MiB"'
+    )
+    cache: str | None = Field(
+        default=None, description="directory of tokenized text; unset: $THINWIRE_CACHE or ~/.cache/thinwire"
+    )
+
+    @rule("source", "paths")
+    def _source_has_paths(self) -> Iterator[Problem]:
+        if self.source != "stdlib" and not self.paths:
+            yield Problem("paths", f'is empty; source = "{self.source}" reads files, directories or globs')
+        if self.source == "stdlib" and self.paths:
+            yield Problem(
+                "paths",
+                'is set, but source = "stdlib" ignores it; set source to text, jsonl, parquet or tokens',
+            )
+
+    @rule("validation_paths", "validation_share")
+    def _there_is_validation(self) -> Iterator[Problem]:
+        if not self.validation_paths and not 0 < self.validation_share < 1:
+            yield Problem(
+                "validation_share",
+                f"= {self.validation_share} should lie between 0 and 1, or give validation_paths",
+            )
+
+
+class TrainRecipe(Spec):
+    """How long and on how much at a time."""
+
+    steps: Count = Field(description="optimizer updates")
+    seq: Count = Field(default=256, description="tokens of a sequence")
+    micro_batch: Count | None = Field(
+        default=None, description="sequences per rank and micro-batch; unset: the plan's"
+    )
+    micro_batches: Count | None = Field(default=None, description="micro-batches per step; unset: the plan's")
+    global_batch: Count | None = Field(
+        default=None,
+        description="sequences per step over all ranks; sets micro_batches, so any world size trains alike",
+    )
+    recompute: Flag | None = Field(
+        default=None, description="recompute activations in backward; unset: the plan's"
+    )
+    seed: Depth = Field(default=0, description="of the initial weights and the order of the samples")
+    validate_every: Depth = Field(default=100, description="steps between validations; 0: at the end only")
+    validation_samples: Count = Field(
+        default=64, description="sequences of a validation, always the same ones"
+    )
+    log_every: Count = Field(default=1, description="steps between lines of metrics.jsonl")
+    on_nonfinite: Literal["stop", "skip"] = Field(
+        default="stop",
+        description="what a NaN or infinite loss or gradient does: end the run, or skip the update",
+    )
+    peak_tflops: Positive | None = Field(
+        default=None,
+        description="peak TFLOP/s of one device for MFU; unset: known GPUs have theirs, others no MFU",
+    )
+    tensorboard: Flag = Field(default=True, description="write TensorBoard events")
+
+    @rule("micro_batches", "global_batch")
+    def _one_batch_size(self) -> Iterator[Problem]:
+        if self.micro_batches is not None and self.global_batch is not None:
+            yield Problem(
+                "global_batch",
+                f"= {self.global_batch} already sets micro_batches = {self.micro_batches}; leave one out",
+            )
+
+
+class OptimizerRecipe(Spec):
+    """AdamW with warm-up and cosine decay; norms, biases and other vectors are not decayed."""
+
+    lr: Positive = Field(default=3e-4, description="highest learning rate")
+    warmup: Depth = Field(default=0, description="steps of linear warm-up")
+    final_lr_share: Share = Field(default=0.1, description="learning rate of the last step over the highest")
+    betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="decay rates of the moments")
+    eps: Positive = Field(default=1e-8, description="added to the root of the second moment")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(
+        default=0.1, description="decoupled weight decay of matrices"
+    )
+    clip: Positive | None = Field(
+        default=1.0, description="largest gradient norm; gradients beyond it are scaled down"
+    )
+    no_clip: Flag = Field(default=False, description="do not clip at all")
+
+
+class CheckpointRecipe(Spec):
+    """When to save and how many checkpoints to keep."""
+
+    every: Depth = Field(default=0, description="steps between checkpoints; 0: at the end only")
+    keep: Count = Field(default=2, description="newest checkpoints that stay on disk")
+
+
+class ClusterRecipe(Spec):
+    """Ranks to start. torchrun and SLURM decide themselves how many there are."""
+
+    nodes: Count | None = Field(
+        default=None, description="nodes of the mesh; on one machine they are logical"
+    )
+    nproc: Count | None = Field(default=None, description="ranks of a node")
+    without_gpu: Factor = Field(
+        default=Factor(), description="ranks on a machine without GPU, where nodes and nproc are unset"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model lives")
+    timeout: Seconds = Field(default=600.0, description='longest wait in a collective, for example "10min"')
+    max_restarts: Depth = Field(
+        default=3, description="how often a lost rank restarts the run from its last checkpoint"
+    )
+
+
+_DEFAULT_PLAN = "zero1-node"
+
+
+def plan_table(value: Any) -> Any:
+    """The table that a plan's shorthand stands for.
+
+    Args:
+        value: a preset's name (``zero1-node`` or ``preset:zero1-node``), a ``.toml`` file, or a table, which
+            may name ``preset`` or ``file`` beside the plan's own keys and set ``compute_dtype = "auto"``.
+
+    Returns:
+        A table.
+    """
+    if not isinstance(value, str):
+        return value
+    if value.startswith("preset:"):
+        return {"preset": value.removeprefix("preset:")}
+    return {"file": value} if value.endswith(".toml") or "/" in value else {"preset": value}
+
+
+class Recipe(Spec):
+    """A training run."""
+
+    plan: Annotated[dict[str, Any], BeforeValidator(plan_table)] = Field(
+        default=plan_table(_DEFAULT_PLAN),
+        description="a preset's name, a plan file, or a table: preset or file and the plan's keys to change",
+    )
+    model: ModelRecipe = Field(description="which model to build")
+    data: DataRecipe = Field(default=DataRecipe(), description="which text to train on")
+    train: TrainRecipe = Field(description="how long and on how much at a time")
+    optimizer: OptimizerRecipe = Field(default=OptimizerRecipe(), description="how to update")
+    checkpoint: CheckpointRecipe = Field(default=CheckpointRecipe(), description="when to save")
+    cluster: ClusterRecipe = Field(default=ClusterRecipe(), description="ranks to start")
+
+    @classmethod
+    def read(cls, path: str | Path, settings: Sequence[str] = (), *, plan: str | None = None) -> Recipe:
+        """Read a recipe file and change it from the command line.
+
+        Args:
+            path: the TOML file.
+            settings: ``dotted.key=value`` each; ``plan.*`` changes keys of the plan.
+            plan: replaces the recipe's plan: a preset's name or a plan file.
+
+        Returns:
+            The recipe, with absolute paths.
+
+        Raises:
+            SpecError: naming every problem.
+        """
+        table = _absolute(read_toml_file(path), Path(path).resolve().parent)
+        if plan is not None:
+            table["plan"] = plan
+        # A table from the start, so that settings can change single keys of it.
+        table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
+        return cls.parse(_absolute(apply_settings(table, settings), Path.cwd()), str(path))
+
+    def resolved_plan(self, mesh: Factor, *, auto_dtype: Dtype = "bfloat16") -> Plan:
+        """The plan of this recipe on a mesh.
+
+        Args:
+            mesh: nodes and ranks per node.
+            auto_dtype: what ``compute_dtype = "auto"`` stands for on this machine.
+
+        Returns:
+            The plan, with this recipe's batch and recomputation where it sets them.
+
+        Raises:
+            SpecError: the preset or file does not exist, breaks a rule, or is for another mesh.
+        """
+        keys = dict(self.plan)
+        preset, file = keys.pop("preset", None), keys.pop("file", None)
+        if keys.get("compute_dtype") == "auto":
+            keys["compute_dtype"] = auto_dtype
+        if preset is not None and file is not None:
+            raise SpecError(
+                "plan", [f"preset = {preset!r} and file = {file!r} exclude each other; leave one out"]
+            )
+        if file is not None:
+            plan = Plan.load(file).with_(**keys)
+        elif preset is not None:
+            plan = Plan.preset(preset, nodes=mesh.nodes, local=mesh.local, **keys)
+        else:
+            plan = Plan.parse({"mesh": mesh, **keys}, "plan")
+        if plan.mesh != mesh:
+            raise SpecError(
+                "plan",
+                [
+                    f"mesh = {plan.mesh} ({plan.world} ranks) does not fit the {mesh.ranks} ranks of this "
+                    f"run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes {plan.mesh.nodes} "
+                    f"--nproc {plan.mesh.local}, or choose a preset, which fits itself to the mesh"
+                ],
+            )
+        return self._with_batch(plan)
+
+    def plan_mesh(self) -> Factor | None:
+        """The mesh that the recipe's plan itself names, if it does.
+
+        Returns:
+            The mesh of a plan file or an inline plan; None for a preset.
+        """
+        if "file" in self.plan:
+            return Plan.load(self.plan["file"]).mesh
+        return Factor.parse(self.plan["mesh"], "plan.mesh") if "mesh" in self.plan else None
+
+    def _with_batch(self, plan: Plan) -> Plan:
+        train = self.train
+        changes: dict[str, Any] = {
+            "micro_batch": train.micro_batch,
+            "micro_batches": train.micro_batches,
+            "recompute": train.recompute,
+        }
+        plan = plan.with_(**{key: value for key, value in changes.items() if value is not None})
+        if train.global_batch is None:
+            return plan
+        at_once = plan.micro_batch * plan.world
+        if train.global_batch % at_once:
+            raise SpecError(
+                "train",
+                [
+                    f"global_batch = {train.global_batch} should be a multiple of micro_batch x ranks = "
+                    f"{plan.micro_batch} x {plan.world} = {at_once}"
+                ],
+            )
+        return plan.with_(micro_batches=train.global_batch // at_once)
+
+
+def _absolute(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """Make the file names in a recipe's table absolute; what is no text is left for validation to refuse."""
+
+    def fix(value: Any) -> Any:
+        if isinstance(value, str) and value != "bpe":
+            return str(directory / Path(value).expanduser())
+        return [fix(item) for item in value] if isinstance(value, list) else value
+
+    result = {key: dict(value) if isinstance(value, Mapping) else value for key, value in table.items()}
+    if "plan" in result:
+        result["plan"] = plan_table(result["plan"])
+    for section, key in _FILES:
+        keys = result.get(section)
+        if isinstance(keys, dict) and key in keys:
+            keys[key] = fix(keys[key])
+    return result

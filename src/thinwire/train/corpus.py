@@ -1,0 +1,245 @@
+"""Documents: where text comes from.
+
+A *corpus* is an ordered list of files of one kind; reading it yields *documents*, one ``str`` each, always in
+the same order. Nothing here knows of tokens.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import json
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+from thinwire.errors import DataError
+
+Kind = Literal["stdlib", "text", "jsonl", "parquet"]
+
+SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
+    "stdlib": (".py",),
+    "text": (".txt", ".md", ".rst", ".py", ".text", ".txt.gz"),
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    "parquet": (".parquet",),
+}
+"""File names that a directory of each kind contributes; files named one by one may have any name."""
+
+_NOT_STDLIB: Final = frozenset(
+    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+)
+_NUM_PIECES: Final = 64
+_MIN_PIECE: Final = 4096
+_HASH_CONTENT_BELOW: Final = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Files of one kind, in reading order.
+
+    Attributes:
+        kind: how the files are read.
+        files: absolute paths.
+        text_key: the JSON key or Parquet column that holds a document.
+        max_bytes: stop after the document that reaches this many UTF-8 bytes; None reads everything.
+    """
+
+    kind: Kind
+    files: tuple[Path, ...]
+    text_key: str = "text"
+    max_bytes: int | None = None
+
+    def documents(self) -> Iterator[str]:
+        """Yield every non-empty document in order.
+
+        A text file larger than a 64th of the corpus (and than 4 KiB) is cut at line ends into documents of
+        that size, so that one large file can still be split into training and validation text.
+
+        Yields:
+            A document.
+
+        Raises:
+            DataError: a file cannot be read or parsed, or has no text under `text_key`.
+        """
+        left = self.max_bytes
+        for path in self.files:
+            for document in self._read(path):
+                if not document.strip():
+                    continue
+                yield document
+                if left is not None:
+                    left -= len(document.encode())
+                    if left <= 0:
+                        return
+
+    def fingerprint(self) -> str:
+        """A hash of what the corpus holds: of the bytes up to 256 MiB, of sizes and times of change beyond.
+
+        Returns:
+            32 hexadecimal digits.
+        """
+        digest = hashlib.blake2b(digest_size=16)
+        digest.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
+        by_content = sum(path.stat().st_size for path in self.files) <= _HASH_CONTENT_BELOW
+        for path in self.files:
+            if by_content:
+                digest.update(hashlib.blake2b(path.read_bytes(), digest_size=16).digest())
+            else:
+                stat = path.stat()
+                digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
+        return digest.hexdigest()
+
+    def _read(self, path: Path) -> Iterator[str]:
+        if self.kind == "jsonl":
+            return _read_jsonl(path, self.text_key)
+        if self.kind == "parquet":
+            return _read_parquet(path, self.text_key)
+        return iter(cut(_read_text(path), self._piece()))
+
+    def _piece(self) -> int:
+        total = sum(path.stat().st_size for path in self.files)
+        if self.max_bytes is not None:
+            total = min(total, self.max_bytes)
+        return max(_MIN_PIECE, total // _NUM_PIECES)
+
+
+def find_corpus(
+    kind: Kind, paths: Sequence[str] = (), *, text_key: str = "text", max_bytes: int | None = None
+) -> Corpus:
+    """Collect the files of a corpus.
+
+    Args:
+        kind: ``stdlib`` is the source of the Python standard library on this machine, without its tests;
+            the others read `paths`.
+        paths: files, directories (read recursively by suffix) and glob patterns.
+        text_key: see :class:`Corpus`.
+        max_bytes: see :class:`Corpus`.
+
+    Returns:
+        The corpus.
+
+    Raises:
+        DataError: a path does not exist, a pattern matches nothing, or there are no files at all.
+    """
+    if kind == "stdlib":
+        files = _stdlib_files()
+    else:
+        if not paths:
+            raise DataError(
+                f"data.paths is empty; data.source = {kind!r} reads files, directories or globs from it"
+            )
+        files = [file for path in paths for file in _expand(path, kind)]
+    return Corpus(kind=kind, files=tuple(dict.fromkeys(files)), text_key=text_key, max_bytes=max_bytes)
+
+
+def cut(text: str, size: int) -> list[str]:
+    """Cut a text at line ends into pieces of about `size` characters.
+
+    Args:
+        text: the text; the pieces concatenate to it.
+        size: a piece ends at the first line end at or after this many characters.
+
+    Returns:
+        The pieces; a text of at most `size` characters is one piece.
+    """
+    pieces: list[str] = []
+    start = 0
+    while len(text) - start > size:
+        end = text.find("\n", start + size - 1) + 1
+        if end in (0, len(text)):
+            break
+        pieces.append(text[start:end])
+        start = end
+    pieces.append(text[start:])
+    return pieces
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if path.is_file() and not _NOT_STDLIB.intersection(path.relative_to(root).parts)
+    )
+    if not files:
+        raise DataError(
+            f"no Python source under {root}, so the default corpus is empty; "
+            "set data.source and data.paths to text of your own"
+        )
+    return files
+
+
+def _expand(path: str, kind: Kind) -> list[Path]:
+    given = Path(path).expanduser()
+    if given.is_file():
+        return [given.resolve()]
+    if given.is_dir():
+        found = sorted(
+            file.resolve()
+            for file in given.rglob("*")
+            if file.is_file() and file.name.endswith(SUFFIXES[kind])
+        )
+        if not found:
+            raise DataError(
+                f"data.paths: directory {path} holds no {kind} file (looked for {', '.join(SUFFIXES[kind])})"
+            )
+        return found
+    if any(character in path for character in "*?["):
+        matches = sorted(Path(match).resolve() for match in glob.glob(str(given), recursive=True))  # noqa: PTH207
+        found = [match for match in matches if match.is_file()]
+        if not found:
+            raise DataError(f"data.paths: pattern {path} matches no file")
+        return found
+    raise DataError(f"data.paths: {path} does not exist; give an existing file, directory or glob")
+
+
+def _read_bytes(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def _read_text(path: Path) -> str:
+    # A few old sources are Latin-1; a replacement character is better than no corpus.
+    return _read_bytes(path).decode("utf-8", errors="replace")
+
+
+def _read_jsonl(path: Path, key: str) -> Iterator[str]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    with opener(path, "rb") as raw:
+        for number, line in enumerate(raw, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}, line {number}: not JSON ({error})") from error
+            text = row.get(key) if isinstance(row, dict) else None
+            if not isinstance(text, str):
+                keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
+                raise DataError(
+                    f"{path}, line {number}: no text under data.text_key = {key!r}; it has: {keys}"
+                )
+            yield text
+
+
+def _read_parquet(path: Path, key: str) -> Iterator[str]:
+    try:
+        import pyarrow.parquet as parquet
+    except ImportError as error:
+        raise DataError("reading Parquet needs pyarrow; install it with: pip install pyarrow") from error
+    try:
+        file = parquet.ParquetFile(path)
+    except Exception as error:
+        raise DataError(f"{path} is not a readable Parquet file: {error}") from error
+    if key not in file.schema_arrow.names:
+        names = ", ".join(file.schema_arrow.names)
+        raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
+    for batch in file.iter_batches(batch_size=1024, columns=[key]):
+        for text in batch.column(0).to_pylist():
+            if text is not None:
+                yield str(text)

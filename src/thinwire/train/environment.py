@@ -1,0 +1,196 @@
+"""Where this process stands: started by torchrun, by SLURM or by a person, and on which devices."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from thinwire.errors import SpecError, UsageError
+from thinwire.spec.factor import Factor
+from thinwire.spec.plan import Dtype, Plan
+from thinwire.spec.recipe import ClusterRecipe, Recipe
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class Started:
+    """Ranks that someone else has started.
+
+    Attributes:
+        by: ``torchrun`` or ``SLURM``.
+        rank: of this process.
+        world: number of ranks.
+        local_rank: on this host.
+        local_world: ranks on this host.
+    """
+
+    by: str
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+
+
+def started(environment: MutableMapping[str, str] = os.environ) -> Started | None:
+    """Find out whether this process is one of several ranks already.
+
+    Under SLURM the variables that torch reads are filled in from SLURM's.
+
+    Args:
+        environment: variables of the process.
+
+    Returns:
+        What the environment says; None for a process that a person started.
+
+    Raises:
+        UsageError: the variables contradict each other.
+    """
+    if "RANK" in environment:
+        by = "torchrun"
+    elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
+        by = "SLURM"
+        environment.update(
+            {key: value for key, value in _from_slurm(environment).items() if key not in environment}
+        )
+    else:
+        return None
+    try:
+        found = Started(
+            by=by,
+            rank=int(environment["RANK"]),
+            world=int(environment["WORLD_SIZE"]),
+            local_rank=int(environment.get("LOCAL_RANK", environment["RANK"])),
+            local_world=int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"])),
+        )
+    except (KeyError, ValueError) as error:
+        raise UsageError(
+            f"RANK is set, but the rest of torchrun's environment is not usable ({error!r}); "
+            "start thinwire through torchrun, or unset RANK"
+        ) from error
+    return found
+
+
+def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
+    world = environment["SLURM_NTASKS"]
+    nodes = int(environment.get("SLURM_NNODES", "1"))
+    job = int(environment.get("SLURM_JOB_ID", "0"))
+    return {
+        "RANK": environment["SLURM_PROCID"],
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": environment.get("SLURM_LOCALID", environment["SLURM_PROCID"]),
+        "LOCAL_WORLD_SIZE": str(int(world) // nodes),
+        "MASTER_ADDR": first_host(environment.get("SLURM_JOB_NODELIST", "localhost")),
+        # Any port will do as long as all ranks compute the same one and jobs on a shared node differ.
+        "MASTER_PORT": str(20_000 + job % 20_000),
+    }
+
+
+def first_host(node_list: str) -> str:
+    """The first host of SLURM's compact notation.
+
+    Args:
+        node_list: for example ``node[03-05,9],other``.
+
+    Returns:
+        For example ``node03``.
+    """
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", node_list)
+    return (match[1] + (match[2] or "")) if match else "localhost"
+
+
+def device_kind(cluster: ClusterRecipe) -> DeviceKind:
+    """Where models of this run live.
+
+    Args:
+        cluster: may demand one kind.
+
+    Returns:
+        ``cuda`` or ``cpu``.
+
+    Raises:
+        UsageError: CUDA is demanded and torch finds none.
+    """
+    if cluster.device == "cpu":
+        return "cpu"
+    if torch.cuda.is_available():
+        return "cuda"
+    if cluster.device == "cuda":
+        raise UsageError('cluster.device = "cuda", but torch finds no CUDA device; set it to "cpu" or "auto"')
+    return "cpu"
+
+
+def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:
+    """How many ranks a run has and how they form nodes.
+
+    The recipe's (or the command line's) ``cluster.nodes`` and ``nproc`` come first, then what has been
+    started already, then the mesh of a plan that names one, then one rank per GPU, then
+    ``cluster.without_gpu``.
+
+    Args:
+        recipe: of the run.
+        ranks: what is running already.
+        num_gpus: usable on this host.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        SpecError: the started ranks cannot form the mesh that the recipe asks for.
+    """
+    cluster = recipe.cluster
+    default = recipe.plan_mesh()
+    if ranks is not None and (default is None or default.ranks != ranks.world):
+        default = Factor(local=ranks.local_world, nodes=max(1, ranks.world // ranks.local_world))
+    if default is None:
+        default = Factor(local=num_gpus) if num_gpus else cluster.without_gpu
+    if ranks is None:
+        return Factor(local=cluster.nproc or default.local, nodes=cluster.nodes or default.nodes)
+    nodes = cluster.nodes or (ranks.world // cluster.nproc if cluster.nproc else default.nodes)
+    mesh = Factor(local=cluster.nproc or max(1, ranks.world // nodes), nodes=max(1, nodes))
+    if mesh.ranks != ranks.world:
+        raise SpecError(
+            "cluster",
+            [
+                f"nodes = {mesh.nodes} x nproc = {mesh.local} is {mesh.ranks} ranks, but {ranks.by} started "
+                f"{ranks.world}; start {mesh.ranks}, or make the product of nodes and nproc {ranks.world}"
+            ],
+        )
+    return mesh
+
+
+def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
+    """The plan of a run on this machine.
+
+    Args:
+        recipe: of the run.
+        ranks: what is running already.
+
+    Returns:
+        The plan; its mesh is the run's.
+
+    Raises:
+        SpecError: the plan does not fit.
+    """
+    num_gpus = torch.cuda.device_count() if device_kind(recipe.cluster) == "cuda" else 0
+    return recipe.resolved_plan(resolve_mesh(recipe, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
+
+
+def fast_dtype(num_gpus: int) -> Dtype:
+    """The compute dtype that ``compute_dtype = "auto"`` stands for.
+
+    Args:
+        num_gpus: usable on this host.
+
+    Returns:
+        bfloat16 where the hardware multiplies it itself, else float32.
+    """
+    if num_gpus:
+        return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
+    capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return "bfloat16" if any("bf16" in name and has for name, has in capabilities.items()) else "float32"

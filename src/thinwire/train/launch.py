@@ -1,0 +1,214 @@
+"""Starts the ranks of a run on this machine through torch's elastic launcher, and starts them again.
+
+The launcher's own restarts are not used: it restarts after any failure, a wrong learning rate included. Here
+a lost rank (killed, out of memory, a broken connection) restarts all ranks from the last checkpoint, each
+time with a rendezvous of its own, and what a restart cannot cure is reported at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Final
+
+from thinwire.errors import ThinwireError
+from thinwire.train.checkpoint import checkpoints
+from thinwire.train.directory import RunDirectory
+from thinwire.train.progress import Stream
+from thinwire.train.worker import num_cores
+
+Report = Callable[[str], None]
+
+_CURABLE: Final = ("CollectiveError",)
+"""Expected errors that a restart may cure: what remains of a rank that was lost elsewhere."""
+
+
+class RankError(ThinwireError, RuntimeError):
+    """A rank failed and no restart was left, or none could help."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended.
+
+    Attributes:
+        rank: which.
+        sentence: what it said, or how it died.
+        signal: number of the signal that killed it, if one did.
+        error: class of the exception, if it left one.
+        expected: whether it was an error that thinwire raises on purpose.
+    """
+
+    rank: int
+    sentence: str
+    signal: int | None = None
+    error: str | None = None
+    expected: bool = False
+
+    @property
+    def curable(self) -> bool:
+        """Whether starting again may help."""
+        return not self.expected or self.error in _CURABLE
+
+    @property
+    def weight(self) -> int:
+        """Distance from the cause: an error of its own or a killed rank comes before a broken connection."""
+        if self.error in _CURABLE:
+            return 2
+        # The launcher ends the survivors itself.
+        return 3 if self.signal == signal.SIGTERM else 0 if self.expected else 1
+
+
+def launch(
+    directory: RunDirectory,
+    num_ranks: int,
+    *,
+    resume: bool,
+    max_restarts: int,
+    stream: Stream,
+    report: Report,
+) -> None:
+    """Run all ranks until the run is complete or was asked to stop.
+
+    Args:
+        directory: of the run, opened.
+        num_ranks: how many.
+        resume: continue from the newest valid checkpoint.
+        max_restarts: how often a lost rank may restart all.
+        stream: where rank 0 shows progress.
+        report: told of every restart, in one line.
+
+    Raises:
+        RankError: a rank failed for good; says which and why.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    with _environment(_worker_environment(num_ranks)), _stop_on_signal(directory, report), _quiet():
+        for restart in range(max_restarts + 1):
+            try:
+                failure = _attempt(directory, num_ranks, resume=resume or restart > 0, stream=stream)
+            except SignalException as error:
+                raise RankError("ended at once; continue from the last checkpoint with --resume") from error
+            if failure is None:
+                return
+            report(_next_attempt(failure, directory, restart, max_restarts))
+
+
+def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_restarts: int) -> str:
+    """One line on the restart that follows a failure, or an error where none does."""
+    if not failure.curable:
+        raise RankError(failure.sentence)
+    lost = f"rank {failure.rank} {failure.sentence}"
+    if directory.stop_file.exists():
+        raise RankError(f"{lost} while the run was stopping; continue with --resume")
+    if restart == max_restarts:
+        times = f" after {restart} restart{'s' if restart > 1 else ''}" if restart else ""
+        raise RankError(f"{lost}{times}; see {directory.logs}, then continue with --resume")
+    saved = checkpoints(directory.checkpoints)
+    origin = f"step {saved[-1].step}" if saved else "the beginning"
+    return f"{lost}; restarting all ranks from {origin} ({restart + 1} of {max_restarts})"
+
+
+def _attempt(directory: RunDirectory, num_ranks: int, *, resume: bool, stream: Stream) -> Failure | None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        # Rank 0 owns the terminal; what the others print is kept.
+        logs_specs=DefaultLogsSpecs(
+            log_dir=str(directory.logs), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)
+        ),
+        signals_to_handle="SIGHUP,SIGQUIT",
+        shutdown_timeout=10,
+    )
+    arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", stream]
+    try:
+        elastic_launch(config, sys.executable)(*arguments, *(["--resume"] if resume else []))
+    except ChildFailedError as error:
+        return _cause(error.failures)
+    return None
+
+
+def _cause(failures: Mapping[int, Any]) -> Failure:
+    """The failure that explains the others, from what the launcher's ``ProcessFailure`` objects say."""
+    found = [_failure(rank, failures[rank]) for rank in sorted(failures)]
+    return min(found, key=lambda failure: failure.weight)
+
+
+def _failure(rank: int, failure: Any) -> Failure:
+    said = failure.error_file_data.get("message")
+    if isinstance(said, dict):
+        about = said["extraInfo"]
+        return Failure(rank, said["message"], error=about.get("error"), expected=bool(about.get("expected")))
+    if failure.exitcode < 0:
+        name = failure.signal_name()
+        return Failure(rank, f"was killed by {name}", signal=-failure.exitcode)
+    return Failure(rank, f"exited with status {failure.exitcode} and said nothing")
+
+
+def _worker_environment(num_ranks: int) -> dict[str, str]:
+    """Variables of the ranks; what the user has set stays."""
+    wanted = {
+        # Restarted ranks would read the addresses of the dead from the launcher's own store.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+
+
+@contextmanager
+def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
+    """The first signal asks the ranks to save and leave, the second ends them."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
+        if directory.stop_file.exists():
+            raise SignalException(f"second {name}", signal.SIGTERM)
+        directory.stop_file.write_text(name)
+        report(f"{name}: finishing the step and saving; once more to end at once")
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The launcher describes every failure in two screens; we say it in a sentence."""
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)

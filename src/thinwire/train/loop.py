@@ -1,0 +1,139 @@
+"""A rank's run from start or checkpoint to the end, or to a request to stop."""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+from dataclasses import dataclass
+from importlib import util
+
+from thinwire.train.checkpoint import Checkpoint, delete_after, newest_valid
+from thinwire.train.directory import write_json
+from thinwire.train.metrics import MetricsLog
+from thinwire.train.progress import ProgressReport, Stream
+from thinwire.train.stop import StopRequest
+from thinwire.train.trainer import Job, Trainer, make_trainer
+from thinwire.train.versions import versions
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        step: updates made.
+        stopped: why it stopped early; None where it is complete.
+    """
+
+    step: int
+    stopped: str | None
+
+
+def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
+    """Train one rank; all ranks of the job call it.
+
+    Args:
+        job: what to do.
+        stop: notices requests to stop.
+        stream: where rank 0 shows progress.
+
+    Returns:
+        How it ended, the same on all ranks.
+    """
+    trainer = make_trainer(job)
+    notes = resume(trainer) if job.resume else []
+    leads = trainer.ranks.rank == 0
+    start, steps = trainer.position.step, job.recipe.train.steps
+    log = _open_log(job, start, notes) if leads else None
+    with ProgressReport(steps, start, stream if leads else "none") as progress:
+        for note in notes:
+            progress.note(note)
+        try:
+            stopped = _steps(trainer, stop, log, progress)
+        finally:
+            if log is not None:
+                log.close()
+    if leads and stopped is None:
+        write_json(job.directory.summary, _summary(trainer))
+    trainer.ranks.barrier()
+    return Result(trainer.position.step, stopped)
+
+
+def resume(trainer: Trainer) -> list[str]:
+    """Load the newest valid checkpoint, where there is one. All ranks call it.
+
+    Args:
+        trainer: at step 0.
+
+    Returns:
+        What a person should know about it, one line each.
+    """
+    directory = trainer.job.directory.checkpoints
+    found: Checkpoint | None = None
+    notes: list[str] = []
+    error: Exception | None = None
+    if trainer.ranks.rank == 0:
+        try:
+            found, notes = newest_valid(directory)
+        except Exception as problem:
+            error = problem
+    # Rank 0's finding, or its failure, is everyone's: the others must neither guess nor wait.
+    found, notes, error = trainer.ranks.all_gather_object((found, notes, error))[0]
+    if error is not None:
+        raise error
+    if found is None:
+        return [f"{directory} holds no checkpoint yet: starting from step 0"]
+    trainer.load(found)
+    if trainer.ranks.rank == 0:
+        delete_after(directory, found.step)
+    return [*(f"passed over: {note}" for note in notes), f"resumed from {found.path}"]
+
+
+def _open_log(job: Job, step: int, notes: list[str]) -> MetricsLog:
+    directory = job.directory
+    if job.dataset.tokenizer is not None:
+        shutil.copyfile(job.dataset.tokenizer, directory.tokenizer)
+    events = directory.tensorboard if job.recipe.train.tensorboard else None
+    if events is not None and util.find_spec("tensorboard") is None:
+        notes.append("no TensorBoard events: tensorboard is not installed (pip install tensorboard)")
+        events = None
+    return MetricsLog(directory.metrics, events, step)
+
+
+def _steps(
+    trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport
+) -> str | None:
+    """Step to the end of the recipe; returns the reason of an early end."""
+    position, steps = trainer.position, trainer.job.recipe.train.steps
+    while position.step < steps:
+        reason = stop.reason
+        record, stopping = trainer.step(reason is not None)
+        if trainer.validates:
+            val_loss = trainer.validate()
+            record = dataclasses.replace(record, val_loss=val_loss) if record is not None else None
+        if record is not None:
+            if log is not None:
+                log.write(record)
+            progress.step(record)
+        if trainer.saves or stopping:
+            trainer.save()
+        if stopping and position.step < steps:
+            said = next((text for text in trainer.ranks.all_gather_object(reason) if text), "stop")
+            progress.note(f"{said}: step {position.step} is saved; continue with --resume")
+            return said
+    return None
+
+
+def _summary(trainer: Trainer) -> dict[str, object]:
+    job, position, total = trainer.job, trainer.position, trainer.total
+    tokens = total.steps * trainer.samples_per_step * trainer.train.seq
+    return {
+        "final_train_loss": position.loss,
+        "final_val_loss": position.val_loss,
+        "unigram_entropy": job.dataset.unigram_entropy,
+        "tokens_per_second": tokens / total.seconds if total.steps else None,
+        "steps": position.step,
+        "parameters": trainer.num_parameters,
+        "plan": job.plan.to_dict(),
+        "versions": versions(),
+    }

@@ -1,0 +1,164 @@
+"""GPT in the style of NeoX: LayerNorm, GELU, rotary or learned positions, parallel or sequential residuals.
+
+Parameter names and layouts are those of Hugging Face's ``GPTNeoXForCausalLM`` without its ``gpt_neox.``
+prefix.
+Shapes: B sequences, T tokens, D hidden, H heads, C channels per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinwire.train.models.common import (
+    CausalOutput,
+    RotaryTable,
+    call_layer,
+    cross_entropy,
+    init_weights,
+    rotate,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Shape of a GPT.
+
+    Attributes:
+        vocab: V.
+        hidden: D.
+        layers: number of blocks.
+        heads: H; divides `hidden`.
+        ffn: width of the feed-forward network.
+        seq: longest sequence.
+        tied: whether the head shares the embedding's weight.
+        positions: rotary, or a learned vector per position.
+        rotary_share: share of each head's channels that is rotated.
+        rope_theta: base of the rotary frequencies.
+        parallel_residual: whether attention and feed-forward both read the block's input (NeoX) or in turn
+            (GPT-2).
+        norm_eps: of LayerNorm.
+        recompute: whether backward recomputes each block.
+    """
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    seq: int
+    tied: bool = False
+    positions: Literal["rotary", "learned"] = "rotary"
+    rotary_share: float = 0.25
+    rope_theta: float = 10_000.0
+    parallel_residual: bool = True
+    norm_eps: float = 1e-5
+    recompute: bool = False
+
+    @property
+    def rotary_channels(self) -> int:
+        """Rotated channels per head, even; 0 with learned positions."""
+        return (
+            int(self.hidden // self.heads * self.rotary_share) // 2 * 2 if self.positions == "rotary" else 0
+        )
+
+
+class Attention(nn.Module):
+    """Causal multi-head attention with one matrix for queries, keys and values, interleaved by head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden)
+        self.dense = nn.Linear(config.hidden, config.hidden)
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """Attend: ``(B, T, D)`` to ``(B, T, D)``."""
+        joint = self.query_key_value(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        queries, keys, values = joint.chunk(3, dim=-1)
+        if cos is not None and sin is not None:
+            queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        output: Tensor = self.dense(mixed.transpose(1, 2).flatten(-2))
+        return output
+
+
+class MLP(nn.Module):
+    """GELU feed-forward network."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.dense_h_to_4h = nn.Linear(config.hidden, config.ffn)
+        self.dense_4h_to_h = nn.Linear(config.ffn, config.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
+        output: Tensor = self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x)))
+        return output
+
+
+class Block(nn.Module):
+    """One transformer block."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.parallel_residual = config.parallel_residual
+        self.input_layernorm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+        """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
+        attended = x + self.attention(self.input_layernorm(x), cos, sin)
+        source = x if self.parallel_residual else attended
+        output: Tensor = attended + self.mlp(self.post_attention_layernorm(source))
+        return output
+
+
+class GPT(nn.Module):
+    """A GPT with its language-model head.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_in = nn.Embedding(config.vocab, config.hidden)
+        self.embed_positions = (
+            nn.Embedding(config.seq, config.hidden) if config.positions == "learned" else None
+        )
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.final_layer_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+        channels = config.rotary_channels
+        self.rotary = RotaryTable(channels, config.seq, config.rope_theta) if channels else None
+        init_weights(self, seed, config.layers, ("dense", "dense_4h_to_h"))
+        if config.tied:
+            self.lm_head.weight = self.embed_in.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput:
+        """Predict the next tokens.
+
+        Args:
+            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``.
+            labels: int64, shape ``(B, T)``: the token that follows each input.
+
+        Returns:
+            Logits, and the loss when there are labels.
+        """
+        x = self.embed_in(input_ids)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(torch.arange(input_ids.shape[1], device=input_ids.device))
+        cos, sin = (None, None) if self.rotary is None else self.rotary(input_ids.shape[1], x.dtype)
+        for layer in self.layers:
+            x = call_layer(layer, self.config.recompute, x, cos, sin)
+        logits = self.lm_head(self.final_layer_norm(x))
+        return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))

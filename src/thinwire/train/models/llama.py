@@ -1,0 +1,148 @@
+"""Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases.
+
+Parameter names and layouts are those of Hugging Face's ``LlamaForCausalLM`` without its ``model.`` prefix, so
+weights move between the two by renaming. Shapes: B sequences, T tokens, D hidden, H heads, K key-value heads,
+C channels per head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from thinwire.train.models.common import (
+    CausalOutput,
+    RotaryTable,
+    call_layer,
+    cross_entropy,
+    init_weights,
+    rotate,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Shape of a Llama.
+
+    Attributes:
+        vocab: V.
+        hidden: D.
+        layers: number of blocks.
+        heads: H; divides `hidden`.
+        kv_heads: K; divides `heads`.
+        ffn: width of the feed-forward network.
+        seq: longest sequence.
+        tied: whether the head shares the embedding's weight.
+        rope_theta: base of the rotary frequencies.
+        norm_eps: of RMSNorm.
+        recompute: whether backward recomputes each block.
+    """
+
+    vocab: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    seq: int
+    tied: bool = False
+    rope_theta: float = 10_000.0
+    norm_eps: float = 1e-5
+    recompute: bool = False
+
+
+class Attention(nn.Module):
+    """Causal grouped-query attention."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.channels = config.hidden // config.heads
+        self.grouped = config.kv_heads != config.heads
+        self.q_proj = nn.Linear(config.hidden, config.heads * self.channels, bias=False)
+        self.k_proj = nn.Linear(config.hidden, config.kv_heads * self.channels, bias=False)
+        self.v_proj = nn.Linear(config.hidden, config.kv_heads * self.channels, bias=False)
+        self.o_proj = nn.Linear(config.heads * self.channels, config.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Attend: ``(B, T, D)`` to ``(B, T, D)``."""
+        queries, keys, values = (
+            projection(x).unflatten(-1, (-1, self.channels)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        mixed = F.scaled_dot_product_attention(
+            rotate(queries, cos, sin), rotate(keys, cos, sin), values, is_causal=True, enable_gqa=self.grouped
+        )
+        output: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(-2))
+        return output
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward network."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.up_proj = nn.Linear(config.hidden, config.ffn, bias=False)
+        self.down_proj = nn.Linear(config.ffn, config.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
+        output: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return output
+
+
+class Block(nn.Module):
+    """One transformer block, normalised before each half."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
+        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return output
+
+
+class Llama(nn.Module):
+    """A Llama with its language-model head.
+
+    Args:
+        config: the shape.
+        seed: of the initial weights.
+    """
+
+    def __init__(self, config: LlamaConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
+        self.rotary = RotaryTable(config.hidden // config.heads, config.seq, config.rope_theta)
+        init_weights(self, seed, config.layers, ("o_proj", "down_proj"))
+        if config.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput:
+        """Predict the next tokens.
+
+        Args:
+            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``.
+            labels: int64, shape ``(B, T)``: the token that follows each input.
+
+        Returns:
+            Logits, and the loss when there are labels.
+        """
+        x = self.embed_tokens(input_ids)
+        cos, sin = self.rotary(input_ids.shape[1], x.dtype)
+        for layer in self.layers:
+            x = call_layer(layer, self.config.recompute, x, cos, sin)
+        logits = self.lm_head(self.norm(x))
+        return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))

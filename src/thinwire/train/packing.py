@@ -1,0 +1,231 @@
+"""From documents to token bins on disk, once.
+
+A cache entry is a directory that holds ``train.bin``, ``validation.bin``, ``tokenizer.json`` and
+``corpus.json``. Its name is a hash of everything it was made from, it appears by one rename when it is
+complete, and a file lock lets one process build it while the others wait; a builder that dies releases the
+lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.errors import DataError
+from thinwire.spec.recipe import DataRecipe
+from thinwire.train.corpus import Corpus, find_corpus
+from thinwire.train.tokenizer import Tokenizer
+from thinwire.train.tokens import TokenBin, TokenWriter, entropy
+
+_VERSION: Final = 1
+_DEFAULT_VOCAB: Final = 4096
+_BATCH: Final = 256
+_ENTROPY_TOKENS: Final = 100_000_000
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Tokens to train and validate on.
+
+    Attributes:
+        train: training tokens.
+        validation: validation tokens.
+        vocab: ids of the tokenizer.
+        unigram_entropy: of the training tokens, in nats per token.
+        fingerprint: equal for equal tokens in equal order.
+        tokenizer: ``tokenizer.json``; None for bins that come without one.
+    """
+
+    train: TokenBin
+    validation: TokenBin
+    vocab: int
+    unigram_entropy: float
+    fingerprint: str
+    tokenizer: Path | None
+
+
+def prepare(recipe: DataRecipe, report: Report = lambda line: None) -> Dataset:
+    """Find the tokens of a recipe, building and caching them first where that has not happened yet.
+
+    Safe to call from many processes at once: one builds, the others wait for it.
+
+    Args:
+        recipe: which text.
+        report: told in one line what is being built.
+
+    Returns:
+        The open tokens.
+
+    Raises:
+        DataError: text or tokens are missing, malformed or too few.
+    """
+    if recipe.source == "tokens":
+        return _open_bins(recipe)
+    corpus = find_corpus(recipe.source, recipe.paths, text_key=recipe.text_key, max_bytes=recipe.max_bytes)
+    held_out = None
+    if recipe.validation_paths:
+        kind = "text" if recipe.source == "stdlib" else recipe.source
+        held_out = find_corpus(kind, recipe.validation_paths, text_key=recipe.text_key)
+    return _open_entry(_cached(recipe, corpus, held_out, report))
+
+
+def cache_directory(recipe: DataRecipe) -> Path:
+    """Where tokenized text is kept.
+
+    Args:
+        recipe: may name a directory.
+
+    Returns:
+        The recipe's directory, else ``$THINWIRE_CACHE``, else ``~/.cache/thinwire``.
+    """
+    named = recipe.cache or os.environ.get("THINWIRE_CACHE")
+    if named:
+        return Path(named).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+
+
+def is_validation(document: str, share: float) -> bool:
+    """Whether a document is kept for validation; equal documents always fall on the same side.
+
+    Args:
+        document: the text.
+        share: share of documents for validation.
+
+    Returns:
+        The side.
+    """
+    digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") < share * 2**64
+
+
+def _cached(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report: Report) -> Path:
+    key = _key(recipe, corpus, held_out)
+    directory = cache_directory(recipe)
+    entry = directory / key
+    if entry.is_dir():
+        return entry
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DataError(
+            f"data.cache: {directory} cannot be made ({error.strerror}); set data.cache"
+        ) from error
+    with _locked(directory / f"{key}.lock"):
+        if entry.is_dir():
+            return entry
+        draft = Path(tempfile.mkdtemp(prefix=f"{key}.", suffix=".part", dir=directory))
+        try:
+            _build(draft, recipe, corpus, held_out, report)
+            draft.chmod(0o755)
+            draft.rename(entry)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    return entry
+
+
+def _key(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None) -> str:
+    tokenizer = f"bpe:{recipe.vocab or _DEFAULT_VOCAB}"
+    if recipe.tokenizer != "bpe":
+        tokenizer = Tokenizer.load(recipe.tokenizer).fingerprint()
+    share = held_out.fingerprint() if held_out else repr(recipe.validation_share)
+    content = (_VERSION, corpus.fingerprint(), share, tokenizer)
+    return hashlib.blake2b(repr(content).encode(), digest_size=12).hexdigest()
+
+
+def _build(draft: Path, recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report: Report) -> None:
+    share = 0.0 if held_out else recipe.validation_share
+    if recipe.tokenizer == "bpe":
+        vocab = recipe.vocab or _DEFAULT_VOCAB
+        report(f"training a byte-pair tokenizer of {vocab} tokens on {len(corpus.files)} files")
+        texts = (text for text in corpus.documents() if not is_validation(text, share))
+        tokenizer = Tokenizer.train(texts, vocab)
+    else:
+        tokenizer = Tokenizer.load(recipe.tokenizer)
+    tokenizer.save(draft / "tokenizer.json")
+    report("turning text into tokens")
+    with (
+        TokenWriter(draft / "train.bin", tokenizer.vocab) as train,
+        TokenWriter(draft / "validation.bin", tokenizer.vocab) as validation,
+    ):
+        for text, ids in _encoded(tokenizer, corpus.documents()):
+            (validation if is_validation(text, share) else train).append(ids)
+        if held_out:
+            for _, ids in _encoded(tokenizer, held_out.documents()):
+                validation.append(ids)
+        counts = (train.num_tokens, validation.num_tokens)
+        if 0 in counts:
+            raise DataError(
+                f"the text gives {counts[0]} tokens for training and {counts[1]} for validation; "
+                "give more text, another data.validation_share, or data.validation_paths"
+            )
+        about = {"unigram_entropy": entropy(train.counts)}
+    (draft / "corpus.json").write_text(json.dumps(about, indent=2) + "\n")
+
+
+def _encoded(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
+    iterator = iter(documents)
+    while batch := tuple(itertools.islice(iterator, _BATCH)):
+        yield from zip(batch, tokenizer.encode(batch), strict=True)
+
+
+def _open_entry(entry: Path) -> Dataset:
+    about: dict[str, Any] = json.loads((entry / "corpus.json").read_text())
+    train = TokenBin.open(entry / "train.bin")
+    return Dataset(
+        train=train,
+        validation=TokenBin.open(entry / "validation.bin"),
+        vocab=train.vocab,
+        unigram_entropy=float(about["unigram_entropy"]),
+        fingerprint=entry.name,
+        tokenizer=entry / "tokenizer.json",
+    )
+
+
+def _open_bins(recipe: DataRecipe) -> Dataset:
+    train = _one_bin(recipe, "paths", recipe.paths)
+    if recipe.validation_paths:
+        validation = _one_bin(recipe, "validation_paths", recipe.validation_paths)
+    else:
+        kept = int(len(train) * (1 - recipe.validation_share))
+        validation = TokenBin(path=train.path, tokens=train.tokens[kept:], vocab=train.vocab)
+        train = TokenBin(path=train.path, tokens=train.tokens[:kept], vocab=train.vocab)
+    identity = [(item.path.name, len(item), item.path.stat().st_size) for item in (train, validation)]
+    return Dataset(
+        train=train,
+        validation=validation,
+        vocab=max(train.vocab, validation.vocab),
+        unigram_entropy=entropy(train.counts(_ENTROPY_TOKENS)),
+        fingerprint=hashlib.blake2b(repr(identity).encode(), digest_size=12).hexdigest(),
+        tokenizer=None,
+    )
+
+
+def _one_bin(recipe: DataRecipe, key: str, paths: tuple[str, ...]) -> TokenBin:
+    if len(paths) != 1:
+        raise DataError(f'data.{key} has {len(paths)} entries; source = "tokens" reads one .bin file')
+    return TokenBin.open(paths[0], dtype=recipe.token_type, vocab=recipe.vocab)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        except OSError as error:
+            raise DataError(
+                f"data.cache: {path.parent} does not support file locks ({error.strerror}); "
+                "set data.cache to a directory on a local disk"
+            ) from error
+        yield

@@ -1,0 +1,147 @@
+"""Tokenizers: a byte-level BPE trained on the corpus, or one that already exists."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from thinwire.errors import DataError
+
+END_OF_TEXT: Final = "<|endoftext|>"
+_END_NAMES: Final = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<eos>", "<|im_end|>", "[SEP]")
+_TRAINING_BYTES: Final = 64 * 2**20
+"""A BPE of a few thousand merges does not improve beyond this much text."""
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back.
+
+    Attributes:
+        backend: the `tokenizers` object.
+        vocab: number of ids; every id is smaller.
+        end: the id written after each document.
+    """
+
+    backend: Backend
+    vocab: int
+    end: int
+
+    @classmethod
+    def train(cls, documents: Iterable[str], vocab: int) -> Tokenizer:
+        """Train a byte-level BPE: no text is out of vocabulary, and equal documents give equal merges.
+
+        Args:
+            documents: training text; the first 64 MiB are used.
+            vocab: number of ids, at least 257 (256 bytes and the end-of-text token).
+
+        Returns:
+            The tokenizer; its vocabulary is smaller than asked for when the text has too few pairs to merge.
+
+        Raises:
+            DataError: `vocab` is too small.
+        """
+        if vocab < 257:
+            raise DataError(
+                f"data.vocab = {vocab} cannot hold the 256 bytes and {END_OF_TEXT}; use 257 or more"
+            )
+        backend = Backend(models.BPE())
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=[END_OF_TEXT],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        backend.train_from_iterator(_first(documents, _TRAINING_BYTES), trainer)
+        return cls._of(backend, "the trained tokenizer")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json``, or a directory that holds one (a Hugging Face model directory does).
+
+        Args:
+            path: the file or directory.
+
+        Returns:
+            The tokenizer.
+
+        Raises:
+            DataError: there is no such file, it is not a tokenizer, or it has no end-of-text token.
+        """
+        file = Path(path).expanduser()
+        if file.is_dir():
+            file /= "tokenizer.json"
+        if not file.is_file():
+            raise DataError(
+                f'data.tokenizer: {file} does not exist; give "bpe", a tokenizer.json or a directory '
+                "that holds one"
+            )
+        try:
+            backend = Backend.from_file(str(file))
+        except Exception as error:
+            raise DataError(f"data.tokenizer: {file} is not a tokenizers file: {error}") from error
+        return cls._of(backend, str(file))
+
+    @classmethod
+    def _of(cls, backend: Backend, what: str) -> Tokenizer:
+        vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
+        for name in _END_NAMES:
+            end = backend.token_to_id(name)
+            if end is not None:
+                return cls(backend=backend, vocab=vocab, end=end)
+        raise DataError(f"{what} has no end-of-text token; it needs one of {', '.join(_END_NAMES)}")
+
+    def encode(self, documents: Sequence[str]) -> list[list[int]]:
+        """Encode documents, each followed by the end-of-text id.
+
+        Args:
+            documents: the texts.
+
+        Returns:
+            One list of ids per document.
+        """
+        encodings = self.backend.encode_batch_fast(list(documents), add_special_tokens=False)
+        return [[*encoding.ids, self.end] for encoding in encodings]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Turn ids back into text, special tokens included.
+
+        Args:
+            ids: token ids.
+
+        Returns:
+            The text.
+        """
+        return str(self.backend.decode(list(ids), skip_special_tokens=False))
+
+    def save(self, path: Path) -> None:
+        """Write ``tokenizer.json``.
+
+        Args:
+            path: the file.
+        """
+        self.backend.save(str(path))
+
+    def fingerprint(self) -> str:
+        """A hash of the vocabulary and merges.
+
+        Returns:
+            32 hexadecimal digits.
+        """
+        return hashlib.blake2b(self.backend.to_str().encode(), digest_size=16).hexdigest()
+
+
+def _first(documents: Iterable[str], num_bytes: int) -> Iterator[str]:
+    for document in documents:
+        yield document
+        num_bytes -= len(document.encode())
+        if num_bytes <= 0:
+            return

@@ -1,0 +1,407 @@
+"""One rank's share of a run: step, validate, save, load.
+
+Whatever must be the same on all ranks (whether to stop, whether a step is finite) is decided from values that
+the ranks have exchanged, never from a rank's own view.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives.group import Control, control
+from thinwire.errors import DataError, NonFiniteError
+from thinwire.shard import api
+from thinwire.shard.optim import ShardedOptimizer
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
+from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
+from thinwire.train.data import Batch, Samples, step_batches, validation_batches
+from thinwire.train.directory import RunDirectory
+from thinwire.train.measure import pack, unpack
+from thinwire.train.metrics import StepRecord, known_peak_tflops
+from thinwire.train.models.build import build
+from thinwire.train.models.common import IGNORED
+from thinwire.train.models.flops import flops_per_token
+from thinwire.train.packing import Dataset
+from thinwire.train.schedule import learning_rate_share
+from thinwire.train.versions import versions
+
+_MOST_SKIPPED: Final = 20
+"""So many steps in a row that are not finite will not recover."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one rank is asked to do.
+
+    Attributes:
+        recipe: of the run.
+        plan: of the run; its mesh has as many ranks as the run.
+        directory: of the run.
+        dataset: the tokens.
+        device: of this rank.
+        resume: continue from the newest valid checkpoint, if there is one.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    directory: RunDirectory
+    dataset: Dataset
+    device: torch.device
+    resume: bool
+
+
+@dataclass
+class Position:
+    """How far a run is; saved in every checkpoint.
+
+    Attributes:
+        step: updates made.
+        samples: sequences taken.
+        loss: of the last update, nats per token; None before the first.
+        val_loss: of the last validation, nats per token; None before the first.
+    """
+
+    step: int = 0
+    samples: int = 0
+    loss: float | None = None
+    val_loss: float | None = None
+
+
+@dataclass
+class Clock:
+    """Time spent in steps, without validation and saving.
+
+    Attributes:
+        seconds: wall time.
+        steps: how many.
+    """
+
+    seconds: float = 0.0
+    steps: int = 0
+
+    def add(self, seconds: float) -> None:
+        """Count one step."""
+        self.seconds += seconds
+        self.steps += 1
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one rank knows of a step before it has asked the others.
+
+    Attributes:
+        loss: mean over this rank's micro-batches.
+        norm: of the gradient, over all ranks.
+        lr: learning rate.
+        skipped: whether the update was left out.
+    """
+
+    loss: float
+    norm: float
+    lr: float
+    skipped: bool
+
+
+@dataclass
+class Trainer:
+    """One rank's model, optimizer, data and position.
+
+    Attributes:
+        job: what to do.
+        model: sharded.
+        optimizer: over this rank's shards.
+        train: training samples.
+        validation: validation samples.
+        ranks: the control group.
+        num_parameters: of the whole model; tied ones count once.
+        token_flops: FLOP per token, forward and backward.
+        peak_flops: FLOP/s of one device, if known.
+        position: how far the run is.
+        recent: since the last record.
+        total: since this process started.
+        num_skipped: updates left out in a row.
+    """
+
+    job: Job
+    model: nn.Module
+    optimizer: ShardedOptimizer
+    train: Samples
+    validation: Samples
+    ranks: Control
+    num_parameters: int
+    token_flops: float
+    peak_flops: float | None
+    position: Position = field(default_factory=Position)
+    recent: Clock = field(default_factory=Clock)
+    total: Clock = field(default_factory=Clock)
+    num_skipped: int = 0
+
+    @property
+    def samples_per_step(self) -> int:
+        """Sequences of one step over all ranks."""
+        plan = self.job.plan
+        return plan.world * plan.micro_batch * plan.micro_batches
+
+    @property
+    def validates(self) -> bool:
+        """Whether the run validates after the step just made."""
+        train = self.job.recipe.train
+        step = self.position.step
+        return step == train.steps or (train.validate_every > 0 and step % train.validate_every == 0)
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run saves after the step just made."""
+        every = self.job.recipe.checkpoint.every
+        step = self.position.step
+        return step == self.job.recipe.train.steps or (every > 0 and step % every == 0)
+
+    def step(self, wants_stop: bool) -> tuple[StepRecord | None, bool]:
+        """Make one update and compare notes with the other ranks.
+
+        Args:
+            wants_stop: whether this rank wants to stop after the step.
+
+        Returns:
+            The record, where this step is logged, and whether any rank wants to stop.
+
+        Raises:
+            NonFiniteError: on all ranks, when the loss or the gradient is not finite and the recipe does not
+                skip such steps, or too many came in a row.
+        """
+        started = time.perf_counter()
+        update = self._update()
+        seconds = time.perf_counter() - started
+        self.recent.add(seconds)
+        self.total.add(seconds)
+        train = self.job.recipe.train
+        logged = self.validates or self.position.step % train.log_every == 0
+        world = self.ranks.size
+        words = pack(self.model, self.ranks.rank, world, self.job.device) if logged else []
+        loss, stop, *rest = self.ranks.all_reduce_mean([update.loss, float(wants_stop), *words])
+        if not math.isfinite(loss) and not update.skipped:
+            self._raise_nonfinite(update)
+        if not update.skipped:
+            self.position.loss = loss
+        record = self._record(update, loss, rest) if logged else None
+        return record, stop > 0
+
+    def validate(self) -> float:
+        """Loss on the fixed validation samples, over all ranks.
+
+        Returns:
+            Nats per token.
+        """
+        total, num_labels = 0.0, 0
+        batches = validation_batches(
+            self.validation,
+            number=self.job.recipe.train.validation_samples,
+            micro_batch=self.job.plan.micro_batch,
+            rank=self.ranks.rank,
+            world=self.ranks.size,
+        )
+        self.model.eval()
+        with torch.no_grad():
+            for batch in batches:
+                counted = int((batch.labels != IGNORED).sum())
+                loss = float(self._loss(batch))
+                total += loss * counted if counted else 0.0
+                num_labels += counted
+        self.model.train()
+        mean_total, mean_labels = self.ranks.all_reduce_mean([total, float(num_labels)])
+        self.position.val_loss = mean_total / mean_labels
+        return self.position.val_loss
+
+    def save(self) -> Path:
+        """Save model, optimizer and position, then delete checkpoints that are too old.
+
+        Returns:
+            The checkpoint's directory.
+        """
+        directory = self.job.directory.checkpoints
+        path = checkpoint_path(directory, self.position.step)
+        position = {name: getattr(self.position, name) for name in Position.__dataclass_fields__}
+        extra = {"position": position, "dataset": self.job.dataset.fingerprint, "versions": versions()}
+        api.save(self.model, self.optimizer, path, extra=extra)
+        if self.ranks.rank == 0:
+            delete_old(directory, self.job.recipe.checkpoint.keep)
+        return path
+
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Continue from a checkpoint.
+
+        Args:
+            checkpoint: which.
+
+        Raises:
+            DataError: it was made with other tokens.
+        """
+        extra: Mapping[str, Any] = api.load(self.model, self.optimizer, checkpoint.path)
+        if extra.get("dataset") != self.job.dataset.fingerprint:
+            raise DataError(
+                f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
+                "tokenizer or validation_share changed); restore them, or start a new run with another --out"
+            )
+        self.position = Position(**extra["position"])
+
+    def _update(self) -> Update:
+        rate = self._set_learning_rate()
+        loss = self._forward_backward()
+        clip = self.job.recipe.optimizer.clip
+        # One host synchronisation per step: nothing may be applied before the norm is known to be finite.
+        norm = float(api.clip_grad_norm_(self.model, clip or math.inf))
+        update = Update(loss=float(loss), norm=norm, lr=rate, skipped=not math.isfinite(norm))
+        if not update.skipped:
+            self.optimizer.step()
+            self.num_skipped = 0
+        else:
+            self.num_skipped += 1
+            if self.job.recipe.train.on_nonfinite == "stop" or self.num_skipped > _MOST_SKIPPED:
+                self._raise_nonfinite(update)
+        self.optimizer.zero_grad()
+        self.position.step += 1
+        self.position.samples += self.samples_per_step
+        return update
+
+    def _set_learning_rate(self) -> float:
+        settings = self.job.recipe.optimizer
+        rate = settings.lr * learning_rate_share(
+            self.position.step,
+            warmup=settings.warmup,
+            steps=self.job.recipe.train.steps,
+            final=settings.final_lr_share,
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _forward_backward(self) -> Tensor:
+        """Accumulate gradients; returns the mean loss of this rank's micro-batches, still on the device."""
+        plan = self.job.plan
+        batches = step_batches(
+            self.train,
+            position=self.position.samples,
+            micro_batch=plan.micro_batch,
+            micro_batches=plan.micro_batches,
+            rank=self.ranks.rank,
+            world=self.ranks.size,
+        )
+        total = torch.zeros((), device=self.job.device)
+        for batch in api.micro_batches(self.model, batches):
+            loss = self._loss(batch) / plan.micro_batches
+            loss.backward()
+            total += loss.detach()
+        return total
+
+    def _loss(self, batch: Batch) -> Tensor:
+        device = self.job.device
+        loss: Tensor = self.model(input_ids=batch.input_ids.to(device), labels=batch.labels.to(device)).loss
+        return loss
+
+    def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
+        measured = unpack(means, self.ranks.size)
+        tokens = self.samples_per_step * self.train.seq
+        speed = tokens * self.recent.steps / self.recent.seconds
+        per_device = speed / self.ranks.size
+        record = StepRecord(
+            step=self.position.step,
+            samples=self.position.samples,
+            tokens=self.position.samples * self.train.seq,
+            loss=loss,
+            grad_norm=update.norm,
+            lr=update.lr,
+            skipped=update.skipped,
+            step_seconds=self.recent.seconds / self.recent.steps,
+            tokens_per_second=speed,
+            tgs=per_device,
+            mfu=None if self.peak_flops is None else per_device * self.token_flops / self.peak_flops,
+            memory=measured.memory,
+            sent=measured.sent,
+            exposed=measured.exposed,
+        )
+        self.recent = Clock()
+        return record
+
+    def _raise_nonfinite(self, update: Update) -> None:
+        losses = self.ranks.all_gather_object(update.loss)
+        guilty = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
+        what = f"the loss of rank {', '.join(guilty)}" if guilty else "the gradient"
+        raise NonFiniteError(
+            f"step {self.position.step + 1}: {what} is not finite (gradient norm {update.norm}); "
+            'lower optimizer.lr or set train.on_nonfinite = "skip", and continue from the last checkpoint '
+            "with --resume"
+        )
+
+
+def make_trainer(job: Job) -> Trainer:
+    """Build the model, shard it and attach optimizer and data; every rank of the job calls it.
+
+    Args:
+        job: what to do.
+
+    Returns:
+        A trainer at step 0.
+    """
+    recipe, plan, seq = job.recipe, job.plan, job.recipe.train.seq
+    train = Samples(job.dataset.train, seq, recipe.train.seed)
+    validation = Samples(job.dataset.validation, seq, 0)
+    model = build(
+        recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=plan.recompute
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
+    model = api.shard(model.to(job.device), plan)
+    settings = recipe.optimizer
+    optimizer = api.optimizer(
+        model,
+        torch.optim.AdamW,
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=True,
+        param_groups=[{"params": undecayed, "weight_decay": 0.0}],
+    )
+    return Trainer(
+        job=job,
+        model=model,
+        optimizer=optimizer,
+        train=train,
+        validation=validation,
+        ranks=control(),
+        num_parameters=num_parameters,
+        token_flops=token_flops,
+        peak_flops=_peak_flops(job),
+    )
+
+
+def undecayed_names(model: nn.Module) -> list[str]:
+    """Parameters without weight decay: vectors (biases among them) and whatever belongs to a norm.
+
+    Args:
+        model: not yet sharded.
+
+    Returns:
+        Their names.
+    """
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim < 2 or "norm" in type(model.get_submodule(name.rpartition(".")[0])).__name__.lower()
+    ]
+
+
+def _peak_flops(job: Job) -> float | None:
+    tflops = job.recipe.train.peak_tflops
+    if tflops is None and job.device.type == "cuda":
+        tflops = known_peak_tflops(torch.cuda.get_device_name(job.device), job.plan.compute_dtype)
+    return None if tflops is None else tflops * 1e12

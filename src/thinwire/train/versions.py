@@ -1,0 +1,29 @@
+"""What produced a run: versions of everything that its numbers may depend on."""
+
+from __future__ import annotations
+
+import platform
+from importlib import metadata
+
+import thinwire
+
+_PACKAGES = ("torch", "numpy", "tokenizers", "transformers", "safetensors", "pydantic")
+
+
+def versions() -> dict[str, str]:
+    """Versions by name.
+
+    Returns:
+        thinwire, Python, the platform and the packages that are installed.
+    """
+    found = {
+        "thinwire": thinwire.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+    }
+    for package in _PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,177 @@
+"""The process of one rank: ``python -m thinwire.train.worker`` under our launcher, :func:`train` under
+others'.
+
+A failure leaves the process as one sentence in a file for whoever started it, and with its traceback in the
+run's ``logs``; the terminal belongs to rank 0's progress.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from thinwire.collectives import group
+from thinwire.errors import ThinwireError
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
+from thinwire.train.directory import RunDirectory
+from thinwire.train.environment import device_kind
+from thinwire.train.loop import Result, run
+from thinwire.train.packing import prepare
+from thinwire.train.progress import Stream
+from thinwire.train.stop import StopRequest
+from thinwire.train.trainer import Job
+
+
+def train(
+    recipe: Recipe,
+    plan: Plan,
+    directory: RunDirectory,
+    *,
+    resume: bool,
+    stream: Stream,
+    launched: bool,
+) -> Result:
+    """Join the job as one rank, train, and leave it.
+
+    Args:
+        recipe: of the run.
+        plan: of the run.
+        directory: of the run; rank 0 has opened it.
+        resume: continue from the newest valid checkpoint, if there is one.
+        stream: where rank 0 shows progress.
+        launched: whether our launcher started this process.
+
+    Returns:
+        How the run ended.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = _device(recipe, local_rank)
+    dataset = prepare(recipe.data)
+    torch.set_num_threads(_num_threads())
+    group.init(_backend(device, plan), datetime.timedelta(seconds=recipe.cluster.timeout))
+    try:
+        job = Job(recipe, plan, directory, dataset, device, resume)
+        with StopRequest(directory.stop_file, launched=launched) as stop:
+            return run(job, stop, stream)
+    finally:
+        group.shutdown()
+
+
+def _device(recipe: Recipe, local_rank: int) -> torch.device:
+    if device_kind(recipe.cluster) == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _backend(device: torch.device, plan: Plan) -> str:
+    """NCCL where every rank of this host has a GPU of its own; ranks that share one talk through gloo."""
+    if device.type == "cpu":
+        return "gloo"
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))
+    return "nccl" if local_world <= torch.cuda.device_count() else "gloo"
+
+
+def _num_threads() -> int:
+    """Cores of this host per rank on it, unless the user has chosen."""
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is not None and chosen.isdecimal():
+        return max(1, int(chosen))
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def num_cores() -> int:
+    """Cores that this process may use.
+
+    Returns:
+        The number, at least 1.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+@contextlib.contextmanager
+def recorded_failure(logs: Path) -> Iterator[None]:
+    """Leave a sentence for the launcher and a traceback in the logs, then let the failure pass.
+
+    Args:
+        logs: directory of the run's logs.
+
+    Yields:
+        Nothing.
+    """
+    try:
+        yield
+    except Exception as error:
+        rank = os.environ.get("RANK", "0")
+        file = logs / f"rank-{rank}.traceback"
+        with contextlib.suppress(OSError):
+            logs.mkdir(parents=True, exist_ok=True)
+            file.write_text(traceback.format_exc())
+        _record(error, file)
+        raise
+
+
+def _record(error: Exception, log: Path) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    expected = isinstance(error, ThinwireError)
+    sentence = str(error) if expected else f"{type(error).__name__}: {error} (traceback: {log})"
+    about: dict[str, Any] = {
+        "message": sentence,
+        "extraInfo": {
+            "timestamp": str(int(time.time())),
+            "error": type(error).__name__,
+            "expected": expected,
+        },
+    }
+    with contextlib.suppress(OSError):
+        Path(path).write_text(json.dumps({"message": about}))
+
+
+def main() -> int:
+    """Run one rank of a run that our launcher has opened.
+
+    Returns:
+        Exit status.
+    """
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--stream", choices=("stdout", "stderr", "none"), default="stdout")
+    arguments = parser.parse_args()
+    directory = RunDirectory(arguments.directory)
+    warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
+    try:
+        with recorded_failure(directory.logs):
+            train(
+                Recipe.load(directory.recipe),
+                Plan.load(directory.plan),
+                directory,
+                resume=arguments.resume,
+                stream=arguments.stream,
+                launched=True,
+            )
+    except Exception:
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

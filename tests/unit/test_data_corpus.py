@@ -1,0 +1,113 @@
+"""Documents: which files are read, in which order, and what is said when they are not what they should be."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import DataError
+from thinwire.train.corpus import cut, find_corpus
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def test_a_directory_is_read_recursively_in_order_by_suffix(tmp_path: Path) -> None:
+    write(tmp_path / "b.txt", "bee")
+    write(tmp_path / "a/z.txt", "zed")
+    write(tmp_path / "a/image.png", "no")
+    write(tmp_path / "empty.txt", "  \n")
+    corpus = find_corpus("text", [str(tmp_path)])
+    assert list(corpus.documents()) == ["zed", "bee"]
+
+
+def test_globs_and_files_keep_their_order_and_count_once(tmp_path: Path) -> None:
+    first, second = write(tmp_path / "1.x", "one"), write(tmp_path / "2.x", "two")
+    corpus = find_corpus("text", [str(second), str(tmp_path / "*.x")])
+    assert corpus.files == (second, first)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("absent", "does not exist"), ("*.absent", "matches no file"), (".", "holds no text file")],
+)
+def test_missing_files_are_named(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        find_corpus("text", [str(tmp_path / name)])
+
+
+def test_jsonl_rows(tmp_path: Path) -> None:
+    rows = "\n".join(json.dumps({"body": text}) for text in ("one", "two"))
+    plain = write(tmp_path / "a.jsonl", rows + "\n\n")
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(rows.encode()))
+    corpus = find_corpus("jsonl", [str(plain), str(packed)], text_key="body")
+    assert list(corpus.documents()) == ["one", "two", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{oops", r"line 2: not JSON"),
+        ('{"title": "x"}', r"line 2: no text under data.text_key = 'text'; it has: title"),
+        ('{"text": 3}', r"line 2: no text"),
+        ("[1]", r"line 2: no text"),
+    ],
+)
+def test_a_bad_jsonl_row_is_named(tmp_path: Path, line: str, message: str) -> None:
+    path = write(tmp_path / "a.jsonl", '{"text": "fine"}\n' + line + "\n")
+    with pytest.raises(DataError, match=message):
+        list(find_corpus("jsonl", [str(path)]).documents())
+
+
+def test_parquet_rows_and_columns(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", None, "two"], "n": [1, 2, 3]}), path)
+    assert list(find_corpus("parquet", [str(tmp_path)]).documents()) == ["one", "two"]
+    with pytest.raises(DataError, match=r"no column data.text_key = 'body'; it has: text, n"):
+        list(find_corpus("parquet", [str(path)], text_key="body").documents())
+    write(path, "not parquet")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        list(find_corpus("parquet", [str(path)]).documents())
+
+
+def test_max_bytes_ends_after_the_document_that_reaches_it(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", "\n".join(json.dumps({"text": "x" * 10}) for _ in range(9)))
+    assert len(list(find_corpus("jsonl", [str(path)], max_bytes=25).documents())) == 3
+
+
+def test_the_standard_library_is_there_without_its_tests() -> None:
+    corpus = find_corpus("stdlib")
+    names = {path.name for path in corpus.files}
+    assert {"argparse.py", "tokenize.py"} <= names
+    assert not any({"site-packages", "test", "tests"} & set(path.parts[-4:]) for path in corpus.files)
+    assert list(corpus.files) == sorted(corpus.files)
+
+
+def test_cut_keeps_every_character_and_ends_at_lines() -> None:
+    text = "".join(f"line {number}\n" for number in range(1000)) + "no end"
+    pieces = cut(text, 100)
+    assert "".join(pieces) == text
+    assert all(piece.endswith("\n") and 100 <= len(piece) < 120 for piece in pieces[:-1])
+    assert cut("short", 100) == ["short"]
+    assert cut("x" * 300, 100) == ["x" * 300]
+
+
+def test_one_large_file_becomes_many_documents(tmp_path: Path) -> None:
+    path = write(tmp_path / "book.txt", "a line of text\n" * 40_000)
+    assert 50 <= len(list(find_corpus("text", [str(path)]).documents())) <= 64
+
+
+def test_fingerprints_follow_content_not_names(tmp_path: Path) -> None:
+    one, same, other = (write(tmp_path / name, text) for name, text in (("1", "a"), ("2", "a"), ("3", "b")))
+    prints = [find_corpus("text", [str(path)]).fingerprint() for path in (one, same, other)]
+    assert prints[0] == prints[1] != prints[2]
+    assert find_corpus("text", [str(one)], max_bytes=5).fingerprint() != prints[0]

@@ -1,0 +1,169 @@
+"""Tokenizers, token bins and the cache between them."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from thinwire.errors import DataError
+from thinwire.spec.recipe import DataRecipe
+from thinwire.train.packing import is_validation, prepare
+from thinwire.train.tokenizer import Tokenizer
+from thinwire.train.tokens import TokenBin, TokenWriter, entropy
+
+TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(400)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.train(TEXTS, 400)
+
+
+def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
+    for text in (TEXTS[7], "ünïcödé 漢字 \x00\t\r\n", "<|endoftext|>"):
+        [ids] = tokenizer.encode([text])
+        assert ids[-1] == tokenizer.end
+        assert tokenizer.decode(ids[:-1]) == text
+        assert max(ids) < tokenizer.vocab <= 400
+
+
+def test_training_is_deterministic_and_files_round_trip(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    assert Tokenizer.train(TEXTS, 400).fingerprint() == tokenizer.fingerprint()
+    tokenizer.save(tmp_path / "tokenizer.json")
+    assert Tokenizer.load(tmp_path).fingerprint() == tokenizer.fingerprint()
+
+
+def test_tokenizer_errors(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data.vocab = 100 .* 257"):
+        Tokenizer.train(TEXTS, 100)
+    with pytest.raises(DataError, match="does not exist"):
+        Tokenizer.load(tmp_path / "none.json")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="not a tokenizers file"):
+        Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_bins_round_trip(tmp_path: Path, vocab: int, dtype: str) -> None:
+    path = tmp_path / "t.bin"
+    with TokenWriter(path, vocab) as writer:
+        writer.append([1, 2, 3])
+        writer.append([vocab - 1, 3])
+    tokens = TokenBin.open(path)
+    assert tokens.tokens.dtype == np.dtype(dtype)
+    assert tokens.tokens.tolist() == [1, 2, 3, vocab - 1, 3]
+    assert (len(tokens), tokens.vocab) == (5, vocab)
+    assert tokens.windows([0, 2], 3).tolist() == [[1, 2, 3], [3, vocab - 1, 3]]
+    assert tokens.counts(100)[3] == 2 == writer.counts[3]
+    assert json.loads(path.with_suffix(".json").read_text())["dtype"] == dtype
+
+
+def test_bins_without_header_need_type_and_vocabulary(tmp_path: Path) -> None:
+    path = tmp_path / "raw.bin"
+    np.arange(10, dtype="<u2").tofile(path)
+    with pytest.raises(DataError, match=r"data\.token_type"):
+        TokenBin.open(path)
+    tokens = TokenBin.open(path, dtype="uint16", vocab=8)
+    assert len(tokens) == 10
+    with pytest.raises(DataError, match="holds id 9 where the vocabulary has 8"):
+        tokens.windows([0], 10)
+    path.write_bytes(b"abc")
+    with pytest.raises(DataError, match="incomplete or of another type"):
+        TokenBin.open(path, dtype="uint16", vocab=8)
+
+
+def test_a_truncated_bin_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    with TokenWriter(path, 300) as writer:
+        writer.append(list(range(100)))
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(DataError, match=r"198 bytes where 100 uint16 ids need 200"):
+        TokenBin.open(path)
+
+
+def test_a_writer_that_fails_leaves_no_header(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    writer = TokenWriter(path, 300)
+    with pytest.raises(OverflowError), writer:
+        writer.append([-1])
+    assert not path.with_suffix(".json").exists()
+
+
+def test_entropy() -> None:
+    assert entropy(np.array([5, 5, 0, 5, 5])) == pytest.approx(math.log(4))
+    assert entropy(np.array([0, 9])) == 0
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> DataRecipe:
+    rows = "\n".join(json.dumps({"text": text}) for text in TEXTS)
+    (tmp_path / "rows.jsonl").write_text(rows)
+    return DataRecipe(
+        source="jsonl", paths=(str(tmp_path / "rows.jsonl"),), vocab=400, cache=str(tmp_path / "cache")
+    )
+
+
+def test_preparing_splits_by_document_and_caches(recipe: DataRecipe) -> None:
+    said: list[str] = []
+    first = prepare(recipe, said.append)
+    assert said
+    assert len(first.train) > 10 * len(first.validation) > 0
+    assert first.unigram_entropy == entropy(first.train.counts(10**9))
+    tokenizer = Tokenizer.load(first.tokenizer or "")
+    held_out = tokenizer.decode(first.validation.tokens.tolist()).split("<|endoftext|>")[:-1]
+    assert held_out == [text for text in TEXTS if is_validation(text, recipe.validation_share)]
+    said.clear()
+    second = prepare(recipe, said.append)
+    assert not said
+    assert second.fingerprint == first.fingerprint
+    assert prepare(recipe.with_(vocab=380)).fingerprint != first.fingerprint
+
+
+def test_validation_text_of_its_own(recipe: DataRecipe, tmp_path: Path) -> None:
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "held out"}))
+    data = prepare(recipe.with_(validation_paths=(str(tmp_path / "held.jsonl"),)))
+    tokenizer = Tokenizer.load(data.tokenizer or "")
+    assert tokenizer.decode(data.validation.tokens.tolist()) == "held out<|endoftext|>"
+
+
+def test_a_failed_build_leaves_nothing(recipe: DataRecipe, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "only one"}))
+    with pytest.raises(DataError, match="tokens for training and"):
+        prepare(recipe)
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def _prepare_and_report(recipe: DataRecipe, queue: Any) -> None:
+    said: list[str] = []
+    queue.put((prepare(recipe, said.append).fingerprint, bool(said)))
+
+
+def test_many_processes_build_once(recipe: DataRecipe) -> None:
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    processes = [context.Process(target=_prepare_and_report, args=(recipe, queue)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    results = [queue.get(timeout=120) for _ in processes]
+    for process in processes:
+        process.join()
+    assert len({fingerprint for fingerprint, _ in results}) == 1
+    assert sum(built for _, built in results) == 1
+
+
+def test_pre_tokenized_bins(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    with TokenWriter(path, 300) as writer:
+        writer.append([*range(200), *range(200)])
+    data = prepare(DataRecipe(source="tokens", paths=(str(path),), validation_share=0.25))
+    assert (len(data.train), len(data.validation), data.vocab) == (300, 100, 300)
+    assert data.validation.tokens.tolist() == list(range(100, 200))
+    assert data.tokenizer is None
+    with pytest.raises(DataError, match="has 2 entries"):
+        prepare(DataRecipe(source="tokens", paths=(str(path), str(path))))

@@ -1,0 +1,245 @@
+"""Recipes: what is read, what is refused, and which plan comes out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import SpecError, UsageError
+from thinwire.spec.factor import Factor
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import ModelRecipe, Recipe
+from thinwire.train.environment import Started, device_kind, first_host, resolve_mesh, started
+
+BASE = """
+[model]
+layers = 2
+hidden = 32
+heads = 2
+[train]
+steps = 5
+"""
+QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart.toml"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    file = tmp_path / "recipe.toml"
+    file.write_text(BASE)
+    return file
+
+
+def test_defaults_and_overrides(path: Path) -> None:
+    recipe = Recipe.read(path, ["train.steps=9", "optimizer.lr=1e-3", "data.max_bytes=1MiB"])
+    assert (recipe.train.steps, recipe.optimizer.lr, recipe.data.max_bytes) == (9, 1e-3, 2**20)
+    assert recipe.plan == {"preset": "zero1-node"}
+
+
+def test_recipes_survive_toml(path: Path) -> None:
+    for recipe in (Recipe.read(path), Recipe.read(QUICKSTART)):
+        assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+def test_every_problem_at_once_with_suggestions(path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        Recipe.read(
+            path, ["train.stepz=9", "train.seq=0", "optimizer.lr=fast", "model.heads=3", "colour=red"]
+        )
+    text = str(caught.value)
+    for expected in (
+        "train.stepz",
+        "did you mean steps?",
+        "train.seq",
+        "optimizer.lr",
+        "model.heads",
+        "colour",
+    ):
+        assert expected in text
+    assert len(caught.value.problems) == 5
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SpecError, match=r"absent\.toml"):
+        Recipe.read(tmp_path / "absent.toml")
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"kind": "huggingface"}, "either path or config"),
+        ({"kind": "huggingface", "path": "a", "config": "b"}, "path and config"),
+        ({"layers": 1, "hidden": 8, "heads": 2, "path": "a"}, "for kind"),
+        ({"layers": 1, "hidden": 8}, "heads"),
+        ({"layers": 1, "hidden": 6, "heads": 2}, "odd head width 3"),
+        ({"kind": "gpt", "layers": 1, "hidden": 8, "heads": 4, "kv_heads": 2}, "no grouped queries"),
+        ({"preset": "llama-9b"}, "llama-9b"),
+    ],
+)
+def test_impossible_models(model: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        ModelRecipe(**model)
+
+
+def test_presets_of_models() -> None:
+    shape = ModelRecipe(preset="gpt-neox-20b", layers=2).shape(vocab=4096, seq=128)
+    assert (shape.kind, shape.layers, shape.hidden, shape.vocab, shape.seq) == ("gpt", 2, 6144, 4096, 128)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ("source = 'text'", "paths is empty"),
+        ("paths = ['a']", "ignores it"),
+        ("validation_share = 1.0", "between 0 and 1"),
+        ("source = 'csv'", "stdlib"),
+    ],
+)
+def test_impossible_data(path: Path, data: str, message: str) -> None:
+    path.write_text(f"{BASE}[data]\n{data}\n")
+    with pytest.raises(SpecError, match=message):
+        Recipe.read(path)
+
+
+def test_paths_in_a_file_are_relative_to_it_and_on_the_command_line_to_the_working_directory(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    work.mkdir()
+    monkeypatch.chdir(work)
+    path.write_text(f"plan = 'plans/mine.toml'\n{BASE}[data]\nsource = 'text'\npaths = ['a', '/b/*.txt']\n")
+    recipe = Recipe.read(path, ["data.tokenizer=tok.json", 'data.validation_paths=["v"]'])
+    assert recipe.data.paths == (str(tmp_path / "a"), "/b/*.txt")
+    assert recipe.data.tokenizer == str(work / "tok.json")
+    assert recipe.data.validation_paths == (str(work / "v"),)
+    assert recipe.plan == {"file": str(tmp_path / "plans/mine.toml")}
+    assert Recipe.read(path, plan="other.toml").plan == {"file": str(work / "other.toml")}
+
+
+MESH = Factor(local=2, nodes=2)
+
+
+def test_plans_by_preset_table_and_file(path: Path, tmp_path: Path) -> None:
+    assert Recipe.read(path).resolved_plan(MESH) == Plan.preset("zero1-node", nodes=2, local=2)
+    recipe = Recipe.read(path, ["plan.bucket_bytes=1MiB", "plan.overlap.sync=false"], plan="preset:zero3")
+    plan = recipe.resolved_plan(MESH)
+    assert plan == Plan.preset("zero3", nodes=2, local=2, bucket_bytes=2**20, overlap={"sync": False})
+    file = tmp_path / "plan.toml"
+    plan.save(file)
+    assert Recipe.read(path, plan=str(file)).resolved_plan(MESH) == plan
+    assert Recipe.read(path, plan=str(file)).plan_mesh() == MESH
+    free = ["plan.params=1x1", "plan.grads=1x1", "plan.optimizer=2x2"]
+    assert Recipe.read(path, free).resolved_plan(MESH).optimizer == MESH
+    path.write_text("[plan]\nprefetch = 2\n" + BASE)
+    assert Recipe.read(path, free).resolved_plan(MESH).optimizer == MESH
+
+
+def test_unknown_plan_keys_and_presets_are_refused(path: Path) -> None:
+    with pytest.raises(SpecError, match=r"bucket_byte .*did you mean bucket_bytes"):
+        Recipe.read(path, ["plan.bucket_byte=1"]).resolved_plan(MESH)
+    with pytest.raises(SpecError, match=r"no preset 'zero9'.*valid are ddp"):
+        Recipe.read(path, plan="preset:zero9").resolved_plan(MESH)
+    with pytest.raises(SpecError, match="exclude each other"):
+        Recipe.read(path, ["plan.file=x.toml"], plan="preset:ddp").resolved_plan(MESH)
+
+
+def test_a_plan_for_another_mesh_says_how_to_start_it(path: Path, tmp_path: Path) -> None:
+    Plan.preset("zero1", nodes=3, local=2).save(tmp_path / "plan.toml")
+    recipe = Recipe.read(path, plan=str(tmp_path / "plan.toml"))
+    with pytest.raises(SpecError, match=r"--nodes 3 --nproc 2"):
+        recipe.resolved_plan(MESH)
+
+
+def test_the_recipes_batch_wins_and_a_global_batch_fits_any_world(path: Path) -> None:
+    recipe = Recipe.read(path, ["train.micro_batch=3", "train.recompute=true"])
+    plan = recipe.resolved_plan(MESH)
+    assert (plan.micro_batch, plan.micro_batches, plan.recompute) == (3, 1, True)
+    recipe = Recipe.read(path, ["train.micro_batch=2", "train.global_batch=24"])
+    assert [recipe.resolved_plan(Factor(local=n)).micro_batches for n in (1, 2, 4)] == [12, 6, 3]
+    with pytest.raises(SpecError, match=r"multiple of micro_batch x ranks = 2 x 5 = 10"):
+        recipe.resolved_plan(Factor(local=5))
+    with pytest.raises(SpecError, match="leave one out"):
+        Recipe.read(path, ["train.micro_batches=2", "train.global_batch=24"])
+
+
+def test_auto_dtype(path: Path) -> None:
+    recipe = Recipe.read(path, ["plan.compute_dtype=auto"])
+    assert recipe.resolved_plan(MESH, auto_dtype="float32").compute_dtype == "float32"
+
+
+def torchrun(world: int, local: int) -> Started:
+    return Started(by="torchrun", rank=0, world=world, local_rank=0, local_world=local)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "num_gpus", "mesh"),
+    [
+        ([], None, 0, "1x1"),
+        ([], None, 4, "4x1"),
+        (["cluster.without_gpu=2x2"], None, 0, "2x2"),
+        (["cluster.without_gpu=2x2"], None, 8, "8x1"),
+        (["cluster.nodes=2", "cluster.nproc=3"], None, 8, "3x2"),
+        ([], torchrun(4, 2), 8, "2x2"),
+        (["cluster.nodes=2"], torchrun(4, 4), 0, "2x2"),
+        (["cluster.nproc=1"], torchrun(4, 4), 0, "1x4"),
+        (["cluster.without_gpu=2x2"], torchrun(3, 3), 0, "3x1"),
+        (["plan.mesh=2x2"], None, 0, "2x2"),
+        (["plan.mesh=2x2"], torchrun(4, 4), 0, "2x2"),
+    ],
+)
+def test_the_mesh(path: Path, settings: list[str], ranks: Started | None, num_gpus: int, mesh: str) -> None:
+    assert str(resolve_mesh(Recipe.read(path, settings), ranks, num_gpus)) == mesh
+
+
+def test_ranks_that_do_not_form_the_mesh(path: Path) -> None:
+    with pytest.raises(SpecError, match=r"4 ranks, but torchrun started 3"):
+        resolve_mesh(Recipe.read(path, ["cluster.nodes=2", "cluster.nproc=2"]), torchrun(3, 3), 0)
+
+
+def test_the_environment() -> None:
+    assert started({}) is None
+    found = started({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert found == Started(by="torchrun", rank=3, world=4, local_rank=1, local_world=2)
+    with pytest.raises(UsageError, match="unset RANK"):
+        started({"RANK": "3"})
+    slurm = {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_NNODES": "2",
+        "SLURM_LOCALID": "1",
+        "SLURM_JOB_NODELIST": "gpu[07-08]",
+        "SLURM_JOB_ID": "41234",
+    }
+    assert started(slurm) == Started(by="SLURM", rank=5, world=8, local_rank=1, local_world=4)
+    assert (slurm["RANK"], slurm["MASTER_ADDR"], slurm["MASTER_PORT"]) == ("5", "gpu07", "21234")
+    assert started({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[1,3]", "n1"),
+        ("n[03-05,9],m", "n03"),
+        ("rack-1-[2-3]", "rack-1-2"),
+    ],
+)
+def test_first_hosts(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_demanding_a_gpu_that_is_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert device_kind(Recipe.read(path).cluster) == "cpu"
+    with pytest.raises(UsageError, match="no CUDA device"):
+        device_kind(Recipe.read(path, ["cluster.device=cuda"]).cluster)
+
+
+def test_the_quickstart_shards_parameters_and_optimizer_differently() -> None:
+    recipe = Recipe.read(QUICKSTART)
+    plan = recipe.resolved_plan(resolve_mesh(recipe, None, 0))
+    assert plan.world == 4
+    assert plan.mesh == MESH
+    assert plan.params != plan.optimizer
+    assert 5e6 < recipe.model.shape(vocab=4096, seq=128).parameters < 10e6

@@ -1,0 +1,187 @@
+"""The trainer's small parts: learning rate, metrics, progress, checkpoints' names, the run's directory."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from thinwire.errors import CheckpointError, UsageError
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
+from thinwire.train import checkpoint as checkpoints
+from thinwire.train.directory import RunDirectory
+from thinwire.train.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
+from thinwire.train.progress import ProgressReport
+from thinwire.train.schedule import learning_rate_share
+from thinwire.train.stop import StopRequest
+
+
+def record(step: int, loss: float = 1.0, val_loss: float | None = None) -> StepRecord:
+    return StepRecord(
+        step=step,
+        samples=8 * step,
+        tokens=80 * step,
+        loss=loss,
+        val_loss=val_loss,
+        grad_norm=1.0,
+        lr=1e-3,
+        skipped=False,
+        step_seconds=0.5,
+        tokens_per_second=160.0,
+        tgs=40.0,
+        mfu=None,
+        memory={"rss": 1},
+        sent={"reduce": {"inside": 3, "across": 4}},
+        exposed={"reduce": 0.1},
+    )
+
+
+def test_warm_up_then_cosine() -> None:
+    shares = [learning_rate_share(step, warmup=10, steps=100, final=0.1) for step in range(100)]
+    assert shares[0] == pytest.approx(0.1)
+    assert shares[9] == 1.0 == max(shares)
+    assert shares[10:] == sorted(shares[10:], reverse=True)
+    assert shares[99] == pytest.approx(0.1)
+    assert shares[54] == pytest.approx(0.55, abs=0.01)
+    assert learning_rate_share(0, warmup=0, steps=1, final=0.1) == pytest.approx(0.1)
+
+
+def test_metrics_resume_without_duplicates(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, None, 0)
+    for step in range(1, 6):
+        log.write(record(step))
+    log.close()
+    path.write_text(path.read_text() + '{"step": 6, "lo')
+    log = MetricsLog(path, None, 3)
+    log.write(record(4, loss=2.0))
+    log.close()
+    assert [(row["step"], row["loss"]) for row in read(path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0)]
+    assert read(path)[0]["bytes"] == {"reduce": {"inside": 3, "across": 4}}
+    truncate(tmp_path / "absent.jsonl", 3)
+
+
+def test_metrics_are_json_whatever_the_loss(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "m.jsonl", None, 0)
+    log.write(record(1, loss=float("nan")))
+    log.close()
+    assert json.loads((tmp_path / "m.jsonl").read_text(), parse_constant=pytest.fail)["loss"] is None
+
+
+def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    log = MetricsLog(tmp_path / "m.jsonl", tmp_path / "events", 0)
+    log.write(record(1, val_loss=2.5))
+    log.close()
+    events = accumulators.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert {"loss", "val_loss", "grad_norm", "bytes/reduce/across", "exposed/reduce", "memory/rss"} <= tags
+    assert events.Scalars("val_loss")[0].value == 2.5
+
+
+def test_peaks() -> None:
+    assert known_peak_tflops("NVIDIA H200", "bfloat16") == 989.0
+    assert known_peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.0
+    assert known_peak_tflops("NVIDIA A100-SXM4-80GB", "float32") == 19.5
+    assert known_peak_tflops("Some CPU", "bfloat16") is None
+
+
+def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressReport(1000, 0, "stdout") as progress:
+        for step in range(1, 1001):
+            progress.step(record(step, val_loss=1.25 if step == 500 else None))
+        progress.note("a [note] as it is")
+    lines = capsys.readouterr().out.splitlines()
+    assert 20 <= len(lines) <= 30
+    assert lines[-2].startswith("step 1000/1000  loss 1.000  val 1.250  160 tokens/s  ETA ")
+    assert lines[-1] == "a [note] as it is"
+    with ProgressReport(10, 0, "none") as progress:
+        progress.step(record(1))
+    assert capsys.readouterr().out == ""
+
+
+def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = io.StringIO()
+    terminal = Console(file=screen, force_terminal=True, width=120)
+    monkeypatch.setattr("thinwire.train.progress.Console", lambda **_: terminal)
+    with ProgressReport(10, 4, "stdout") as progress:
+        progress.step(record(5))
+        progress.note("note")
+    assert "5/10" in screen.getvalue()
+    assert "loss 1.000" in screen.getvalue()
+
+
+def fake_checkpoints(directory: Path, *steps: int) -> None:
+    for step in steps:
+        checkpoints.checkpoint_path(directory, step).mkdir(parents=True)
+
+
+def test_checkpoints_are_ordered_and_old_ones_deleted(tmp_path: Path) -> None:
+    fake_checkpoints(tmp_path, 20, 100, 3)
+    (tmp_path / "step-4").mkdir()
+    (tmp_path / ".tmp-step-00000005-0123456789abcdef").mkdir()
+    assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [3, 20, 100]
+    checkpoints.delete_old(tmp_path, keep=2)
+    assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [20, 100]
+    checkpoints.delete_after(tmp_path, 20)
+    assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [20]
+    assert checkpoints.checkpoints(tmp_path / "absent") == []
+
+
+def test_damaged_checkpoints_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_checkpoints(tmp_path, 1, 2, 3)
+
+    def verify(path: Path) -> None:
+        if path.name > "step-00000001":
+            raise CheckpointError(f"{path.name} is damaged")
+
+    monkeypatch.setattr(checkpoints, "verify", verify)
+    found, passed_over = checkpoints.newest_valid(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert passed_over == ["step-00000003 is damaged", "step-00000002 is damaged"]
+    checkpoints.delete_old(tmp_path, keep=2)
+    with pytest.raises(CheckpointError, match="holds no valid checkpoint"):
+        checkpoints.newest_valid(tmp_path)
+    assert checkpoints.newest_valid(tmp_path / "absent") == (None, [])
+
+
+def test_run_directories_are_not_written_over(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    directory.check(resume=False)
+    with pytest.raises(UsageError, match="holds no run to resume"):
+        directory.check(resume=True)
+    recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
+    plan = Plan.preset("ddp", nodes=1, local=1)
+    directory.open(recipe, plan, {"thinwire": "1"})
+    assert Recipe.load(directory.recipe) == recipe
+    assert Plan.load(directory.plan) == plan
+    directory.check(resume=True)
+    with pytest.raises(UsageError, match=r"not empty; add --resume"):
+        directory.check(resume=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be made"):
+        RunDirectory(tmp_path / "file" / "run").open(recipe, plan, {})
+
+
+def test_stop_file(tmp_path: Path) -> None:
+    with StopRequest(tmp_path / "stop", launched=True) as stop:
+        assert stop.reason is None
+        (tmp_path / "stop").write_text("Ctrl-C")
+        assert stop.reason == "Ctrl-C"
+
+
+def test_the_first_signal_is_noted_and_the_second_kills(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(tmp_path / "stop", launched=False) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.reason == "SIGTERM"
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) is before
