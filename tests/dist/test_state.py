@@ -1,0 +1,315 @@
+"""Checkpoints with ranks in processes of their own: other world sizes, full disks, kill -9 at any moment."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import resource
+import signal
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import CheckpointError
+from thinwire.shard.state import Alone, Chunk, ShardedVector, read, read_values, verify, write
+
+# The server has torch loaded, so that a rank starts in milliseconds.
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "thinwire.shard.state"])
+
+NUMEL = {"model/a": 1000, "model/b": 17, "optimizer/a/exp_avg": 1000, "optimizer/a/step": 1, "none": 0}
+DTYPE = {
+    "model/a": torch.bfloat16,
+    "model/b": torch.float64,
+    "optimizer/a/exp_avg": torch.float32,
+    "optimizer/a/step": torch.int64,
+    "none": torch.float32,
+}
+
+
+class Gloo:
+    """The default process group as a control group."""
+
+    def __init__(self) -> None:
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def all_gather_object(self, obj: Any, /) -> list[Any]:
+        everyone: list[Any] = [None] * self.size
+        dist.all_gather_object(everyone, obj)
+        return everyone
+
+
+def rank_main(
+    pipe: Connection, store: str, rank: int, size: int, action: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    torch.set_num_threads(1)
+    try:
+        if size > 1:
+            timeout = timedelta(seconds=30)
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=timeout
+            )
+        result: Any = action(Gloo() if size > 1 else Alone(), *args)
+    except Exception as error:
+        if not isinstance(error, CheckpointError):
+            traceback.print_exc()
+        result = error if isinstance(error, CheckpointError) else RuntimeError(repr(error))
+    pipe.send(result)
+    pipe.close()
+
+
+def run(size: int, tmp_path: Path, action: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run ``action(control, *args)`` in ``size`` processes; give what each returned, raised or died of."""
+    store = str(tmp_path / f"store-{time.monotonic_ns()}")
+    pipes, processes = [], []
+    for rank in range(size):
+        receiver, sender = CONTEXT.Pipe(duplex=False)
+        process = CONTEXT.Process(target=rank_main, args=(sender, store, rank, size, action, args))
+        process.start()
+        sender.close()
+        pipes.append(receiver)
+        processes.append(process)
+    results: list[Any] = []
+    for pipe, process in zip(pipes, processes, strict=True):
+        try:
+            results.append(pipe.recv() if pipe.poll(60) else "timeout")
+        except EOFError:
+            process.join(10)
+            results.append(process.exitcode)
+        pipe.close()
+    for process in processes:
+        process.join(10)
+        if process.is_alive():
+            process.kill()
+            process.join()
+    Path(store).unlink(missing_ok=True)
+    return results
+
+
+def truth(key: str, salt: int = 0) -> torch.Tensor:
+    """The whole vector; ``salt`` tells one checkpoint from another."""
+    generator = torch.Generator().manual_seed(hash((len(key), salt)))
+    return torch.randint(-100, 100, (NUMEL[key],), generator=generator).to(DTYPE[key])
+
+
+def cut(numel: int, rank: int, size: int, seed: int) -> list[tuple[int, int]]:
+    """The spans of ``rank`` when ``numel`` elements are cut at random and dealt to ``size`` ranks."""
+    generator = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(0, numel + 1, (2 * size,), generator=generator).sort().values.tolist()
+    owners = torch.randint(0, size, (2 * size + 1,), generator=generator).tolist()
+    spans = zip([0, *cuts], [*cuts, numel], owners, strict=True)
+    return [(begin, end) for begin, end, owner in spans if owner == rank]
+
+
+def save(control: Any, path: Path, salt: int = 0) -> None:
+    vectors = {}
+    for seed, key in enumerate(NUMEL):
+        whole = truth(key, salt)
+        spans = cut(NUMEL[key], control.rank, control.size, seed)
+        vectors[key] = ShardedVector(
+            NUMEL[key], tuple(Chunk(begin, whole[begin:end]) for begin, end in spans)
+        )
+    write(path, vectors, {"salt": salt, f"rng/{control.rank}": [control.rank, salt]}, control=control)
+
+
+def load(control: Any, path: Path, salt: int = 0) -> bool:
+    """Read under another sharding, half of which several ranks want, and compare."""
+    vectors = {}
+    for seed, key in enumerate(NUMEL):
+        spans = [*cut(NUMEL[key], control.rank, control.size, seed + 100), (NUMEL[key] // 3, NUMEL[key] // 2)]
+        chunks = tuple(Chunk(begin, torch.zeros(end - begin, dtype=DTYPE[key])) for begin, end in spans)
+        vectors[key] = ShardedVector(NUMEL[key], chunks)
+    read(path, vectors, control=control)
+    return all(
+        torch.equal(chunk.tensor, truth(key, salt)[chunk.offset : chunk.offset + chunk.tensor.numel()])
+        for key, vector in vectors.items()
+        for chunk in vector.chunks
+    )
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith("store-"))
+
+
+def assert_holds(path: Path, salts: Sequence[int]) -> int:
+    """Check that a complete checkpoint of one of ``salts`` is read at ``path``; give which."""
+    salt = read_values(path)["salt"]
+    assert salt in salts
+    verify(path)
+    assert load(Alone(), path, salt)
+    return int(salt)
+
+
+def test_saved_by_four_ranks_loaded_by_any_number(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    assert run(4, tmp_path, save, path) == [None] * 4
+    assert names(tmp_path) == ["step-1"]
+    assert read_values(path) == {"salt": 0} | {f"rng/{rank}": [rank, 0] for rank in range(4)}
+    for size in (2, 1, 3):
+        assert run(size, tmp_path, load, path) == [True] * size
+
+
+def load_missing(control: Any, path: Path) -> None:
+    read(path, {"model/c": ShardedVector(1, ())} if control.rank == 1 else {}, control=control)
+
+
+def test_errors_reach_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "step-1"
+    assert run(1, tmp_path, save, path) == [None]
+    results = run(2, tmp_path, load_missing, path)
+    assert {str(result) for result in results} == {
+        f"{path}: cannot load: rank 1: it has 5 vectors but lacks 'model/c' (nearest: 'model/b', 'model/a')"
+    }
+    for file in verify(path).files:
+        with (path / file.name).open("r+b") as stream:
+            stream.seek(-1, os.SEEK_END)
+            stream.write(b"\x7f")
+    results = run(2, tmp_path, load, path)
+    assert all(isinstance(result, CheckpointError) and "corrupt" in str(result) for result in results), (
+        results
+    )
+
+
+def save_limited(control: Any, path: Path, limited: int) -> None:
+    """Save with a limit on the size of files on one rank, which acts as a full disk does."""
+    if control.rank == limited:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
+    save(control, path, 1)
+
+
+@pytest.mark.parametrize("limited", [0, 2])
+def test_a_rank_that_cannot_write_fails_all(tmp_path: Path, limited: int) -> None:
+    path = tmp_path / "step-1"
+    assert run(1, tmp_path, save, path) == [None]
+    results = run(3, tmp_path, save_limited, path, limited)
+    assert {str(result) for result in results} == {f"{path}: cannot save: rank {limited}: File too large"}
+    assert names(tmp_path) == ["step-1"]
+    assert assert_holds(path, [0]) == 0
+
+
+def on_a_full_disk(control: Any, path: Path) -> list[str] | None:
+    """Save on a file system of 128 KiB which only this process sees, and which goes with it.
+
+    Returns:
+        What became of two saves too large for it; None if this user may not mount file systems.
+    """
+    clone_newns, ms_rec, ms_private = 0x20000, 0x4000, 1 << 18
+    libc = ctypes.CDLL(None, use_errno=True)
+    disk = os.fsencode(path.parent)
+    if libc.unshare(clone_newns) or libc.mount(None, b"/", None, ms_rec | ms_private, None):
+        return None
+    if libc.mount(b"tmpfs", disk, b"tmpfs", 0, b"size=128k"):
+        return None
+    save(control, path)
+    large = ShardedVector(50_000, (Chunk(0, torch.ones(50_000)),))
+    messages = []
+    for name in ("step-1", "step-2"):
+        with pytest.raises(CheckpointError) as caught:
+            write(path.with_name(name), {"large": large}, {}, control=control)
+        messages.append(str(caught.value))
+        assert names(path.parent) == ["step-1"]
+        assert_holds(path, [0])
+    save(control, path, 1)
+    assert_holds(path, [1])
+    return messages
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    (messages,) = run(1, tmp_path, on_a_full_disk, disk / "step-1")
+    if messages is None:
+        pytest.skip("this user may not mount a file system")
+    problem = "cannot save: No space left on device (free some space or save elsewhere)"
+    assert messages == [f"{disk / name}: {problem}" for name in ("step-1", "step-2")]
+
+
+def kill_at(moment: int) -> list[str]:
+    """Let this process be killed before its ``moment``-th change to the file system; list those so far."""
+    events: list[str] = []
+
+    def patch(owner: Any, name: str) -> None:
+        original = getattr(owner, name)
+
+        def change(*args: Any, **kwargs: Any) -> Any:
+            events.append(name)
+            if len(events) == moment:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(owner, name, change)
+
+    patch(os, "fsync")
+    patch(os, "close")
+    for name in ("mkdir", "rename", "unlink", "rmdir"):
+        patch(os, name)
+    return events
+
+
+def save_until(control: Any, path: Path, salt: int, moment: int) -> list[str]:
+    events = kill_at(moment)
+    save(control, path, salt)
+    return events
+
+
+def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    """Every save replaces the checkpoint; one process is killed at every change to the file system."""
+    path = tmp_path / "step-1"
+    save(Alone(), path, 0)
+    current, moment = 0, 0
+    seen: set[int] = set()
+    while True:
+        moment += 1
+        (result,) = run(1, tmp_path, save_until, path, moment, moment)
+        found = assert_holds(path, [current, moment])
+        if isinstance(result, list):
+            break
+        assert result == -signal.SIGKILL
+        seen.add(found == moment)
+        current = found
+    assert found == moment
+    assert seen == {False, True}  # killed both before and after the new one took its place
+    assert {"mkdir", "fsync", "rename", "unlink", "rmdir"} <= set(result)
+    assert names(tmp_path) == ["step-1"]
+
+
+def test_a_save_under_another_name_removes_leftovers(tmp_path: Path) -> None:
+    save(Alone(), tmp_path / "step-1", 1)
+    (events,) = run(1, tmp_path, save_until, tmp_path / "step-2", 2, 1000)
+    (tmp_path / "step-2").rename(tmp_path / "step-3")
+    for moment in range(1, len(events) + 1, 3):
+        assert run(1, tmp_path, save_until, tmp_path / "step-2", 2, moment) == [-signal.SIGKILL]
+        assert_holds(tmp_path / "step-1", [1])
+    assert any(name.startswith(".tmp-step-2-") for name in names(tmp_path))
+    save(Alone(), tmp_path / "step-4", 4)
+    assert [name for name in names(tmp_path) if name != "step-2"] == ["step-1", "step-3", "step-4"]
+
+
+def save_and_die(control: Any, path: Path, dying: int, moment: int) -> None:
+    if control.rank == dying:
+        kill_at(moment)
+    save(control, path, 1)
+
+
+@pytest.mark.parametrize("dying", [0, 3])
+def test_a_killed_rank_stops_the_others(tmp_path: Path, dying: int) -> None:
+    path = tmp_path / "step-1"
+    assert run(1, tmp_path, save, path) == [None]
+    begin = time.monotonic()
+    results = run(4, tmp_path, save_and_die, path, dying, 4)
+    assert time.monotonic() - begin < 20, "the ranks left waited for their timeout"
+    assert results.pop(dying) == -signal.SIGKILL
+    assert all(isinstance(result, Exception) for result in results), results
+    assert assert_holds(path, [0]) == 0
+    assert run(4, tmp_path, save, path, 2) == [None] * 4
+    assert names(tmp_path) == ["step-1"]
+    assert assert_holds(path, [2]) == 2

@@ -1,0 +1,160 @@
+"""A directory appears whole or not at all, and what crashes leave behind is found or removed."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import CheckpointError
+from thinwire.shard import atomic
+from thinwire.shard.atomic import Staging, locate, recover
+from thinwire.shard.manifest import MANIFEST_NAME
+
+TOKEN = "0123456789abcdef"
+
+
+def fill(directory: Path, text: str) -> None:
+    directory.mkdir(exist_ok=True)
+    (directory / MANIFEST_NAME).write_text(text)
+
+
+def text_of(directory: Path) -> str:
+    return (locate(directory) / MANIFEST_NAME).read_text()
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def save(target: Path, text: str) -> None:
+    staging = Staging(target, Staging.new_token())
+    staging.create()
+    fill(staging.directory, text)
+    staging.publish()
+
+
+def test_publishes_under_the_name_and_leaves_nothing_else(tmp_path: Path) -> None:
+    target = tmp_path / "new" / "run" / "step-1"
+    for text in ("one", "two"):
+        save(target, text)
+        assert text_of(target) == text
+        assert names(target.parent) == ["step-1"]
+
+
+def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    save(tmp_path / "a", "one")
+    assert text_of(tmp_path / "a") == "one"
+
+
+@pytest.mark.parametrize("kind", ["file", "directory"])
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, kind: str) -> None:
+    target = tmp_path / "a"
+    if kind == "file":
+        target.write_text("mine")
+    else:
+        target.mkdir()
+        (target / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
+        Staging(target, TOKEN).create()
+    assert names(tmp_path) == ["a"]
+
+
+def test_a_discarded_staging_directory_is_gone(tmp_path: Path) -> None:
+    save(tmp_path / "a", "one")
+    staging = Staging(tmp_path / "a", TOKEN)
+    staging.create()
+    fill(staging.directory, "two")
+    staging.discard()
+    staging.discard()
+    assert names(tmp_path) == ["a"]
+    assert text_of(tmp_path / "a") == "one"
+
+
+def test_the_previous_directory_returns_if_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "a", "one")
+    staging = Staging(tmp_path / "a", TOKEN)
+    staging.create()
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == staging.directory:
+            raise PermissionError(13, "Permission denied")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(PermissionError):
+        staging.publish()
+    assert text_of(tmp_path / "a") == "one"
+    assert names(tmp_path) == [f".tmp-a-{TOKEN}", "a"]
+
+
+def test_a_crash_between_the_renames_is_read_through_and_undone(tmp_path: Path) -> None:
+    fill(tmp_path / f".old-a-{TOKEN}", "one")
+    fill(tmp_path / f".tmp-a-{TOKEN}", "two")
+    fill(tmp_path / f".old-a-b-{TOKEN}", "another")
+    assert text_of(tmp_path / "a") == "one"
+    assert text_of(tmp_path / "a-b") == "another"
+    recover(tmp_path)
+    assert names(tmp_path) == ["a", "a-b"]
+    assert text_of(tmp_path / "a") == "one"
+
+
+def test_leftovers_are_deleted_and_nothing_else(tmp_path: Path) -> None:
+    fill(tmp_path / "a", "two")
+    fill(tmp_path / f".old-a-{TOKEN}", "one")  # the crash came while deleting it
+    (tmp_path / f".old-b-{TOKEN}").mkdir()  # deleted but for the directory itself
+    fill(tmp_path / ".tmp-b-fedcba9876543210", "half")
+    others = [".tmp-x", ".old-x", f"tmp-x-{TOKEN}", f".tmp-{TOKEN}", ".tmp-x-0123", "b"]
+    for other in others:
+        (tmp_path / other).mkdir()
+    assert locate(tmp_path / "c") == tmp_path / "c"
+    recover(tmp_path)
+    assert names(tmp_path) == sorted(["a", *others])
+    assert text_of(tmp_path / "a") == "two"
+    recover(tmp_path / "missing")
+
+
+def test_a_save_in_progress_is_left_alone(tmp_path: Path) -> None:
+    first = Staging(tmp_path / "a", Staging.new_token())
+    first.create()
+    save(tmp_path / "b", "two")
+    fill(first.directory, "one")
+    first.publish()
+    assert names(tmp_path) == ["a", "b"]
+
+    second = Staging(tmp_path / "a", TOKEN)
+    second.create()
+    (tmp_path / "a").rename(tmp_path / f".old-a-{TOKEN}")  # it is between the renames
+    recover(tmp_path)
+    assert names(tmp_path) == [f".old-a-{TOKEN}", f".tmp-a-{TOKEN}", "b"]
+
+
+def test_without_locks_age_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_locks(descriptor: int, operation: int) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    save(tmp_path / "a", "one")
+    young, old = tmp_path / f".tmp-a-{TOKEN}", tmp_path / ".tmp-b-fedcba9876543210"
+    fill(young, "")
+    fill(old, "")
+    past = time.time() - 2 * atomic._STALE_SECONDS
+    for path in (young, old, old / MANIFEST_NAME):
+        os.utime(path, (past, past))
+    recover(tmp_path)
+    assert names(tmp_path) == [young.name, "a"]
+
+
+def test_symbolic_links_are_followed(tmp_path: Path) -> None:
+    save(tmp_path / "step-1", "one")
+    (tmp_path / "latest").symlink_to("step-1")
+    save((tmp_path / "latest").resolve(), "two")
+    assert names(tmp_path) == ["latest", "step-1"]
+    assert text_of(tmp_path / "latest") == "two"
