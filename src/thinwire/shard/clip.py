@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -34,11 +36,12 @@ def clip_grad_norm_(
     if norm_type != 2.0:
         raise UsageError(f"norm_type = {norm_type}: only the 2-norm is available; use norm_type = 2")
     runtime = runtime_of(model)
-    agreement = runtime.agree()
+    agreement = runtime.agree(measure=True)
     if error_if_nonfinite and not agreement.finite:
         raise NonFiniteError(f"the gradient norm is {agreement.norm}; lower the learning rate or look at the data")
     coefficient = max_norm / (agreement.norm + 1e-6)
     # As in torch, a norm that is not finite poisons the gradients rather than being hidden.
     if not coefficient >= 1.0:
         runtime.arena.mul_(coefficient)
+        runtime.agreement = replace(agreement, norm=agreement.norm * coefficient)
     return torch.tensor(agreement.norm, dtype=torch.float32)

@@ -6,8 +6,8 @@ Three buffers take part, each only where the plan needs it:
 - ``local``: the fp32 gradient shard ``G`` that accumulates over micro-batches, where ``s_g = s_p < s_os``;
 - ``owned``: the fp32 gradient of this rank's optimizer share; where ``s_g = s_os`` it is ``G``.
 
-Every reduction is a mean over its axis and is added to what is there, so reductions stay right however often a
-backward runs before the step.
+Every reduction is a mean (or a sum) over its axis and is added to what is there, so reductions stay right however often
+a backward runs before the step. A mean of replicas may be averaged again; a sum is divided among them first.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ class UnitGradient:
         self.owned = Accumulator(owned)
         self.staging: torch.Tensor | None = None
         self.unsynced = False
+        self.synchronised = False  # ``owned`` is a sum over the replicas, and the next one will include it
         self._local: Accumulator | None = self.owned if topology.shard == 1 else None
         self._seen: set[int] = set()
         self._into_local = False
@@ -156,7 +157,7 @@ class UnitGradient:
             self._local.empty = True
         self.staging = None
         self._seen.clear()
-        self.unsynced = False
+        self.unsynced = self.synchronised = False
 
     def _begin(self, *, last: bool) -> None:
         """Decide where this micro-batch's gradients go.
@@ -165,6 +166,9 @@ class UnitGradient:
         micro-batch can go to the wire at once.
         """
         topology = self.topology
+        if self.synchronised and not topology.mean:
+            self.owned.values.mul_(1.0 / topology.replica)
+        self.synchronised = False
         at_home = topology.params == 1 and not topology.scatter_always
         networked = topology.shard > 1 or topology.replica > 1
         self._into_local = at_home and not (last and networked and not self._holds_something())

@@ -70,6 +70,10 @@ class Reducer:
             order: units in reduction order, the same on every rank.
             last: whether it belongs to the step's last micro-batch.
         """
+        if self._last:
+            # A step's reductions are still under way where backwards follow each other without a step between: what
+            # they write must not be added to yet.
+            self.join()
         self._last = last
         self._pending = deque(unit for unit in order if unit in self.gradients)
         self._ready.clear()
@@ -153,77 +157,87 @@ class Reducer:
         overlapped = self.plan.overlap.sync if self._last else self.plan.overlap.reduce
         scatter = topology.shard > 1 and (self._last or topology.scatter_always)
         sync = topology.replica > 1 and self._last
-        if scatter:
-            straight = not sync or topology.scatter_always
-            part, ticket = self._scatter(bucket, into_owned=straight, overlapped=overlapped)
-            after = [ticket]
-            sources = [(g, g.owned.values) for g, _ in bucket] if straight else _cut(bucket, part)
+        if scatter and sync and not topology.scatter_always:
+            vector, ticket = self._scatter(bucket, overlapped=overlapped)
+            self._synchronise(bucket, vector, [ticket], overlapped=overlapped)
         else:
-            sources = bucket
-        if sync:
-            self._synchronise(sources, after, overlapped=overlapped)
+            if scatter:
+                after = [self._scatter_into_owned(bucket, overlapped=overlapped)]
+                bucket = [(gradient, gradient.owned.values) for gradient, _ in bucket]
+            if sync:
+                self._synchronise(bucket, None, after, overlapped=overlapped)
         if self._last:
             for gradient, _ in bucket:
                 gradient.unsynced = False
                 if topology.shard > 1 and gradient.has_local:
                     gradient.local.empty = True
 
-    def _scatter(
-        self, bucket: Sources, *, into_owned: bool, overlapped: bool
-    ) -> tuple[torch.Tensor, Ticket]:
-        """Reduce-scatter a bucket over the shard axis, into the optimizer shares or into a part of its own."""
+    def _scatter(self, bucket: Sources, *, overlapped: bool) -> tuple[torch.Tensor, Ticket]:
+        """Reduce-scatter a bucket over the shard axis, into a vector that goes on to the replicas in wire dtype."""
         topology, group = self.topology, self._shard
-        sizes = [sum(column) for column in zip(*(g.share_sizes for g, _ in bucket), strict=True)]
-        device = bucket[0][1].device
-        alone = into_owned and len(bucket) == 1
-        part = (
-            bucket[0][0].owned.values
-            if alone
-            else allocate(sizes[group.index], torch.float32, device)
-        )
-        accumulate = bucket[0][0].owned.claim() if alone else False
-        claims = [] if alone or not into_owned else [(g, g.owned.claim()) for g, _ in bucket]
+        sizes = _share_sizes(bucket)
+        mine = sizes[group.index]
+        vector = allocate(padded(mine, self._replica.size), topology.wire_dtype, bucket[0][1].device)
         scale = topology.scale(group.size)
 
         def body() -> None:
             whole = _pack(bucket, sizes, topology.wire_dtype)
-            reduce_scatter(group, whole, part, scale=scale, accumulate=accumulate, sizes=sizes)
-            for (gradient, piece), (_, add) in zip(_cut(bucket, part), claims, strict=False):
-                _store(gradient.owned.values, piece, add=add)
+            reduce_scatter(group, whole, vector[:mine], scale=scale, sizes=sizes)
+            vector[mine:].zero_()
 
-        held = (part, *(source for _, source in bucket))
-        return part, self._submit(Lane.REDUCE, body, held=held, overlapped=overlapped)
+        held = (vector, *(source for _, source in bucket))
+        return vector, self._submit(Lane.REDUCE, body, held=held, overlapped=overlapped)
 
-    def _synchronise(self, sources: Sources, after: list[Ticket], *, overlapped: bool) -> None:
-        """All-reduce a bucket's optimizer shares over their replicas."""
-        topology, group = self.topology, self._replica
-        total = sum(source.numel() for _, source in sources)
+    def _scatter_into_owned(self, bucket: Sources, *, overlapped: bool) -> Ticket:
+        """Reduce-scatter a bucket over the shard axis, into the fp32 gradients of the optimizer shares."""
+        topology, group = self.topology, self._shard
+        sizes = _share_sizes(bucket)
+        adds = [gradient.owned.claim() for gradient, _ in bucket]
         scale = topology.scale(group.size)
-        # What already is the accumulated gradient is replaced by its mean; anything else is added to it.
-        claims = [
-            (g, source, False if source is g.owned.values else g.owned.claim()) for g, source in sources
-        ]
-        device = sources[0][1].device
 
         def body() -> None:
-            if len(sources) == 1 and _travels_as_is(sources[0][1], total, group.size, topology.wire_dtype):
-                vector = sources[0][1]
-            else:
-                vector = allocate(padded(total, group.size), topology.wire_dtype, device)
-                _concatenate([source for _, source in sources], vector)
-            position = 0
-            if len(claims) == 1:
-                gradient, _, add = claims[0]
-                all_reduce(group, vector, gradient.owned.values, scale=scale, accumulate=add)
+            whole = _pack(bucket, sizes, topology.wire_dtype)
+            if len(bucket) == 1:
+                out = bucket[0][0].owned.values
+                reduce_scatter(group, whole, out, scale=scale, accumulate=adds[0], sizes=sizes)
                 return
-            summed = allocate(total, torch.float32, device)
-            all_reduce(group, vector, summed, scale=scale)
-            for gradient, source, add in claims:
-                piece = summed[position : position + source.numel()]
-                _store(gradient.owned.values, piece, add=add)
-                position += source.numel()
+            out = allocate(sizes[group.index], torch.float32, whole.device)
+            reduce_scatter(group, whole, out, scale=scale, sizes=sizes)
+            _distribute(bucket, out, adds)
 
-        held = tuple(source for _, source in sources)
+        return self._submit(Lane.REDUCE, body, held=[source for _, source in bucket], overlapped=overlapped)
+
+    def _synchronise(
+        self, bucket: Sources, vector: torch.Tensor | None, after: list[Ticket], *, overlapped: bool
+    ) -> None:
+        """All-reduce a bucket's optimizer shares over their replicas.
+
+        Args:
+            bucket: the units, and their shares' gradients where ``vector`` is not given.
+            vector: the shares laid end to end in wire dtype, padded; used as scratch.
+            after: what has to finish first.
+            overlapped: whether computation goes on meanwhile.
+        """
+        topology, group = self.topology, self._replica
+        scale = topology.scale(group.size)
+        # What already is the accumulated gradient is replaced by its mean; anything else is added to it.
+        adds = [
+            False if vector is None and source is gradient.owned.values else gradient.owned.claim()
+            for gradient, source in bucket
+        ]
+        device = bucket[0][1].device
+
+        def body() -> None:
+            whole = vector if vector is not None else _concatenated(bucket, group.size, topology.wire_dtype)
+            if len(bucket) == 1:
+                all_reduce(group, whole, bucket[0][0].owned.values, scale=scale, accumulate=adds[0])
+                return
+            total = sum(gradient.owned.values.numel() for gradient, _ in bucket)
+            summed = allocate(total, torch.float32, device)
+            all_reduce(group, whole, summed, scale=scale)
+            _distribute(bucket, summed, adds)
+
+        held = [source for _, source in bucket] if vector is None else [vector]
         self._submit(Lane.SYNC, body, after=after, held=held, overlapped=overlapped)
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -259,9 +273,9 @@ def _finished(ticket: Ticket) -> bool:
     return True
 
 
-def _travels_as_is(source: torch.Tensor, total: int, ranks: int, wire_dtype: torch.dtype) -> bool:
-    """Whether a source can be the all-reduce's own buffer: staging is ours to overwrite, accumulators are not."""
-    return source.dtype == wire_dtype and source.dtype != torch.float32 and total % ranks == 0
+def _share_sizes(bucket: Sources) -> list[int]:
+    """Elements of a bucket that each rank of the shard axis owns."""
+    return [sum(column) for column in zip(*(g.share_sizes for g, _ in bucket), strict=True)]
 
 
 def _pack(bucket: Sources, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -287,22 +301,28 @@ def _pack(bucket: Sources, sizes: Sequence[int], dtype: torch.dtype) -> torch.Te
     return whole
 
 
-def _cut(bucket: Sources, part: torch.Tensor) -> Sources:
-    """A bucket's part by unit."""
-    sizes = [gradient.owned.values.numel() for gradient, _ in bucket]
-    return [(gradient, piece) for (gradient, _), piece in zip(bucket, part.split(sizes), strict=True)]
-
-
-def _concatenate(sources: Sequence[torch.Tensor], vector: torch.Tensor) -> None:
+def _concatenated(bucket: Sources, ranks: int, dtype: torch.dtype) -> torch.Tensor:
+    """The sources laid end to end in wire dtype, padded to a multiple of ``ranks``: memory of our own to work in."""
+    if len(bucket) == 1 and bucket[0][1].dtype == dtype != torch.float32 and bucket[0][1].numel() % ranks == 0:
+        return bucket[0][1]  # staging is ours; accumulators are fp32
+    total = sum(source.numel() for _, source in bucket)
+    vector = allocate(padded(total, ranks), dtype, bucket[0][1].device)
     position = 0
-    for source in sources:
+    for _, source in bucket:
         vector[position : position + source.numel()].copy_(source)
         position += source.numel()
     vector[position:].zero_()
+    return vector
 
 
-def _store(target: torch.Tensor, value: torch.Tensor, *, add: bool) -> None:
-    if add:
-        target.add_(value)
-    else:
-        target.copy_(value)
+def _distribute(bucket: Sources, values: torch.Tensor, adds: Sequence[bool]) -> None:
+    """Give each unit of a bucket its part of ``values``."""
+    position = 0
+    for (gradient, _), add in zip(bucket, adds, strict=True):
+        owned = gradient.owned.values
+        piece = values[position : position + owned.numel()]
+        if add:
+            owned.add_(piece)
+        else:
+            owned.copy_(piece)
+        position += owned.numel()

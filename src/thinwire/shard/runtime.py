@@ -30,11 +30,13 @@ class Agreement:
     """What the step's one exchange established, the same on every rank.
 
     Attributes:
-        norm: L2 norm of the whole gradient.
+        norm: L2 norm of the whole gradient; NaN if nobody asked for it.
+        measured: whether the norm was asked for.
         used: for each trainable parameter, in order, whether any rank had a gradient for it.
     """
 
     norm: float
+    measured: bool
     used: tuple[bool, ...]
 
     @property
@@ -192,17 +194,21 @@ class Runtime:
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    def agree(self) -> Agreement:
+    def agree(self, *, measure: bool) -> Agreement:
         """Join every reduction, then compare with the other ranks: norm, order of units, used parameters.
+
+        Args:
+            measure: whether the gradient norm is needed, which takes a pass over this rank's share.
 
         Raises:
             MismatchError: if two ranks ran units in a different order or took a different number of steps.
         """
-        if self.agreement is not None:
+        if self.agreement is not None and (self.agreement.measured or not measure):
             return self.agreement
         self.reducer.join()
+        squared = self._squared_norm() if measure else float("nan")
         words = struct.pack(
-            "<dqqq", self._squared_norm(), self.schedule.order_hash, len(self._used), self.num_steps
+            "<dqqq", squared, self.schedule.order_hash, len(self._used), self.num_steps
         )
         bits = _to_bits(self._used)
         everyone = self._exchange(words + bits)
@@ -220,7 +226,7 @@ class Runtime:
             for i, byte in enumerate(row_bits[len(words) :]):
                 used[i] |= byte
         flags = tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self._used)))
-        self.agreement = Agreement(sum(row[0] for row in rows) ** 0.5, flags)
+        self.agreement = Agreement(sum(row[0] for row in rows) ** 0.5, measure, flags)
         return self.agreement
 
     def updated(self) -> None:
@@ -239,6 +245,12 @@ class Runtime:
                         )
             if unit.spread is not None and not self.plan.overlap.spread:
                 unit.join_spread()
+        self.num_steps += 1
+        self.schedule.abandon()
+        self.agreement = None
+
+    def skipped(self) -> None:
+        """The step was taken without an update."""
         self.num_steps += 1
         self.schedule.abandon()
         self.agreement = None
@@ -278,7 +290,7 @@ class Runtime:
 
     def used_flag(self, index: int, slot: int) -> bool:
         """Whether any rank had a gradient for a parameter in this step."""
-        return self.agree().used[self._first_bit[index] + slot]
+        return self.agree(measure=False).used[self._first_bit[index] + slot]
 
     def _number_parameters(self) -> list[int]:
         first, bits = 0, []

@@ -1,0 +1,100 @@
+"""Every way of sharding trains the same model as one process alone (fp32, to rounding)."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+import thinwire as tw
+from tests.dist.parity import Case, assert_parity
+from thinwire.errors import SpecError
+
+PARTITIONS = ("intra", "inter")
+
+
+def preset(name: str, nodes: int, local: int, **fields: object) -> tw.Plan:
+    plan = tw.Plan.preset(name, nodes=nodes, local=local, compute_dtype="float32", **fields)
+    return plan.uncompressed()
+
+
+def factors(mesh: tw.Factor) -> Iterator[tw.Factor]:
+    for local, nodes in itertools.product(range(1, mesh.local + 1), range(1, mesh.nodes + 1)):
+        yield tw.Factor(local=local, nodes=nodes)
+
+
+def valid_plans(mesh: tw.Factor, partition: str) -> dict[str, tw.Plan]:
+    """Every plan on a mesh that differs in its factors: what ``Plan`` accepts of all triples, with each secondary."""
+    every = list(factors(mesh))
+    plans = {}
+    for params, grads, optimizer, secondary in itertools.product(every, every, every, [None, *every]):
+        try:
+            plan = tw.Plan(
+                mesh=mesh,
+                params=params,
+                grads=grads,
+                optimizer=optimizer,
+                secondary=secondary,
+                partition=partition,
+                compute_dtype="float32",
+            )
+        except SpecError:
+            continue
+        plans[f"P {params} G {grads} OS {optimizer} secondary {secondary}"] = plan
+    return plans
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_presets_on_2x2(partition: str, micro_batches: int) -> None:
+    cases = {
+        name: Case(preset(name, 2, 2, partition=partition), micro_batches) for name in tw.Plan.preset_names()
+    }
+    assert len(cases) == 13
+    assert_parity(4, cases)
+
+
+def test_presets_on_3x2() -> None:
+    cases = {}
+    for name in tw.Plan.preset_names():
+        plan = preset(name, 3, 2)
+        cases[f"{name} intra"] = Case(plan, 2)
+        if plan.optimizer != plan.params:  # else there is nothing to deal
+            cases[f"{name} inter"] = Case(preset(name, 3, 2, partition="inter"), 2)
+    assert_parity(6, cases)
+
+
+def test_all_factors_are_enumerated() -> None:
+    """Counted by hand: the chain 1x1 | 2x1 | 2x2 has 6 pairs (P, OS), G is either of them: 9 triples; each takes no
+    secondary, or one of the divisors of P."""
+    triples = {"1x1": 5, "2x1": 3, "2x2": 1}
+    secondaries = {"1x1": 1, "2x1": 2, "2x2": 3}
+    plans = valid_plans(tw.Factor(local=2, nodes=2), "intra")
+    assert len(plans) == sum(count * (1 + secondaries[params]) for params, count in triples.items())
+    assert sum(plan.secondary is None for plan in plans.values()) == 9
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_free_factors_on_2x2(partition: str, micro_batches: int) -> None:
+    plans = valid_plans(tw.Factor(local=2, nodes=2), partition)
+    assert_parity(4, {name: Case(plan, micro_batches) for name, plan in plans.items()})
+
+
+@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize(("local", "nodes"), [(4, 1), (1, 4)])
+def test_free_factors_on_one_axis(local: int, nodes: int, partition: str) -> None:
+    """One node of four ranks, and four nodes of one: every collective has one hop."""
+    plans = valid_plans(tw.Factor(local=local, nodes=nodes), partition)
+    assert len(plans) == 23
+    assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items() if plan.secondary is None})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("partition", PARTITIONS)
+def test_free_factors_on_3x2(partition: str, micro_batches: int) -> None:
+    plans = valid_plans(tw.Factor(local=2, nodes=3), partition)
+    assert len(plans) == 23
+    assert_parity(6, {name: Case(plan, micro_batches) for name, plan in plans.items()})
