@@ -31,7 +31,7 @@ def summary_table(
     val_loss, entropy = summary["final_val_loss"], summary["unigram_entropy"]
     table.add_row("validation loss", f"{val_loss:.3f} nats per token")
     table.add_row(
-        "unigram entropy", f"{entropy:.3f} nats per token: what knowing word frequencies alone gives"
+        "unigram entropy", f"{entropy:.3f} nats per token, for comparison: token frequencies alone"
     )
     table.add_row("training loss", f"{summary['final_train_loss']:.3f} after {summary['steps']} steps")
     if summary["tokens_per_second"]:

@@ -233,10 +233,9 @@ class OptimizerRecipe(Spec):
     weight_decay: Annotated[float, Field(ge=0)] = Field(
         default=0.1, description="decoupled weight decay of matrices"
     )
-    clip: Positive | None = Field(
-        default=1.0, description="largest gradient norm; gradients beyond it are scaled down"
+    clip: Annotated[float, Field(ge=0)] = Field(
+        default=1.0, description="largest gradient norm, larger gradients are scaled down; 0: no clipping"
     )
-    no_clip: Flag = Field(default=False, description="do not clip at all")
 
 
 class CheckpointRecipe(Spec):

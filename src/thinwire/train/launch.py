@@ -202,6 +202,7 @@ def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
+        directory.stop_file.unlink(missing_ok=True)
 
 
 @contextmanager

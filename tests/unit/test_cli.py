@@ -1,0 +1,235 @@
+"""The command line without ranks: help, doctor, and one clear sentence for every mistake a user can make."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import thinwire
+from thinwire.cli.main import app
+from thinwire.cli.picture import draw_losses
+from thinwire.cli.summary import summary_table
+from thinwire.cli.train import default_directory
+from thinwire.spec.plan import Plan
+from thinwire.train.directory import RunDirectory
+from thinwire.train.launch import RankError, _cause, _next_attempt
+
+RECIPE = """
+[model]
+layers = 1
+hidden = 16
+heads = 2
+[data]
+source = "text"
+paths = ["text.txt"]
+[train]
+steps = 2
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    return tmp_path / "recipe.toml"
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def test_help_shows_examples() -> None:
+    assert "train" in invoke("--help").output
+    output = invoke("train", "--help").output
+    for word in (
+        "Examples",
+        "--plan",
+        "--nodes",
+        "--nproc",
+        "--set",
+        "--out",
+        "--resume",
+        "--json",
+        "torchrun",
+    ):
+        assert word in output
+    assert invoke("--version").output == f"thinwire {thinwire.__version__}\n"
+
+
+def test_help_does_not_load_torch() -> None:
+    code = "import sys, thinwire.cli.main; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_doctor() -> None:
+    found = json.loads(invoke("doctor", "--json").output)
+    assert {"versions", "cores", "devices", "gloo", "nccl", "fast_dtype"} <= found.keys()
+    assert found["versions"]["thinwire"] == thinwire.__version__
+    output = invoke("doctor").output
+    assert "gloo" in output
+    assert "cores" in output
+
+
+def sentence(result: Result) -> str:
+    assert result.exit_code == 1, result.output
+    assert "Traceback" not in result.output
+    return result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--set", "train.stepz=3"], "did you mean steps?"),
+        (["--set", "nonsense"], "key=value"),
+        (["--plan", "preset:zero9"], "valid are ddp"),
+        (["--plan", "absent.toml"], "absent.toml"),
+        (["--set", "plan.bucket_byte=3"], "did you mean bucket_bytes"),
+        (["--set", "cluster.device=cuda"], "no CUDA device"),
+        (["--resume", "--out", "run"], "holds no run to resume"),
+        ([], "text.txt does not exist"),
+    ],
+)
+def test_mistakes(recipe: Path, arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(recipe.parent)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert message in sentence(invoke("train", recipe, *arguments))
+
+
+def test_a_missing_recipe() -> None:
+    assert "absent.toml" in sentence(invoke("train", "absent.toml"))
+
+
+def test_a_plan_for_another_number_of_ranks(recipe: Path, tmp_path: Path) -> None:
+    Plan.preset("zero1", nodes=2, local=2).save(tmp_path / "plan.toml")
+    result = invoke("train", recipe, "--plan", tmp_path / "plan.toml", "--nproc", 3)
+    assert "--nodes 2 --nproc 2" in sentence(result)
+
+
+def test_a_directory_in_use(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").write_text("precious")
+    result = invoke("train", recipe, "--out", tmp_path / "run")
+    assert "add --resume" in sentence(result)
+    assert (tmp_path / "run" / "file").read_text() == "precious"
+
+
+def test_errors_as_json(recipe: Path) -> None:
+    result = invoke("train", recipe, "--json", "--plan", "preset:zero9")
+    assert result.exit_code == 1
+    assert "zero9" in json.loads(result.stdout)["error"]
+
+
+def test_ranks_of_torchrun_need_one_directory(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert "--out is missing" in sentence(invoke("train", recipe))
+
+
+def test_directories_of_runs_are_numbered(tmp_path: Path) -> None:
+    assert default_directory(tmp_path, "a", resume=False) == tmp_path / "a"
+    assert default_directory(tmp_path, "a", resume=True) == tmp_path / "a"
+    for name in ("a", "a-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "x").write_text("")
+    assert default_directory(tmp_path, "a", resume=False) == tmp_path / "a-3"
+    assert default_directory(tmp_path, "a", resume=True) == tmp_path / "a-2"
+
+
+def failure(exitcode: int, about: dict[str, Any] | None = None) -> SimpleNamespace:
+    data = {} if about is None else {"message": {"message": about["sentence"], "extraInfo": about}}
+    name = signal.Signals(-exitcode).name if exitcode < 0 else ""
+    return SimpleNamespace(exitcode=exitcode, error_file_data=data, signal_name=lambda: name)
+
+
+def said(error: str, sentence: str, *, expected: bool = True) -> SimpleNamespace:
+    return failure(1, {"error": error, "sentence": sentence, "expected": expected})
+
+
+BROKEN = said("CollectiveError", "connection closed by rank 1")
+
+
+def test_the_cause_is_told_from_its_consequences() -> None:
+    assert _cause({0: BROKEN, 1: failure(-9), 2: failure(-15)}).sentence == "was killed by SIGKILL"
+    assert _cause({0: BROKEN, 3: said("DataError", "no text")}).sentence == "no text"
+    assert _cause({0: failure(-15), 1: BROKEN}).rank == 1
+    assert _cause({2: failure(3)}).sentence == "exited with status 3 and said nothing"
+
+
+def test_only_what_a_restart_can_cure_restarts(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    line = _next_attempt(_cause({1: failure(-9)}), directory, 0, 3)
+    assert line == "rank 1 was killed by SIGKILL; restarting all ranks from the beginning (1 of 3)"
+    (directory.checkpoints / "step-00000020").mkdir(parents=True)
+    out_of_memory = said("OutOfMemoryError", "OutOfMemoryError: 3 GiB", expected=False)
+    assert "from step 20 (2 of 3)" in _next_attempt(_cause({0: out_of_memory}), directory, 1, 3)
+    with pytest.raises(RankError, match=r"killed by SIGKILL after 3 restarts; see .* --resume"):
+        _next_attempt(_cause({1: failure(-9)}), directory, 3, 3)
+    with pytest.raises(RankError, match=r"^no text$"):
+        _next_attempt(_cause({1: said("DataError", "no text")}), directory, 0, 3)
+    directory.stop_file.write_text("")
+    with pytest.raises(RankError, match="while the run was stopping"):
+        _next_attempt(_cause({1: failure(-9)}), directory, 0, 3)
+
+
+def records(number: int) -> list[dict[str, Any]]:
+    return [
+        {
+            "step": step,
+            "loss": None if step == 2 else 5.0 / step,
+            "val_loss": 3.0 if step % 4 == 0 else None,
+            "bytes": {"reduce": {"inside": 2048, "across": 0}, "spread": {"inside": 0, "across": 0}},
+            "exposed": {"reduce": 0.25, "spread": 0.0},
+        }
+        for step in range(1, number + 1)
+    ]
+
+
+def test_picture_and_table(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path)
+    draw_losses([], directory)
+    assert not directory.picture.exists()
+    summary = {
+        "final_train_loss": 2.5,
+        "final_val_loss": 3.0,
+        "unigram_entropy": 6.5,
+        "steps": 8,
+        "tokens_per_second": 1e4,
+    }
+    directory.summary.write_text(json.dumps(summary))
+    draw_losses(records(8), directory)
+    assert directory.picture.read_bytes().startswith(b"\x89PNG")
+    table = summary_table(summary, records(8), directory)
+    cells = " ".join(str(cell) for column in table.columns for cell in column.cells)
+    for text in (
+        "3.000",
+        "6.500",
+        "10,000 tokens/s",
+        "reduce 2 KiB inside nodes",
+        "reduce 250 ms",
+        str(tmp_path),
+    ):
+        assert text in cells
+    assert "spread" not in cells
+
+
+def test_python_module_form_works() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire.cli.main", "--version"],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ},
+    )
+    assert done.stdout.startswith("thinwire ")
