@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.group import allocate
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 
@@ -18,7 +17,7 @@ def all_reduce(
     """``out (+)= scale * sum over members of vector``, equal to the bit on every member.
 
     1. Reduce-scatter in two hops (see :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`), added in fp32.
-    2. The scaled sums are cast to the wire dtype once and gathered in two hops.
+    2. The scaled sums, rounded to the wire dtype once, are gathered in two hops.
 
     Args:
         group: the axis.
@@ -29,9 +28,7 @@ def all_reduce(
     """
     piece = vector.numel() // group.size
     own = slice(group.index * piece, (group.index + 1) * piece)
-    summed = allocate(piece, torch.float32, vector.device)
-    reduce_scatter(group, vector, summed, scale=scale)
-    vector[own].copy_(summed)
+    reduce_scatter(group, vector, vector[own], scale=scale)
     all_gather(group, vector)
     if accumulate:
         out.add_(vector[: out.numel()])

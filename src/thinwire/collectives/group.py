@@ -30,6 +30,7 @@ __all__ = [
     "Record",
     "Subgroup",
     "allocate",
+    "before_shutdown",
     "control",
     "init",
     "is_initialized",
@@ -75,9 +76,19 @@ def is_initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+_closing: list[Callable[[], None]] = []
+
+
+def before_shutdown(close: Callable[[], None]) -> None:
+    """Have ``close`` called before the groups go: whoever still uses them finishes first."""
+    _closing.append(close)
+
+
 def shutdown() -> None:
     """Leave the job; safe to call twice."""
     global _control
+    while _closing:
+        _closing.pop()()
     _control = None
     _groups.clear()
     if is_initialized():

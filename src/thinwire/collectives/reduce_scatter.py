@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -21,7 +22,7 @@ def reduce_scatter(
     accumulate: bool = False,
     sizes: Sequence[int] | None = None,
 ) -> None:
-    """``out (+)= scale * sum over members of their whole, at this rank's place``.
+    """``out (+)= scale * sum over members of their whole, at this rank's place``; always added in fp32.
 
     1. Inside the node, local rank ``l`` receives every neighbour's column ``l`` (all nodes' pieces) and adds them in
        fp32: ``(local - 1) / local`` of the vector sent.
@@ -31,9 +32,10 @@ def reduce_scatter(
     Args:
         group: the axis.
         whole: contiguous 1-D tensor in wire dtype (fp32, bf16 or fp16), pieces in local-major order.
-        out: contiguous 1-D fp32 tensor of the size of this rank's piece.
+        out: contiguous 1-D tensor of the size of this rank's piece: fp32, or the dtype of ``whole``, in which case
+            the fp32 sum is rounded once. May be this rank's place in ``whole``.
         scale: factor on the sum; ``1 / group.size`` for a mean.
-        accumulate: add to ``out`` instead of overwriting it.
+        accumulate: add to ``out``, which is fp32, instead of overwriting it.
         sizes: elements of every member's piece; equal by default.
     """
     if group.size == 1:
@@ -47,9 +49,8 @@ def reduce_scatter(
         subgroup, parts = (group.across, sizes) if group.inside.size == 1 else (group.inside, columns)
         _hop(subgroup, whole, parts, out, scale, accumulate=accumulate)
         return
-    column32 = allocate(columns[group.inside.index], torch.float32, whole.device)
-    _hop(group.inside, whole, columns, column32, 1.0, accumulate=False)
-    column = column32 if whole.dtype == torch.float32 else column32.to(whole.dtype)
+    column = allocate(columns[group.inside.index], whole.dtype, whole.device)
+    _hop(group.inside, whole, columns, column, 1.0, accumulate=False)
     _hop(group.across, column, sizes[mine : mine + nodes], out, scale, accumulate=accumulate)
 
 
@@ -75,11 +76,42 @@ def _hop(
 
 
 def _merge(pieces: Sequence[torch.Tensor], out: torch.Tensor, scale: float, *, accumulate: bool) -> None:
-    """``out (+)= scale * sum(pieces)`` in the dtype of ``out``, each piece read once."""
-    if not accumulate:
-        out.copy_(pieces[0])
+    """``out (+)= scale * sum(pieces)``, added in fp32 and rounded to the dtype of ``out`` once."""
+    if out.dtype == torch.float32:
+        for start in range(0, out.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            _add_up([piece[part] for piece in pieces], out[part], scale, accumulate=accumulate)
+        return
+    assert not accumulate
+    if len(pieces) == 2 and _is_power_of_two(scale):
+        # torch adds two bf16 tensors in fp32 and rounds once; scaling by a power of two does not round.
+        torch.add(pieces[0], pieces[1], out=out)
         if scale != 1.0:
             out.mul_(scale)
-        pieces = pieces[1:]
-    for piece in pieces:
-        out.add_(piece, alpha=scale)
+        return
+    total = allocate(min(CHUNK, out.numel()), torch.float32, out.device)
+    for start in range(0, out.numel(), CHUNK):
+        part = slice(start, start + CHUNK)
+        target = out[part]
+        _add_up([piece[part] for piece in pieces], total[: target.numel()], scale, accumulate=False)
+        target.copy_(total[: target.numel()])
+
+
+CHUNK = 1 << 18
+"""Elements added at a time: 1 MiB of fp32 stays in a core's cache from the first piece to the last."""
+
+
+def _add_up(pieces: Sequence[torch.Tensor], total: torch.Tensor, scale: float, *, accumulate: bool) -> None:
+    if accumulate:
+        for piece in pieces:
+            total.add_(piece, alpha=scale)
+        return
+    total.copy_(pieces[0])
+    for piece in pieces[1:]:
+        total.add_(piece)
+    if scale != 1.0:
+        total.mul_(scale)
+
+
+def _is_power_of_two(value: float) -> bool:
+    return value > 0 and math.frexp(value)[0] == 0.5

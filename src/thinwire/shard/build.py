@@ -19,6 +19,7 @@ from thinwire.shard.discover import Selection, UnitModules, discover
 from thinwire.shard.gradient import Topology, UnitGradient
 from thinwire.shard.lanes import Lanes
 from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
+from thinwire.shard.memory import keep_freed_memory
 from thinwire.shard.runtime import Runtime, attach
 from thinwire.shard.unit import FlatBuffer, Unit
 from thinwire.spec import Plan
@@ -54,8 +55,11 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
     modules = discover(model, selection, plan.granularity)
     _check_agreement(plan, modules, control)
     device = next(p.device for unit in modules for _, p in unit.parameters)
+    if device.type == "cpu":
+        keep_freed_memory()
     flats = _draw(modules, plan, control.rank)
     meter, lanes = Meter(), Lanes(device)
+    groups.before_shutdown(lanes.close)
     axes = {
         (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter)
         for axis, lane in _GROUPS

@@ -71,7 +71,9 @@ class UnitGradient:
     ) -> None:
         self.layout, self.shares, self.topology = layout, shares, topology
         self.share_sizes = tuple(sum(run.length for run in share) for share in shares)
-        self.even = all(len(share) == 1 for share in shares) and sum(self.share_sizes) == layout.shard_numel
+        # Dealt shares may also be one run each and cover the shard, but out of order or of unequal length.
+        length = layout.shard_numel // len(shares)
+        self.even = all(share == (Run(i * length, length),) for i, share in enumerate(shares))
         self.owned = Accumulator(owned)
         self.staging: torch.Tensor | None = None
         self.unsynced = False

@@ -100,7 +100,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         runtime = self.runtime
-        agreement = runtime.agree()
+        agreement = runtime.agree(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not agreement.finite:
             self.skipped_steps += 1
             runtime.skipped()
