@@ -43,9 +43,7 @@ def test_recipes_survive_toml(path: Path) -> None:
 
 def test_every_problem_at_once_with_suggestions(path: Path) -> None:
     with pytest.raises(SpecError) as caught:
-        Recipe.read(
-            path, ["train.stepz=9", "train.seq=0", "optimizer.lr=fast", "model.heads=3", "colour=red"]
-        )
+        Recipe.read(path, ["train.stepz=9", "train.seq=0", "optimizer.lr=fast", "model.heads=3", "colour=red"])
     text = str(caught.value)
     for expected in (
         "train.stepz",
@@ -154,12 +152,24 @@ def test_the_recipes_batch_wins_and_a_global_batch_fits_any_world(path: Path) ->
     recipe = Recipe.read(path, ["train.micro_batch=3", "train.recompute=true"])
     plan = recipe.resolved_plan(MESH)
     assert (plan.micro_batch, plan.micro_batches, plan.recompute) == (3, 1, True)
-    recipe = Recipe.read(path, ["train.micro_batch=2", "train.global_batch=24"])
-    assert [recipe.resolved_plan(Factor(local=n)).micro_batches for n in (1, 2, 4)] == [12, 6, 3]
-    with pytest.raises(SpecError, match=r"multiple of micro_batch x ranks = 2 x 5 = 10"):
+    recipe = Recipe.read(path, ["train.micro_batch=4", "train.global_batch=24"])
+    plans = [recipe.resolved_plan(Factor(local=ranks)) for ranks in (1, 2, 4, 12, 24)]
+    batches = [(plan.micro_batch, plan.micro_batches) for plan in plans]
+    assert batches == [(4, 6), (4, 3), (3, 2), (2, 1), (1, 1)]
+    with pytest.raises(SpecError, match=r"global_batch = 24 should be a multiple of the 5 ranks"):
         recipe.resolved_plan(Factor(local=5))
     with pytest.raises(SpecError, match="leave one out"):
         Recipe.read(path, ["train.micro_batches=2", "train.global_batch=24"])
+
+
+def test_what_the_recipe_replaces_of_a_plan_file_is_said(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "plan.toml"
+    Plan.preset("zero1", nodes=2, local=2, micro_batch=4, micro_batches=2).save(file)
+    recipe = Recipe.read(path, ["train.micro_batch=8"], plan=str(file))
+    assert recipe.resolved_plan(MESH).micro_batches == 2
+    assert recipe.replaced(MESH) == ["the recipe's micro_batch = 8 replaces the plan file's 4"]
+    assert Recipe.read(path, plan=str(file)).replaced(MESH) == []
+    assert Recipe.read(path, ["train.micro_batch=8"]).replaced(MESH) == []
 
 
 def test_auto_dtype(path: Path) -> None:

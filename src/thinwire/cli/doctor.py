@@ -61,9 +61,7 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "fast_dtype": fast_dtype(num_gpus),
         "gloo": dist.is_available() and dist.is_gloo_available(),
-        "nccl": ".".join(map(str, torch.cuda.nccl.version()))
-        if num_gpus and dist.is_nccl_available()
-        else None,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if num_gpus and dist.is_nccl_available() else None,
     }
 
 
@@ -87,9 +85,7 @@ def _table(found: dict[str, Any]) -> Table:
         table.add_row("GPU", f"{device['name']}, {format_bytes(device['memory'])}")
     if not found["devices"]:
         table.add_row("GPU", "none that torch can use: training runs on the CPU")
-    table.add_row(
-        "gloo", "available" if found["gloo"] else "missing from this build of torch: ranks cannot talk"
-    )
+    table.add_row("gloo", "available" if found["gloo"] else "missing from this build of torch: ranks cannot talk")
     table.add_row("NCCL", found["nccl"] or "not used without a GPU")
     table.add_row('compute_dtype = "auto"', found["fast_dtype"])
     return table

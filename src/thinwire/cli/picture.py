@@ -27,9 +27,7 @@ def draw_losses(records: Sequence[Mapping[str, Any]], directory: RunDirectory) -
     trained = [(record["step"], record["loss"]) for record in records if record["loss"] is not None]
     axes.plot(*zip(*trained, strict=True), color="#9db7d5", linewidth=0.8, label="training")
     smooth = _smoothed([loss for _, loss in trained])
-    axes.plot(
-        [step for step, _ in trained], smooth, color="#1f5fa8", linewidth=1.6, label="training, smoothed"
-    )
+    axes.plot([step for step, _ in trained], smooth, color="#1f5fa8", linewidth=1.6, label="training, smoothed")
     validated = [(record["step"], record["val_loss"]) for record in records if record["val_loss"] is not None]
     if validated:
         axes.plot(*zip(*validated, strict=True), "o-", color="#c4442b", markersize=4, label="validation")

@@ -12,9 +12,7 @@ from thinwire.train.directory import RunDirectory
 from thinwire.units import format_bytes, format_duration
 
 
-def summary_table(
-    summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], directory: RunDirectory
-) -> Table:
+def summary_table(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], directory: RunDirectory) -> Table:
     """What a run reached, what it sent and where its files are.
 
     Args:
@@ -30,9 +28,7 @@ def summary_table(
     table.add_column()
     val_loss, entropy = summary["final_val_loss"], summary["unigram_entropy"]
     table.add_row("validation loss", f"{val_loss:.3f} nats per token")
-    table.add_row(
-        "unigram entropy", f"{entropy:.3f} nats per token, for comparison: token frequencies alone"
-    )
+    table.add_row("unigram entropy", f"{entropy:.3f} nats per token, for comparison: token frequencies alone")
     table.add_row("training loss", f"{summary['final_train_loss']:.3f} after {summary['steps']} steps")
     if summary["tokens_per_second"]:
         table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
@@ -62,9 +58,7 @@ def _sent(records: Sequence[Mapping[str, Any]]) -> str:
     steps = records[-1]["step"] - records[0]["step"] + 1
     parts = []
     for kind in records[-1]["bytes"]:
-        inside, across = (
-            sum(record["bytes"][kind][hop] for record in records) / steps for hop in ("inside", "across")
-        )
+        inside, across = (sum(record["bytes"][kind][hop] for record in records) / steps for hop in ("inside", "across"))
         if inside or across:
             parts.append(f"{kind} {format_bytes(inside)} inside nodes, {format_bytes(across)} across")
     return "\n".join(parts) or "nothing: there is one rank"
@@ -72,8 +66,6 @@ def _sent(records: Sequence[Mapping[str, Any]]) -> str:
 
 def _exposed(records: Sequence[Mapping[str, Any]]) -> str:
     steps = records[-1]["step"] - records[0]["step"] + 1
-    waits = {
-        kind: sum(record["exposed"][kind] for record in records) / steps for kind in records[-1]["exposed"]
-    }
+    waits = {kind: sum(record["exposed"][kind] for record in records) / steps for kind in records[-1]["exposed"]}
     parts = [f"{kind} {format_duration(seconds)}" for kind, seconds in waits.items() if seconds > 0]
     return ", ".join(parts) or "nothing"

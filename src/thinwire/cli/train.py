@@ -35,9 +35,7 @@ def train(
     nproc: Annotated[int | None, typer.Option(min=1, help="Ranks per node.", show_default=False)] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option(
-            "--set", metavar="KEY=VALUE", help="Change a key of the recipe or, as plan.KEY, of the plan."
-        ),
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe or, as plan.KEY, of the plan."),
     ] = None,
     out: Annotated[
         Path | None,
@@ -67,14 +65,14 @@ def train(
         from thinwire.train.environment import resolve_plan, started
 
         overrides = [*(settings or ())]
-        overrides += [
-            f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value
-        ]
+        overrides += [f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value]
         chosen = Recipe.read(recipe, overrides, plan=plan)
         ranks = started()
         resolved = resolve_plan(chosen, ranks)
         directory = _directory(recipe, out, resume, ranks)
         console = Console(stderr=as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
+        for note in chosen.replaced(resolved.mesh):
+            console.print(note, markup=False, soft_wrap=True)
         stream: Stream = "stderr" if as_json else "stdout"
         if ranks is None:
             _launch(chosen, resolved, directory, resume, stream, console)

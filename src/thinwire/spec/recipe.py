@@ -43,12 +43,8 @@ class ModelRecipe(Spec):
     hidden: Count | None = Field(default=None, description="width of the residual stream")
     heads: Count | None = Field(default=None, description="attention heads; they divide hidden")
     kv_heads: Count | None = Field(default=None, description="key and value heads (llama); unset: heads")
-    ffn: Count | None = Field(
-        default=None, description="width of the feed-forward network; unset: the kind's custom"
-    )
-    vocab: Count | None = Field(
-        default=None, description="rows of the embedding; unset: the tokenizer's vocabulary"
-    )
+    ffn: Count | None = Field(default=None, description="width of the feed-forward network; unset: the kind's custom")
+    vocab: Count | None = Field(default=None, description="rows of the embedding; unset: the tokenizer's vocabulary")
     max_seq: Count | None = Field(default=None, description="longest sequence; unset: train.seq")
     tied_embedding: Flag = Field(default=False, description="embedding and head share one weight")
     norm_eps: Positive = Field(default=1e-5, description="epsilon of the norms")
@@ -115,9 +111,7 @@ class ModelRecipe(Spec):
                 "heads", f"= {shape.heads} gives an odd head width {shape.head_dim}; rotary needs an even one"
             )
         if self.kind == "gpt" and shape.kv_heads != shape.heads:
-            yield Problem(
-                "kv_heads", f"= {shape.kv_heads} is not heads = {shape.heads}; gpt has no grouped queries"
-            )
+            yield Problem("kv_heads", f"= {shape.kv_heads} is not heads = {shape.heads}; gpt has no grouped queries")
 
     @rule("kind", "path", "config")
     def _huggingface_has_a_source(self) -> Iterator[Problem]:
@@ -141,9 +135,7 @@ class DataRecipe(Spec):
     validation_paths: Paths = Field(
         default=(), description="the same for validation; unset: validation_share of the documents in paths"
     )
-    validation_share: Share = Field(
-        default=0.05, description="share of documents kept for validation, by their hash"
-    )
+    validation_share: Share = Field(default=0.05, description="share of documents kept for validation, by their hash")
     text_key: str = Field(default="text", description="JSON key or Parquet column that holds the text")
     tokenizer: str = Field(
         default="bpe",
@@ -152,12 +144,8 @@ class DataRecipe(Spec):
     vocab: Count | None = Field(
         default=None, description="ids of the trained tokenizer (4096), or of a bin without header"
     )
-    token_type: Literal["uint16", "uint32"] | None = Field(
-        default=None, description="type of a bin without header"
-    )
-    max_bytes: Bytes | None = Field(
-        default=None, description='read at most this much text, for example "64MiB"'
-    )
+    token_type: Literal["uint16", "uint32"] | None = Field(default=None, description="type of a bin without header")
+    max_bytes: Bytes | None = Field(default=None, description='read at most this much text, for example "64MiB"')
     cache: str | None = Field(
         default=None, description="directory of tokenized text; unset: $THINWIRE_CACHE or ~/.cache/thinwire"
     )
@@ -186,22 +174,17 @@ class TrainRecipe(Spec):
 
     steps: Count = Field(description="optimizer updates")
     seq: Count = Field(default=256, description="tokens of a sequence")
-    micro_batch: Count | None = Field(
-        default=None, description="sequences per rank and micro-batch; unset: the plan's"
-    )
+    micro_batch: Count | None = Field(default=None, description="sequences per rank and micro-batch; unset: the plan's")
     micro_batches: Count | None = Field(default=None, description="micro-batches per step; unset: the plan's")
     global_batch: Count | None = Field(
         default=None,
-        description="sequences per step over all ranks; sets micro_batches, so any world size trains alike",
+        description="sequences per step over all ranks, so that any number of ranks trains alike: sets micro_batches, "
+        "and micro_batch becomes an upper bound",
     )
-    recompute: Flag | None = Field(
-        default=None, description="recompute activations in backward; unset: the plan's"
-    )
+    recompute: Flag | None = Field(default=None, description="recompute activations in backward; unset: the plan's")
     seed: Depth = Field(default=0, description="of the initial weights and the order of the samples")
     validate_every: Depth = Field(default=100, description="steps between validations; 0: at the end only")
-    validation_samples: Count = Field(
-        default=64, description="sequences of a validation, always the same ones"
-    )
+    validation_samples: Count = Field(default=64, description="sequences of a validation, always the same ones")
     log_every: Count = Field(default=1, description="steps between lines of metrics.jsonl")
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
@@ -230,9 +213,7 @@ class OptimizerRecipe(Spec):
     final_lr_share: Share = Field(default=0.1, description="learning rate of the last step over the highest")
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="decay rates of the moments")
     eps: Positive = Field(default=1e-8, description="added to the root of the second moment")
-    weight_decay: Annotated[float, Field(ge=0)] = Field(
-        default=0.1, description="decoupled weight decay of matrices"
-    )
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="decoupled weight decay of matrices")
     clip: Annotated[float, Field(ge=0)] = Field(
         default=1.0, description="largest gradient norm, larger gradients are scaled down; 0: no clipping"
     )
@@ -248,9 +229,7 @@ class CheckpointRecipe(Spec):
 class ClusterRecipe(Spec):
     """Ranks to start. torchrun and SLURM decide themselves how many there are."""
 
-    nodes: Count | None = Field(
-        default=None, description="nodes of the mesh; on one machine they are logical"
-    )
+    nodes: Count | None = Field(default=None, description="nodes of the mesh; on one machine they are logical")
     nproc: Count | None = Field(default=None, description="ranks of a node")
     without_gpu: Factor = Field(
         default=Factor(), description="ranks on a machine without GPU, where nodes and nproc are unset"
@@ -331,14 +310,42 @@ class Recipe(Spec):
         Raises:
             SpecError: the preset or file does not exist, breaks a rule, or is for another mesh.
         """
+        return self._with_batch(self._bare_plan(mesh, auto_dtype))
+
+    def replaced(self, mesh: Factor) -> list[str]:
+        """What this recipe changes of a plan file's batch and recomputation, one sentence each.
+
+        Args:
+            mesh: nodes and ranks per node.
+        """
+        if "file" not in self.plan:
+            return []
+        bare = self._bare_plan(mesh, "bfloat16")
+        plan = self._with_batch(bare)
+        return [
+            f"the recipe's {key} = {getattr(plan, key)} replaces the plan file's {getattr(bare, key)}"
+            for key in ("micro_batch", "micro_batches", "recompute")
+            if getattr(plan, key) != getattr(bare, key)
+        ]
+
+    def plan_mesh(self) -> Factor | None:
+        """The mesh that the recipe's plan itself names, if it does.
+
+        Returns:
+            The mesh of a plan file or an inline plan; None for a preset.
+        """
+        if "file" in self.plan:
+            return Plan.load(self.plan["file"]).mesh
+        return Factor.parse(self.plan["mesh"], "plan.mesh") if "mesh" in self.plan else None
+
+    def _bare_plan(self, mesh: Factor, auto_dtype: Dtype) -> Plan:
+        """The plan before this recipe's batch; see :meth:`resolved_plan`."""
         keys = dict(self.plan)
         preset, file = keys.pop("preset", None), keys.pop("file", None)
         if keys.get("compute_dtype") == "auto":
             keys["compute_dtype"] = auto_dtype
         if preset is not None and file is not None:
-            raise SpecError(
-                "plan", [f"preset = {preset!r} and file = {file!r} exclude each other; leave one out"]
-            )
+            raise SpecError("plan", [f"preset = {preset!r} and file = {file!r} exclude each other; leave one out"])
         if file is not None:
             plan = Plan.load(file).with_(**keys)
         elif preset is not None:
@@ -354,17 +361,7 @@ class Recipe(Spec):
                     f"--nproc {plan.mesh.local}, or choose a preset, which fits itself to the mesh"
                 ],
             )
-        return self._with_batch(plan)
-
-    def plan_mesh(self) -> Factor | None:
-        """The mesh that the recipe's plan itself names, if it does.
-
-        Returns:
-            The mesh of a plan file or an inline plan; None for a preset.
-        """
-        if "file" in self.plan:
-            return Plan.load(self.plan["file"]).mesh
-        return Factor.parse(self.plan["mesh"], "plan.mesh") if "mesh" in self.plan else None
+        return plan
 
     def _with_batch(self, plan: Plan) -> Plan:
         train = self.train
@@ -376,16 +373,14 @@ class Recipe(Spec):
         plan = plan.with_(**{key: value for key, value in changes.items() if value is not None})
         if train.global_batch is None:
             return plan
-        at_once = plan.micro_batch * plan.world
-        if train.global_batch % at_once:
+        share, rest = divmod(train.global_batch, plan.world)
+        if rest:
             raise SpecError(
                 "train",
-                [
-                    f"global_batch = {train.global_batch} should be a multiple of micro_batch x ranks = "
-                    f"{plan.micro_batch} x {plan.world} = {at_once}"
-                ],
+                [f"global_batch = {train.global_batch} should be a multiple of the {plan.world} ranks of this run"],
             )
-        return plan.with_(micro_batches=train.global_batch // at_once)
+        largest = max(size for size in range(1, plan.micro_batch + 1) if share % size == 0)
+        return plan.with_(micro_batch=largest, micro_batches=share // largest)
 
 
 def _absolute(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -28,9 +28,7 @@ SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
 }
 """File names that a directory of each kind contributes; files named one by one may have any name."""
 
-_NOT_STDLIB: Final = frozenset(
-    {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-)
+_NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
 _HASH_CONTENT_BELOW: Final = 256 * 2**20
@@ -128,9 +126,7 @@ def find_corpus(
         files = _stdlib_files()
     else:
         if not paths:
-            raise DataError(
-                f"data.paths is empty; data.source = {kind!r} reads files, directories or globs from it"
-            )
+            raise DataError(f"data.paths is empty; data.source = {kind!r} reads files, directories or globs from it")
         files = [file for path in paths for file in _expand(path, kind)]
     return Corpus(kind=kind, files=tuple(dict.fromkeys(files)), text_key=text_key, max_bytes=max_bytes)
 
@@ -178,9 +174,7 @@ def _expand(path: str, kind: Kind) -> list[Path]:
         return [given.resolve()]
     if given.is_dir():
         found = sorted(
-            file.resolve()
-            for file in given.rglob("*")
-            if file.is_file() and file.name.endswith(SUFFIXES[kind])
+            file.resolve() for file in given.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES[kind])
         )
         if not found:
             raise DataError(
@@ -221,9 +215,7 @@ def _read_jsonl(path: Path, key: str) -> Iterator[str]:
             text = row.get(key) if isinstance(row, dict) else None
             if not isinstance(text, str):
                 keys = ", ".join(sorted(row)) if isinstance(row, dict) else type(row).__name__
-                raise DataError(
-                    f"{path}, line {number}: no text under data.text_key = {key!r}; it has: {keys}"
-                )
+                raise DataError(f"{path}, line {number}: no text under data.text_key = {key!r}; it has: {keys}")
             yield text
 
 

@@ -157,9 +157,7 @@ def step_batches(
     return [samples.batch(share[rank]) for share in shares]
 
 
-def validation_batches(
-    samples: Samples, *, number: int, micro_batch: int, rank: int, world: int
-) -> Iterator[Batch]:
+def validation_batches(samples: Samples, *, number: int, micro_batch: int, rank: int, world: int) -> Iterator[Batch]:
     """The same evenly spaced samples at every call, dealt to the ranks; every rank gets as many batches.
 
     Args:

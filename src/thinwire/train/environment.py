@@ -55,9 +55,7 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
         by = "torchrun"
     elif "SLURM_PROCID" in environment and int(environment.get("SLURM_NTASKS", "1")) > 1:
         by = "SLURM"
-        environment.update(
-            {key: value for key, value in _from_slurm(environment).items() if key not in environment}
-        )
+        environment.update({key: value for key, value in _from_slurm(environment).items() if key not in environment})
     else:
         return None
     try:

@@ -131,9 +131,7 @@ def _attempt(directory: RunDirectory, num_ranks: int, *, resume: bool, stream: S
         local_addr="localhost",
         max_restarts=0,
         # Rank 0 owns the terminal; what the others print is kept.
-        logs_specs=DefaultLogsSpecs(
-            log_dir=str(directory.logs), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)
-        ),
+        logs_specs=DefaultLogsSpecs(log_dir=str(directory.logs), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
         signals_to_handle="SIGHUP,SIGQUIT",
         shutdown_timeout=10,
     )

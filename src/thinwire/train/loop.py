@@ -100,9 +100,7 @@ def _open_log(job: Job, step: int, notes: list[str]) -> MetricsLog:
     return MetricsLog(directory.metrics, events, step)
 
 
-def _steps(
-    trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport
-) -> str | None:
+def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport) -> str | None:
     """Step to the end of the recipe; returns the reason of an early end."""
     position, steps = trainer.position, trainer.job.recipe.train.steps
     while position.step < steps:

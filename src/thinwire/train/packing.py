@@ -119,9 +119,7 @@ def _cached(recipe: DataRecipe, corpus: Corpus, held_out: Corpus | None, report:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise DataError(
-            f"data.cache: {directory} cannot be made ({error.strerror}); set data.cache"
-        ) from error
+        raise DataError(f"data.cache: {directory} cannot be made ({error.strerror}); set data.cache") from error
     with _locked(directory / f"{key}.lock"):
         if entry.is_dir():
             return entry

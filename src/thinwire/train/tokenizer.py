@@ -48,9 +48,7 @@ class Tokenizer:
             DataError: `vocab` is too small.
         """
         if vocab < 257:
-            raise DataError(
-                f"data.vocab = {vocab} cannot hold the 256 bytes and {END_OF_TEXT}; use 257 or more"
-            )
+            raise DataError(f"data.vocab = {vocab} cannot hold the 256 bytes and {END_OF_TEXT}; use 257 or more")
         backend = Backend(models.BPE())
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         backend.decoder = decoders.ByteLevel()
@@ -81,8 +79,7 @@ class Tokenizer:
             file /= "tokenizer.json"
         if not file.is_file():
             raise DataError(
-                f'data.tokenizer: {file} does not exist; give "bpe", a tokenizer.json or a directory '
-                "that holds one"
+                f'data.tokenizer: {file} does not exist; give "bpe", a tokenizer.json or a directory that holds one'
             )
         try:
             backend = Backend.from_file(str(file))

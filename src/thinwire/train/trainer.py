@@ -354,9 +354,7 @@ def make_trainer(job: Job) -> Trainer:
     recipe, plan, seq = job.recipe, job.plan, job.recipe.train.seq
     train = Samples(job.dataset.train, seq, recipe.train.seed)
     validation = Samples(job.dataset.validation, seq, 0)
-    model = build(
-        recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=plan.recompute
-    )
+    model = build(recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=plan.recompute)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
     model = api.shard(model.to(job.device), plan)

@@ -62,9 +62,7 @@ class GPTConfig:
     @property
     def rotary_channels(self) -> int:
         """Rotated channels per head, even; 0 with learned positions."""
-        return (
-            int(self.hidden // self.heads * self.rotary_share) // 2 * 2 if self.positions == "rotary" else 0
-        )
+        return int(self.hidden // self.heads * self.rotary_share) // 2 * 2 if self.positions == "rotary" else 0
 
 
 class Attention(nn.Module):
@@ -132,9 +130,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed_in = nn.Embedding(config.vocab, config.hidden)
-        self.embed_positions = (
-            nn.Embedding(config.seq, config.hidden) if config.positions == "learned" else None
-        )
+        self.embed_positions = nn.Embedding(config.seq, config.hidden) if config.positions == "learned" else None
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.final_layer_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)

@@ -118,9 +118,7 @@ def from_config(config: str | Mapping[str, Any], *, seed: int, recompute: bool =
             made = transformers.AutoConfig.for_model(kind, **table)
             model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
         except (ValueError, TypeError, KeyError) as error:
-            raise DataError(
-                f"model.config with model_type = {kind!r} gives no model: {_first_line(error)}"
-            ) from error
+            raise DataError(f"model.config with model_type = {kind!r} gives no model: {_first_line(error)}") from error
     return HuggingFaceCausal(model, recompute)
 
 
