@@ -179,9 +179,7 @@ def main() -> int:
         parser.error(f"unknown systems {unknown}; valid: {', '.join(SYSTEMS)}")
     context = mp.get_context("spawn")
     results = context.Queue()
-    ranks = mp.spawn(
-        run_rank, (free_port(), names, options.rounds, options.steps, results), nprocs=WORLD, join=False
-    )
+    ranks = mp.spawn(run_rank, (free_port(), names, options.rounds, options.steps, results), nprocs=WORLD, join=False)
     times, cpu, loss = results.get()
     ranks.join()
 

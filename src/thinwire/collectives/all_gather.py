@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -33,4 +34,4 @@ def all_gather(
     local = group.inside.index
     group.across.gather(columns[local], kind)
     starts = [sum(sizes[: i * group.across.size]) for i in range(group.inside.size + 1)]
-    group.inside.gather([whole[a:b] for a, b in zip(starts, starts[1:], strict=False)], kind)
+    group.inside.gather([whole[a:b] for a, b in pairwise(starts)], kind)

@@ -233,9 +233,7 @@ class Subgroup:
         meter: counts the bytes.
     """
 
-    def __init__(
-        self, ranks: tuple[int, ...], lane: Lane, scope: Scope, device: torch.device, meter: Meter
-    ) -> None:
+    def __init__(self, ranks: tuple[int, ...], lane: Lane, scope: Scope, device: torch.device, meter: Meter) -> None:
         self.ranks, self.lane, self.scope, self.meter = ranks, lane, scope, meter
         self.size = len(ranks)
         self.index = ranks.index(dist.get_rank())

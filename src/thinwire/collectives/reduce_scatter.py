@@ -70,9 +70,9 @@ def _hop(
     if subgroup.native:
         incoming[subgroup.index].copy_(own)
     subgroup.exchange(outgoing, incoming)
-    incoming[subgroup.index] = own
-    # Added in rank order on every member, so that replicas of a sum are equal to the bit.
-    _merge(incoming, out, scale, accumulate=accumulate)
+    others = [piece for i, piece in enumerate(incoming) if i != subgroup.index]
+    # Own piece first: `out` may lie on top of it.
+    _merge([own, *others], out, scale, accumulate=accumulate)
 
 
 def _merge(pieces: Sequence[torch.Tensor], out: torch.Tensor, scale: float, *, accumulate: bool) -> None:

@@ -21,9 +21,7 @@ class AxisGroup:
         index: this rank's position, local-major: which piece of a vector is its own.
     """
 
-    def __init__(
-        self, plan: Plan, axis: Axis, lane: Lane, rank: int, device: torch.device, meter: Meter
-    ) -> None:
+    def __init__(self, plan: Plan, axis: Axis, lane: Lane, rank: int, device: torch.device, meter: Meter) -> None:
         members = axis_members(plan, axis, rank)
         self.inside = Subgroup(members.inside, lane, Scope.INSIDE, device, meter)
         self.across = Subgroup(members.across, lane, Scope.ACROSS, device, meter)

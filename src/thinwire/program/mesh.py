@@ -130,12 +130,12 @@ def hops(kind: Kind, local: int, nodes: int, pieces: Sequence[int], index: int) 
     """
     local_index, node_index = divmod(index, nodes)
     columns = [sum(pieces[i * nodes : (i + 1) * nodes]) for i in range(local)]
-    scatter = (
+    scatter: tuple[Hop, ...] = (
         Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, sum(columns) - columns[local_index]),
         Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, columns[local_index] - pieces[index]),
     )
     spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
-    gather = (
+    gather: tuple[Hop, ...] = (
         Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * pieces[local_index * nodes + node_index]),
         Hop(spread, Scope.INSIDE, local, (local - 1) * columns[local_index]),
     )

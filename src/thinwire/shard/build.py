@@ -121,9 +121,11 @@ def check_supported(plan: Plan, world: int) -> None:
                 f"wire.{name} = {str(codec)!r}: this version of the runtime sends uncompressed data only; valid: "
                 f"'none'; run the same factors with plan.uncompressed(), or --set plan.wire.{name}=none"
             )
-    for axis in ("tp", "pp"):
-        if getattr(plan, axis) != 1:
-            problems.append(f"{axis} = {getattr(plan, axis)}: only data-parallel ranks are supported; valid: 1")
+    problems += [
+        f"{axis} = {ways}: only data-parallel ranks are supported; valid: 1"
+        for axis, ways in (("tp", plan.tp), ("pp", plan.pp))
+        if ways != 1
+    ]
     if plan.placement is not None and plan.placement != tuple(range(plan.world)):
         problems.append(
             f"placement = {list(plan.placement)}: ranks are numbered by the launcher here; valid: unset, with the "
@@ -159,7 +161,9 @@ def _check_parameters(model: nn.Module) -> None:
 def _check_agreement(plan: Plan, modules: Sequence[UnitModules], control: Control) -> None:
     """Find a rank with another plan or model now, before it hangs a collective."""
     shapes = [
-        (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad) for unit in modules for name, p in unit.parameters
+        (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad)
+        for unit in modules
+        for name, p in unit.parameters
     ]
     mine = (plan.fingerprint(), plan.describe(), hashlib.sha256(repr(shapes).encode()).hexdigest()[:12], len(shapes))
     everyone = control.all_gather_object(mine)
@@ -280,10 +284,8 @@ class _Arenas:
         shard = self._shards[layout.dtype].carve(layout.shard_numel)
         begin = self._params.index * layout.shard_numel
         shard.copy_(initial[begin : begin + layout.shard_numel])
-        if self._params.size == 1:
-            full = shard
-        else:
-            full = torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
+        whole = self._params.size == 1
+        full = shard if whole else torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
         secondary = None
         if self._secondary is not None:
             secondary = self._seconds[layout.dtype].carve(layout.numel // self._secondary.size)

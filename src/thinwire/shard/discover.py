@@ -104,9 +104,8 @@ def _at_blocks(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> lis
     for name, module in model.named_modules():
         if name in numbered:
             units.append(UnitModules(name, module, len(units), name))
-        elif name and id(module) not in inside and _is_leaf(module):
-            if sum(p.numel() for p in module.parameters()) * LARGE_LEAF >= total:
-                units.append(UnitModules(name, module, len(units), ""))
+        elif name and id(module) not in inside and _is_large_leaf(module, total):
+            units.append(UnitModules(name, module, len(units), ""))
     return units
 
 
@@ -154,5 +153,6 @@ def _owns_any(module: nn.Module) -> bool:
     return any(True for _ in module.parameters())
 
 
-def _is_leaf(module: nn.Module) -> bool:
-    return not any(True for _ in module.children()) and _owns_any(module)
+def _is_large_leaf(module: nn.Module, total: int) -> bool:
+    size = sum(parameter.numel() for parameter in module.parameters())
+    return not any(True for _ in module.children()) and size * LARGE_LEAF >= total

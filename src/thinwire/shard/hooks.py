@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -41,14 +41,22 @@ def recompute_activations(module: nn.Module) -> None:
     module.forward = recomputed
 
 
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def _outside_compile(hook: Hook) -> Hook:
+    """Hooks re-point storages, which no compiled graph may trace."""
+    return cast(Hook, torch._dynamo.disable(hook))
+
+
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     index = unit.index
 
-    @torch._dynamo.disable
+    @_outside_compile
     def pre_forward(_module: nn.Module, _args: Any) -> None:
         runtime.pre_forward(index)
 
-    @torch._dynamo.disable
+    @_outside_compile
     def post_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         hears = torch.is_grad_enabled() and _announce_backward(runtime, unit, (args, kwargs), output)
         runtime.post_forward(index, will_hear=hears)
@@ -62,7 +70,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
 
 def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.Tensor], None]:
-    @torch._dynamo.disable
+    @_outside_compile
     def hook(parameter: torch.Tensor) -> None:
         grad = parameter.grad
         if grad is not None:
@@ -116,18 +124,18 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]]]:
     """Floating-point inputs of the model arrive in compute dtype, as the parameters they meet."""
 
-    def cast(value: Any) -> Any:
+    def convert(value: Any) -> Any:
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             return value.to(dtype)
         if isinstance(value, dict):
-            return {key: cast(item) for key, item in value.items()}
+            return {key: convert(item) for key, item in value.items()}
         if type(value) in (list, tuple):
-            return type(value)(cast(item) for item in value)
+            return type(value)(convert(item) for item in value)
         return value
 
-    @torch._dynamo.disable
+    @_outside_compile
     def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return tuple(cast(arg) for arg in args), {key: cast(item) for key, item in kwargs.items()}
+        return tuple(convert(arg) for arg in args), {key: convert(item) for key, item in kwargs.items()}
 
     return hook
 

@@ -70,7 +70,7 @@ class _ThreadTicket(Ticket):
                 assert isinstance(ticket, _ThreadTicket)
                 ticket.join()
             self._body()
-        except BaseException as error:  # noqa: BLE001 - handed to whoever waits
+        except BaseException as error:
             self._error = error
         self._body, self._after = _nothing, ()  # lets go of the buffers
         self._finished.set()

@@ -132,9 +132,7 @@ class Manifest:
             CheckpointError: it is larger than a reader accepts.
         """
         body = {
-            "files": [
-                {"name": file.name, "bytes": file.size, "crc32": f"{file.crc32:08x}"} for file in self.files
-            ],
+            "files": [{"name": file.name, "bytes": file.size, "crc32": f"{file.crc32:08x}"} for file in self.files],
             "vectors": {
                 key: {
                     "numel": vector.numel,
@@ -185,9 +183,7 @@ def decode(raw: bytes, where: str) -> Manifest:
     document = _parse(raw, where)
     fields = _object(document, where, None)
     if fields.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{where}: not a checkpoint manifest (format is {_quote(fields.get('format'))})"
-        )
+        raise CheckpointError(f"{where}: not a checkpoint manifest (format is {_quote(fields.get('format'))})")
     if type(fields.get("version")) is not int or fields["version"] != VERSION:
         raise CheckpointError(
             f"{where}: format version {_quote(fields.get('version'))} cannot be read; "
@@ -289,9 +285,7 @@ def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[to
     path = directory / file.name
     check_size(path, file.size)
     if (found := crc32_of(path)) != file.crc32:
-        raise CheckpointError(
-            f"{path}: corrupt: its CRC-32 is {found:08x}, the manifest says {file.crc32:08x}"
-        )
+        raise CheckpointError(f"{path}: corrupt: its CRC-32 is {found:08x}, the manifest says {file.crc32:08x}")
     check_header(path, file.size, contents)
 
 
@@ -322,9 +316,7 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
     sharding = metadata.get("DCP_SHARDING_INFO")
     if type(sharding) is not str:
         raise CheckpointError(f"{where}: corrupt: it does not say which part of each vector the file holds")
-    offsets = _object(
-        _parse(sharding.encode("utf-8", "replace"), where), f"{where}: DCP_SHARDING_INFO", set(contents)
-    )
+    offsets = _object(_parse(sharding.encode("utf-8", "replace"), where), f"{where}: DCP_SHARDING_INFO", set(contents))
     ranges = []
     for key, (dtype, span) in contents.items():
         entry = _object(header[key], f"{where}: {key!r}", {"dtype", "shape", "data_offsets"})
@@ -335,9 +327,7 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
             raise CheckpointError(f"{where}: corrupt: {key!r} is {found}, the manifest says {expected}")
         begin, end = _integers(entry["data_offsets"], 2, f"{where}: data_offsets of {key!r}")
         if end - begin != span.length * dtype.itemsize:
-            raise CheckpointError(
-                f"{where}: corrupt: {key!r} lies in bytes {begin} to {end}, too few or too many"
-            )
+            raise CheckpointError(f"{where}: corrupt: {key!r} lies in bytes {begin} to {end}, too few or too many")
         ranges.append((begin, end - begin))
     check_cover(ranges, size - 8 - length, f"{where}: corrupt: data bytes")
 
@@ -511,9 +501,7 @@ def _integers(value: object, count: int, where: str) -> list[int]:
     items = _array(value, where)
     integers = [item for item in items if type(item) is int and 0 <= item <= _MAX_INT]
     if len(items) != count or len(integers) != count:
-        raise CheckpointError(
-            f"{where}: corrupt: {_quote(value)} should be {count} integers from 0 to {_MAX_INT}"
-        )
+        raise CheckpointError(f"{where}: corrupt: {_quote(value)} should be {count} integers from 0 to {_MAX_INT}")
     return integers
 
 
@@ -535,8 +523,7 @@ def _check_value(value: object, what: str, depth: int) -> None:
             _check_value(item, f"{what}.{name}", depth + 1)
     else:
         raise CheckpointError(
-            f"{what}: {_quote(value)} is a {type(value).__name__}; "
-            "valid are None, bool, int, float, str, list and dict"
+            f"{what}: {_quote(value)} is a {type(value).__name__}; valid are None, bool, int, float, str, list and dict"
         )
 
 

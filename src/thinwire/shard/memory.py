@@ -24,4 +24,5 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     settings = ((_MMAP_THRESHOLD, _MAX_INT), (_TRIM_THRESHOLD, _MAX_INT), (_TOP_PAD, 64 << 20), (_ARENA_MAX, 1))
-    return all([mallopt(key, value) == 1 for key, value in settings])
+    taken = [mallopt(key, value) == 1 for key, value in settings]  # each one, whatever became of the others
+    return all(taken)

@@ -120,11 +120,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for owned in self.fragments:
             owned.value.grad = None
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def state_dict(self) -> dict[str, Any]:
         """Refused: this rank's share alone is no checkpoint."""
-        raise UsageError("optimizer.state_dict() would hold one rank's share only: use thinwire.save(model, optim, path)")
+        raise UsageError(
+            "optimizer.state_dict() would hold one rank's share only: use thinwire.save(model, optim, path)"
+        )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refused: see :meth:`state_dict`."""
         raise UsageError("optimizer.load_state_dict() knows nothing of shares: use thinwire.load(model, optim, path)")
 
@@ -186,7 +188,12 @@ def _group(
 
     Groups are the same on every rank, though a rank may own nothing of one.
     """
-    names = {id(p): s.name for u in runtime.units for b in u.buffers for p, s in zip(b.parameters, b.layout.slots, strict=True)}
+    names = {
+        id(p): s.name
+        for u in runtime.units
+        for b in u.buffers
+        for p, s in zip(b.parameters, b.layout.slots, strict=True)
+    }
     every_name = list(names.values())
     group_of: dict[str, int] = {}
     for number, group in enumerate(groups):
@@ -199,7 +206,9 @@ def _group(
                     "parameter belongs to one group"
                 )
     cut: list[dict[str, Any]] = [{**group, "params": []} for group in groups]
-    trained = {slot.name for unit in runtime.units for b in unit.buffers if b.layout.trainable for slot in b.layout.slots}
+    trained = {
+        slot.name for unit in runtime.units for b in unit.buffers if b.layout.trainable for slot in b.layout.slots
+    }
     if trained - group_of.keys() or not cut:
         cut.append({"params": []})
     for owned in fragments:
@@ -253,7 +262,9 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
         )
 
 
-def _try(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor]]) -> None:
+def _try(
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor]]
+) -> None:
     for step in grads:
         for parameter, grad in zip(params, step, strict=True):
             parameter.grad = grad.clone()

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd import Variable
 
 from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.group import Meter, allocate, control
+from thinwire.collectives.group import Meter, allocate
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import Axis, Kind, Lane, Phase, Scope, control_bytes
@@ -103,6 +103,9 @@ class Runtime:
             self._need_in_backward(index)
             return
         if not torch.is_grad_enabled():
+            unit.start_gather(from_secondary=False)
+            for upcoming in self.schedule.following(index):
+                self.units[upcoming].start_gather(from_secondary=False)
             unit.need(from_secondary=False)
             return
         reuse = self.plan.secondary_reuse
@@ -207,9 +210,7 @@ class Runtime:
             return self.agreement
         self.reducer.join()
         squared = self._squared_norm() if measure else float("nan")
-        words = struct.pack(
-            "<dqqq", squared, self.schedule.order_hash, len(self._used), self.num_steps
-        )
+        words = struct.pack("<dqqq", squared, self.schedule.order_hash, len(self._used), self.num_steps)
         bits = _to_bits(self._used)
         everyone = self._exchange(words + bits)
         rows = [struct.unpack_from("<dqqq", row) for row in everyone]
@@ -393,6 +394,5 @@ def runtime_of(model: nn.Module) -> Runtime:
 def sent_bytes(runtime: Runtime) -> dict[str, dict[str, int]]:
     """Bytes sent since the last call, by lane and scope."""
     return {
-        str(lane): {str(scope): by_scope[scope] for scope in Scope}
-        for lane, by_scope in runtime.meter.take().items()
+        str(lane): {str(scope): by_scope[scope] for scope in Scope} for lane, by_scope in runtime.meter.take().items()
     }

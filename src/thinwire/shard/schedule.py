@@ -71,6 +71,13 @@ class Schedule:
             return ()
         return self._gathers(Phase.PRE_BACKWARD, unit)
 
+    def following(self, unit: int) -> tuple[int, ...]:
+        """The units to gather while ``unit`` runs in an evaluation, which moves no cursor."""
+        if self.trace is None or not self.plan.overlap.gather or unit not in self.trace.needed:
+            return ()
+        position = self.trace.needed.index(unit) + 1
+        return self.trace.needed[position : position + self.plan.prefetch]
+
     def end_backward(self) -> None:
         """A micro-batch is complete: adopt its trace if there is none, or if it was another one."""
         complete = bool(self._forward) and bool(self._backward)

@@ -57,7 +57,7 @@ def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Ma
                 values[name] = entry.item() if isinstance(entry, torch.Tensor) else entry
     if optim is not None:
         values["groups"] = [
-            {key: value for key, value in group.items() if key != "params" and _is_json(value)}
+            {key: _as_json(value) for key, value in group.items() if key != "params" and _is_json(value)}
             for group in optim.param_groups
         ]
     store.write(path, vectors.sharded(), values, control=control())
@@ -185,3 +185,7 @@ def _is_json(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(_is_json(item) for item in value)
     return value is None or isinstance(value, str | int | float | bool)
+
+
+def _as_json(value: Any) -> Json:
+    return [_as_json(item) for item in value] if isinstance(value, list | tuple) else value

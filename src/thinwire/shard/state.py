@@ -365,9 +365,7 @@ def _merge_vectors(
             if known is None:
                 dtypes[key] = dtype
             elif dtype not in (None, known):
-                raise CheckpointError(
-                    f"{doing}: vector {key!r} is {dtype} on rank {rank}, {known} on a rank before it"
-                )
+                raise CheckpointError(f"{doing}: vector {key!r} is {dtype} on rank {rank}, {known} on a rank before it")
             spans.setdefault(key, []).extend(chunks)
     for key, numel in numels.items():
         _manifest.check_cover(spans[key], numel, f"{doing}: vector {key!r}: of all ranks' chunks, elements")
@@ -386,13 +384,9 @@ def _merge_values(held: Sequence[Mapping[str, str]], doing: str) -> dict[str, An
     return {key: _manifest.parse_value(text) for key, text in texts.items()}
 
 
-def _write_files(
-    directory: Path, vectors: Mapping[str, ShardedVector], first_number: int
-) -> list[WrittenFile]:
+def _write_files(directory: Path, vectors: Mapping[str, ShardedVector], first_number: int) -> list[WrittenFile]:
     if not directory.is_dir():
-        raise CheckpointError(
-            f"{directory}, made by rank 0, is not there; save to a file system that all ranks share"
-        )
+        raise CheckpointError(f"{directory}, made by rank 0, is not there; save to a file system that all ranks share")
     return [write_file(directory, first_number + index, pieces) for index, pieces in enumerate(pack(vectors))]
 
 

@@ -183,9 +183,7 @@ def write_file(directory: Path, number: int, pieces: Sequence[Piece]) -> Written
     with path.open("r+b") as stream:
         os.fsync(stream.fileno())
     size = path.stat().st_size
-    contents = {
-        piece.key: (piece.tensor.dtype, Span(piece.offset, piece.tensor.numel(), number)) for piece in pieces
-    }
+    contents = {piece.key: (piece.tensor.dtype, Span(piece.offset, piece.tensor.numel(), number)) for piece in pieces}
     check_header(path, size, contents)
     located = [(piece.key, piece.offset, piece.tensor.numel()) for piece in pieces]
     return WrittenFile(FileEntry(name, size, crc32_of(path)), located)
@@ -229,17 +227,12 @@ def read_chunks(directory: Path, manifest: Manifest, vectors: Mapping[str, Shard
         entry = manifest.vectors[key]
         assert entry.dtype is not None
         for span in entry.spans:
-            place = _Stored(
-                str(directory / manifest.files[span.file].name), torch.Size([span.length]), entry.dtype
-            )
+            place = _Stored(str(directory / manifest.files[span.file].name), torch.Size([span.length]), entry.dtype)
             stored[MetadataIndex(key, torch.Size([span.offset]))] = place
         table = TensorStorageMetadata(
             TensorProperties(dtype=entry.dtype),
             torch.Size([entry.numel]),
-            [
-                ChunkStorageMetadata(torch.Size([span.offset]), torch.Size([span.length]))
-                for span in entry.spans
-            ],
+            [ChunkStorageMetadata(torch.Size([span.offset]), torch.Size([span.length])) for span in entry.spans],
         )
         wanted = [ChunkStorageMetadata(torch.Size([chunk.offset]), chunk.tensor.shape) for chunk in chunks]
         reads = create_read_items_for_chunk_list(key, table, wanted)

@@ -60,9 +60,7 @@ class FlatBuffer:
     index: int = -1
 
     def __post_init__(self) -> None:
-        self._views = [
-            self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots
-        ]
+        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         poison = torch.full((), float("nan") if self.layout.dtype.is_floating_point else 0).to(self.full)
         self._husks = [poison.expand(slot.shape) for slot in self.layout.slots]
 
@@ -139,9 +137,7 @@ class Unit:
             source = buffer.secondary if secondary else buffer.shard
             assert source is not None
             self._gather.append(
-                self._lanes.submit(
-                    Lane.GATHER, _gather_body(group, buffer.full, source), after=after, held=(source,)
-                )
+                self._lanes.submit(Lane.GATHER, _gather_body(group, buffer.full, source), after=after, held=(source,))
             )
         self.state = State.GATHERING
 
