@@ -55,7 +55,7 @@ docs: install ## regenerate docs/plan-reference.md from the types
 
 gpu-check: install ## train every preset on a CUDA device and compare with the CPU
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  $(BIN)/python -m pytest -m gpu; \
+	  $(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu_check.py --out docs/gpu-results.md; \
 	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine"; fi
 
 clean: ## remove caches and build output; keeps .venv and runs

@@ -49,13 +49,21 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection[Any, Any]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout: float = 120.0, init: bool = True) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        group_timeout: float | None = None,
+        init: bool = True,
+    ) -> list[Any]:
         """Call ``function(*args)`` on every rank, inside a fresh job; results by rank.
 
         Args:
             function: importable by name from a module.
             *args: picklable arguments.
             timeout: seconds until the ranks are killed.
+            group_timeout: seconds until a collective fails; as long by default.
             init: join a gloo job before the call and leave it after.
 
         Raises:
@@ -66,7 +74,7 @@ class RankPool:
             self._start()
         port = free_port()
         for pipe in self._pipes:
-            pipe.send((function, args, port, init, timeout))
+            pipe.send((function, args, port, init, group_timeout or timeout))
         results: list[Any] = [None] * self.world
         tracebacks: list[str | None] = [None] * self.world
         pending = dict(enumerate(self._pipes))
@@ -146,7 +154,7 @@ def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> N
             if init:
                 group.init("gloo", timeout=datetime.timedelta(seconds=timeout))
             outcome = (True, function(*args))
-        except BaseException:  # noqa: BLE001 - reported to the parent, whatever it is
+        except BaseException:
             outcome = (False, traceback.format_exc())
         pipe.send(outcome)
         group.shutdown()
