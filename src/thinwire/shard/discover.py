@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thinwire.errors import UsageError
 
@@ -42,7 +43,8 @@ def discover(model: nn.Module, selection: Selection, granularity: str) -> list[U
 
     By default every element of a module list or sequence that holds parameters is a unit, and so is every large leaf
     outside them (embedding, head); the root takes the rest. ``granularity = "module"`` cuts further, to the leaves.
-    Parameters tied across units belong to the unit of their nearest common ancestor.
+    Parameters tied across units belong to the unit of their nearest common ancestor, and so do those of modules that
+    are never called (a parameter list, the elements of a list of lists).
 
     Args:
         model: the model.
@@ -53,20 +55,23 @@ def discover(model: nn.Module, selection: Selection, granularity: str) -> list[U
         Units with at least one parameter, in registration order; the root first, if it owns any.
 
     Raises:
-        UsageError: if a selected module is not part of the model.
+        UsageError: if a selected module is not part of the model, or is never called.
     """
     blocks = _selected(model, selection) if selection is not None else _found(model)
-    units = _at_leaves(model, blocks) if granularity == "module" else _at_blocks(model, blocks)
+    if granularity == "module":
+        units = _at_leaves(model, blocks)
+    else:
+        units = _at_blocks(model, blocks, with_large_leaves=selection is None)
     _assign_parameters(model, units)
     return [unit for unit in units if unit.parameters]
 
 
 def _selected(model: nn.Module, selection: Selection) -> list[tuple[str, nn.Module]]:
-    if callable(selection):
-        return [(name, module) for name, module in model.named_modules() if name and selection(name, module)]
     assert selection is not None
     by_name = dict(model.named_modules())
     by_module = {module: name for name, module in by_name.items()}
+    if callable(selection):
+        selection = [name for name, module in by_name.items() if name and selection(name, module)]
     blocks = []
     for wanted in selection:
         name = wanted if isinstance(wanted, str) else by_module.get(wanted)
@@ -74,29 +79,36 @@ def _selected(model: nn.Module, selection: Selection) -> list[tuple[str, nn.Modu
             raise UsageError(
                 f"units: {wanted!r} is not a module of the model; give modules or names from model.named_modules()"
             )
+        if name and not _is_called(by_name[name]):
+            raise UsageError(
+                f"units: {name!r} is a {type(by_name[name]).__name__}, which is never called, so that nothing would "
+                "gather it; give the modules inside it"
+            )
         blocks.append((name, by_name[name]))
     order = list(by_name)
     return sorted(blocks, key=lambda item: order.index(item[0]))
 
 
 def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Elements of the outermost module lists and sequences."""
+    """Elements of the outermost module lists and sequences; of lists of lists, the elements of the inner ones."""
     found: list[tuple[str, nn.Module]] = []
 
-    def walk(prefix: str, module: nn.Module) -> None:
+    def walk(prefix: str, module: nn.Module, *, listed: bool) -> None:
+        listed = isinstance(module, nn.ModuleList | nn.Sequential) or (listed and not _is_called(module))
         for name, child in module.named_children():
             path = f"{prefix}.{name}" if prefix else name
-            if isinstance(module, nn.ModuleList | nn.Sequential):
-                if _owns_any(child):
-                    found.append((path, child))
-            else:
-                walk(path, child)
+            if not listed or not _is_called(child):
+                walk(path, child, listed=listed)
+            elif _owns_any(child):
+                found.append((path, child))
 
-    walk("", model)
+    walk("", model, listed=False)
     return list({module: (path, module) for path, module in reversed(found)}.values())[::-1]
 
 
-def _at_blocks(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> list[UnitModules]:
+def _at_blocks(
+    model: nn.Module, blocks: Iterable[tuple[str, nn.Module]], *, with_large_leaves: bool
+) -> list[UnitModules]:
     numbered = {name: module for name, module in blocks if name}
     inside = {id(sub) for module in numbered.values() for sub in module.modules()}
     total = sum(parameter.numel() for parameter in model.parameters())
@@ -104,7 +116,7 @@ def _at_blocks(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> lis
     for name, module in model.named_modules():
         if name in numbered:
             units.append(UnitModules(name, module, len(units), name))
-        elif name and id(module) not in inside and _is_large_leaf(module, total):
+        elif name and with_large_leaves and id(module) not in inside and _is_large_leaf(module, total):
             units.append(UnitModules(name, module, len(units), ""))
     return units
 
@@ -118,7 +130,7 @@ def _at_leaves(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> lis
             owner.setdefault(id(sub), (number, name))
     units = []
     for name, module in model.named_modules():
-        if not name or any(True for _ in module.parameters(recurse=False)):
+        if not name or (any(True for _ in module.parameters(recurse=False)) and _is_called(module)):
             if id(module) not in owner:
                 number += 1
             units.append(UnitModules(name, module, *owner.get(id(module), (number, ""))))
@@ -155,4 +167,11 @@ def _owns_any(module: nn.Module) -> bool:
 
 def _is_large_leaf(module: nn.Module, total: int) -> bool:
     size = sum(parameter.numel() for parameter in module.parameters())
-    return not any(True for _ in module.children()) and size * LARGE_LEAF >= total
+    return not any(True for _ in module.children()) and size * LARGE_LEAF >= total and _is_called(module)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether hooks on the module would ever run. Containers have no forward, and ``nn.MultiheadAttention`` reads the
+    weight of its output projection, which has a class of its own, without calling it."""
+    forward = getattr(module.forward, "__func__", module.forward)
+    return forward is not nn.Module.forward and not isinstance(module, NonDynamicallyQuantizableLinear)

@@ -75,7 +75,7 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
         grad = parameter.grad
         if grad is not None:
             parameter.grad = None
-            runtime.gradient(index, slot, grad)
+            runtime.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
 
     return hook
 

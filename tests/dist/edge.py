@@ -1,0 +1,189 @@
+"""What the edge-case tests share: plans on four ranks, and training beside plain single-process torch.
+
+A case is a module class. ``parity`` runs on every rank: it trains the class sharded under each plan, on this rank's
+part of the data, and alone, on every rank's part, and compares whole parameters and buffers.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import thinwire as tw
+from thinwire.shard.api import runtime
+
+WIDTH = 8
+TOLERANCE = 1e-6
+ADAMW: dict[str, Any] = {"lr": 1e-2, "eps": 1e-1}
+"""A large eps makes the update follow the size of the gradient, so that a wrong mean shows in the parameters."""
+
+
+class Place(NamedTuple):
+    """Which part of the data an objective is asked for; all a case may depend on."""
+
+    step: int
+    micro_batch: int
+    rank: int
+
+
+def plan(name: str, **changes: Any) -> tw.Plan:
+    """A plan for four ranks in fp32, uncompressed. ``inter`` cuts tensors into fragments and deals those."""
+    changes = {"compute_dtype": "float32", **changes}
+    if name == "inter":
+        return tw.Plan.preset("amsp-30b", nodes=2, local=2, partition="inter", **changes)
+    nodes = 1 if name == "amsp-13b" else 2  # half a node is to be more than one rank
+    return tw.Plan.preset(name, nodes=nodes, local=4 // nodes, **changes)
+
+
+PLANS = ("zero3", "zero1-node", "hpz", "amsp-13b", "inter")
+SHARDED = ("zero3", "hpz", "amsp-13b", "inter")
+"""Plans that free parameters."""
+
+
+def build(model_class: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """The model, the same for the same seed."""
+    torch.manual_seed(seed)
+    return model_class()
+
+
+def samples(step: int, num_micro_batches: int, world: int) -> torch.Tensor:
+    """One step's data, ``[micro-batch, rank, 3, WIDTH]``, fp32."""
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(num_micro_batches, world, 3, WIDTH, generator=generator)
+
+
+def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
+    """A case's own objective if its class has one, else the mean square of its output."""
+    own = getattr(type(model), "objective", None)
+    return own(model, x, place) if own is not None else model(x).square().mean()
+
+
+def train_alone(
+    model: nn.Module, optim: torch.optim.Optimizer, *, steps: Iterable[int], micro_batches: int, world: int
+) -> list[float]:
+    """Plain torch on every rank's data: means over ranks, sums over micro-batches; the norms of the gradients."""
+    norms = []
+    for step in steps:
+        for k, batch in enumerate(samples(step, micro_batches, world)):
+            for rank, x in enumerate(batch):
+                (objective(model, x, Place(step, k, rank)) / world).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to_dense()
+        norms.append(float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])))
+        optim.step()
+        optim.zero_grad()
+    return norms
+
+
+def train_sharded(
+    model: nn.Module, optim: torch.optim.Optimizer, *, steps: Iterable[int], micro_batches: int
+) -> list[float]:
+    """The same on this rank's data."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    norms = []
+    for step in steps:
+        mine = samples(step, micro_batches, world)[:, rank]
+        for k, x in enumerate(tw.micro_batches(model, mine)):
+            objective(model, x, Place(step, k, rank)).backward()
+        norms.append(float(tw.clip_grad_norm_(model, float("inf"))))
+        optim.step()
+        optim.zero_grad()
+    return norms
+
+
+def gap(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> float:
+    """Largest relative difference of tensors; NaN is infinite."""
+    worst = 0.0
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape
+        if a.numel():
+            a, b = a.detach().double(), b.detach().double()
+            error = float((a - b).norm() / b.norm().clamp(min=1e-12))
+            worst = max(worst, error if error == error else float("inf"))
+    return worst
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    """Copies of a sharded model's whole parameters."""
+    with tw.full_parameters(model):
+        return [p.detach().clone() for p in model.parameters()]
+
+
+def close(model: nn.Module) -> None:
+    """Stop a model's lanes."""
+    runtime(model).lanes.close()
+
+
+def parity(
+    model_class: Callable[[], nn.Module],
+    plans: Sequence[str] = PLANS,
+    *,
+    changes: Mapping[str, Any] | None = None,
+    units: Any = None,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.AdamW,
+    options: Mapping[str, Any] | None = None,
+    steps: int = 3,
+    micro_batches: int = 2,
+    prepare: Callable[[nn.Module], None] | None = None,
+    tolerance: float = TOLERANCE,
+) -> None:
+    """On every rank: each plan trains as plain torch does.
+
+    Args:
+        model_class: builds the case.
+        plans: names for :func:`plan`.
+        changes: fields of the plans.
+        units: as ``tw.shard`` takes it.
+        optimizer: the optimizer.
+        options: its options.
+        steps: optimizer steps.
+        micro_batches: of each step.
+        prepare: called with either model when it is ready to train.
+        tolerance: relative, of parameters and norms.
+    """
+    world = dist.get_world_size()
+    options = ADAMW if options is None else options
+    reference = build(model_class)
+    for parameter in reference.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.float()
+    if prepare is not None:
+        prepare(reference)
+    trained = [p for p in reference.parameters() if p.requires_grad]
+    norms = train_alone(
+        reference, optimizer(trained, **options), steps=range(steps), micro_batches=micro_batches, world=world
+    )
+    for name in plans:
+        # Only rank 0 starts from the right weights: the others take them over.
+        model = tw.shard(build(model_class, seed=dist.get_rank()), plan(name, **(changes or {})), units=units)
+        if prepare is not None:
+            prepare(model)
+        optim = tw.optimizer(model, optimizer, **options)
+        found = train_sharded(model, optim, steps=range(steps), micro_batches=micro_batches)
+        error = gap(whole(model), list(reference.parameters()))
+        close(model)
+        label = f"{getattr(model_class, '__name__', model_class)} under {name}"
+        assert error <= tolerance, f"{label}: parameters differ by {error:.1e}"
+        for a, b in zip(found, norms, strict=True):
+            assert abs(a - b) <= 2e-6 * abs(b), f"{label}: norms {found} against {norms}"
+
+
+def every(model_classes: Iterable[Callable[[], nn.Module]], **options: Any) -> None:
+    """On every rank: ``parity`` of several cases."""
+    for model_class in model_classes:
+        parity(model_class, **options)
+
+
+def raised(kind: type[BaseException], function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    """The message of the exception that a call must raise."""
+    try:
+        function(*args, **kwargs)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{inspect.unwrap(function)} raised no {kind.__name__}")
