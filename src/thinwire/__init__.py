@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.shard.api import (
         clip_grad_norm_,
+        exposed,
         full_parameters,
         load,
         micro_batches,
@@ -34,6 +35,7 @@ __all__ = [
     "Wire",
     "__version__",
     "clip_grad_norm_",
+    "exposed",
     "full_parameters",
     "load",
     "micro_batches",
@@ -47,6 +49,7 @@ _HOMES = {
     "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
     "thinwire.shard.api": (
         "clip_grad_norm_",
+        "exposed",
         "full_parameters",
         "load",
         "micro_batches",
