@@ -42,7 +42,7 @@ def draw_losses(records: Sequence[Mapping[str, Any]], directory: RunDirectory) -
     figure.savefig(directory.picture, dpi=130)
 
 
-def _smoothed(values: Sequence[float], keep: float = 0.95) -> list[float]:
+def _smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:
     """Exponential mean, corrected for its start."""
     result, total, weight = [], 0.0, 0.0
     for value in values:

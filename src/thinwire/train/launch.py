@@ -11,7 +11,7 @@ import logging
 import os
 import signal
 import sys
-import uuid
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,7 +125,7 @@ def _attempt(directory: RunDirectory, num_ranks: int, *, resume: bool, stream: S
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
+        run_id=time.strftime("%Y%m%d-%H%M%S"),  # names the directory of its logs
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
