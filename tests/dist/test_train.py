@@ -83,9 +83,7 @@ class Runs:
             text=True,
         )
 
-    def run(
-        self, name: str, *arguments: str, command: Sequence[str] = THINWIRE, status: int = 0
-    ) -> tuple[str, str]:
+    def run(self, name: str, *arguments: str, command: Sequence[str] = THINWIRE, status: int = 0) -> tuple[str, str]:
         process = self.start(name, *arguments, command=command)
         output, errors = process.communicate(timeout=150)
         assert process.returncode == status, output + errors

@@ -68,12 +68,8 @@ def test_labels_are_the_next_tokens() -> None:
     assert batch.labels[1, -1] == 100
 
 
-@pytest.mark.parametrize(
-    ("world", "micro_batch", "micro_batches"), [(1, 24, 1), (4, 2, 3), (2, 4, 3), (3, 1, 8)]
-)
-def test_a_step_takes_the_same_samples_on_any_number_of_ranks(
-    world: int, micro_batch: int, micro_batches: int
-) -> None:
+@pytest.mark.parametrize(("world", "micro_batch", "micro_batches"), [(1, 24, 1), (4, 2, 3), (2, 4, 3), (3, 1, 8)])
+def test_a_step_takes_the_same_samples_on_any_number_of_ranks(world: int, micro_batch: int, micro_batches: int) -> None:
     samples = Samples(stream(5001), seq=10, seed=0)
     taken = [
         batch.input_ids
@@ -97,8 +93,7 @@ def test_a_step_takes_the_same_samples_on_any_number_of_ranks(
 def test_validation_samples_are_fixed_and_dealt_evenly(world: int, number: int) -> None:
     samples = Samples(stream(501), seq=10, seed=0)
     by_rank = [
-        list(validation_batches(samples, number=number, micro_batch=2, rank=rank, world=world))
-        for rank in range(world)
+        list(validation_batches(samples, number=number, micro_batch=2, rank=rank, world=world)) for rank in range(world)
     ]
     assert len({len(batches) for batches in by_rank}) == 1
     assert all(batch.input_ids.shape == (2, 10) for batches in by_rank for batch in batches)

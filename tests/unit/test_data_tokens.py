@@ -104,9 +104,7 @@ def test_entropy() -> None:
 def recipe(tmp_path: Path) -> DataRecipe:
     rows = "\n".join(json.dumps({"text": text}) for text in TEXTS)
     (tmp_path / "rows.jsonl").write_text(rows)
-    return DataRecipe(
-        source="jsonl", paths=(str(tmp_path / "rows.jsonl"),), vocab=400, cache=str(tmp_path / "cache")
-    )
+    return DataRecipe(source="jsonl", paths=(str(tmp_path / "rows.jsonl"),), vocab=400, cache=str(tmp_path / "cache"))
 
 
 def test_preparing_splits_by_document_and_caches(recipe: DataRecipe) -> None:

@@ -115,9 +115,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_cross_entropy_equals_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "thinwire.train.models.common._CHUNK_ELEMENTS", 150
-    )  # several chunks, one of them short
+    monkeypatch.setattr("thinwire.train.models.common._CHUNK_ELEMENTS", 150)  # several chunks, one of them short
     generator = torch.Generator().manual_seed(0)
     ours = (5 * torch.randn(3, 7, 50, generator=generator)).to(dtype).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()
@@ -262,9 +260,5 @@ def test_norms_and_vectors_are_not_decayed() -> None:
     assert "embed_in.weight" not in names
     assert set(undecayed_names(Llama(LLAMA))) == {
         "norm.weight",
-        *(
-            f"layers.{i}.{name}.weight"
-            for i in range(3)
-            for name in ("input_layernorm", "post_attention_layernorm")
-        ),
+        *(f"layers.{i}.{name}.weight" for i in range(3) for name in ("input_layernorm", "post_attention_layernorm")),
     }
