@@ -72,6 +72,8 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
     for flat in flats:
         initial = _initial_values(flat, control if sync_initial else None)
         buffer = arenas.carve(flat, initial)
+        # Now, buffer by buffer: what the parameters held before is freed as the arenas fill.
+        buffer.show(whole=plan.params.ranks == 1)
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
             owned = arenas.carve_gradient(flat)

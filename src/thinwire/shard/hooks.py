@@ -86,7 +86,8 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
     outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
     if not outputs:
         return False
-    sources = [tensor for tensor in _tensors(inputs) if tensor.requires_grad]
+    # Only a sharded unit is freed behind its backward.
+    sources = [tensor for tensor in _tensors(inputs) if tensor.requires_grad] if unit.sharded else []
     announced = False
 
     def pre_backward(_grad: torch.Tensor) -> None:
@@ -101,7 +102,7 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
 
     for tensor in outputs:
         tensor.register_hook(pre_backward)
-    if sources and unit.sharded and not runtime.recomputing():
+    if sources:
         torch.autograd.graph.register_multi_grad_hook(sources, post_backward)
     return True
 

@@ -90,7 +90,7 @@ class Unit:
         index: number of the unit.
         module: the module that drives it.
         info: what the program knows of it.
-        buffers: its flat buffers.
+        buffers: its flat buffers, shown whole if P is not sharded, else as husks.
         lanes: where its gathers run.
         params: the axis that holds one copy of its parameters.
         secondary: the axis that holds a secondary copy, if the plan keeps one.
@@ -113,8 +113,6 @@ class Unit:
         self.spread: Ticket | None = None
         self._lanes, self._params, self._secondary = lanes, params, secondary
         self._gather: list[Ticket] = []
-        for buffer in self.buffers:
-            buffer.show(whole=not self.sharded)
 
     @property
     def name(self) -> str:
