@@ -7,7 +7,7 @@ rank with wrong parameters cannot hide behind rank 0.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -185,7 +185,7 @@ def gap(got: Curve, want: Curve) -> Gap:
         [abs(a - b) / abs(b) for a, b in zip(x, y, strict=True)]
         for x, y in ((got.losses, want.losses), (got.norms, want.norms))
     ]
-    return Gap(*(max((e if e == e else float("inf") for e in errors)) for errors in (parameters, *scalars)))
+    return Gap(*(max(e if e == e else float("inf") for e in errors) for errors in (parameters, *scalars)))
 
 
 def gaps(cases: Mapping[str, Case]) -> dict[str, Gap]:
@@ -197,12 +197,14 @@ def gaps(cases: Mapping[str, Case]) -> dict[str, Gap]:
     }
 
 
-def assert_parity(world: int, cases: Mapping[str, Case]) -> None:
+def assert_parity(
+    world: int, cases: Mapping[str, Case], run: Callable[[dict[str, Case]], dict[str, Gap]] = gaps
+) -> None:
     """Every case agrees with training alone, on every rank."""
     assert cases
     open_ = [
         f"{name}, rank {rank}: {found}"
-        for rank, result in enumerate(run_ranks(world, gaps, dict(cases)))
+        for rank, result in enumerate(run_ranks(world, run, dict(cases)))
         for name, found in result.items()
         if not found.closed
     ]

@@ -6,9 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+from tests.dist.parity import Case, assert_parity
 
 import thinwire as tw
-from tests.dist.parity import Case, assert_parity
 from thinwire.errors import SpecError
 
 PARTITIONS = ("intra", "inter")
@@ -48,9 +48,7 @@ def valid_plans(mesh: tw.Factor, partition: str) -> dict[str, tw.Plan]:
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("partition", PARTITIONS)
 def test_presets_on_2x2(partition: str, micro_batches: int) -> None:
-    cases = {
-        name: Case(preset(name, 2, 2, partition=partition), micro_batches) for name in tw.Plan.preset_names()
-    }
+    cases = {name: Case(preset(name, 2, 2, partition=partition), micro_batches) for name in tw.Plan.preset_names()}
     assert len(cases) == 13
     assert_parity(4, cases)
 

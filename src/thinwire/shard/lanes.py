@@ -17,7 +17,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import final
+from typing import ClassVar, final
 
 import torch
 
@@ -91,45 +91,63 @@ class _ThreadTicket(Ticket):
     def done(self) -> bool:
         return self._finished.is_set()
 
+    def finished(self, timeout: float) -> bool:
+        """Wait at most ``timeout`` seconds; errors are not raised."""
+        return self._finished.wait(timeout)
+
 
 def _nothing() -> None:
     """The body of a ticket whose work is done."""
 
 
 @final
+class _Thread:
+    """A lane's thread: one for all models of the process. They share the lane's process groups, so their transfers must
+    run in one order, the same on every rank: the order in which computation submits them."""
+
+    by_name: ClassVar[dict[str, _Thread]] = {}
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
+        # A daemon, so that a stuck peer cannot keep the process from leaving.
+        threading.Thread(target=self._loop, name=name, daemon=True).start()
+
+    def put(self, ticket: _ThreadTicket) -> None:
+        self._queue.put(ticket)
+
+    def _loop(self) -> None:
+        with torch.no_grad():
+            while True:
+                ticket = self._queue.get()
+                ticket.run()
+                del ticket
+
+
+@final
 class _ThreadWorker(_Worker):
-    """A lane on CPU: one daemon thread, so that a stuck peer cannot keep the process from leaving."""
+    """One model's use of a lane on CPU."""
 
     def __init__(self, name: str) -> None:
         self.waited = 0.0
         self._name = name
-        self._queue: queue.SimpleQueue[_ThreadTicket | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._last: _ThreadTicket | None = None
 
     def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor]) -> Ticket:
         del held  # the body's closure holds them
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
-        ticket = _ThreadTicket(self, body, [t for t in after if not t.done()])
-        self._queue.put(ticket)
+        if self._name not in _Thread.by_name:
+            _Thread.by_name[self._name] = _Thread(self._name)
+        self._last = ticket = _ThreadTicket(self, body, [t for t in after if not t.done()])
+        _Thread.by_name[self._name].put(ticket)
         return ticket
-
-    def _loop(self) -> None:
-        with torch.no_grad():
-            while (ticket := self._queue.get()) is not None:
-                ticket.run()
-                del ticket
 
     def exposed(self) -> float:
         taken, self.waited = self.waited, 0.0
         return taken
 
     def close(self) -> None:
-        if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join(timeout=1.0)
-            self._thread = None
+        if self._last is not None and not self._last.finished(timeout=1.0):
+            _Thread.by_name.pop(self._name, None)  # stuck: the next job gets a thread of its own
+        self._last = None
 
 
 # -- CUDA ------------------------------------------------------------------------------------------------------
@@ -230,6 +248,6 @@ class Lanes:
         return {name: worker.exposed() for name, worker in self._workers.items()}
 
     def close(self) -> None:
-        """Stop the workers; bodies already queued are finished first, within a second."""
+        """Let what is under way finish, for a second at most."""
         for worker in self._workers.values():
             worker.close()

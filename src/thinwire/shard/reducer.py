@@ -225,6 +225,8 @@ class Reducer:
             False if vector is None and source is gradient.owned.values else gradient.owned.claim()
             for gradient, source in bucket
         ]
+        for gradient, _ in bucket:
+            gradient.synchronised = vector is None
         device = bucket[0][1].device
 
         def body() -> None:
