@@ -152,6 +152,14 @@ class UnitGradient:
         self._seen.clear()
         return staging
 
+    def drop(self) -> None:
+        """Drop what a failed backward delivered so far. Where it went home into ``local``, that is lost with it: zero
+        the gradients and take the step's micro-batches again."""
+        if self._into_local and self._seen:
+            self.local.empty = True
+        self.staging = None
+        self._seen.clear()
+
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
         self.owned.empty = True

@@ -108,6 +108,15 @@ class Reducer:
                 self._buckets = {unit: (unit,)}
                 self._reduce(unit)
 
+    def abort(self) -> None:
+        """The backward failed: what it has collected and not sent is dropped; what is under way arrives."""
+        self._pending.clear()
+        self._ready.clear()
+        self._filling, self._filling_after = [], []
+        self.join()
+        for gradient in self.gradients.values():
+            gradient.drop()
+
     def join(self) -> None:
         """Wait until every reduction has arrived."""
         for ticket in self._tickets:

@@ -102,6 +102,7 @@ class Runtime:
         if self.recomputing():
             self._need_in_backward(index)
             return
+        self._forget_failed_backward()
         if not torch.is_grad_enabled():
             unit.start_gather(from_secondary=False)
             for upcoming in self.schedule.following(index):
@@ -195,6 +196,17 @@ class Runtime:
             for unit in self.units:
                 unit.free()
 
+    def _forget_failed_backward(self) -> None:
+        """After a backward that raised, its end was never called: what it had gathered and collected goes."""
+        if not self._in_backward or self.recomputing():
+            return
+        self._in_backward = False
+        self.reducer.abort()
+        self.schedule.abandon_micro_batch()
+        self._open_calls = [0] * len(self.units)
+        for unit in self.units:
+            unit.free()
+
     # -- the step ----------------------------------------------------------------------------------------------
 
     def agree(self, *, measure: bool) -> Agreement:
@@ -258,6 +270,7 @@ class Runtime:
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
+        self._forget_failed_backward()
         self.reducer.join()
         self.reducer.reset()
         self._used = bytearray(len(self._used))

@@ -88,6 +88,10 @@ class Schedule:
             self.trace = seen
         self._restart()
 
+    def abandon_micro_batch(self) -> None:
+        """A backward failed: its events are forgotten."""
+        self._restart()
+
     def abandon(self) -> None:
         """A step is taken: a forward that never had a backward is forgotten."""
         self._restart()
