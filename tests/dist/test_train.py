@@ -229,10 +229,8 @@ def damage(checkpoint: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_in_one_sentence(runs: Runs) -> None:
-    started = time.monotonic()
     output, errors = runs.run("nan", "--set", "optimizer.lr=1e30", "--set", "optimizer.clip=0", status=1)
     assert "is not finite" in errors
     assert "lower optimizer.lr" in errors
     assert "restarting" not in output
     assert len(errors.strip().splitlines()) == 1
-    assert time.monotonic() - started < 60
