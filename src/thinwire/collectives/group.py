@@ -14,6 +14,7 @@ import datetime
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -89,6 +90,11 @@ def shutdown() -> None:
     global _control
     while _closing:
         _closing.pop()()
+    # Whoever is referred to keeps its threads and sockets, and models live on in reference cycles.
+    for subgroup in _subgroups:
+        subgroup.leave()
+    if _control is not None:
+        _control.process_group = None
     _control = None
     _groups.clear()
     if is_initialized():
@@ -240,6 +246,11 @@ class Subgroup:
         self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
         self._group = _process_group(ranks, lane, native=self.native) if self.size > 1 else None
         self._staged = device.type == "cuda" and not self.native
+        _subgroups.add(self)
+
+    def leave(self) -> None:
+        """Let go of the process group; the subgroup is of no use any more."""
+        self._group = None
 
     def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
         """Fill every ``pieces[i]`` with member i's; ``pieces[self.index]`` is this rank's own and is only read.
@@ -317,6 +328,7 @@ class Subgroup:
                     records.append(Record(self.lane, kind, self.scope, self.ranks, sent))
 
 
+_subgroups: weakref.WeakSet[Subgroup] = weakref.WeakSet()
 _groups: dict[tuple[tuple[int, ...], Lane, bool], dist.ProcessGroup] = {}
 
 
