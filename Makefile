@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 train: install ## train a small Llama on this machine (4 ranks as 2x2 without a GPU)
-	$(BIN)/thinwire train recipes/quickstart.toml --out runs/quickstart
+	$(BIN)/thinwire train recipes/quickstart.toml
 
 test: lint ## lint, then every test that is not marked slow
 	$(BIN)/python -m pytest -m "not slow and not gpu"

@@ -102,9 +102,7 @@ def follow_many(plans: list[str], num_micro_batches: int) -> list[tuple[int, int
 
 def variants(**changes: Any) -> list[str]:
     plans = [Plan.preset(name, nodes=2, local=2).uncompressed() for name in Plan.preset_names()]
-    return [
-        plan.with_(partition=partition, **changes).to_toml() for plan in plans for partition in ("intra", "inter")
-    ]
+    return [plan.with_(partition=partition, **changes).to_toml() for plan in plans for partition in ("intra", "inter")]
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -243,6 +243,8 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
     Raises:
         UsageError: if it needs whole tensors while fragments are parts of them.
     """
+    if "lr" in options:
+        options = {**options, "lr": 1e-3}  # the learning rate decides nothing, but a wild one would overflow
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start, grads = torch.randn(8, 6), torch.randn(2, 8, 6)
