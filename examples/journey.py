@@ -14,7 +14,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import control, recording
-from thinwire.program import Axis, Lane, axis_members
+from thinwire.program import Axis, Lane, Scope, axis_members
 from thinwire.shard.api import runtime
 from thinwire.testing import run_ranks
 
@@ -46,7 +46,9 @@ def journey() -> list[str]:
     for owned in optim.fragments:
         if owned.fragment.slot.name == "2.weight":
             first = owned.fragment.offset
-            story.append(f"ownership  rank {engine.rank} updates elements {first}..{first + owned.fragment.length} of it")
+            story.append(
+                f"ownership  rank {engine.rank} updates elements {first}..{first + owned.fragment.length} of it"
+            )
 
     rank = control().rank
     inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
@@ -56,12 +58,12 @@ def journey() -> list[str]:
         gradient = engine.gradients[unit.index].owned.values.clone()
         optim.step()
         engine.join_spreads()
-    for record in records:
-        if record.lane is not Lane.CONTROL and record.sent:
-            story.append(
-                f"{record.lane:<10} {record.kind} {record.scope} node(s), ranks {list(record.ranks)}: "
-                f"{record.sent} bytes sent"
-            )
+    where = {Scope.INSIDE: "inside the node", Scope.ACROSS: "across nodes"}
+    story += [
+        f"{record.lane:<10} {record.kind} {where[record.scope]}, ranks {list(record.ranks)}: {record.sent} bytes sent"
+        for record in records
+        if record.lane is not Lane.CONTROL
+    ]
 
     # The same step by hand: the mean of all ranks' gradients, then plain SGD.
     reference = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))

@@ -29,9 +29,7 @@ _SECONDS = {
     "d": 86400.0,
 }
 
-_BIT_SPELLING = re.compile(
-    r"(?P<prefix>[kmgtp]?i?)bit(?:/s|ps)?|(?P<short>[kmgtp]?)b(?:/s|ps)", re.IGNORECASE
-)
+_BIT_SPELLING = re.compile(r"(?P<prefix>[kmgtp]?i?)bit(?:/s|ps)?|(?P<short>[kmgtp]?)b(?:/s|ps)", re.IGNORECASE)
 _BYTE_SPELLING = re.compile(r"(?P<prefix>[kKMGTP]?i?)B/s")
 
 
@@ -67,9 +65,7 @@ def parse_bandwidth(value: float | str) -> float:
     match = _BIT_SPELLING.fullmatch(unit)
     prefix = (match["prefix"] if match["prefix"] is not None else match["short"]).lower() if match else None
     if prefix not in _PREFIXES or "B" in unit:
-        raise _bad(
-            "a bandwidth", value, f"unknown unit {unit!r}; valid are kbit, mbit, gbit, tbit, kB/s, MB/s, GB/s"
-        )
+        raise _bad("a bandwidth", value, f"unknown unit {unit!r}; valid are kbit, mbit, gbit, tbit, kB/s, MB/s, GB/s")
     return float(number * _PREFIXES[prefix])
 
 

@@ -44,16 +44,12 @@ def test_every_module_belongs_to_a_column() -> None:
 
 def test_the_contract_between_the_columns_names_every_module_there_is() -> None:
     contracts = _configuration()["importlinter"]["contracts"]
-    (between,) = [
-        contract for contract in contracts if contract["name"].startswith("deciding reaches no torch")
-    ]
+    (between,) = [contract for contract in contracts if contract["name"].startswith("deciding reaches no torch")]
     assert {f"thinwire.{name}" for name in DECIDING & _modules()} == set(between["source_modules"])
     assert {f"thinwire.{name}" for name in DOING & _modules()} <= set(between["forbidden_modules"])
 
 
-@pytest.mark.parametrize(
-    "module", ["thinwire", *(f"thinwire.{name}" for name in sorted(DECIDING & _modules()))]
-)
+@pytest.mark.parametrize("module", ["thinwire", *(f"thinwire.{name}" for name in sorted(DECIDING & _modules()))])
 def test_deciding_loads_no_torch(module: str) -> None:
     code = f"import {module}, sys; print(*sorted({{'torch', 'transformers', 'triton'}} & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -61,9 +57,7 @@ def test_deciding_loads_no_torch(module: str) -> None:
 
 
 def test_specifications_load_in_a_fraction_of_a_second() -> None:
-    code = (
-        "import time; start = time.process_time(); import thinwire.spec; print(time.process_time() - start)"
-    )
+    code = "import time; start = time.process_time(); import thinwire.spec; print(time.process_time() - start)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(result.stdout) < 1.0
 

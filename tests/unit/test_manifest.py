@@ -172,9 +172,7 @@ def test_other_files_are_no_manifest(raw: bytes) -> None:
 
 def test_a_later_version_is_named() -> None:
     raw = MANIFEST.encode().replace(b'"version":1', b'"version":2')
-    with pytest.raises(
-        CheckpointError, match=r"format version 2 cannot be read; this thinwire reads version 1"
-    ):
+    with pytest.raises(CheckpointError, match=r"format version 2 cannot be read; this thinwire reads version 1"):
         decode(raw, "m")
 
 
@@ -286,9 +284,7 @@ def every_value(dtype: torch.dtype) -> torch.Tensor:
         return torch.arange(2**16).sub(2**15).to(torch.int16).view(dtype)
     if dtype.is_floating_point:
         limits = torch.finfo(dtype)
-        return torch.tensor(
-            [limits.max, limits.tiny, limits.smallest_normal, 1 + limits.eps, -0.0], dtype=dtype
-        )
+        return torch.tensor([limits.max, limits.tiny, limits.smallest_normal, 1 + limits.eps, -0.0], dtype=dtype)
     limit = torch.iinfo(dtype)
     return torch.tensor([limit.min, limit.min + 1, -1, 0, limit.max - 1, limit.max], dtype=dtype)
 
@@ -378,9 +374,7 @@ def test_every_header_byte_is_checked_or_harmless(checkpoint: Path, tmp_path: Pa
         (b'"__metadata__"', b'"__metodata__"'),
     ],
 )
-def test_headers_of_another_story_are_refused(
-    checkpoint: Path, tmp_path: Path, old: bytes, new: bytes
-) -> None:
+def test_headers_of_another_story_are_refused(checkpoint: Path, tmp_path: Path, old: bytes, new: bytes) -> None:
     manifest, _ = read_manifest(checkpoint)
     (file,) = manifest.files
     raw = (checkpoint / file.name).read_bytes()

@@ -41,9 +41,7 @@ class Outer(Spec):
     @rule("label", "inner")
     def _short(self) -> Iterator[Problem]:
         if len(self.label) > self.inner.high:
-            yield Problem(
-                "label", f"= {self.label!r} should have at most inner.high = {self.inner.high} letters"
-            )
+            yield Problem("label", f"= {self.label!r} should have at most inner.high = {self.inner.high} letters")
 
 
 SCALARS = st.one_of(
@@ -52,14 +50,10 @@ SCALARS = st.one_of(
     st.floats(allow_nan=False),
     st.text(),
 )
-VALUES = st.one_of(
-    SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(), SCALARS, max_size=3).map(Inline)
-)
+VALUES = st.one_of(SCALARS, st.lists(SCALARS, max_size=3), st.dictionaries(st.text(), SCALARS, max_size=3).map(Inline))
 TABLES = st.recursive(
     st.dictionaries(st.text(), VALUES, max_size=4),
-    lambda inner: st.dictionaries(
-        st.text(), st.one_of(VALUES, inner, st.lists(inner, max_size=2)), max_size=4
-    ),
+    lambda inner: st.dictionaries(st.text(), st.one_of(VALUES, inner, st.lists(inner, max_size=2)), max_size=4),
     max_leaves=12,
 )
 
@@ -163,9 +157,7 @@ def test_with_changes_only_the_named_keys_of_a_nested_table() -> None:
 
 
 def test_toml_round_trip_and_fingerprint(tmp_path: Path) -> None:
-    outer = Outer(
-        label="ü", inner=Inner(high=4), many=(Inner(), Inner(high=9)), by_name={"x y": Inner(high=3)}
-    )
+    outer = Outer(label="ü", inner=Inner(high=4), many=(Inner(), Inner(high=9)), by_name={"x y": Inner(high=3)})
     outer.save(tmp_path / "outer.toml")
     again = Outer.load(tmp_path / "outer.toml")
     assert again == outer

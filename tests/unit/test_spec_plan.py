@@ -20,9 +20,7 @@ def factor(text: str) -> Factor:
 
 
 def plan(mesh: str, params: str, grads: str, optimizer: str, **rest: Any) -> Plan:
-    return Plan(
-        mesh=factor(mesh), params=factor(params), grads=factor(grads), optimizer=factor(optimizer), **rest
-    )
+    return Plan(mesh=factor(mesh), params=factor(params), grads=factor(grads), optimizer=factor(optimizer), **rest)
 
 
 def test_factor_arithmetic() -> None:
@@ -143,9 +141,7 @@ def test_what_is_no_factor_is_refused(value: Any) -> None:
         ),
     ],
 )
-def test_each_broken_rule_is_one_sentence(
-    factors: tuple[str, ...], rest: dict[str, Any], problem: str
-) -> None:
+def test_each_broken_rule_is_one_sentence(factors: tuple[str, ...], rest: dict[str, Any], problem: str) -> None:
     mesh, params, grads, optimizer = factors
     with pytest.raises(SpecError) as caught:
         Plan.parse({"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer, **rest})
@@ -189,9 +185,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
 
 def test_a_rule_is_skipped_when_a_field_it_needs_is_wrong() -> None:
     with pytest.raises(SpecError) as caught:
-        Plan.parse(
-            {"mesh": "4x1", "params": {"local": 0}, "grads": "3x1", "optimizer": "4x1", "placement": [7]}
-        )
+        Plan.parse({"mesh": "4x1", "params": {"local": 0}, "grads": "3x1", "optimizer": "4x1", "placement": [7]})
     assert [problem.split(" ")[0] for problem in caught.value.problems] == ["params.local", "placement"]
 
 
@@ -222,9 +216,7 @@ def test_missing_keys_say_what_they_are() -> None:
         ("2x1", "1x1", "1x1", "2x1", {"units": (UnitOverride(match="head", optimizer=factor("1x1")),)}),
     ],
 )
-def test_valid_plans_are_accepted(
-    mesh: str, params: str, grads: str, optimizer: str, rest: dict[str, Any]
-) -> None:
+def test_valid_plans_are_accepted(mesh: str, params: str, grads: str, optimizer: str, rest: dict[str, Any]) -> None:
     assert plan(mesh, params, grads, optimizer, **rest).world == factor(mesh).ranks
 
 

@@ -12,9 +12,7 @@ from hypothesis import strategies as st
 from thinwire.errors import SpecError
 from thinwire.spec import CodecSpec, Factor, Overlap, Plan, Residence, UnitOverride, Wire
 
-CODEC = st.sampled_from(
-    ["none", "bf16", "int8:256", "int4:64,hadamard", "int6:tensor", "zfp:16", "mpc", "exp3"]
-)
+CODEC = st.sampled_from(["none", "bf16", "int8:256", "int4:64,hadamard", "int6:tensor", "zfp:16", "mpc", "exp3"])
 NAMES = st.text(min_size=1, max_size=12)
 
 
@@ -134,9 +132,7 @@ def test_describe_names_what_matters() -> None:
         "recompute; pp 2; wire gather int8:256, reduce_intra int4:256, reduce_inter int4:256"
     )
     assert (
-        Plan.parse(dict.fromkeys(("mesh", "params", "grads", "optimizer"), "1x1"))
-        .describe()
-        .endswith("uncompressed")
+        Plan.parse(dict.fromkeys(("mesh", "params", "grads", "optimizer"), "1x1")).describe().endswith("uncompressed")
     )
 
 

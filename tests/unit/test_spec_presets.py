@@ -62,9 +62,7 @@ def test_the_table_above_names_every_preset() -> None:
     assert len(Plan.preset_names()) == 13
 
 
-@pytest.mark.parametrize(
-    ("local", "half"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (7, 1), (8, 4), (9, 3), (15, 5)]
-)
+@pytest.mark.parametrize(("local", "half"), [(1, 1), (2, 1), (3, 1), (4, 2), (6, 3), (7, 1), (8, 4), (9, 3), (15, 5)])
 def test_amsp_13b_takes_the_largest_divisor_up_to_half_a_node(local: int, half: int) -> None:
     preset = Plan.preset("amsp-13b", nodes=2, local=local)
     assert preset.params == preset.grads == Factor(local=half)
@@ -103,9 +101,7 @@ def test_codecs_of_the_compressed_presets() -> None:
         "spread": "int8:256",
     }
     assert Plan.preset("thinwire", nodes=2, local=2).wire.error_feedback
-    assert all(
-        not codecs(name) for name in Plan.preset_names() if name not in ("zeropp", "zeropp-8bit", "thinwire")
-    )
+    assert all(not codecs(name) for name in Plan.preset_names() if name not in ("zeropp", "zeropp-8bit", "thinwire"))
 
 
 @pytest.mark.parametrize("name", ["mics", "hsdp"])
@@ -147,9 +143,7 @@ def test_invalid_presets_are_refused(arguments: dict[str, Any], problem: str) ->
 
 
 def test_overrides_change_only_what_they_name() -> None:
-    preset = Plan.preset(
-        "thinwire", nodes=2, local=2, prefetch=3, wire={"spread": "none"}, overlap={"sync": False}
-    )
+    preset = Plan.preset("thinwire", nodes=2, local=2, prefetch=3, wire={"spread": "none"}, overlap={"sync": False})
     assert preset.prefetch == 3
     assert preset.overlap == Overlap(sync=False)
     assert preset.wire.spread.is_none

@@ -84,9 +84,7 @@ def test_duration(text: float | str, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("parse", [parse_bytes, parse_bandwidth, parse_duration])
-@pytest.mark.parametrize(
-    "value", ["", "fast", "-1", "1 2", "1..2", -1, float("nan"), float("inf"), True, None, []]
-)
+@pytest.mark.parametrize("value", ["", "fast", "-1", "1 2", "1..2", -1, float("nan"), float("inf"), True, None, []])
 def test_nonsense_is_refused_and_quoted(parse: Callable[[Any], float], value: Any) -> None:
     with pytest.raises(SpecError) as caught:
         parse(value)

@@ -130,9 +130,7 @@ class Spec(BaseModel):
     def _apply_rules(self) -> Self:
         problems = [problem for check in rules(type(self)) for problem in check(self)]
         if problems:
-            raise PydanticCustomError(
-                _RULE, "{text}", {"text": "; ".join(str(problem) for problem in problems)}
-            )
+            raise PydanticCustomError(_RULE, "{text}", {"text": "; ".join(str(problem) for problem in problems)})
         return self
 
     @classmethod
@@ -251,9 +249,7 @@ def _problems(cls: type[Spec], data: Any) -> Iterator[Problem]:
         return
     for key in data:
         if key not in cls.model_fields:
-            yield Problem(
-                str(key), f"= {data[key]!r} is not a key of {cls.__name__}{_suggestion(str(key), cls)}"
-            )
+            yield Problem(str(key), f"= {data[key]!r} is not a key of {cls.__name__}{_suggestion(str(key), cls)}")
     valid: dict[str, Any] = {}
     for name, field in cls.model_fields.items():
         if name not in data:

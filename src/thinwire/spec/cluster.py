@@ -40,9 +40,7 @@ class ClusterSpec(Spec):
     )
     links: Links = Field(description="bandwidth and latency by class of link")
     nodes_per_leaf: Count | None = Field(default=None, description="nodes below one leaf switch")
-    price_per_gpu_hour: Positive | None = Field(
-        default=None, description="price of one accelerator for an hour"
-    )
+    price_per_gpu_hour: Positive | None = Field(default=None, description="price of one accelerator for an hour")
 
     @property
     def gpus(self) -> int:
@@ -53,6 +51,4 @@ class ClusterSpec(Spec):
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
         """A spine link needs ``nodes_per_leaf``."""
         if self.links.spine is not None and self.nodes_per_leaf is None:
-            yield Problem(
-                "nodes_per_leaf", "is missing: a spine link says nothing without the size of a leaf"
-            )
+            yield Problem("nodes_per_leaf", "is missing: a spine link says nothing without the size of a leaf")

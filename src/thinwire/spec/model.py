@@ -24,9 +24,7 @@ class ModelSpec(Spec):
     layers: Count = Field(description="transformer blocks (L)")
     hidden: Count = Field(description="width of the residual stream (h)")
     heads: Count = Field(description="attention heads; they divide hidden")
-    kv_heads: Count = Field(
-        default=_FILLED_IN, description="key and value heads; they divide heads; unset: heads"
-    )
+    kv_heads: Count = Field(default=_FILLED_IN, description="key and value heads; they divide heads; unset: heads")
     ffn: Count = Field(
         default=_FILLED_IN, description="width of the feed-forward; unset: 8/3 hidden (llama), 4 hidden (gpt)"
     )
@@ -77,12 +75,7 @@ class ModelSpec(Spec):
     def parameters(self) -> int:
         """Parameters of the whole model."""
         final_norm = self.hidden * (2 if self.kind == "gpt" else 1)
-        return (
-            self.embedding_parameters
-            + self.layers * self.layer_parameters
-            + final_norm
-            + self.head_parameters
-        )
+        return self.embedding_parameters + self.layers * self.layer_parameters + final_norm + self.head_parameters
 
     @property
     def _layer_matrices(self) -> int:

@@ -30,15 +30,9 @@ Dtype = Literal["bfloat16", "float32"]
 class Overlap(Spec):
     """Which communication may run beside computation; each switch off makes its collectives blocking."""
 
-    gather: Flag = Field(
-        default=True, description="parameter all-gathers run ahead of the unit that needs them"
-    )
-    reduce: Flag = Field(
-        default=True, description="gradient reductions inside a micro-batch run beside the backward"
-    )
-    sync: Flag = Field(
-        default=True, description="the last micro-batch's synchronisation runs beside the backward"
-    )
+    gather: Flag = Field(default=True, description="parameter all-gathers run ahead of the unit that needs them")
+    reduce: Flag = Field(default=True, description="gradient reductions inside a micro-batch run beside the backward")
+    sync: Flag = Field(default=True, description="the last micro-batch's synchronisation runs beside the backward")
     spread: Flag = Field(default=True, description="updated parameters travel while the next forward runs")
 
 
@@ -52,12 +46,8 @@ class Wire(Spec):
     """The codec of every kind of collective (see CodecSpec for the notation)."""
 
     gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
-    reduce_intra: CodecSpec = Field(
-        default=CodecSpec(), description="codec of gradient reductions inside a node"
-    )
-    reduce_inter: CodecSpec = Field(
-        default=CodecSpec(), description="codec of gradient reductions across nodes (qgZ)"
-    )
+    reduce_intra: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions inside a node")
+    reduce_inter: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions across nodes (qgZ)")
     spread: CodecSpec = Field(default=CodecSpec(), description="codec of updated parameters after a step")
     tp: CodecSpec = Field(default=CodecSpec(), description="codec of tensor-parallel collectives")
     pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
@@ -72,9 +62,7 @@ class Wire(Spec):
     exclude: Annotated[
         tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
     ] = ()
-    schedule: Share = Field(
-        default=1.0, description="share of training during which the codecs apply, from its start"
-    )
+    schedule: Share = Field(default=1.0, description="share of training during which the codecs apply, from its start")
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -97,11 +85,7 @@ class Wire(Spec):
 
     def codecs(self) -> dict[str, CodecSpec]:
         """The six codecs by field name."""
-        return {
-            name: value
-            for name in type(self).model_fields
-            if isinstance(value := getattr(self, name), CodecSpec)
-        }
+        return {name: value for name in type(self).model_fields if isinstance(value := getattr(self, name), CodecSpec)}
 
     @property
     def is_none(self) -> bool:
@@ -131,9 +115,7 @@ class Residence(Spec):
 class UnitOverride(Spec):
     """Exceptions for the units whose module name matches a pattern; what is unset follows the plan."""
 
-    match: Annotated[
-        str, Field(min_length=1, description="pattern of module names, as in a shell: model.layers.*")
-    ]
+    match: Annotated[str, Field(min_length=1, description="pattern of module names, as in a shell: model.layers.*")]
     params: Factor | None = Field(default=None, description="sharding factor of P")
     grads: Factor | None = Field(default=None, description="sharding factor of G")
     optimizer: Factor | None = Field(default=None, description="sharding factor of OS")
@@ -147,9 +129,7 @@ class Plan(Spec):
     name: str | None = Field(default=None, description="label of the preset or of whoever made the plan")
     mesh: Factor = Field(description="the data-parallel ranks, s_dp: ranks of a node times nodes")
     params: Factor = Field(description="sharding factor of the parameters, s_p")
-    grads: Factor = Field(
-        description="sharding factor of the gradients, s_g: equal to params or to optimizer"
-    )
+    grads: Factor = Field(description="sharding factor of the gradients, s_g: equal to params or to optimizer")
     optimizer: Factor = Field(description="sharding factor of the optimizer states, s_os")
     partition: Literal["intra", "inter"] = Field(
         default="intra",
@@ -162,9 +142,7 @@ class Plan(Spec):
     secondary_reuse: Flag = Field(
         default=False, description="forwards of later micro-batches gather from the secondary shard"
     )
-    compute_dtype: Dtype = Field(
-        default="bfloat16", description="dtype of parameters in forward and backward"
-    )
+    compute_dtype: Dtype = Field(default="bfloat16", description="dtype of parameters in forward and backward")
     accumulate_dtype: Dtype = Field(default="float32", description="dtype of the gradient shard")
     reduce_dtype: Dtype | None = Field(
         default=None, description="dtype in which gradients cross the wire; unset: the compute dtype"
@@ -176,22 +154,16 @@ class Plan(Spec):
     granularity: Literal["block", "module"] = Field(
         default="block", description="what one collective covers: a whole block, or one module of it"
     )
-    bucket_bytes: Bytes = Field(
-        default=16 * MIB, description='size of a synchronisation bucket, "16MiB" or bytes'
-    )
+    bucket_bytes: Bytes = Field(default=16 * MIB, description='size of a synchronisation bucket, "16MiB" or bytes')
     keep_gathered: Literal["none", "last"] = Field(
         default="last", description="which unit stays gathered between its forward and its backward"
     )
-    recompute: Flag = Field(
-        default=False, description="activations are recomputed in the backward, not stored"
-    )
+    recompute: Flag = Field(default=False, description="activations are recomputed in the backward, not stored")
     micro_batch: Count = Field(default=1, description="sequences of one micro-batch on one rank")
     micro_batches: Count = Field(default=1, description="micro-batches of one step (M)")
     tp: Count = Field(default=1, description="tensor-parallel ranks, beside the mesh")
     pp: Count = Field(default=1, description="pipeline stages, beside the mesh")
-    schedule: Literal["1f1b", "interleaved"] = Field(
-        default="1f1b", description="order of work in a pipeline"
-    )
+    schedule: Literal["1f1b", "interleaved"] = Field(default="1f1b", description="order of work in a pipeline")
     placement: tuple[Annotated[int, Field(strict=True)], ...] | None = Field(
         default=None,
         description="the physical rank that takes each position of the mesh, node by node; unset: in order",
@@ -199,9 +171,7 @@ class Plan(Spec):
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
     residence: Residence = Field(default=Residence(), description="where each state lives")
-    units: tuple[UnitOverride, ...] = Field(
-        default=(), description="exceptions for units by name; the last match wins"
-    )
+    units: tuple[UnitOverride, ...] = Field(default=(), description="exceptions for units by name; the last match wins")
 
     @property
     def world(self) -> int:
@@ -214,9 +184,7 @@ class Plan(Spec):
         return self.reduce_dtype or self.compute_dtype
 
     @classmethod
-    def preset(
-        cls, name: str, *, nodes: int, local: int, group: Factor | str | None = None, **overrides: Any
-    ) -> Plan:
+    def preset(cls, name: str, *, nodes: int, local: int, group: Factor | str | None = None, **overrides: Any) -> Plan:
         """A classic system's plan on a mesh of ``nodes`` nodes of ``local`` ranks.
 
         Args:
@@ -287,9 +255,7 @@ class Plan(Spec):
         secondary = self.secondary
         if secondary is None:
             if self.secondary_reuse:
-                yield Problem(
-                    "secondary_reuse", "= true needs a secondary shard: set secondary, or set it to false"
-                )
+                yield Problem("secondary_reuse", "= true needs a secondary shard: set secondary, or set it to false")
             return
         if not secondary.divides(self.params):
             yield Problem(

@@ -142,7 +142,5 @@ def _group(group: Factor | str, what: str) -> Factor:
         return group
     fields = Factor.from_text(group)
     if fields is None:
-        raise SpecError(
-            what, [f"group = {group!r} should be a Factor, or text such as '4x2' (local x nodes)"]
-        )
+        raise SpecError(what, [f"group = {group!r} should be a Factor, or text such as '4x2' (local x nodes)"])
     return Factor.parse(fields, what)
