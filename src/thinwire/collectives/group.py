@@ -149,16 +149,18 @@ class Control:
         return [float(value) for value in total / self.size]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with rank 0's (initial weights)."""
-        if self.process_group is None:
+        """Overwrite a tensor of any layout and type with rank 0's (initial weights, buffers)."""
+        for dim, stride in enumerate(tensor.stride()):
+            if stride == 0:
+                tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))  # an expanded tensor stores this once
+        if self.process_group is None or not tensor.numel():
             return
+        staged = tensor.detach().cpu().contiguous()
         with _explained("broadcast", Lane.CONTROL, range(self.size)):
-            if tensor.device.type == "cpu":
-                dist.broadcast(tensor, 0, group=self.process_group)
-            else:
-                staged = tensor.cpu()
-                dist.broadcast(staged, 0, group=self.process_group)
-                tensor.copy_(staged)
+            # As bytes: gloo knows neither complex numbers nor small integers.
+            dist.broadcast(staged.view(-1).view(torch.uint8), 0, group=self.process_group)
+        if staged.data_ptr() != tensor.data_ptr():
+            tensor.copy_(staged)
 
 
 _control: Control | None = None

@@ -58,8 +58,10 @@ def shard(model: Module, plan: Plan, *, units: Selection = None, sync_initial: b
         MismatchError: if ranks have different plans or models.
         UsageError: if the model cannot be sharded.
     """
-    if hasattr(model, "_thinwire_runtime"):
-        raise UsageError(f"{type(model).__name__} is sharded already; build a new model to use another plan")
+    for name, module in model.named_modules():
+        if hasattr(module, "_thinwire_runtime"):
+            what = f"its module {name!r}" if name else type(model).__name__
+            raise UsageError(f"{what} is sharded already; build a new model to use another plan")
     if not groups.is_initialized():
         groups.init()
     build(model, plan, units, sync_initial=sync_initial)

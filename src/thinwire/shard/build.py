@@ -12,7 +12,7 @@ from torch import nn
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.topology import AxisGroup
-from thinwire.errors import MismatchError, SpecError, UsageError
+from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
 from thinwire.shard import hooks
 from thinwire.shard.discover import Selection, UnitModules, discover
@@ -50,10 +50,15 @@ class _Flat:
 def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: bool) -> Runtime:
     """Shard a model in place; see :func:`thinwire.shard.api.shard`."""
     control = groups.control()
-    check_supported(plan, control.size)
-    _check_parameters(model)
-    modules = discover(model, selection, plan.granularity)
-    _check_agreement(plan, modules, control)
+    problem: ThinwireError | None = None
+    modules: list[UnitModules] = []
+    try:
+        check_supported(plan, control.size)
+        _check_parameters(model)
+        modules = discover(model, selection, plan.granularity)
+    except ThinwireError as error:
+        problem = error  # the other ranks are waiting to compare
+    _check_agreement(plan, model, modules, problem, control)
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
         keep_freed_memory()
@@ -153,6 +158,8 @@ def _check_parameters(model: nn.Module) -> None:
             raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
         if type(parameter.data) is not torch.Tensor:
             raise UsageError(f"parameter {name} is a {type(parameter.data).__name__}; plain tensors are supported")
+        if parameter.grad is not None:
+            raise UsageError(f"parameter {name} has a gradient already: call model.zero_grad() before thinwire.shard")
         devices.add(str(parameter.device))
     if not devices:
         raise UsageError(f"{type(model).__name__} has no parameters to shard")
@@ -160,15 +167,25 @@ def _check_parameters(model: nn.Module) -> None:
         raise UsageError(f"parameters lie on {', '.join(sorted(devices))}: move the model to one device first")
 
 
-def _check_agreement(plan: Plan, modules: Sequence[UnitModules], control: Control) -> None:
-    """Find a rank with another plan or model now, before it hangs a collective."""
+def _check_agreement(
+    plan: Plan, model: nn.Module, modules: Sequence[UnitModules], problem: ThinwireError | None, control: Control
+) -> None:
+    """Find a rank with another plan or model, or with none that it can use, now, before it hangs a collective."""
     shapes = [
         (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for unit in modules
         for name, p in unit.parameters
     ]
-    mine = (plan.fingerprint(), plan.describe(), hashlib.sha256(repr(shapes).encode()).hexdigest()[:12], len(shapes))
-    everyone = control.all_gather_object(mine)
+    buffers = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()]
+    digest = hashlib.sha256(repr((shapes, buffers)).encode()).hexdigest()[:12]
+    mine = (plan.fingerprint(), plan.describe(), digest, len(shapes))
+    everyone = control.all_gather_object((mine, None if problem is None else str(problem)))
+    if problem is not None:
+        raise problem
+    for rank, (_, text) in enumerate(everyone):
+        if text is not None:
+            raise MismatchError(f"rank {rank} cannot shard its model, while rank {control.rank} can: {text}")
+    everyone = [other for other, _ in everyone]
     for rank, other in enumerate(everyone):
         if other[0] != everyone[0][0]:
             raise MismatchError(

@@ -165,8 +165,7 @@ class UnitGradient:
         self.owned.empty = True
         if self._local is not None:
             self._local.empty = True
-        self.staging = None
-        self._seen.clear()
+        self.drop()
         self.unsynced = self.synchronised = False
 
     def _begin(self, *, last: bool) -> None:

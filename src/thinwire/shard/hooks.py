@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import torch
@@ -23,9 +22,11 @@ def install(runtime: Runtime) -> None:
     for unit in runtime.units:
         _hook_unit(runtime, unit)
     runtime.model.register_forward_pre_hook(_cast_inputs(dtype), prepend=True, with_kwargs=True)
-    for module in {runtime.model, *(unit.module for unit in runtime.units)}:
+    for module in runtime.model.modules():
         module.register_state_dict_pre_hook(_state_dict_hook(runtime))
         module.register_load_state_dict_pre_hook(_refuse_load)
+        if any(unit.sharded for unit in runtime.units):
+            module.register_state_dict_post_hook(_copy_parameters)
 
 
 def recompute_activations(module: nn.Module) -> None:
@@ -75,6 +76,7 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
         grad = parameter.grad
         if grad is not None:
             parameter.grad = None
+            grad = grad.detach()  # a backward that is to be differentiated again delivers graphs
             runtime.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
 
     return hook
@@ -82,44 +84,61 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
 
 def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -> bool:
     """Arrange for ``pre_backward`` at the first gradient of an output, and for ``post_backward`` when the inputs'
-    gradients exist. Returns whether any output can announce it."""
-    outputs = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-    if not outputs:
-        return False
+    gradients exist. Returns whether a backward that needs the unit is sure to announce itself."""
+    outputs = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
     # Only a sharded unit is freed behind its backward.
     sources = [tensor for tensor in _tensors(inputs) if tensor.requires_grad] if unit.sharded else []
-    announced = False
+    if not outputs:
+        return not unit.info.trainable and not sources  # then there is no backward to hear of
+    inner = [tensor for tensor in sources if tensor.grad_fn is not None]
+    # A leaf's gradient is complete only at the end of a backward. On the way to it frozen parameters may be read last.
+    stays = len(inner) < len(sources) and not all(buffer.layout.trainable for buffer in unit.buffers)
+    announced_in = -1  # which backward: a graph that is retained sees several
 
     def pre_backward(_grad: torch.Tensor) -> None:
-        nonlocal announced
-        if not announced:
-            announced = True
-            runtime.pre_backward(unit.index, will_leave=bool(sources))
+        nonlocal announced_in
+        if announced_in != (task := torch._C._current_graph_task_id()):
+            announced_in = task
+            runtime.pre_backward(unit.index, will_leave=bool(inner) or stays)
 
     def post_backward(_grads: Any) -> None:
-        if announced:
+        if announced_in == torch._C._current_graph_task_id():
             runtime.post_backward(unit.index)
 
     for tensor in outputs:
         tensor.register_hook(pre_backward)
-    if sources:
-        torch.autograd.graph.register_multi_grad_hook(sources, post_backward)
+    if inner and not stays:
+        torch.autograd.graph.register_multi_grad_hook(inner, post_backward)
     return True
 
 
+MAX_DEPTH = 4
+"""How deep objects within objects are searched for tensors; containers do not count."""
+
+
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in the containers that modules return: tuples, dictionaries, dataclasses, simple objects."""
+    """Tensors in what modules take and return: containers, dataclasses, and the attributes of any other object."""
+    return _search(value, set(), MAX_DEPTH)
+
+
+def _search(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, list | tuple | set):
-        for item in value:
-            yield from _tensors(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from _tensors(getattr(value, field.name))
+        return
+    if isinstance(value, str | bytes | int | float | type | nn.Module) or value is None or id(value) in seen:
+        return
+    seen.add(id(value))
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        items = value
+    elif depth and not callable(value):
+        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+        items = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
+        depth -= 1
+    for item in items:
+        yield from _search(item, seen, depth)
 
 
 def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]]]:
@@ -151,6 +170,14 @@ def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
             )
 
     return hook
+
+
+def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    """A state dict outlives ``full_parameters``, the memory that its parameters lie in does not."""
+    for name in module._parameters:
+        value = state_dict.get(prefix + name)
+        if isinstance(value, torch.Tensor):
+            state_dict[prefix + name] = value.detach().clone()
 
 
 def _refuse_load(*_: Any) -> None:

@@ -95,6 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if one is given.
         """
+        self.runtime.refuse_if_whole("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():

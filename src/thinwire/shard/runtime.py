@@ -92,6 +92,8 @@ class Runtime:
         self._used = bytearray(sum(info.parameters for info in infos))
         self._in_backward = False
         self._open_calls = [0] * len(self.units)
+        self._creates_graph = False
+        self._graphs_of_graphs = False  # a backward with create_graph left nodes that read parameters unannounced
         self.whole = 0  # depth of full_parameters()
 
     # -- events, as hooks report them --------------------------------------------------------------------------
@@ -126,7 +128,7 @@ class Runtime:
             return
         unit = self.units[index]
         if not torch.is_grad_enabled():
-            unit.free()
+            self._free(unit)
             return
         self.schedule.forward_event(Phase.POST_FORWARD, index)
         if not unit.sharded:
@@ -135,14 +137,14 @@ class Runtime:
         if not kept or self.plan.secondary_reuse:
             unit.keep_secondary()
         if not kept:
-            unit.free()
+            self._free(unit)
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
         """Backward has reached a unit's outputs.
 
         Args:
             index: the unit.
-            will_leave: whether its inputs need gradients, so that :meth:`post_backward` follows.
+            will_leave: whether its inputs need gradients, so that :meth:`post_backward` follows, or the end.
         """
         self._enter_backward()
         if will_leave:
@@ -165,8 +167,12 @@ class Runtime:
             self._free_if_left(index)
 
     def _free_if_left(self, index: int) -> None:
-        if self._open_calls[index] <= 0 and not self.whole:
-            self.units[index].free()
+        if self._open_calls[index] <= 0:
+            self._free(self.units[index])
+
+    def _free(self, unit: Unit) -> None:
+        if not self.whole and not self._graphs_of_graphs:
+            unit.free()
 
     def recomputing(self) -> bool:
         """Whether a backward is running on this thread, so that a forward is a recomputation."""
@@ -183,18 +189,20 @@ class Runtime:
         if self._in_backward:
             return
         self._in_backward = True
+        self._creates_graph = torch.is_grad_enabled()
+        self._graphs_of_graphs |= self._creates_graph
         self.agreement = None
         self.reducer.begin(self.schedule.reduction_order(), last=self.schedule.last)
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._graphs_of_graphs &= self._creates_graph
         self.reducer.end()
         self.schedule.end_backward()
         self._open_calls = [0] * len(self.units)
-        if not self.whole:
-            for unit in self.units:
-                unit.free()
+        for unit in self.units:
+            self._free(unit)
 
     def _forget_failed_backward(self) -> None:
         """After a backward that raised, its end was never called: what it had gathered and collected goes."""
@@ -205,7 +213,7 @@ class Runtime:
         self.schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self.units)
         for unit in self.units:
-            unit.free()
+            self._free(unit)
 
     # -- the step ----------------------------------------------------------------------------------------------
 
@@ -220,6 +228,7 @@ class Runtime:
         """
         if self.agreement is not None and (self.agreement.measured or not measure):
             return self.agreement
+        self._forget_failed_backward()
         self.reducer.join()
         squared = self._squared_norm() if measure else float("nan")
         words = struct.pack("<dqqq", squared, self.schedule.order_hash, len(self._used), self.num_steps)
@@ -245,6 +254,7 @@ class Runtime:
     def updated(self) -> None:
         """Masters have new values: write them to the P shards and spread them, in the order of the forward."""
         shard_axis = self.axes[Axis.SHARD, Lane.SPREAD]
+        self._graphs_of_graphs = False
         for index in self.schedule.spread_order():
             unit = self.units[index]
             unit.join_spread()
@@ -285,7 +295,7 @@ class Runtime:
 
     def gather_all(self) -> None:
         """Gather every unit and keep it."""
-        if self._in_backward:
+        if self.recomputing():
             raise UsageError("full_parameters() cannot be entered inside a backward")
         self.whole += 1
         for unit in self.units:
@@ -296,9 +306,17 @@ class Runtime:
     def release_all(self) -> None:
         """Undo one :meth:`gather_all`."""
         self.whole -= 1
-        if not self.whole:
-            for unit in self.units:
-                unit.free()
+        for unit in self.units:
+            self._free(unit)
+
+    def refuse_if_whole(self, what: str) -> None:
+        """Raise if inside ``full_parameters``, whose parameters would be stale.
+
+        Raises:
+            UsageError: naming ``what`` was tried.
+        """
+        if self.whole:
+            raise UsageError(f"{what} inside full_parameters(), which is for reading: leave the block first")
 
     # -- parts -------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Ma
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[str, Json]:
     """Read a checkpoint; see :func:`thinwire.load`."""
     runtime = runtime_of(model)
+    runtime.refuse_if_whole("load()")
     runtime.join_spreads()
     runtime.zero_grad()
     manifest = store.verify(path, checksums=False)

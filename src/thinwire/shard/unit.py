@@ -19,7 +19,6 @@ from torch import nn
 
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.topology import AxisGroup
-from thinwire.errors import UsageError
 from thinwire.program import Lane, UnitInfo
 from thinwire.shard.lanes import Lanes, Ticket
 from thinwire.shard.layout import FlatLayout, Run
@@ -62,7 +61,9 @@ class FlatBuffer:
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
         poison = torch.full((), float("nan") if self.layout.dtype.is_floating_point else 0).to(self.full)
-        self._husks = [poison.expand(slot.shape) for slot in self.layout.slots]
+        self._poison = poison
+        self._husks = [(poison.clone() if s.numel == 1 else poison).expand(s.shape) for s in self.layout.slots]
+        self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
 
     def restore(self) -> None:
         """Give the gathered storage its memory back; contents are undefined until gathered."""
@@ -74,6 +75,9 @@ class FlatBuffer:
 
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""
+        if not whole:
+            for husk in self._single_husks:  # one element cannot refuse writes
+                husk.copy_(self._poison)
         for parameter, value in zip(self.parameters, self._views if whole else self._husks, strict=True):
             set_local(parameter, value)
 
@@ -179,13 +183,7 @@ class Unit:
             self.spread = None
 
     def updated(self) -> None:
-        """The P shard has new values: whatever was derived from the old ones is stale.
-
-        Raises:
-            UsageError: if parameters are still gathered, that is, inside ``full_parameters``.
-        """
-        if self.sharded and self.state is State.GATHERED:
-            raise UsageError(f"unit {self.name}: step inside full_parameters(); leave the block first")
+        """The P shard has new values: whatever was derived from the old ones is stale."""
         self.free()
         self.secondary_valid = False
         for buffer in self.buffers:
