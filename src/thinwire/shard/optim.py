@@ -147,7 +147,9 @@ def build_optimizer(
     """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
     runtime = runtime_of(model)
     fragments = own_fragments(runtime)
-    if not all(owned.fragment.whole for owned in fragments):
+    # The plan decides, not this rank's fragments: every rank is to refuse, or none.
+    plan = runtime.plan
+    if plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1):
         _refuse_per_tensor(optimizer_class, options)
     inner = optimizer_class(_group(runtime, fragments, list(param_groups or [])), **options)
     return ShardedOptimizer(runtime, inner, fragments, skip_nonfinite=skip_nonfinite)
