@@ -6,9 +6,9 @@ as the parameter. State that is one number per parameter (Adam's ``step``) is st
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from thinwire.shard.state import Chunk, ShardedVector
 __all__ = ["load", "save"]
 
 Json = Any
+T = TypeVar("T")
 
 
 def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Mapping[str, Json] | None) -> None:
@@ -56,6 +57,7 @@ def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Ma
             else:
                 values[name] = entry.item() if isinstance(entry, torch.Tensor) else entry
     if optim is not None:
+        values["optimizer"] = type(optim.inner).__name__
         values["groups"] = [
             {key: _as_json(value) for key, value in group.items() if key != "params" and _is_json(value)}
             for group in optim.param_groups
@@ -67,56 +69,122 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[s
     """Read a checkpoint; see :func:`thinwire.load`."""
     runtime = runtime_of(model)
     runtime.refuse_if_whole("load()")
+    manifest = _everywhere(lambda: _open(path, optim))
     runtime.join_spreads()
     runtime.zero_grad()
-    manifest = store.verify(path, checksums=False)
     vectors = _Vectors()
-    for key, numel, offset, tensor in _frozen(runtime):
-        vectors.add(key, numel, offset, tensor)
-    buffers = [(buffer, buffer.reshape(-1).contiguous()) for _, buffer in _persistent_buffers(model)]
-    for (name, buffer), (_, flat) in zip(_persistent_buffers(model), buffers, strict=True):
-        vectors.add(f"buffer/{name}", buffer.numel(), 0, flat)
-    fragments = optim.fragments if optim is not None else own_fragments(runtime)
-    if optim is not None:
-        _make_state(optim)
-    numbers: list[tuple[OwnedFragment, str, Json]] = []
-    for owned in fragments:
+    casts = _want_unoptimized(model, runtime, manifest, vectors)
+    for owned in optim.fragments if optim is not None else own_fragments(runtime):
         slot = owned.fragment.slot
         vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, owned.value.detach().view(-1))
-        prefix = f"optimizer/{slot.name}/"
-        for key, entry in list(_state_of(optim, owned).items()):
-            name = prefix + key
-            if isinstance(entry, torch.Tensor) and entry.dim() > 0 and name in manifest.vectors:
-                same = entry.numel() == owned.value.numel()
-                numel, offset = (slot.numel, owned.fragment.offset) if same else (entry.numel(), 0)
-                vectors.add(name, numel, offset, entry.view(-1))
-            elif name in manifest.values:
-                numbers.append((owned, key, manifest.values[name]))
-            elif not any(other.startswith(prefix) for other in (*manifest.vectors, *manifest.values)):
-                assert optim is not None
-                del optim.state[owned.value]  # it had never been stepped
-                break
-            else:
-                raise CheckpointError(
-                    f"{path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; load it with "
-                    "the optimizer class and options it was saved with"
-                )
-    store.read(path, vectors.sharded(), control=control())
-    for buffer, flat in buffers:
-        buffer.copy_(flat.view(buffer.shape))
-    for owned, key, value in numbers:
-        assert optim is not None
-        entry = optim.state[owned.value][key]
-        if isinstance(entry, torch.Tensor):
-            entry.fill_(value)
-        else:
-            optim.state[owned.value][key] = value
+    numbers = []
     if optim is not None:
-        _restore_groups(optim, manifest.values.get("groups", []), path)
+        _make_state(optim)
+        numbers = _everywhere(lambda: _want_state(optim, manifest, vectors, path))
+    store.read(path, vectors.sharded(), control=control())
+    for target, stored in casts:
+        target.copy_(stored.view(target.shape))
+    for state, key, value in numbers:
+        if isinstance(state[key], torch.Tensor):
+            state[key].fill_(value)
+        else:
+            state[key] = value
+    if optim is not None:
+        _restore_groups(optim, manifest.values["groups"])
     runtime.updated()
     runtime.join_spreads()
     runtime.num_steps = int(manifest.values["num_steps"])
     return dict(manifest.values["extra"])
+
+
+def _everywhere(action: Callable[[], T]) -> T:
+    """Do something on every rank without communication; an error on any rank is every rank's, so that none waits."""
+    result: T | None = None
+    problem = None
+    try:
+        result = action()
+    except CheckpointError as error:
+        problem = str(error)
+    found = next((text for text in control().all_gather_object(problem) if text), None)
+    if found is not None:
+        raise CheckpointError(found)
+    return cast(T, result)
+
+
+def _open(path: Path, optim: ShardedOptimizer | None) -> store.Manifest:
+    """The verified manifest of a checkpoint that fits the optimizer."""
+    manifest = store.verify(path, checksums=False)
+    if optim is None:
+        return manifest
+    saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__
+    alone = "load the parameters alone with thinwire.load(model, None, path)"
+    if saved is None:
+        raise CheckpointError(f"{path}: saved without an optimizer; {alone}")
+    if saved != present:
+        raise CheckpointError(f"{path}: saved with optimizer {saved}, loaded into {present}; use {saved}, or {alone}")
+    num_saved, num_present = len(manifest.values["groups"]), len(optim.param_groups)
+    if num_saved != num_present:
+        raise CheckpointError(
+            f"{path}: the checkpoint has {num_saved} parameter groups, the optimizer {num_present}; make the optimizer "
+            "with the param_groups it was saved with"
+        )
+    return manifest
+
+
+def _want_unoptimized(
+    model: nn.Module, runtime: Runtime, manifest: store.Manifest, vectors: _Vectors
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Ask for frozen parameters and buffers, in the dtype in which they are stored.
+
+    Returns:
+        Pairs of where a value belongs and where it will be read, for the caller to copy.
+    """
+    casts = []
+    wanted = list(_frozen(runtime))
+    wanted += [(f"buffer/{name}", buffer.numel(), 0, buffer) for name, buffer in _persistent_buffers(model)]
+    for key, numel, offset, target in wanted:
+        entry = manifest.vectors.get(key)
+        dtype = entry.dtype if entry is not None and entry.dtype is not None else target.dtype
+        if dtype == target.dtype and target.dim() == 1 and target.is_contiguous():
+            vectors.add(key, numel, offset, target)
+        else:
+            stored = torch.empty(target.numel(), dtype=dtype, device=target.device)
+            vectors.add(key, numel, offset, stored)
+            casts.append((target, stored))
+    return casts
+
+
+def _want_state(
+    optim: ShardedOptimizer, manifest: store.Manifest, vectors: _Vectors, path: Path
+) -> list[tuple[dict[str, Any], str, Json]]:
+    """Ask for this rank's optimizer state.
+
+    Returns:
+        State that is one number, not a vector: where it belongs and its value.
+    """
+    stored = {*manifest.vectors, *manifest.values}
+    stepped = {key.rpartition("/")[0] for key in stored if key.startswith("optimizer/")}
+    numbers = []
+    for owned in optim.fragments:
+        slot = owned.fragment.slot
+        name = f"optimizer/{slot.name}"
+        if name not in stepped:
+            optim.state.pop(owned.value, None)
+            continue
+        for key, entry in _state_of(optim, owned).items():
+            full = f"{name}/{key}"
+            if full not in stored:
+                raise CheckpointError(
+                    f"{path}: the checkpoint has optimizer state for {slot.name} but none called {key!r}; load it with "
+                    "the optimizer options it was saved with"
+                )
+            if full in manifest.values:
+                numbers.append((optim.state[owned.value], key, manifest.values[full]))
+            elif entry.numel() == owned.value.numel():
+                vectors.add(full, slot.numel, owned.fragment.offset, entry.view(-1))
+            else:
+                vectors.add(full, entry.numel(), 0, entry.view(-1))
+    return numbers
 
 
 class _Vectors:
@@ -172,12 +240,7 @@ def _make_state(optim: ShardedOptimizer) -> None:
         owned.value.grad = None
 
 
-def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]], path: Path) -> None:
-    if len(saved) != len(optim.param_groups):
-        raise CheckpointError(
-            f"{path}: the checkpoint has {len(saved)} parameter groups, the optimizer {len(optim.param_groups)}; make "
-            "the optimizer with the param_groups it was saved with"
-        )
+def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]]) -> None:
     for group, values in zip(optim.param_groups, saved, strict=True):
         group.update({key: tuple(v) if isinstance(group.get(key), tuple) else v for key, v in values.items()})
 
