@@ -41,6 +41,8 @@ __all__ = [
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
+MAX_TAG = 1 << 31
+
 _timeout = DEFAULT_TIMEOUT
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -265,7 +267,7 @@ class Subgroup:
             return
         mine = pieces[self.index]
         self._note(kind, (self.size - 1) * _nbytes(mine))
-        with _explained(kind, self.lane, self.ranks):
+        with _explained(kind, self.lane, self.ranks, _nbytes(mine)):
             if not self.native:
                 self._send_and_receive([mine] * self.size, pieces)
             elif (whole := _joined(pieces)) is not None:
@@ -283,7 +285,7 @@ class Subgroup:
         if self._group is None:
             return
         self._note(Kind.REDUCE_SCATTER, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
-        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks):
+        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, sum(map(_nbytes, outgoing))):
             if not self.native:
                 self._send_and_receive(outgoing, incoming)
             else:
@@ -299,7 +301,7 @@ class Subgroup:
         assert self.native
         assert self._group is not None
         self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
-        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks):
+        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, _nbytes(whole)):
             _scatter_single(out, whole, group=self._group)
 
     def _send_and_receive(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
@@ -311,10 +313,11 @@ class Subgroup:
         works = []
         for shift in range(1, self.size):
             source, target = (self.index - shift) % self.size, (self.index + shift) % self.size
+            # The size is the message's tag: of two ranks that disagree about it, gloo would abort one.
             if incoming[source].numel():
-                works.append(self._group.recv([incoming[source]], source, 0))
+                works.append(self._group.recv([incoming[source]], source, _nbytes(incoming[source]) % MAX_TAG))
             if outgoing[target].numel():
-                works.append(self._group.send([outgoing[target]], target, 0))
+                works.append(self._group.send([outgoing[target]], target, _nbytes(outgoing[target]) % MAX_TAG))
         for work in works:
             work.wait()
         if self._staged:
@@ -369,18 +372,19 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _explained(kind: str, lane: Lane, ranks: Sequence[int]) -> Iterator[None]:
+def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None = None) -> Iterator[None]:
     """Turn a transport error, which names neither operation nor culprit, into one sentence that does."""
+    size = "" if nbytes is None else f"{nbytes} bytes, "
     started = time.monotonic()
     try:
         yield
     except RuntimeError as error:
         waited = time.monotonic() - started
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        others = _publish_and_ask(f"failed in {kind} on the {lane} lane after {waited:.1f} s", ranks)
+        others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)
         raise CollectiveError(
             f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
-            f"(timeout {_timeout.total_seconds():.0f} s): {reason}. {others}"
+            f"({size}timeout {_timeout.total_seconds():.0f} s): {reason}. {others}"
         ) from error
 
 
@@ -401,10 +405,12 @@ def _publish_and_ask(what: str, ranks: Sequence[int]) -> str:
                 heard.append(f"rank {rank} {store.get(key).decode()}")
             else:
                 silent.append(str(rank))
+        lost = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} said nothing: dead, stuck or cut off"
+        if silent:  # whoever waited for this rank will hear whom this rank waited for
+            store.set(f"thinwire/failure/{me}", f"{what} ({lost})")
     except RuntimeError:
-        return "The store is gone too: the rank that hosted it has died."
+        return "The store is gone too: the rank that hosted it, rank 0 as a rule, has died."
     said = "; ".join(heard)
     if silent:
-        lost = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} said nothing: dead, stuck or cut off"
         said = f"{said}; {lost}" if said else lost
     return said[:1].upper() + said[1:] + "."
