@@ -120,6 +120,8 @@ def refused(toml: str, path: str, what: str) -> str:
     model: nn.Module = Model()
     if what == "another shape":
         model.layers[0].down = nn.Linear(25, 12)
+    if what == "fewer blocks":
+        del model.layers[2]
     if what == "missing":
         path = path + "-missing" if control().rank else path  # on some ranks only: none may wait for the others
     tw.shard(model, Plan.from_toml(toml))
@@ -134,6 +136,7 @@ def refused(toml: str, path: str, what: str) -> str:
     ("what", "sentence"),
     [
         ("another shape", "layers.0.down.bias"),
+        ("fewer blocks", "model/layers.2.down.weight"),
         ("another optimizer", "saved with optimizer AdamW, loaded into SGD"),
         ("another number of groups", "2 parameter groups, the optimizer 1"),
         ("missing", "step-3-missing"),

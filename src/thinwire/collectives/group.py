@@ -44,6 +44,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 MAX_TAG = 1 << 31
 
 _timeout = DEFAULT_TIMEOUT
+_joined_here = False
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -60,9 +61,10 @@ def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEO
             process is made.
         timeout: bound on every collective, in every group made later.
     """
-    global _timeout
+    global _timeout, _joined_here
     _timeout = timeout
-    if dist.is_initialized():
+    _joined_here = not dist.is_initialized()
+    if not _joined_here:
         return
     if backend is None or backend == "nccl":
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -168,12 +170,23 @@ class Control:
 _control: Control | None = None
 
 
+def _timeout_of_job() -> datetime.timedelta:
+    """The timeout with which somebody else made the job."""
+    group = dist.distributed_c10d._get_default_group()
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError, AttributeError):
+            return datetime.timedelta(seconds=group._get_backend(torch.device(device)).options._timeout.total_seconds())
+    return DEFAULT_TIMEOUT
+
+
 def control() -> Control:
     """The control group of this job; made on first use, by all ranks together."""
-    global _control
+    global _control, _timeout
     if not is_initialized():
         raise UsageError("torch.distributed is not initialised: call thinwire.collectives.group.init() first")
     if _control is None:
+        if not _joined_here:
+            _timeout = _timeout_of_job()
         _control = Control()
     return _control
 
@@ -250,11 +263,13 @@ class Subgroup:
         self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
         self._group = _process_group(ranks, lane, native=self.native) if self.size > 1 else None
         self._staged = device.type == "cuda" and not self.native
+        self._left = False
         _subgroups.add(self)
 
     def leave(self) -> None:
         """Let go of the process group; the subgroup is of no use any more."""
         self._group = None
+        self._left = True
 
     def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
         """Fill every ``pieces[i]`` with member i's; ``pieces[self.index]`` is this rank's own and is only read.
@@ -263,7 +278,7 @@ class Subgroup:
             pieces: contiguous 1-D tensors of one dtype; ``pieces[i]`` has the same size on every member.
             kind: what to call it in records.
         """
-        if self._group is None:
+        if self._alone():
             return
         mine = pieces[self.index]
         self._note(kind, (self.size - 1) * _nbytes(mine))
@@ -282,7 +297,7 @@ class Subgroup:
             outgoing: contiguous 1-D tensors, one for each member.
             incoming: contiguous 1-D tensors of the size of ``outgoing[self.index]``.
         """
-        if self._group is None:
+        if self._alone():
             return
         self._note(Kind.REDUCE_SCATTER, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
         with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, sum(map(_nbytes, outgoing))):
@@ -303,6 +318,16 @@ class Subgroup:
         self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
         with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, _nbytes(whole)):
             _scatter_single(out, whole, group=self._group)
+
+    def _alone(self) -> bool:
+        """Whether there is nobody to talk to.
+
+        Raises:
+            UsageError: if the job has been left.
+        """
+        if self._left and self.size > 1:
+            raise UsageError("this model's job has been left with thinwire.collectives.group.shutdown(); shard it anew")
+        return self._group is None
 
     def _send_and_receive(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         assert self._group is not None

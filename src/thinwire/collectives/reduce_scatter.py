@@ -58,7 +58,8 @@ def _hop(
     subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], out: torch.Tensor, scale: float, *, accumulate: bool
 ) -> None:
     """One exchange and its fp32 addition."""
-    if subgroup.native and len(set(sizes)) == 1:
+    if subgroup.native and len(set(sizes)) == 1 and whole.dtype == torch.float32:
+        # NCCL adds in the dtype it sends: right for fp32 only.
         part = allocate(out.numel(), whole.dtype, whole.device)
         subgroup.sum_scatter(part, whole)
         _merge([part], out, scale, accumulate=accumulate)
@@ -67,8 +68,6 @@ def _hop(
     own = outgoing[subgroup.index]
     received = allocate(own.numel() * subgroup.size, whole.dtype, whole.device)
     incoming = list(received.split(own.numel())) if own.numel() else [own] * subgroup.size
-    if subgroup.native:
-        incoming[subgroup.index].copy_(own)
     subgroup.exchange(outgoing, incoming)
     others = [piece for i, piece in enumerate(incoming) if i != subgroup.index]
     # Own piece first: `out` may lie on top of it.

@@ -16,7 +16,7 @@ from thinwire.spec import Plan
 __all__ = ["CONTROL_WORDS", "buckets", "control_bytes", "default_trace", "lower", "padded"]
 
 CONTROL_WORDS = 4
-"""64-bit words of the step's one scalar exchange: squared norm, order hash, flags, step number."""
+"""64-bit words of the step's one scalar exchange: squared norm, order hash, unfinished gradients, step number."""
 
 _ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
@@ -210,7 +210,7 @@ class _Lowering:
             size = control_bytes(self.units) * world
             self._wait(event, self._even(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, (), size, event))
         if self._extent(Axis.SHARD) > 1:
-            for unit in dict.fromkeys(self.trace.needed):
+            for unit in dict.fromkeys((*self.trace.needed, *range(len(self.units)))):
                 self._spread(unit, event)
 
     def _spread(self, unit: int, event: Event) -> None:

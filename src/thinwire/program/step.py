@@ -34,7 +34,6 @@ class Phase(StrEnum):
     POST_FORWARD = "post_forward"
     PRE_BACKWARD = "pre_backward"
     GRADS_READY = "grads_ready"
-    END_BACKWARD = "end_backward"
     STEP = "step"
 
 
@@ -182,10 +181,6 @@ class StepProgram:
     def starts(self, event: Event) -> tuple[Operation, ...]:
         """Operations that start at ``event``, in order."""
         return self._starts.get(event, ())
-
-    def lane(self, lane: Lane) -> tuple[Operation, ...]:
-        """Operations of one lane, in order."""
-        return tuple(operation for operation in self.operations if operation.lane is lane)
 
     def traffic(self) -> dict[Lane, dict[Scope, int]]:
         """Bytes this rank sends per step, by lane and scope."""

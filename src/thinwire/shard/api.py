@@ -40,8 +40,9 @@ def shard(model: Module, plan: Plan, *, units: Selection = None, sync_initial: b
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
     Call it on every rank, before the optimizer is made. Parameters keep their identity; they become views of flat
-    buffers in the plan's compute dtype, and read as NaN while they are sharded. Joins the job described by torchrun's
-    environment if ``torch.distributed`` is not initialised yet.
+    buffers in the plan's compute dtype, and read as NaN while they are sharded. Updated parameters travel while the
+    next forward runs: code that reads them directly, not through a forward, does so inside :func:`full_parameters`.
+    Joins the job described by torchrun's environment if ``torch.distributed`` is not initialised yet.
 
     Args:
         model: any module with materialised parameters on one device.

@@ -83,11 +83,6 @@ class UnitGradient:
         self._into_local = False
 
     @property
-    def num_parameters(self) -> int:
-        """Parameters whose gradients make the unit complete."""
-        return len(self.layout.slots)
-
-    @property
     def local(self) -> Accumulator:
         """The gradient shard ``G`` where it is not sharded like the optimizer; allocated when first accumulated."""
         if self._local is None:

@@ -165,7 +165,7 @@ class _StreamTicket(Ticket):
             before.record(compute)
             compute.wait_event(self.event)
             after.record(compute)
-            self._worker.stalls.append((before, after))
+            self._worker.stalled(before, after)
         # The compute stream is now ordered behind the body: memory freed from here on is reused after it.
         self._held = ()
 
@@ -182,7 +182,8 @@ class _StreamWorker(_Worker):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._seconds = 0.0
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._flying: deque[_StreamTicket] = deque()
 
@@ -201,16 +202,28 @@ class _StreamWorker(_Worker):
         self._flying.append(ticket)
         return ticket
 
+    def stalled(self, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
+        """Computation waits between two events; what is over is added up, so that nothing piles up unread."""
+        while self._stalls and self._stalls[0][1].query():
+            first, last = self._stalls.popleft()
+            self._seconds += first.elapsed_time(last) / 1e3
+        self._stalls.append((before, after))
+
     def exposed(self) -> float:
-        total = 0.0
-        while self.stalls:
-            before, after = self.stalls.popleft()
+        while self._stalls:
+            before, after = self._stalls.popleft()
             after.synchronize()
-            total += before.elapsed_time(after) / 1e3
-        return total
+            self._seconds += before.elapsed_time(after) / 1e3
+        taken, self._seconds = self._seconds, 0.0
+        return taken
 
     def close(self) -> None:
-        self._stream.synchronize()
+        deadline = time.monotonic() + 1.0
+        while self._flying and time.monotonic() < deadline:
+            if self._flying[0].done():
+                self._flying.popleft()
+            else:
+                time.sleep(0.001)
         self._flying.clear()
 
 

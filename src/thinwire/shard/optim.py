@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.shard.layout import Fragment
@@ -151,7 +152,16 @@ def build_optimizer(
     plan = runtime.plan
     if plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1):
         _refuse_per_tensor(optimizer_class, options)
-    inner = optimizer_class(_group(runtime, fragments, list(param_groups or [])), **options)
+    groups = _group(runtime, fragments, list(param_groups or []))
+    problem = None
+    try:
+        inner = optimizer_class(groups, **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        problem = str(error)
+    # What one rank's fragments do not suit is every rank's error: none may train on alone.
+    for rank, text in enumerate(control().all_gather_object(problem)):
+        if text is not None:
+            raise UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
     return ShardedOptimizer(runtime, inner, fragments, skip_nonfinite=skip_nonfinite)
 
 

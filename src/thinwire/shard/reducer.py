@@ -214,7 +214,8 @@ class Reducer:
             reduce_scatter(group, whole, out, scale=scale, sizes=sizes)
             _distribute(bucket, out, adds)
 
-        return self._submit(Lane.REDUCE, body, held=[source for _, source in bucket], overlapped=overlapped)
+        held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
+        return self._submit(Lane.REDUCE, body, held=held, overlapped=overlapped)
 
     def _synchronise(
         self, bucket: Sources, vector: torch.Tensor | None, after: list[Ticket], *, overlapped: bool
@@ -249,6 +250,7 @@ class Reducer:
             _distribute(bucket, summed, adds)
 
         held = [source for _, source in bucket] if vector is None else [vector]
+        held += [gradient.owned.values for gradient, _ in bucket]
         self._submit(Lane.SYNC, body, after=after, held=held, overlapped=overlapped)
 
     # -- parts -------------------------------------------------------------------------------------------------

@@ -90,6 +90,7 @@ class Runtime:
         self.num_steps = 0
         self._first_bit = self._number_parameters()
         self._used = bytearray(sum(info.parameters for info in infos))
+        self._used_before = bytes(self._used)
         self._in_backward = False
         self._open_calls = [0] * len(self.units)
         self._creates_graph = False
@@ -106,6 +107,8 @@ class Runtime:
             return
         self._forget_failed_backward()
         if not torch.is_grad_enabled():
+            if unit.sharded:
+                self.schedule.note_evaluation(index)
             unit.start_gather(from_secondary=False)
             for upcoming in self.schedule.following(index):
                 self.units[upcoming].start_gather(from_secondary=False)
@@ -189,6 +192,7 @@ class Runtime:
         if self._in_backward:
             return
         self._in_backward = True
+        self._used_before = bytes(self._used)
         self._creates_graph = torch.is_grad_enabled()
         self._graphs_of_graphs |= self._creates_graph
         self.agreement = None
@@ -209,6 +213,7 @@ class Runtime:
         if not self._in_backward or self.recomputing():
             return
         self._in_backward = False
+        self._used[:] = self._used_before
         self.reducer.abort()
         self.schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self.units)
@@ -225,24 +230,31 @@ class Runtime:
 
         Raises:
             MismatchError: if two ranks ran units in a different order or took a different number of steps.
+            UsageError: on every rank, if the backward of the last micro-batch is missing on any.
         """
         if self.agreement is not None and (self.agreement.measured or not measure):
             return self.agreement
         self._forget_failed_backward()
         self.reducer.join()
         squared = self._squared_norm() if measure else float("nan")
-        words = struct.pack("<dqqq", squared, self.schedule.order_hash, len(self._used), self.num_steps)
+        unfinished = int(any(gradient.unsynced for gradient in self.gradients.values()))
+        words = struct.pack("<dqqq", squared, self.schedule.order_hash, unfinished, self.num_steps)
         bits = _to_bits(self._used)
         everyone = self._exchange(words + bits)
         rows = [struct.unpack_from("<dqqq", row) for row in everyone]
         for rank, row in enumerate(rows):
-            if row[1:] != rows[0][1:]:
+            if (row[1], row[3]) != (rows[0][1], rows[0][3]):
                 raise MismatchError(
                     f"rank {rank} and rank 0 ran different steps: order of units {row[1]:#x} against "
-                    f"{rows[0][1]:#x}, step {row[3]} against {rows[0][3]}, {row[2]} against {rows[0][2]} trainable "
-                    "parameters. Every rank must run the same units in the same order; look for branches that depend "
-                    "on the data or the rank. Nothing was updated"
+                    f"{rows[0][1]:#x}, step {row[3]} against {rows[0][3]}. Every rank must run the same units in the "
+                    "same order; look for branches that depend on the data or the rank. Nothing was updated"
                 )
+        if any(row[2] for row in rows):
+            raise UsageError(
+                f"rank {next(rank for rank, row in enumerate(rows) if row[2])} has gradients that were never "
+                "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
+                "zero_grad() to drop the step. Nothing was updated"
+            )
         used = bytearray(len(bits))
         for row_bits in everyone:
             for i, byte in enumerate(row_bits[len(words) :]):

@@ -18,6 +18,9 @@ __all__ = ["Schedule"]
 
 log = logging.getLogger("thinwire")
 
+MOST_EVENTS = 1 << 18
+"""Forward events of one micro-batch that are remembered."""
+
 _MASK = (1 << 62) - 1
 _CODES = {phase: code for code, phase in enumerate(Phase, start=1)}
 
@@ -47,6 +50,8 @@ class Schedule:
 
     def forward_event(self, phase: Phase, unit: int) -> tuple[int, ...]:
         """A unit's forward begins or ends; returns the units whose gather the program starts now."""
+        if len(self._forward) >= MOST_EVENTS:
+            self._restart()  # forwards that record graphs and never run backward
         position = len(self._forward)
         self._forward.append((phase, unit))
         self._hash(phase, unit)
@@ -70,6 +75,10 @@ class Schedule:
             self._deviate()
             return ()
         return self._gathers(Phase.PRE_BACKWARD, unit)
+
+    def note_evaluation(self, unit: int) -> None:
+        """A gather of an evaluation: it moves no cursor, but ranks that gather different units must be found out."""
+        self._hash(Phase.STEP, unit)
 
     def following(self, unit: int) -> tuple[int, ...]:
         """The units to gather while ``unit`` runs in an evaluation, which moves no cursor."""
@@ -96,11 +105,6 @@ class Schedule:
         """A step is taken: a forward that never had a backward is forgotten."""
         self._restart()
         self.order_hash = 0
-
-    @property
-    def deviated(self) -> bool:
-        """Whether this micro-batch has left the trace."""
-        return self._deviated
 
     def reduction_order(self) -> tuple[int, ...]:
         """Units in the order in which gradients are reduced: against the forward just seen, or the last trace."""

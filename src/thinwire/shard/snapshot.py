@@ -69,7 +69,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[s
     """Read a checkpoint; see :func:`thinwire.load`."""
     runtime = runtime_of(model)
     runtime.refuse_if_whole("load()")
-    manifest = _everywhere(lambda: _open(path, optim))
+    manifest = _everywhere(lambda: _open(model, optim, path))
     runtime.join_spreads()
     runtime.zero_grad()
     vectors = _Vectors()
@@ -111,9 +111,18 @@ def _everywhere(action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _open(path: Path, optim: ShardedOptimizer | None) -> store.Manifest:
-    """The verified manifest of a checkpoint that fits the optimizer."""
+def _open(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> store.Manifest:
+    """The verified manifest of a checkpoint that fits the model and the optimizer; nothing has been touched yet."""
     manifest = store.verify(path, checksums=False)
+    saved_sizes = {k: v.numel for k, v in manifest.vectors.items() if k.startswith(("model/", "buffer/"))}
+    sizes = {f"model/{name}": parameter.numel() for name, parameter in model.named_parameters()}
+    sizes |= {f"buffer/{name}": buffer.numel() for name, buffer in _persistent_buffers(model)}
+    for key in sorted(saved_sizes.keys() | sizes.keys()):
+        if saved_sizes.get(key) != sizes.get(key):
+            raise CheckpointError(
+                f"{path}: {key} has {saved_sizes.get(key, 'no')} elements in the checkpoint and "
+                f"{sizes.get(key, 'no')} in the model; load it into the model it was saved from"
+            )
     if optim is None:
         return manifest
     saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__

@@ -46,7 +46,6 @@ class FlatBuffer:
         shares: the optimizer ranks' shares of this P shard, by position along the shard axis.
         secondary: this rank's part of the secondary copy, if the plan keeps one.
         master: fp32 values of this rank's share (a tensor of its own, or ``None`` when P is fp32 and *is* the master).
-        index: which of the model's trainable buffers it is; -1 for a frozen one.
     """
 
     layout: FlatLayout
@@ -56,7 +55,6 @@ class FlatBuffer:
     shares: tuple[tuple[Run, ...], ...]
     secondary: torch.Tensor | None
     master: torch.Tensor | None = None
-    index: int = -1
 
     def __post_init__(self) -> None:
         self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
@@ -139,7 +137,9 @@ class Unit:
             source = buffer.secondary if secondary else buffer.shard
             assert source is not None
             self._gather.append(
-                self._lanes.submit(Lane.GATHER, _gather_body(group, buffer.full, source), after=after, held=(source,))
+                self._lanes.submit(
+                    Lane.GATHER, _gather_body(group, buffer.full, source), after=after, held=(buffer.full, source)
+                )
             )
         self.state = State.GATHERING
 
