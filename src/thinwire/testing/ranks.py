@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import datetime
 import multiprocessing
 import os
+import random
 import socket
 import time
 import traceback
@@ -32,10 +34,15 @@ class RankError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port that is free now, below those that systems give to whoever asks for any: so that no connection is given
+    it before it is used."""
+    ports = random.SystemRandom()
+    for _ in range(1000):
+        port = ports.randrange(20_000, 32_768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError("no free TCP port between 20000 and 32767")
 
 
 class RankPool:
