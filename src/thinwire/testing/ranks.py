@@ -15,8 +15,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from torch.distributed import TCPStore
-
 __all__ = ["RankError", "RankPool", "free_port", "run_ranks"]
 
 
@@ -34,8 +32,7 @@ class RankError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that is free now, below those that systems give to whoever asks for any: so that no connection is given
-    it before it is used."""
+    """A TCP port that is free now, below those that systems hand out: no connection gets it before it is used."""
     ports = random.SystemRandom()
     for _ in range(1000):
         port = ports.randrange(20_000, 32_768)
@@ -57,7 +54,6 @@ class RankPool:
         self.world, self.threads = world, threads
         self._processes: list[Any] = []
         self._pipes: list[Connection[Any, Any]] = []
-        self._store: TCPStore | None = None
 
     def run(
         self,
@@ -82,10 +78,9 @@ class RankPool:
         if not self._processes or not all(process.is_alive() for process in self._processes):
             self.close()
             self._start()
-        # Hosted here, so that the port is taken from the moment it is known.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = free_port()
         for pipe in self._pipes:
-            pipe.send((function, args, self._store.port, init, group_timeout or timeout))
+            pipe.send((function, args, port, init, group_timeout or timeout))
         results: list[Any] = [None] * self.world
         tracebacks: list[str | None] = [None] * self.world
         pending = dict(enumerate(self._pipes))
@@ -149,8 +144,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> None:
     """What a rank does: wait for a function, run it in a job of its own, report."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
-    # The parent hosts the store, as torchrun's agent does: no rank listens.
-    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True", OMP_NUM_THREADS=str(threads))
+    os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS=str(threads))
     import torch
 
     from thinwire.collectives import group
