@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -47,7 +48,7 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Tokens to logits: an embedding, blocks, a norm in the root unit and a head."""
 
-    def __init__(self, blocks: int = 3) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(blocks)])
@@ -61,7 +62,7 @@ class Model(nn.Module):
         return self.head(self.norm(x))
 
 
-def build(seed: int = 0, blocks: int = 3) -> Model:
+def build(seed: int = 0, blocks: int = 2) -> Model:
     """The model, the same for the same seed."""
     torch.manual_seed(seed)
     return Model(blocks)
@@ -126,6 +127,17 @@ class Case:
     clip: float = CLIP
     scale: float = 1.0
     marked: bool = True
+
+
+def distinct_presets(nodes: int, local: int, **fields: Any) -> dict[str, tw.Plan]:
+    """Uncompressed presets, both ways of cutting OS where it is cut at all; of those that agree, the first."""
+    found: dict[str, tuple[str, tw.Plan]] = {}
+    for name in tw.Plan.preset_names():
+        for partition in ("intra", "inter"):
+            plan = tw.Plan.preset(name, nodes=nodes, local=local, partition=partition, **fields).uncompressed()
+            if partition == "intra" or plan.params != plan.optimizer:
+                found.setdefault(plan.fingerprint(), (f"{name} {partition}", plan))
+    return dict(found.values())
 
 
 @functools.lru_cache(maxsize=32)

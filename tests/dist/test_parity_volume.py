@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.dist.parity import LR, batches, build, loss_of
+from tests.dist.parity import LR, batches, build, distinct_presets, loss_of
 from torch import nn
 
 import thinwire as tw
@@ -76,11 +76,7 @@ def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[st
 @pytest.mark.parametrize(("nodes", "micro_batches"), [(2, 1), (2, 2), (3, 2)])
 def test_every_byte_is_predicted(nodes: int, micro_batches: int) -> None:
     """Model and mesh force padding, unequal shares and a remainder in the buckets."""
-    plans = {}
-    for name in tw.Plan.preset_names():
-        for partition in ("intra", "inter"):
-            plan = tw.Plan.preset(name, nodes=nodes, local=2, partition=partition, bucket_bytes=5000)
-            plans[f"{name} {partition}"] = plan.uncompressed()
+    plans = distinct_presets(nodes, 2, bucket_bytes=5000)
     for rank, result in enumerate(run_ranks(2 * nodes, sent_and_predicted, plans, micro_batches)):
         for name, (sent, predicted) in result.items():
             assert sent == predicted, (rank, name)
