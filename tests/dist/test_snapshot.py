@@ -136,7 +136,7 @@ def refused(toml: str, path: str, what: str) -> str:
     ("what", "sentence"),
     [
         ("another shape", "layers.0.down.bias"),
-        ("fewer blocks", "model/layers.2.down.weight"),
+        ("fewer blocks", "layers.2.norm.weight is [12] in the checkpoint, missing in the model"),
         ("another optimizer", "saved with optimizer AdamW, loaded into SGD"),
         ("another number of groups", "2 parameter groups, the optimizer 1"),
         ("missing", "step-3-missing"),

@@ -37,6 +37,7 @@ def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Ma
     values: dict[str, Json] = {
         "plan": runtime.plan.to_toml(),
         "num_steps": runtime.num_steps,
+        "shapes": _shapes(model),
         "extra": dict(extra or {}),
     }
     for key, numel, offset, tensor in _frozen(runtime):
@@ -78,10 +79,16 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[s
         slot = owned.fragment.slot
         vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, owned.value.detach().view(-1))
     numbers = []
-    if optim is not None:
-        _make_state(optim)
-        numbers = _everywhere(lambda: _want_state(optim, manifest, vectors, path))
-    store.read(path, vectors.sharded(), control=control())
+    made = _make_state(optim) if optim is not None else []
+    try:
+        if optim is not None:
+            numbers = _everywhere(lambda: _want_state(optim, manifest, vectors, path))
+        store.read(path, vectors.sharded(), control=control())
+    except CheckpointError:
+        for owned in made:  # the optimizer is as it was
+            assert optim is not None
+            optim.state.pop(owned.value, None)
+        raise
     for target, stored in casts:
         target.copy_(stored.view(target.shape))
     for state, key, value in numbers:
@@ -114,15 +121,15 @@ def _everywhere(action: Callable[[], T]) -> T:
 def _open(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> store.Manifest:
     """The verified manifest of a checkpoint that fits the model and the optimizer; nothing has been touched yet."""
     manifest = store.verify(path, checksums=False)
-    saved_sizes = {k: v.numel for k, v in manifest.vectors.items() if k.startswith(("model/", "buffer/"))}
-    sizes = {f"model/{name}": parameter.numel() for name, parameter in model.named_parameters()}
-    sizes |= {f"buffer/{name}": buffer.numel() for name, buffer in _persistent_buffers(model)}
-    for key in sorted(saved_sizes.keys() | sizes.keys()):
-        if saved_sizes.get(key) != sizes.get(key):
-            raise CheckpointError(
-                f"{path}: {key} has {saved_sizes.get(key, 'no')} elements in the checkpoint and "
-                f"{sizes.get(key, 'no')} in the model; load it into the model it was saved from"
-            )
+    saved_shapes, shapes = manifest.values.get("shapes", {}), _shapes(model)
+    differences = [
+        f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint, {shapes.get(name, 'missing')} in the model"
+        for name in {**shapes, **saved_shapes}
+        if saved_shapes.get(name) != shapes.get(name)
+    ]
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(f"{path}: saved from another model: {'; '.join(differences[:3])}{more}")
     if optim is None:
         return manifest
     saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__
@@ -215,6 +222,12 @@ class _Vectors:
         return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
 
 
+def _shapes(model: nn.Module) -> dict[str, Json]:
+    """What a checkpoint holds of a model: parameters and persistent buffers, with their shapes."""
+    named = [*model.named_parameters(), *_persistent_buffers(model)]
+    return {name: list(tensor.shape) for name, tensor in named}
+
+
 def _frozen(runtime: Runtime) -> Iterator[tuple[str, int, int, torch.Tensor]]:
     """Frozen parameters' parts of this rank's P shard: key, length of the parameter, offset in it, values."""
     shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
@@ -240,13 +253,28 @@ def _state_of(optim: ShardedOptimizer | None, owned: OwnedFragment) -> dict[str,
 
 
 @torch.no_grad()
-def _make_state(optim: ShardedOptimizer) -> None:
-    """Let the optimizer allocate its state with a step on zero gradients; every value it touches is read next."""
-    for owned in optim.fragments:
-        owned.value.grad = torch.zeros_like(owned.value)
-    optim.inner.step()
+def _make_state(optim: ShardedOptimizer) -> list[OwnedFragment]:
+    """Let the optimizer allocate the state it lacks, with a step on zero gradients at a learning rate of zero.
+
+    Returns:
+        The fragments that had no state.
+    """
+    made = [owned for owned in optim.fragments if not _state_of(optim, owned)]
+    rates = [group.get("lr") for group in optim.param_groups]
     for owned in optim.fragments:
         owned.value.grad = None
+    for owned in made:
+        owned.value.grad = torch.zeros_like(owned.value)
+    for group in optim.param_groups:
+        if "lr" in group:
+            group["lr"] = 0.0
+    optim.inner.step()
+    for group, rate in zip(optim.param_groups, rates, strict=True):
+        if "lr" in group:
+            group["lr"] = rate
+    for owned in made:
+        owned.value.grad = None
+    return made
 
 
 def _restore_groups(optim: ShardedOptimizer, saved: list[dict[str, Json]]) -> None:
