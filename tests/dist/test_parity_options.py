@@ -3,9 +3,11 @@ exactly as asked."""
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -313,6 +315,56 @@ def two_at_once(names: tuple[str, str]) -> list[Gap]:
 def test_two_models_in_one_process(names: tuple[str, str]) -> None:
     for found in run_ranks(4, two_at_once, names):
         assert all(one.closed for one in found), found
+
+
+def tensors_left(name: str, *, recompute: bool) -> int:
+    """How many of the modules' inputs and outputs outlive the backward, without the garbage collector's help."""
+    model = tw.shard(build(), plan(name, recompute=recompute))
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    def remember(_: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        kept.extend(weakref.ref(tensor) for tensor in (*inputs, output) if tensor.is_floating_point())
+
+    for module in model.modules():
+        module.register_forward_hook(remember)
+    tokens = batches(4, 1, 1)[0][0, dist.get_rank()]
+    loss_of(model, tokens).backward()
+    kept.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        loss_of(model, tokens).backward()
+        assert len(kept) > 10
+        return sum(tensor() is not None for tensor in kept)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["ddp", "zero3"])
+def test_activations_are_free_after_backward(name: str, recompute: bool) -> None:
+    assert run_ranks(4, partial(tensors_left, name, recompute=recompute)) == [0] * 4
+
+
+def is_freed(name: str) -> bool:
+    """Whether a model that nobody refers to is gone, with its optimizer."""
+    model = tw.shard(build(), plan(name))
+    optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+    for _ in range(2):
+        loss_of(model, batches(4, 1, 1)[0][0, dist.get_rank()]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime(model).join_spreads()
+    left = [weakref.ref(model), weakref.ref(runtime(model)), weakref.ref(optimizer)]
+    del model, optimizer
+    for _ in range(3):  # a collection finds what the one before has made unreachable
+        gc.collect()
+    return all(one() is None for one in left)
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero3", "hpz", "zero1-node"])
+def test_a_model_nobody_needs_is_freed(name: str) -> None:
+    assert all(run_ranks(4, is_freed, name))
 
 
 # -- sums, repeated backwards, clipping ------------------------------------------------------------------------

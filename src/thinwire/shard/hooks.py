@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -71,10 +72,13 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
 
 def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.Tensor], None]:
+    # torch hides this kind of hook from the garbage collector: a strong reference would keep the model for ever.
+    alive = weakref.ref(runtime)
+
     @_outside_compile
     def hook(parameter: torch.Tensor) -> None:
-        grad = parameter.grad
-        if grad is not None:
+        grad, runtime = parameter.grad, alive()
+        if grad is not None and runtime is not None:
             parameter.grad = None
             grad = grad.detach()  # a backward that is to be differentiated again delivers graphs
             runtime.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
@@ -93,13 +97,15 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
     inner = [tensor for tensor in sources if tensor.grad_fn is not None]
     # A leaf's gradient is complete only at the end of a backward. On the way to it frozen parameters may be read last.
     stays = len(inner) < len(sources) and not all(buffer.layout.trainable for buffer in unit.buffers)
+    # Hooks hold no tensors: what an output's hook holds of an input lives until the garbage collector finds it.
+    will_leave = bool(inner) or stays
     announced_in = -1  # which backward: a graph that is retained sees several
 
     def pre_backward(_grad: torch.Tensor) -> None:
         nonlocal announced_in
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
-            runtime.pre_backward(unit.index, will_leave=bool(inner) or stays)
+            runtime.pre_backward(unit.index, will_leave=will_leave)
 
     def post_backward(_grads: Any) -> None:
         if announced_in == torch._C._current_graph_task_id():
@@ -107,7 +113,11 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
 
     for tensor in outputs:
         tensor.register_hook(pre_backward)
-    if inner and not stays:
+    if stays:
+        return True
+    if len(inner) == 1:
+        inner[0].register_hook(post_backward)
+    elif inner:
         torch.autograd.graph.register_multi_grad_hook(inner, post_backward)
     return True
 
