@@ -101,6 +101,7 @@ def test_structures_of_all_kinds() -> None:
     run_ranks(4, every, STRUCTURES)
 
 
+@pytest.mark.slow
 def test_structures_cut_to_single_modules() -> None:
     structures = (*STRUCTURES, Stack, TiedAcrossBlocks, FrozenUnits)
     run_ranks(4, partial(every, plans=("zero3", "hpz"), changes={"granularity": "module"}), structures)

@@ -63,6 +63,7 @@ def test_overlap_switches() -> None:
     assert_parity(4, cases | cases_of({"no overlap": {"overlap": dict.fromkeys(SWITCHES, False)}}))
 
 
+@pytest.mark.slow
 def test_granularity_and_prefetch() -> None:
     options: dict[str, dict[str, Any]] = {f"prefetch {depth}": {"prefetch": depth} for depth in (0, 1, 2)}
     options |= {f"module, prefetch {depth}": {"granularity": "module", "prefetch": depth} for depth in (0, 1, 2)}
