@@ -24,8 +24,8 @@ STEPS = 3
 LR, EPS = 1e-2, 1e-1
 """A large eps makes AdamW's update follow the size of the gradient, so that a wrong mean shows in the parameters."""
 
-CLIP = 0.5
-"""Below the norms of every step, so that clipping always acts."""
+CLIP = 0.25
+"""Below the norm of every step, so that clipping always acts."""
 
 PARAMETER_TOLERANCE = 1e-6
 SCALAR_TOLERANCE = 2e-6
@@ -150,6 +150,7 @@ def alone(world: int, micro_batches: int, steps: int = STEPS, clip: float = CLIP
         loss = torch.stack([loss_of(model, tokens) for tokens in data]).mean()
         (scale * loss).backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
+        assert norms[-1] > clip
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

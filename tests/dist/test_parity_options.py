@@ -374,7 +374,7 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 def test_sum_instead_of_mean() -> None:
     cases = {
         f"{name} {'marked' if marked else 'unmarked'}": Case(
-            plan(name, grad_reduce="sum"), 2, clip=2.0, scale=4.0, marked=marked
+            plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked
         )
         for name in SHAPES
         for marked in (True, False)
@@ -405,17 +405,17 @@ def irregular(model: nn.Module, optimizer: Any, clip: Any, backward: Any) -> Cur
     optimizer.zero_grad()
     optimizer.step()  # no gradients: nothing happens, not even weight decay
     losses.append(backward(2))
-    norm(0.5)
+    norm(0.3)
     norm(0.1)  # of what is clipped already
     losses.append(backward(3))  # added to what is clipped
     norm(float("inf"))
-    norm(1.0)
+    norm(0.3)
     optimizer.step()
     optimizer.zero_grad()
     losses.append(backward(0))
     optimizer.zero_grad()
     losses.append(backward(1))  # the dropped one leaves nothing behind
-    norm(0.5)
+    norm(0.3)
     optimizer.step()
     return Curve(losses, norms, [])
 
