@@ -43,12 +43,11 @@ class Toy(nn.Module):
         return CausalOutput(loss=x.square().mean(), logits=x)
 
 
-def run_code(code: str, directory: str, plan: str) -> list[float]:
+def run_code(code: str, directory: str) -> list[float]:
     """Run a page's Python on this rank; the weights it leaves."""
     import os
 
     os.chdir(directory)
-    Path("plan.toml").write_text(plan)
     torch.manual_seed(0)
     micro_batches = [{"x": torch.randn(2, 6)} for _ in range(2)]
     names: dict[str, Any] = {"model": Toy(), "batches": [micro_batches], "micro_batches": micro_batches}
@@ -64,7 +63,8 @@ def run_code(code: str, directory: str, plan: str) -> list[float]:
 def test_the_library_code_of_a_page_trains(page: str, tmp_path: Path) -> None:
     [code] = blocks(page, "python")
     [plan] = blocks("docs/quickstart.md", "toml")
-    weights = run_ranks(4, run_code, code, str(tmp_path), plan)
+    (tmp_path / "plan.toml").write_text(plan)
+    weights = run_ranks(4, run_code, code, str(tmp_path))
     assert all(other == weights[0] for other in weights)
 
 
