@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from tests.dist.edge import (
     close,
     every,
     gap,
+    parity,
     plan,
     samples,
     train_alone,
@@ -184,6 +186,43 @@ def test_forwards_and_backwards_in_any_order() -> None:
 
 def test_gradients_of_other_things_than_all_parameters() -> None:
     run_ranks(4, check_scripts, (gradients_on_demand, backward_to_some_inputs, second_order))
+
+
+class Differentiable(Stack):
+    """Its backward leaves a graph behind, as higher-order optimizers want it."""
+
+    @staticmethod
+    def objective(model: nn.Module, x: torch.Tensor, place: Place) -> torch.Tensor:
+        return GraphLoss(model(x).square().mean())
+
+
+class GraphLoss:
+    """A loss whose backward creates a graph."""
+
+    def __init__(self, loss: torch.Tensor) -> None:
+        self.loss = loss
+
+    def __truediv__(self, world: int) -> GraphLoss:
+        return GraphLoss(self.loss / world)
+
+    def backward(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the reference cycle, which ends with the gradients
+            self.loss.backward(create_graph=True)
+
+
+def check_created_graphs() -> None:
+    for name in PLANS:
+        model = tw.shard(build(Differentiable), plan(name))
+        train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(1), micro_batches=2)
+        held = [gradient.local.values for gradient in runtime(model).gradients.values()]
+        assert not any(values.requires_grad for values in (*held, runtime(model).arena)), "graphs pile up"
+        close(model)
+    parity(Differentiable)
+
+
+def test_a_backward_that_creates_a_graph() -> None:
+    run_ranks(4, check_created_graphs)
 
 
 # -- evaluation ------------------------------------------------------------------------------------------------
