@@ -1,0 +1,183 @@
+"""The namespaces of a lab as seen from the process that owns it: made by a keeper, entered by a prefix."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.errors import UsageError
+
+_KEEPER: Final = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py"))]
+
+_TOOL_PATH: Final = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+"""Where ``ip`` and ``tc`` may be: the search path of people other than root often leaves them out."""
+
+_TIMEOUT: Final = 60.0
+"""Seconds for a step that takes milliseconds."""
+
+
+class Namespaces:
+    """A switch's network namespace and one for each host, until :meth:`close` or until this process ends.
+
+    Args:
+        hosts: names of the hosts.
+        hosts_file: the text of their ``/etc/hosts``.
+
+    Raises:
+        UsageError: the machine does not allow it; says what is missing.
+    """
+
+    def __init__(self, hosts: Sequence[str], hosts_file: str) -> None:
+        self._tools = {name: _tool(name) for name in ("ip", "tc")}
+        request = json.dumps({"hosts": list(hosts), "file": hosts_file})
+        self._keeper = subprocess.Popen(
+            [*_KEEPER, "keep", request],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            # Ctrl-C is for the lab's owner: the keeper ends after it.
+            start_new_session=True,
+        )
+        assert self._keeper.stdout is not None
+        answer: dict[str, Any] = json.loads(self._keeper.stdout.readline() or "{}")
+        if "hosts" not in answer:
+            self.close()
+            raise UsageError(_refusal(answer))
+        self.in_user_namespace: bool = answer["user"]
+        self._hosts: list[tuple[int, int]] = answer["hosts"]
+        self._switch: tuple[int, int] = answer["switch"]
+
+    def close(self) -> None:
+        """End every process in the hosts and give the namespaces up; safe to call twice."""
+        assert self._keeper.stdin is not None
+        assert self._keeper.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._keeper.stdin.close()
+        self._keeper.wait()
+        self._keeper.stdout.close()
+
+    def network(self, host: int) -> str:
+        """The path of a host's network namespace.
+
+        Args:
+            host: index.
+
+        Returns:
+            A path that is valid for as long as the lab is.
+        """
+        return f"/proc/{self._keeper.pid}/fd/{self._hosts[host][0]}"
+
+    def enter(self, host: int | None) -> list[str]:
+        """The words to put before a command that is to run inside.
+
+        Args:
+            host: index; None for where the switches are.
+
+        Returns:
+            The beginning of an argument list.
+        """
+        network, name = self._switch if host is None else self._hosts[host]
+        keeper = f"/proc/{self._keeper.pid}"
+        user = [f"{keeper}/ns/user"] if self.in_user_namespace else []
+        return [*_KEEPER, "enter", *user, f"{keeper}/ns/mnt", f"{keeper}/fd/{name}", f"{keeper}/fd/{network}", "--"]
+
+    def batch(self, tool: str, lines: Sequence[str], host: int | None = None) -> None:
+        """Have ``ip`` or ``tc`` perform several commands.
+
+        Args:
+            tool: ``ip`` or ``tc``.
+            lines: one command each.
+            host: index of the host to do it in; None for where the switches are.
+
+        Raises:
+            UsageError: one of them was refused; says which, and why.
+        """
+        if not lines:
+            return
+        done = subprocess.run(
+            [*self.enter(host), self._tools[tool], "-batch", "-"],
+            input="\n".join(lines) + "\n",
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise UsageError(_unsupported(tool, lines, done.stderr))
+
+    def show(self, host: int | None, *arguments: str) -> Any:
+        """What ``ip -json`` tells.
+
+        Args:
+            host: index; None for where the switches are.
+            *arguments: of ``ip``.
+
+        Returns:
+            Its JSON, decoded.
+        """
+        command = [*self.enter(host), self._tools["ip"], "-json", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
+        return json.loads(done.stdout)
+
+
+def _tool(name: str) -> str:
+    path = shutil.which(name, path=_TOOL_PATH)
+    if path is None:
+        raise UsageError(
+            f"lab: the program {name!r} is missing: install iproute2 (apt-get install iproute2, dnf install iproute-tc)"
+        )
+    return path
+
+
+def _refusal(answer: dict[str, Any]) -> str:
+    """Why the keeper could not make namespaces, from the step that failed and its error number."""
+    what, number = str(answer.get("what", "its keeper")), answer.get("errno")
+    said = f"lab: {what}: {answer.get('error', 'ended without a word')}"
+    if what.startswith("user namespace"):
+        who = "root without CAP_SYS_ADMIN" if os.geteuid() == 0 else f"user {os.geteuid()}"
+        return (
+            f"{said}: as {who} a lab needs user namespaces, and this kernel or container does not allow them; run it "
+            "as root, give the container CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged), or allow them: "
+            "sysctl user.max_user_namespaces=10000 kernel.unprivileged_userns_clone=1 "
+            "kernel.apparmor_restrict_unprivileged_userns=0 (those of them that this system has)"
+        )
+    if number in {errno.EPERM, errno.EACCES}:
+        return (
+            f"{said}: a lab needs the rights to make network and mount namespaces; run it as root with CAP_SYS_ADMIN "
+            "and CAP_NET_ADMIN (in a container: docker run --privileged)"
+        )
+    if number in {errno.EINVAL, errno.ENOSYS}:
+        return f"{said}: this kernel was built without it (CONFIG_NET_NS, CONFIG_UTS_NS); use another kernel"
+    if number == errno.ENOSPC:
+        return f"{said}: the limit is reached; raise it: sysctl user.max_net_namespaces=10000"
+    return f"{said}; this machine cannot hold a lab"
+
+
+_FEATURES: Final = (
+    ("netem", "latency and loss need the kernel's netem queue", "CONFIG_NET_SCH_NETEM", "sch_netem"),
+    ("tbf", "bandwidth needs the kernel's tbf queue", "CONFIG_NET_SCH_TBF", "sch_tbf"),
+    ("type bridge", "hosts are joined by the kernel's bridge", "CONFIG_BRIDGE", "bridge"),
+    ("type veth", "hosts are connected by the kernel's virtual cables", "CONFIG_VETH", "veth"),
+)
+"""What may be missing from a kernel: word of the command, meaning, option, module."""
+
+
+def _unsupported(tool: str, lines: Sequence[str], errors: str) -> str:
+    said = [line.strip() for line in errors.splitlines() if line.strip()]
+    number = next((int(line.rsplit(":", 1)[1]) for line in said if line.startswith("Command failed")), None)
+    line = lines[number - 1] if number else "; ".join(lines)
+    why = next(iter(said), "no reason given").removeprefix("Error: ").rstrip(".")
+    for word, meaning, option, module in _FEATURES:
+        if word in line and any(hint in errors for hint in ("unknown", "Unknown", "not supported", "No such file")):
+            advice = f"load it (modprobe {module}) or use a kernel with {option}"
+            if word == "netem":
+                advice += "; or leave out latency and loss"
+            return f"lab: {meaning}, which this one lacks: {tool} {line}: {why}; {advice}"
+    return f"lab: {tool} {line}: {why}"

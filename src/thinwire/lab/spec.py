@@ -1,0 +1,137 @@
+"""What a lab looks like: hosts, ranks, links."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from thinwire.errors import SpecError
+
+MAX_NODES: Final = 4000
+"""Hosts that the lab's addresses suffice for."""
+
+MIN_BANDWIDTH: Final = 10e3
+"""Bits per second; one packet of 1500 bytes takes more than a second below."""
+
+MAX_BANDWIDTH: Final = 400e9
+"""Bits per second; far beyond what virtual links of one machine reach."""
+
+
+@dataclass(frozen=True)
+class LinkShape:
+    """How a link treats packets, in each direction.
+
+    Attributes:
+        bandwidth: bits per second; None leaves it as fast as the machine is.
+        latency: seconds that every packet takes to cross the link.
+        loss: share of packets that get lost, from 0 to below 1.
+    """
+
+    bandwidth: float | None = None
+    latency: float | None = None
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        problems = [*self._problems()]
+        if problems:
+            raise SpecError("lab", problems)
+
+    def _problems(self) -> Iterator[str]:
+        if self.bandwidth is not None:
+            yield from bandwidth_problems("bandwidth", self.bandwidth)
+        if self.latency is not None and not 0 <= self.latency <= 60:
+            yield f"latency = {self.latency!r} s: valid are 0 to 60 s"
+        if not 0 <= self.loss < 1:
+            yield f"loss = {self.loss!r}: valid are shares from 0 to below 1 (0.1% is 0.001)"
+
+    @property
+    def needs_netem(self) -> bool:
+        """Whether the kernel's network emulator has a part in it."""
+        return bool(self.latency or self.loss)
+
+
+@dataclass(frozen=True)
+class LabSpec:
+    """A cluster to emulate on this machine.
+
+    Attributes:
+        nodes: hosts, each a network namespace with one link to a switch.
+        ranks: processes that a job starts on each host.
+        bandwidth: of every host's link, in each direction, bits per second; None does not limit it.
+        latency: seconds that a packet takes to cross a host's link; two hosts are two links apart.
+        loss: share of packets lost on a host's link, in each direction.
+        leaf: hosts below one leaf switch; None puts all below one switch.
+        spine_bandwidth: of the link from a leaf to the spine, in each direction, bits per second; with ``leaf``
+            alone, half of ``bandwidth``.
+
+    Raises:
+        SpecError: values are out of range or contradict each other; all of them are listed.
+    """
+
+    nodes: int
+    ranks: int = 1
+    bandwidth: float | None = None
+    latency: float | None = None
+    loss: float = 0.0
+    leaf: int | None = None
+    spine_bandwidth: float | None = None
+
+    def __post_init__(self) -> None:
+        problems = [*self._problems()]
+        if problems:
+            raise SpecError("lab", problems)
+        if self.leaf is not None and self.spine_bandwidth is None and self.bandwidth is not None:
+            object.__setattr__(self, "spine_bandwidth", self.bandwidth / 2)
+
+    def _problems(self) -> Iterator[str]:
+        if not 1 <= self.nodes <= MAX_NODES:
+            yield f"nodes = {self.nodes!r}: valid are 1 to {MAX_NODES}"
+        if self.ranks < 1:
+            yield f"ranks = {self.ranks!r}: valid are 1 and more"
+        try:
+            _ = self.shape
+        except SpecError as error:
+            yield from error.problems
+        if self.leaf is not None and not 1 <= self.leaf < self.nodes:
+            yield f"leaf = {self.leaf!r}: valid are 1 to nodes - 1 = {self.nodes - 1} hosts below each leaf switch"
+        if self.spine_bandwidth is not None:
+            if self.leaf is None:
+                yield f"spine_bandwidth = {self.spine_bandwidth!r} without leaf: set leaf, or leave it out"
+            yield from bandwidth_problems("spine_bandwidth", self.spine_bandwidth)
+
+    @property
+    def shape(self) -> LinkShape:
+        """Of every host's link."""
+        return LinkShape(self.bandwidth, self.latency, self.loss)
+
+    @property
+    def num_leaves(self) -> int:
+        """Switches that hosts are connected to."""
+        return 1 if self.leaf is None else math.ceil(self.nodes / self.leaf)
+
+    def leaf_of(self, node: int) -> int:
+        """The switch of a host.
+
+        Args:
+            node: index of the host.
+
+        Returns:
+            Index of its leaf switch, 0 where there is one switch only.
+        """
+        return 0 if self.leaf is None else node // self.leaf
+
+
+def bandwidth_problems(key: str, value: float) -> Iterator[str]:
+    """What is wrong with a bandwidth.
+
+    Args:
+        key: its name.
+        value: in bits per second.
+
+    Yields:
+        At most one sentence.
+    """
+    if not MIN_BANDWIDTH <= value <= MAX_BANDWIDTH:
+        yield f"{key} = {value!r} bits per second: valid are 10kbit to 400gbit, or none for no limit"
