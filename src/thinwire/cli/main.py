@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import thinwire
+from thinwire.cli.bench import bench
 from thinwire.cli.doctor import doctor
 from thinwire.cli.train import train
 
@@ -20,6 +21,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(doctor)
+app.add_typer(bench)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,1 @@
+"""Benchmarks of several systems in one run: ranks on the lab's hosts, taking turns."""

@@ -1,0 +1,122 @@
+"""Which systems and models there are, by name; imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.errors import SpecError, UsageError
+from thinwire.lab.peers.interface import Kind, SystemSpec
+from thinwire.spec import Plan
+
+__all__ = ["MODELS", "PEERS", "peer_systems", "plan_systems"]
+
+REFERENCE: Final = "local"
+"""The peer that does not communicate."""
+
+
+MODELS: Final[Mapping[str, Mapping[str, int]]] = {
+    "llama-17m": {"vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 1376},
+    "llama-1m": {"vocab": 4096, "hidden": 96, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256},
+}
+"""Models by name, as fields of ``LlamaConfig``; the first is the one of the published numbers."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A system that is not ours.
+
+    Attributes:
+        builder: ``module:function`` that makes it on a rank.
+        summary: what it is.
+        package: that must be installed, besides torch.
+        options: for the builder.
+    """
+
+    builder: str
+    summary: str
+    package: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def _torch(name: str, summary: str) -> Peer:
+    return Peer(f"thinwire.lab.peers.pytorch:{name}", summary)
+
+
+def _deepspeed(stage: int, summary: str) -> Peer:
+    builder = "thinwire.lab.peers.deepspeed_zero:deepspeed"
+    return Peer(builder, summary, package="deepspeed", options=(("stage", stage),))
+
+
+PEERS: Final[Mapping[str, Peer]] = {
+    REFERENCE: _torch("local", "the same ranks, computing without communication: the bound"),
+    "ddp": _torch("ddp", "DistributedDataParallel"),
+    "zero1": _torch("zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
+    "fsdp2": _torch("fsdp2", "fully_shard over all ranks"),
+    "hsdp": _torch("hsdp", "fully_shard inside a node, replicas across nodes"),
+    "hpz": _torch("hpz", "fully_shard over all ranks, resharded inside the node after the forward"),
+    "deepspeed1": _deepspeed(1, "DeepSpeed ZeRO-1"),
+    "deepspeed2": _deepspeed(2, "DeepSpeed ZeRO-2"),
+    "deepspeed3": _deepspeed(3, "DeepSpeed ZeRO-3"),
+}
+
+
+def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[SystemSpec]:
+    """Peers by name.
+
+    Args:
+        names: keys of ``PEERS``.
+        workload: options of every builder.
+
+    Raises:
+        SpecError: a name is unknown.
+        UsageError: a peer's package is not installed.
+    """
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise SpecError("--peers", [f"there is no peer {name!r}; valid are {', '.join(PEERS)}" for name in unknown])
+    for name in names:
+        package = PEERS[name].package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise UsageError(f"peer {name} needs the package {package}, which is not installed: run `make bench-peers`")
+    return [_peer(name, workload) for name in names]
+
+
+def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: int, ranks: int) -> list[SystemSpec]:
+    """Plans by preset name or path, labelled ``tw:NAME`` so that a peer may have the same name.
+
+    Args:
+        names: presets, or paths of ``.toml`` files.
+        workload: options of every builder.
+        nodes: of the mesh.
+        ranks: of each node.
+
+    Raises:
+        SpecError: a plan is invalid, or its mesh is another.
+    """
+    systems = []
+    for name in names:
+        plan = _plan(name, nodes, ranks)
+        if (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks):
+            raise SpecError(
+                name, [f"mesh = {plan.mesh} (local x nodes) is not that of --nodes {nodes} --ranks {ranks}"]
+            )
+        options = {**workload, "plan": plan.to_toml()}
+        label = f"tw:{Path(name).stem if name.endswith('.toml') else name}"
+        systems.append(SystemSpec(label, "thinwire.lab.peers.plans:plan", options, Kind.PLAN))
+    return systems
+
+
+def _plan(name: str, nodes: int, ranks: int) -> Plan:
+    if name.endswith(".toml"):
+        return Plan.load(name)
+    return Plan.preset(name, nodes=nodes, local=ranks)
+
+
+def _peer(name: str, workload: Mapping[str, Any]) -> SystemSpec:
+    peer = PEERS[name]
+    kind = Kind.BOUND if name == REFERENCE else Kind.PEER
+    return SystemSpec(name, peer.builder, {**workload, **dict(peer.options)}, kind, joined=kind is not Kind.BOUND)

@@ -1,0 +1,86 @@
+"""What a benchmark knows of a system: its description, where a rank stands, and how to make it train."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+__all__ = ["Kind", "Place", "System", "SystemSpec"]
+
+
+class Kind(StrEnum):
+    """What a system stands for in a comparison."""
+
+    PLAN = "plan"
+    PEER = "peer"
+    BOUND = "bound"
+
+
+@dataclass(frozen=True)
+class SystemSpec:
+    """A system of a benchmark.
+
+    Attributes:
+        label: names it in results; unique in a run.
+        builder: ``module:function``; called on every rank with a ``Place`` and the options, returns a ``System``.
+        options: picklable.
+        kind: its part in a comparison.
+        joined: whether its ranks join a gloo job before they are built.
+    """
+
+    label: str
+    builder: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    kind: Kind = Kind.PEER
+    joined: bool = True
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank stands.
+
+    Attributes:
+        rank: of all.
+        nodes: hosts.
+        local: ranks on each host; hosts hold consecutive ranks.
+    """
+
+    rank: int
+    nodes: int
+    local: int
+
+    @property
+    def world(self) -> int:
+        """Ranks of the job."""
+        return self.nodes * self.local
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its host."""
+        return self.rank % self.local
+
+
+class System(ABC):
+    """One way to train, on one rank: the model, the optimizer and the communication."""
+
+    @abstractmethod
+    def step(self, options: Mapping[str, Any]) -> float:
+        """Train one step on the rank's next batch.
+
+        Args:
+            options: of the turn; ``clip`` is the bound on the gradient norm, or None.
+
+        Returns:
+            The loss on this rank's batch, in nats per token.
+        """
+
+    def settle(self) -> None:
+        """Wait until nothing of the last step is under way any more; not timed."""
+        return
+
+    def waited(self) -> dict[str, float]:
+        """Seconds that computation waited since the last call, by lane; empty where the system does not tell."""
+        return {}

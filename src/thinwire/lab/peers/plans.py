@@ -1,0 +1,55 @@
+"""Thinwire's own plans as systems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.lab.peers.interface import Place, System
+from thinwire.lab.peers.system import LEARNING_RATE, TorchSystem
+from thinwire.lab.peers.workload import batches, make_model
+from thinwire.program import Lane
+from thinwire.shard.api import runtime
+
+__all__ = ["plan"]
+
+
+@final
+class PlanSystem(System):
+    """A model sharded by a plan."""
+
+    def __init__(self, model: nn.Module, data: Iterator[torch.Tensor]) -> None:
+        self._model = model
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+        self._torch = TorchSystem(model, optim, data, lambda norm: tw.clip_grad_norm_(model, norm))
+
+    def step(self, options: Mapping[str, Any]) -> float:
+        return self._torch.step(options)
+
+    def settle(self) -> None:
+        # Updated parameters still travel after a step; they must not share the links with the next system.
+        lanes = runtime(self._model).lanes
+        for ticket in [lanes.submit(lane, _nothing) for lane in (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD)]:
+            ticket.wait()
+
+    def waited(self) -> dict[str, float]:
+        return tw.exposed(self._model)
+
+
+def plan(place: Place, options: Mapping[str, Any]) -> System:
+    """Build the system of a plan.
+
+    Args:
+        place: of this rank.
+        options: those of the workload, and ``plan``, the plan as TOML.
+    """
+    model = tw.shard(make_model(options), tw.Plan.from_toml(options["plan"]))
+    return PlanSystem(model, batches(options, place.rank))
+
+
+def _nothing() -> None:
+    """The last body in a lane: when it has run, all before it have."""

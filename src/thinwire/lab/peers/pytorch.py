@@ -1,0 +1,77 @@
+"""PyTorch's own ways to train on several ranks, each as fast as its options allow on gloo.
+
+DDP holds parameters and optimizer states in bf16, its cheapest form; FSDP2 computes in bf16 from fp32 masters, as
+thinwire does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from thinwire.lab.peers.interface import Place, System
+from thinwire.lab.peers.system import LEARNING_RATE, TorchSystem, fused_adamw
+from thinwire.lab.peers.workload import batches, make_model
+
+__all__ = ["ddp", "fsdp2", "hpz", "hsdp", "local", "zero1"]
+
+
+def local(place: Place, options: Mapping[str, Any]) -> System:
+    """The bound: the same ranks, each training by itself on its own data, without communication."""
+    model = make_model(options).bfloat16()
+    return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))
+
+
+def ddp(place: Place, options: Mapping[str, Any]) -> System:
+    """DistributedDataParallel."""
+    model = _replicated(options)
+    return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))
+
+
+def zero1(place: Place, options: Mapping[str, Any]) -> System:
+    """DistributedDataParallel with ZeroRedundancyOptimizer: optimizer states over all ranks."""
+    model = _replicated(options)
+    optim = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE, fused=True
+    )
+    return TorchSystem(model, optim, batches(options, place.rank))
+
+
+def fsdp2(place: Place, options: Mapping[str, Any]) -> System:
+    """fully_shard over all ranks."""
+    return _fully_sharded(place, options, (place.world,), True)
+
+
+def hsdp(place: Place, options: Mapping[str, Any]) -> System:
+    """fully_shard inside a node, replicas across nodes."""
+    return _fully_sharded(place, options, (place.nodes, place.local), True)
+
+
+def hpz(place: Place, options: Mapping[str, Any]) -> System:
+    """fully_shard over all ranks, parameters kept sharded inside the node from forward to backward, as in ZeRO++."""
+    return _fully_sharded(place, options, (place.world,), place.local)
+
+
+def _replicated(options: Mapping[str, Any]) -> nn.Module:
+    model = make_model(options).bfloat16()
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _fully_sharded(
+    place: Place, options: Mapping[str, Any], mesh_shape: tuple[int, ...], reshard: bool | int
+) -> System:
+    names = ("replicate", "shard")[2 - len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = make_model(options)
+    for unit in (model.embed_tokens, *model.layers, model.lm_head):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    # What remains, the last norm, is needed again as soon as the backward starts.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))
