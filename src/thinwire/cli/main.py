@@ -9,6 +9,7 @@ import typer
 import thinwire
 from thinwire.cli.bench import bench
 from thinwire.cli.doctor import doctor
+from thinwire.cli.lab import lab
 from thinwire.cli.train import train
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(doctor)
+app.command(context_settings={"allow_interspersed_args": False})(lab)
 app.add_typer(bench)
 
 

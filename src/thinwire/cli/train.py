@@ -39,7 +39,9 @@ def train(
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Directory of the run; by default a new one under runs/.", show_default=False),
+        typer.Option(
+            envvar="THINWIRE_OUT", help="Directory of the run; by default a new one under runs/.", show_default=False
+        ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
     as_json: Annotated[

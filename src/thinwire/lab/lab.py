@@ -199,7 +199,10 @@ class Lab:
         switch = [line for name in names for line in shape_lines(name, wanted, replaces=previous)]
         packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(wanted)}"
         host = shape_lines(network.DEVICE, wanted, replaces=previous)
-        self.namespaces.batch("tc", switch)
+        try:
+            self.namespaces.batch("tc", switch)
+        except UsageError as error:
+            raise UsageError(f"bandwidth = {bandwidth}, latency = {latency}, loss = {loss}: {error}") from error
         for node in range(self.spec.nodes):
             self.namespaces.batch("ip", [packet], node)
             self.namespaces.batch("tc", host, node)

@@ -140,7 +140,7 @@ def _refusal(answer: dict[str, Any]) -> str:
     """Why the keeper could not make namespaces, from the step that failed and its error number."""
     what, number = str(answer.get("what", "its keeper")), answer.get("errno")
     said = f"lab: {what}: {answer.get('error', 'ended without a word')}"
-    if what.startswith("user namespace"):
+    if "user namespace" in what:
         who = "root without CAP_SYS_ADMIN" if os.geteuid() == 0 else f"user {os.geteuid()}"
         return (
             f"{said}: as {who} a lab needs user namespaces, and this kernel or container does not allow them; run it "

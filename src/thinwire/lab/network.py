@@ -49,7 +49,10 @@ def hosts_file(spec: LabSpec) -> str:
         Text of the file.
     """
     lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
-    return "\n".join([*lines, *(f"{address(node)} {host_name(node)}" for node in range(spec.nodes))]) + "\n"
+    for node in range(spec.nodes):
+        # The second is how sockets that speak IPv6 as well show the first.
+        lines += [f"{address(node)} {host_name(node)}", f"::ffff:{address(node)} {host_name(node)}"]
+    return "\n".join(lines) + "\n"
 
 
 def switch_name(leaf: int) -> str:

@@ -21,7 +21,7 @@ FRAME: Final = MTU + 14
 BURST_SECONDS: Final = 0.002
 """What a link may make up for after the kernel's timer was late."""
 
-QUEUE_SECONDS: Final = 0.05
+QUEUE_SECONDS: Final = 0.02
 """Longest wait in a link's queue, as in a switch with shallow buffers."""
 
 

@@ -1,0 +1,193 @@
+"""``thinwire lab``: a command on an emulated cluster."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli.errors import explained
+from thinwire.errors import SpecError, UsageError
+from thinwire.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_duration
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from thinwire.lab import LabSpec, LinkTraffic
+    from thinwire.lab.job import Outcome
+
+
+Value = TypeVar("Value")
+
+
+class Per(StrEnum):
+    """What the command is started once for."""
+
+    RANK = "rank"
+    HOST = "host"
+
+
+def lab(
+    command: Annotated[
+        list[str],
+        typer.Argument(metavar="COMMAND", help="What to run. torchrun is started once per host, others per rank."),
+    ],
+    bandwidth: Annotated[
+        str, typer.Option(metavar="RATE|none", help='Of each host\'s link, both ways: "200mbit", "10gbit".')
+    ],
+    nodes: Annotated[int, typer.Option(metavar="N", help="Hosts.")] = 2,
+    ranks: Annotated[int, typer.Option(metavar="R", help="Ranks on each host.")] = 2,
+    latency: Annotated[
+        str | None, typer.Option(metavar="TIME", help='To cross a link, for example "1ms".', show_default=False)
+    ] = None,
+    loss: Annotated[
+        str | None, typer.Option(metavar="SHARE", help='Of packets on a link: "0.1%".', show_default=False)
+    ] = None,
+    leaf: Annotated[
+        int | None, typer.Option(metavar="G", help="Hosts below each leaf switch.", show_default=False)
+    ] = None,
+    spine_bandwidth: Annotated[
+        str | None,
+        typer.Option(metavar="RATE", help="Of the link from a leaf to the spine.", show_default="half of --bandwidth"),
+    ] = None,
+    per: Annotated[
+        Per | None, typer.Option(help="Start COMMAND once per rank or once per host.", show_default=False)
+    ] = None,
+    grace: Annotated[
+        str, typer.Option(metavar="TIME", help="How long the others may go on after a rank failed or a Ctrl-C.")
+    ] = "30s",
+    logs: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep the other ranks' output there instead of showing it."),
+    ] = None,
+    as_json: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write what happened to a file, as JSON.")
+    ] = None,
+) -> None:
+    """Run COMMAND on an emulated cluster: hosts are network namespaces, joined by links of the given bandwidth.
+
+    The exit status is that of the first rank that fails. Hosts see each other and nothing else, the Internet included.
+
+    [bold]Examples[/bold]
+
+      thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire train recipes/quickstart.toml
+
+      thinwire lab --nodes 4 --ranks 1 --bandwidth 1gbit --latency 1ms --loss 0.1% -- torchrun train.py
+
+      thinwire lab --nodes 4 --ranks 1 --bandwidth 1gbit --leaf 2 --spine-bandwidth 200mbit -- python train.py
+
+      thinwire lab --nodes 2 --ranks 1 --bandwidth none --per host -- ip address
+    """
+    with explained():
+        from thinwire.lab import Lab, LabSpec
+        from thinwire.lab.job import Job, starts_ranks
+
+        spec = LabSpec(
+            nodes=nodes,
+            ranks=ranks,
+            bandwidth=_read("bandwidth", bandwidth, _rate),
+            latency=None if latency is None else _read("latency", latency, parse_duration),
+            loss=0.0 if loss is None else _read("loss", loss, parse_share),
+            leaf=leaf,
+            spine_bandwidth=None if spine_bandwidth is None else _read("spine_bandwidth", spine_bandwidth, _rate),
+        )
+        kind = per or (Per.HOST if starts_ranks(command) else Per.RANK)
+        seconds = _read("grace", grace, parse_duration)
+        with Lab(spec) as cluster:
+            outcome = Job(cluster, command, kind.value, grace=seconds, logs=logs).run()
+            traffic = cluster.traffic()
+        _show(spec, outcome, traffic)
+        if as_json is not None:
+            _write(as_json, _summary(command, kind, spec, outcome, traffic))
+    raise typer.Exit(outcome.status)
+
+
+def parse_share(text: str) -> float:
+    """A share from text such as ``"0.1%"`` or ``"0.001"``.
+
+    Args:
+        text: what the user wrote.
+
+    Returns:
+        The share.
+
+    Raises:
+        SpecError: it is neither.
+    """
+    try:
+        return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+    except ValueError:
+        raise SpecError("lab", [f'{text!r} is not a share: expected "0.1%" or 0.001']) from None
+
+
+def _read(key: str, text: str, parse: Callable[[str], Value]) -> Value:
+    """The value of an option; an error names it."""
+    try:
+        return parse(text)
+    except SpecError as error:
+        raise SpecError("lab", [f"{key}: {problem}" for problem in error.problems]) from None
+
+
+def _rate(text: str) -> float | None:
+    return None if text == "none" else parse_bandwidth(text)
+
+
+def _share(num_bytes: int, seconds: float, bandwidth: float | None) -> float | None:
+    from thinwire.lab.lab import utilization
+
+    share = utilization(num_bytes, seconds, bandwidth)
+    return None if math.isnan(share) else share
+
+
+def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> None:
+    """Print what crossed each link to stderr: stdout belongs to the command."""
+    limit = "unlimited" if spec.bandwidth is None else f"of {format_bandwidth(spec.bandwidth)}"
+    table = Table(title=f"{format_duration(outcome.seconds)}, links {limit} each way", title_justify="left", box=None)
+    table.add_column("host")
+    for title in ("sent", "mean rate", "received", "mean rate"):
+        table.add_column(title, justify="right")
+    for link in traffic:
+        cells = [
+            cell
+            for count in (link.sent_bytes, link.received_bytes)
+            for cell in (format_bytes(count), _rate_cell(count, outcome.seconds, spec.bandwidth))
+        ]
+        table.add_row(link.host, *cells)
+    console = Console(stderr=True, highlight=False)
+    console.print(table)
+    if outcome.failure is not None:
+        console.print(f"thinwire: {outcome.failure}", markup=False, soft_wrap=True)
+
+
+def _rate_cell(count: int, seconds: float, bandwidth: float | None) -> str:
+    share = _share(count, seconds, bandwidth)
+    rate = format_bandwidth(8 * count / max(seconds, 1e-9))
+    return rate if share is None else f"{rate}, {share:.1%}"
+
+
+def _summary(
+    command: Sequence[str], per: Per, spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]
+) -> dict[str, Any]:
+    links = [
+        asdict(link)
+        | {
+            "sent_share": _share(link.sent_bytes, outcome.seconds, spec.bandwidth),
+            "received_share": _share(link.received_bytes, outcome.seconds, spec.bandwidth),
+        }
+        for link in traffic
+    ]
+    return {"command": list(command), "per": per.value, **asdict(spec), **asdict(outcome), "links": links}
+
+
+def _write(path: Path, summary: dict[str, Any]) -> None:
+    try:
+        path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"json = {str(path)!r} cannot be written: {error.strerror}") from error

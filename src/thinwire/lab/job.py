@@ -1,0 +1,222 @@
+"""A command on every rank or every host of a lab: started, shown, ended together."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO, Final, Literal
+
+from thinwire.errors import UsageError
+from thinwire.lab.lab import Host, Lab
+
+Per = Literal["rank", "host"]
+"""What is started once for each: ranks by us, or hosts whose command (torchrun) starts the ranks."""
+
+_POLL: Final = 0.05
+"""Seconds between looks at the processes."""
+
+_TERMINATION: Final = 5.0
+"""Seconds between SIGTERM and SIGKILL."""
+
+_LAUNCHERS: Final = ("torch.distributed.run", "torch.distributed.launch")
+
+_RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended.
+
+    Attributes:
+        status: 0, or the exit status of the process that failed first; 128 + number where a signal ended it.
+        seconds: from the first start to the last end.
+        failure: which process failed first and how, in words; None if none did.
+    """
+
+    status: int
+    seconds: float
+    failure: str | None
+
+
+def starts_ranks(command: Sequence[str]) -> bool:
+    """Whether a command is a launcher, which is started once per host and starts the ranks itself.
+
+    Args:
+        command: program and arguments.
+
+    Returns:
+        True for ``torchrun ...`` and ``python -m torch.distributed.run ...``.
+    """
+    if Path(command[0]).name == "torchrun":
+        return True
+    return any(flag == "-m" and module in _LAUNCHERS for flag, module in itertools.pairwise(command))
+
+
+def default_environment(spec_ranks: int, now: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a user may set and that a job gets if not.
+
+    Args:
+        spec_ranks: ranks of the whole job, which share this machine's cores.
+        now: the user's variables.
+
+    Returns:
+        Variables to add.
+    """
+    cores = len(os.sched_getaffinity(0))
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, cores // spec_ranks)),
+        "PYTHONUNBUFFERED": "1",
+        # `thinwire train` wants one directory for all ranks.
+        "THINWIRE_OUT": str(Path("runs") / time.strftime("lab-%Y%m%d-%H%M%S")),
+    }
+    # Programs that were installed beside this interpreter, torchrun for one.
+    path = os.pathsep.join((str(Path(sys.executable).parent), now.get("PATH", os.defpath)))
+    return {name: value for name, value in wanted.items() if name not in now} | {"PATH": path}
+
+
+@dataclass(frozen=True)
+class _Process:
+    label: str
+    popen: subprocess.Popen[bytes]
+
+
+class Job:
+    """One command in a lab. The first process owns the terminal; the others' output comes with their name before it.
+
+    Args:
+        lab: open.
+        command: program and arguments.
+        per: what to start one process for.
+        grace: seconds that the others have to end by themselves after a process failed, or after a signal.
+        logs: directory for the output of all but the first process; None shows it on stderr.
+    """
+
+    def __init__(self, lab: Lab, command: Sequence[str], per: Per, *, grace: float, logs: Path | None) -> None:
+        self._lab, self._command, self._per, self._grace, self._logs = lab, list(command), per, grace, logs
+        self._processes: list[_Process] = []
+        self._readers: list[threading.Thread] = []
+        self._signal: int | None = None
+
+    def run(self) -> Outcome:
+        """Start the command everywhere and wait for its end.
+
+        Returns:
+            How it ended.
+
+        Raises:
+            UsageError: the directory for the output cannot be made.
+        """
+        started = time.monotonic()
+        with ExitStack() as files, self._forwarding():
+            for place in self._places():
+                self._start(*place, files)
+            failed = self._wait()
+            for reader in self._readers:
+                reader.join()
+        return Outcome(_status(failed), time.monotonic() - started, _described(failed))
+
+    def _places(self) -> Iterator[tuple[Host, str, dict[str, str]]]:
+        """Host, label and variables of every process."""
+        for host in self._lab.hosts:
+            if self._per == "host":
+                yield host, host.name, host.environment()
+            else:
+                for local_rank in range(self._lab.spec.ranks):
+                    variables = host.rank_environment(local_rank)
+                    yield host, f"{host.name}.{variables['RANK']}", variables
+
+    def _start(self, host: Host, label: str, variables: dict[str, str], files: ExitStack) -> None:
+        spec = self._lab.spec
+        inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        inherited |= default_environment(spec.nodes * spec.ranks, inherited)
+        is_first = not self._processes
+        popen = subprocess.Popen(
+            host.command(self._command),
+            env=inherited | variables,
+            stdin=subprocess.DEVNULL,
+            stdout=None if is_first else self._output(label, files),
+            stderr=None if is_first else subprocess.STDOUT,
+            # The terminal's Ctrl-C comes to us, who pass it on once.
+            start_new_session=True,
+        )
+        self._processes.append(_Process(label, popen))
+        if popen.stdout is not None:
+            reader = threading.Thread(target=_show, args=(label, popen.stdout), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _output(self, label: str, files: ExitStack) -> int | IO[bytes]:
+        if self._logs is None:
+            return subprocess.PIPE
+        try:
+            self._logs.mkdir(parents=True, exist_ok=True)
+            return files.enter_context((self._logs / f"{label}.log").open("wb"))
+        except OSError as error:
+            raise UsageError(f"logs = {str(self._logs)!r} cannot be written: {error.strerror}") from error
+
+    def _wait(self) -> _Process | None:
+        """Wait until all have ended; end those that outlive the grace after a failure or a signal."""
+        failed: _Process | None = None
+        deadline: float | None = None
+        ending = signal.SIGTERM
+        while running := [process for process in self._processes if process.popen.poll() is None]:
+            failed = failed or self._first_failed()
+            if deadline is None and (failed is not None or self._signal is not None):
+                deadline = time.monotonic() + self._grace
+            if deadline is not None and time.monotonic() > deadline:
+                for process in running:
+                    process.popen.send_signal(ending)
+                ending, deadline = signal.SIGKILL, time.monotonic() + _TERMINATION
+            time.sleep(_POLL)
+        return failed or self._first_failed()
+
+    def _first_failed(self) -> _Process | None:
+        return next((process for process in self._processes if process.popen.returncode), None)
+
+    @contextmanager
+    def _forwarding(self) -> Iterator[None]:
+        """Pass the first signal on to all processes and kill them on the second."""
+
+        def forward(number: int, frame: FrameType | None) -> None:
+            passed = signal.SIGKILL if self._signal is not None else number
+            self._signal = number
+            for process in self._processes:
+                process.popen.send_signal(passed)
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        previous = {number: signal.signal(number, forward) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+
+def _show(label: str, pipe: IO[bytes]) -> None:
+    prefix = f"[{label}] ".encode()
+    for line in pipe:
+        sys.stderr.buffer.write(prefix + line if line.endswith(b"\n") else prefix + line + b"\n")
+        sys.stderr.buffer.flush()
+
+
+def _status(failed: _Process | None) -> int:
+    code = 0 if failed is None else failed.popen.returncode
+    return code if code >= 0 else 128 - code
+
+
+def _described(failed: _Process | None) -> str | None:
+    if failed is None:
+        return None
+    code = failed.popen.returncode
+    how = f"ended with status {code}" if code > 0 else f"was ended by {signal.Signals(-code).name}"
+    return f"{failed.label} {how}"
