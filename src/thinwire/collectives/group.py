@@ -43,6 +43,9 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
 MAX_TAG = 1 << 31
 
+STORE_PATIENCE = 3.0
+"""Seconds that a failing rank gives the store to tell of the other ranks."""
+
 _timeout = DEFAULT_TIMEOUT
 _joined_here = False
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -414,7 +417,20 @@ def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None =
 
 
 def _publish_and_ask(what: str, ranks: Sequence[int]) -> str:
-    """Tell the others, through the store, where this rank failed, and hear where they did."""
+    """Tell the others, through the store, where this rank failed, and hear where they did.
+
+    A store whose host is cut off answers neither yes nor no: its client would wait for as long as TCP tries.
+    """
+    answers: list[str] = []
+    asking = threading.Thread(target=lambda: answers.append(_ask_store(what, ranks)), daemon=True)
+    asking.start()
+    asking.join(STORE_PATIENCE)
+    silence = f"The store has not answered for {STORE_PATIENCE:.0f} s: this host or its host, rank 0's, is cut off."
+    return answers[0] if answers else silence
+
+
+def _ask_store(what: str, ranks: Sequence[int]) -> str:
+    """Publish and ask, for as long as the store takes to answer."""
     try:
         store = dist.distributed_c10d._get_default_store()
         me = dist.get_rank()
