@@ -10,6 +10,7 @@ import torch
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.group import Meter, control, recording
+from thinwire.collectives.moves import Stage
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
@@ -24,7 +25,7 @@ def world_group(nodes: int, local: int) -> tuple[AxisGroup, Meter, int]:
     mesh = Factor(local=local, nodes=nodes)
     plan = Plan(mesh=mesh, params=mesh, grads=mesh, optimizer=mesh)
     meter, rank = Meter(), control().rank
-    return AxisGroup(plan, Axis.PARAMS, Lane.REDUCE, rank, torch.device("cpu"), meter), meter, rank
+    return AxisGroup(plan, Axis.PARAMS, Lane.REDUCE, rank, torch.device("cpu"), meter, tuple(Stage)), meter, rank
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -55,7 +56,7 @@ def check_all(nodes: int, local: int) -> None:
 
             whole = torch.full((starts[-1],), math.nan, dtype=dtype)
             whole[mine] = values(rank, starts[-1], dtype)[mine]
-            all_gather(group, whole, sizes)
+            all_gather(group, whole, sizes).perform()
             for position, other in enumerate(order(nodes, local)):
                 part = slice(starts[position], starts[position + 1])
                 assert torch.equal(whole[part], values(other, starts[-1], dtype)[part])
@@ -63,14 +64,16 @@ def check_all(nodes: int, local: int) -> None:
             for out_dtype in {torch.float32, dtype}:
                 out = torch.full((sizes[at],), math.nan, dtype=out_dtype)
                 meter.take()
-                reduce_scatter(group, values(rank, starts[-1], dtype), out, scale=0.25, sizes=sizes)
+                reduce_scatter(group, values(rank, starts[-1], dtype), out, scale=0.25, sizes=sizes).perform()
                 assert torch.equal(out.double(), (total[mine] * 0.25).to(out_dtype).double())
                 sent = meter.take()[Lane.REDUCE]
                 itemsize = dtype.itemsize
                 told = hops(Kind.REDUCE_SCATTER, local, nodes, [n * itemsize for n in sizes], at)
                 assert sent == {s: sum(hop.sent for hop in told if hop.scope is s) for s in Scope}
             added = torch.ones(sizes[at])
-            reduce_scatter(group, values(rank, starts[-1], dtype), added, scale=1 / 3, accumulate=True, sizes=sizes)
+            reduce_scatter(
+                group, values(rank, starts[-1], dtype), added, scale=1 / 3, accumulate=True, sizes=sizes
+            ).perform()
             torch.testing.assert_close(added.double(), 1 + total[mine] / 3, rtol=1e-6, atol=1e-5)
 
         numel = 4 * world
@@ -78,7 +81,7 @@ def check_all(nodes: int, local: int) -> None:
         for keep in (numel, numel - 3):  # the last elements may be padding
             for scale in (1.0, 1.0 / world):
                 out = torch.full((keep,), math.nan)
-                all_reduce(group, values(rank, numel, dtype), out, scale=scale)
+                all_reduce(group, values(rank, numel, dtype), out, scale=scale).perform()
                 expected = (total[:keep] * scale).to(dtype).double()
                 torch.testing.assert_close(
                     out.double(), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=0
@@ -102,7 +105,7 @@ def poison(nodes: int, local: int) -> None:
             if rank == 1:
                 vector[5] = bad
             out = torch.zeros(world * 4)
-            all_reduce(group, vector, out)
+            all_reduce(group, vector, out).perform()
             assert not math.isfinite(out[5])
             assert torch.isfinite(torch.cat([out[:5], out[6:]])).all()
 
@@ -114,7 +117,7 @@ def test_nonfinite_values_never_turn_finite() -> None:
 def one_inside_other(nodes: int, local: int) -> list[tuple[int, int]]:
     with recording() as records:
         group, _, _ = world_group(nodes, local)
-        all_gather(group, torch.zeros(8 * nodes * local))
+        all_gather(group, torch.zeros(8 * nodes * local)).perform()
     return [(len(record.ranks), record.sent) for record in records]
 
 
@@ -134,7 +137,7 @@ def leave_early(nodes: int, local: int) -> None:
     group, _, rank = world_group(nodes, local)
     if rank == 3:
         return
-    reduce_scatter(group, torch.zeros(64), torch.zeros(16))
+    reduce_scatter(group, torch.zeros(64), torch.zeros(16)).perform()
 
 
 def test_a_rank_that_never_comes_is_named_within_the_timeout() -> None:

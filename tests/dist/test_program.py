@@ -10,13 +10,13 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import Record, recording
-from thinwire.program import Lane, StepProgram, axis_members
+from thinwire.program import Kind, Lane, Scope, StepProgram, axis_members
 from thinwire.shard.api import runtime
 from thinwire.shard.unit import State
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 
-LANES = tuple(Lane)
+Queue = tuple[Lane, Kind, Scope]
 
 
 class Block(nn.Module):
@@ -56,20 +56,24 @@ def train_step(model: nn.Module, optim: torch.optim.Optimizer, num_micro_batches
     runtime(model).join_spreads()
 
 
-def expected(program: StepProgram, plan: Plan, rank: int) -> dict[Lane, list[Record]]:
+def expected(program: StepProgram, plan: Plan, rank: int) -> dict[Queue, list[Record]]:
     """What a program says one rank does, in the recorder's words."""
-    told: dict[Lane, list[Record]] = {lane: [] for lane in LANES}
+    told = []
     for operation in program.operations:
         members = axis_members(plan, operation.axis, rank)
         for hop in operation.hops:
             ranks = members.inside if hop.scope == "inside" else members.across
             assert len(ranks) == hop.ranks
-            told[operation.lane].append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
-    return told
+            told.append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
+    return by_queue(told)
 
 
-def by_lane(records: list[Record]) -> dict[Lane, list[Record]]:
-    return {lane: [record for record in records if record.lane is lane] for lane in LANES}
+def by_queue(records: list[Record]) -> dict[Queue, list[Record]]:
+    """Records in the order of their queue: the hops of a lane's collectives overlap, each kind of hop in order."""
+    queues: dict[Queue, list[Record]] = {}
+    for record in records:
+        queues.setdefault((record.lane, record.kind, record.scope), []).append(record)
+    return queues
 
 
 def without(program: StepProgram, index: int) -> StepProgram:
@@ -89,7 +93,7 @@ def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
         train_step(model, optim, num_micro_batches)
     engine = runtime(model)
     program = engine.schedule.program(num_micro_batches)
-    done = by_lane(records)
+    done = by_queue(records)
     assert done == expected(program, plan, engine.rank)
     for operation in program.operations:
         assert done != expected(without(program, operation.index), plan, engine.rank), operation

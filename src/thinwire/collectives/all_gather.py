@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import torch
 
+from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
 
@@ -15,7 +16,7 @@ __all__ = ["all_gather"]
 
 def all_gather(
     group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int] | None = None, kind: Kind = Kind.ALL_GATHER
-) -> None:
+) -> Moves:
     """Gather every member's piece into ``whole``, in place.
 
     1. Across nodes, each rank gathers the pieces of its peers: ``(nodes - 1) * own`` bytes sent.
@@ -23,15 +24,28 @@ def all_gather(
 
     Args:
         group: the axis.
-        whole: contiguous 1-D tensor, any dtype; this rank's piece is already at its place (local-major order).
+        whole: contiguous 1-D tensor, any dtype; when the first move begins, this rank's piece is at its place
+            (local-major order).
         sizes: elements of every member's piece; equal by default.
         kind: ``ALL_GATHER``, or ``BROADCAST`` when each piece is the owner's to give (unequal pieces).
+
+    Returns:
+        The moves; none where the axis has one member.
     """
     if group.size == 1:
-        return
+        return Moves()
     sizes = sizes or [whole.numel() // group.size] * group.size
-    columns = group.columns(list(whole.split(list(sizes))))
-    local = group.inside.index
-    group.across.gather(columns[local], kind)
-    starts = [sum(sizes[: i * group.across.size]) for i in range(group.inside.size + 1)]
-    group.inside.gather([whole[a:b] for a, b in pairwise(starts)], kind)
+
+    def across() -> None:
+        column = group.columns(list(whole.split(list(sizes))))[group.local_index]
+        group.at(Stage.GATHER_ACROSS).gather(column, kind)
+
+    def inside() -> None:
+        starts = [sum(sizes[: i * group.nodes]) for i in range(group.local + 1)]
+        group.at(Stage.GATHER_INSIDE).gather([whole[a:b] for a, b in pairwise(starts)], kind)
+
+    moves = [
+        (group.nodes, Move(Stage.GATHER_ACROSS, across, (whole,))),
+        (group.local, Move(Stage.GATHER_INSIDE, inside, (whole,))),
+    ]
+    return Moves(move for ranks, move in moves if ranks > 1)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.moves import Stage
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
 
@@ -249,22 +250,22 @@ class Meter:
 
 
 class Subgroup:
-    """Some ranks on one lane; all of one node, or each on a node of its own.
+    """Some ranks on one stage of a lane; all of one node, or each on a node of its own.
 
     Args:
         ranks: global ranks in ascending order, this one among them.
-        lane: the lane that owns the group; only that lane may use it.
-        scope: whether its traffic stays inside a node.
+        lane: the lane that owns the group.
+        stage: the stage of that lane; only it may use the group.
         device: where the tensors live.
         meter: counts the bytes.
     """
 
-    def __init__(self, ranks: tuple[int, ...], lane: Lane, scope: Scope, device: torch.device, meter: Meter) -> None:
-        self.ranks, self.lane, self.scope, self.meter = ranks, lane, scope, meter
+    def __init__(self, ranks: tuple[int, ...], lane: Lane, stage: Stage, device: torch.device, meter: Meter) -> None:
+        self.ranks, self.lane, self.stage, self.scope, self.meter = ranks, lane, stage, stage.scope, meter
         self.size = len(ranks)
         self.index = ranks.index(dist.get_rank())
         self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
-        self._group = _process_group(ranks, lane, native=self.native) if self.size > 1 else None
+        self._group = _process_group(ranks, lane, stage, native=self.native) if self.size > 1 else None
         self._staged = device.type == "cuda" and not self.native
         self._left = False
         _subgroups.add(self)
@@ -362,20 +363,20 @@ class Subgroup:
 
 
 _subgroups: weakref.WeakSet[Subgroup] = weakref.WeakSet()
-_groups: dict[tuple[tuple[int, ...], Lane, bool], dist.ProcessGroup] = {}
+_groups: dict[tuple[tuple[int, ...], Lane, Stage, bool], dist.ProcessGroup] = {}
 
 
-def _process_group(ranks: tuple[int, ...], lane: Lane, *, native: bool) -> dist.ProcessGroup:
-    """The lane's process group over ``ranks``, made once. Only members take part in making it, so that a thousand
-    ranks need not visit every group of the mesh."""
-    key = (ranks, lane, native)
+def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage, *, native: bool) -> dist.ProcessGroup:
+    """The process group of a lane's stage over ``ranks``, made once. Only members take part in making it, so that a
+    thousand ranks need not visit every group of the mesh."""
+    key = (ranks, lane, stage, native)
     if key not in _groups:
         group = dist.new_group(
             list(ranks),
             timeout=_timeout,  # not inherited: the default would be half an hour
             backend="nccl" if native else "gloo",
             use_local_synchronization=True,
-            group_desc=f"thinwire-{lane}",
+            group_desc=f"thinwire-{lane}-{stage}",
         )
         assert isinstance(group, dist.ProcessGroup)
         _groups[key] = group

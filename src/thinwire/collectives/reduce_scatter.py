@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.collectives.group import Subgroup, allocate
+from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
 
 __all__ = ["reduce_scatter"]
@@ -21,7 +22,7 @@ def reduce_scatter(
     scale: float = 1.0,
     accumulate: bool = False,
     sizes: Sequence[int] | None = None,
-) -> None:
+) -> Moves:
     """``out (+)= scale * sum over members of their whole, at this rank's place``; always added in fp32.
 
     1. Inside the node, local rank ``l`` receives every neighbour's column ``l`` (all nodes' pieces) and adds them in
@@ -37,21 +38,37 @@ def reduce_scatter(
         scale: factor on the sum; ``1 / group.size`` for a mean.
         accumulate: add to ``out``, which is fp32, instead of overwriting it.
         sizes: elements of every member's piece; equal by default.
+
+    Returns:
+        The moves; at least one.
     """
-    if group.size == 1:
-        _merge([whole], out, scale, accumulate=accumulate)
-        return
     sizes = sizes or [whole.numel() // group.size] * group.size
-    nodes = group.across.size
+    nodes, mine = group.nodes, group.local_index * group.nodes
     columns = [sum(sizes[i : i + nodes]) for i in range(0, len(sizes), nodes)]
-    mine = group.inside.index * nodes
-    if group.inside.size == 1 or nodes == 1:
-        subgroup, parts = (group.across, sizes) if group.inside.size == 1 else (group.inside, columns)
-        _hop(subgroup, whole, parts, out, scale, accumulate=accumulate)
-        return
-    column = allocate(columns[group.inside.index], whole.dtype, whole.device)
-    _hop(group.inside, whole, columns, column, 1.0, accumulate=False)
-    _hop(group.across, column, sizes[mine : mine + nodes], out, scale, accumulate=accumulate)
+    inside, across = group.at(Stage.SCATTER_INSIDE), group.at(Stage.SCATTER_ACROSS)
+    if nodes == 1:
+        return Moves([_move(inside, whole, columns, out, scale, accumulate=accumulate)])
+    if group.local == 1:
+        return Moves([_move(across, whole, sizes, out, scale, accumulate=accumulate)])
+    column = allocate(columns[group.local_index], whole.dtype, whole.device)
+    return Moves(
+        [
+            _move(inside, whole, columns, column, 1.0, accumulate=False),
+            _move(across, column, sizes[mine : mine + nodes], out, scale, accumulate=accumulate),
+        ]
+    )
+
+
+def _move(
+    subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], out: torch.Tensor, scale: float, *, accumulate: bool
+) -> Move:
+    def body() -> None:
+        if subgroup.size == 1:
+            _merge([whole], out, scale, accumulate=accumulate)
+        else:
+            _hop(subgroup, whole, sizes, out, scale, accumulate=accumulate)
+
+    return Move(subgroup.stage, body, held=(whole, out))
 
 
 def _hop(

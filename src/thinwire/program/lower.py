@@ -41,8 +41,11 @@ def default_trace(units: Sequence[UnitInfo]) -> Trace:
 
 
 def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Trainable units grouped, in reduction order, into buckets of at least ``plan.bucket_bytes`` (the last may be
-    smaller)."""
+    """Trainable units grouped, in reduction order, into buckets of at least ``plan.bucket_bytes``.
+
+    What is left over makes a bucket of its own, or joins the one before when it is less than half of one: the step
+    waits for the last bucket, and a small one costs as many messages as a large one.
+    """
     itemsize = _ITEMSIZE[plan.effective_reduce_dtype]
     closed: list[tuple[int, ...]] = []
     open_: list[int] = []
@@ -55,7 +58,9 @@ def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tupl
         if size >= plan.bucket_bytes:
             closed.append(tuple(open_))
             open_, size = [], 0
-    if open_:
+    if open_ and closed and size < plan.bucket_bytes / 2:
+        closed[-1] += tuple(open_)
+    elif open_:
         closed.append(tuple(open_))
     return tuple(closed)
 

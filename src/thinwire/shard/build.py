@@ -82,7 +82,9 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
             owned = arenas.carve_gradient(flat)
-            gradients[flat.unit] = UnitGradient(flat.layout, flat.shares, owned, topology)
+            gradients[flat.unit] = UnitGradient(
+                flat.unit, modules[flat.unit].name or "(root)", flat.layout, flat.shares, owned, topology
+            )
     if sync_initial:
         for value in model.buffers():
             control.broadcast(value)

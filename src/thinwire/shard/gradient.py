@@ -60,6 +60,8 @@ class UnitGradient:
     """The gradient of a unit's trainable buffer.
 
     Args:
+        unit: number of the unit.
+        name: of the unit, for timelines.
         layout: the buffer.
         shares: the optimizer ranks' shares of this rank's P shard.
         owned: fp32 memory for this rank's share.
@@ -67,8 +69,15 @@ class UnitGradient:
     """
 
     def __init__(
-        self, layout: FlatLayout, shares: tuple[tuple[Run, ...], ...], owned: torch.Tensor, topology: Topology
+        self,
+        unit: int,
+        name: str,
+        layout: FlatLayout,
+        shares: tuple[tuple[Run, ...], ...],
+        owned: torch.Tensor,
+        topology: Topology,
     ) -> None:
+        self.unit, self.name = unit, name
         self.layout, self.shares, self.topology = layout, shares, topology
         self.share_sizes = tuple(sum(run.length for run in share) for share in shares)
         # Dealt shares may also be one run each and cover the shard, but out of order or of unequal length.

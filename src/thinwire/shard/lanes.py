@@ -1,7 +1,8 @@
 """Lanes: in-order queues of communication that run beside computation.
 
-On CUDA a lane is a stream and a ticket an event; on CPU a lane is a worker thread. Streams, threads and the lifetime
-of buffers in flight live in this file only. The rules:
+A lane has a worker for every stage of its collectives: hop 1 of one collective runs while hop 2 of the one before
+crosses nodes. On CUDA a worker is a stream and a ticket an event; on CPU a worker is a thread. Streams, threads and the
+lifetime of buffers in flight live in this file only. The rules:
 
 - Buffers are allocated and freed by the compute thread, on the compute stream. A body starts after everything the
   compute stream had queued when it was submitted, so memory that was reused is free by then.
@@ -21,11 +22,14 @@ from typing import ClassVar, final
 
 import torch
 
+from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.program import Lane as LaneName
+from thinwire.program.timeline import COMPUTE, WAITING, Timeline
 
-__all__ = ["Lanes", "Ticket"]
+__all__ = ["Lanes", "Mark", "Ticket"]
 
 Body = Callable[[], None]
+Mark = float | torch.cuda.Event | None
 
 
 class Ticket(ABC):
@@ -41,14 +45,18 @@ class Ticket(ABC):
 
 
 class _Worker(ABC):
-    """What runs one lane's bodies."""
+    """What runs the bodies of one stage of a lane."""
 
     @abstractmethod
-    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor]) -> Ticket: ...
+    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor], label: str) -> Ticket: ...
 
     @abstractmethod
     def exposed(self) -> float:
-        """Seconds computation stood still for this lane since the last call."""
+        """Seconds computation stood still for this worker since the last call."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until everything submitted has run."""
 
     @abstractmethod
     def close(self) -> None: ...
@@ -59,8 +67,8 @@ class _Worker(ABC):
 
 @final
 class _ThreadTicket(Ticket):
-    def __init__(self, worker: _ThreadWorker, body: Body, after: Sequence[Ticket]) -> None:
-        self._worker, self._body, self._after = worker, body, after
+    def __init__(self, worker: _ThreadWorker, body: Body, after: Sequence[Ticket], label: str) -> None:
+        self._worker, self._body, self._after, self._label = worker, body, after, label
         self._finished = threading.Event()
         self._error: BaseException | None = None
 
@@ -69,7 +77,9 @@ class _ThreadTicket(Ticket):
             for ticket in self._after:
                 assert isinstance(ticket, _ThreadTicket)
                 ticket.join()
+            started = time.perf_counter()
             self._body()
+            self._worker.note(self._worker.name, self._label, started)
         except BaseException as error:
             self._error = error
         self._body, self._after = _nothing, ()  # lets go of the buffers
@@ -86,12 +96,13 @@ class _ThreadTicket(Ticket):
             started = time.perf_counter()
             self._finished.wait()
             self._worker.waited += time.perf_counter() - started
+            self._worker.note(WAITING, f"for {self._label}", started)
         self.join()
 
     def done(self) -> bool:
         return self._finished.is_set()
 
-    def finished(self, timeout: float) -> bool:
+    def finished(self, timeout: float | None = None) -> bool:
         """Wait at most ``timeout`` seconds; errors are not raised."""
         return self._finished.wait(timeout)
 
@@ -102,15 +113,15 @@ def _nothing() -> None:
 
 @final
 class _Thread:
-    """A lane's thread: one for all models of the process. They share the lane's process groups, so their transfers must
-    run in one order, the same on every rank: the order in which computation submits them."""
+    """A worker's thread: one for all models of the process. They share the process groups, so their transfers must run
+    in one order, the same on every rank: the order in which computation submits them."""
 
     by_name: ClassVar[dict[str, _Thread]] = {}
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
         # A daemon, so that a stuck peer cannot keep the process from leaving.
-        threading.Thread(target=self._loop, name=name, daemon=True).start()
+        threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True).start()
 
     def put(self, ticket: _ThreadTicket) -> None:
         self._queue.put(ticket)
@@ -125,28 +136,38 @@ class _Thread:
 
 @final
 class _ThreadWorker(_Worker):
-    """One model's use of a lane on CPU."""
+    """One model's use of a stage of a lane on CPU."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, recorder: _Recorder) -> None:
         self.waited = 0.0
-        self._name = name
+        self.name = name
+        self._recorder = recorder
         self._last: _ThreadTicket | None = None
 
-    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor]) -> Ticket:
+    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor], label: str) -> Ticket:
         del held  # the body's closure holds them
-        if self._name not in _Thread.by_name:
-            _Thread.by_name[self._name] = _Thread(self._name)
-        self._last = ticket = _ThreadTicket(self, body, [t for t in after if not t.done()])
-        _Thread.by_name[self._name].put(ticket)
+        if self.name not in _Thread.by_name:
+            _Thread.by_name[self.name] = _Thread(self.name)
+        self._last = ticket = _ThreadTicket(self, body, [t for t in after if not t.done()], label)
+        _Thread.by_name[self.name].put(ticket)
         return ticket
+
+    def note(self, track: str, label: str, started: float) -> None:
+        """Put what began at ``started`` and ends now on the timeline, if there is one."""
+        if (timeline := self._recorder.timeline) is not None:
+            timeline.add(track, label, started, time.perf_counter())
 
     def exposed(self) -> float:
         taken, self.waited = self.waited, 0.0
         return taken
 
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last.finished()
+
     def close(self) -> None:
         if self._last is not None and not self._last.finished(timeout=1.0):
-            _Thread.by_name.pop(self._name, None)  # stuck: the next job gets a thread of its own
+            _Thread.by_name.pop(self.name, None)  # stuck: the next job gets a thread of its own
         self._last = None
 
 
@@ -155,8 +176,10 @@ class _ThreadWorker(_Worker):
 
 @final
 class _StreamTicket(Ticket):
-    def __init__(self, worker: _StreamWorker, event: torch.cuda.Event, held: Sequence[torch.Tensor]) -> None:
-        self._worker, self.event, self._held = worker, event, tuple(held)
+    def __init__(
+        self, worker: _StreamWorker, event: torch.cuda.Event, held: Sequence[torch.Tensor], label: str
+    ) -> None:
+        self._worker, self.event, self._held, self._label = worker, event, tuple(held), label
 
     def wait(self) -> None:
         compute = torch.cuda.current_stream(self._worker.device)
@@ -165,7 +188,7 @@ class _StreamTicket(Ticket):
             before.record(compute)
             compute.wait_event(self.event)
             after.record(compute)
-            self._worker.stalled(before, after)
+            self._worker.stalled(before, after, self._label)
         # The compute stream is now ordered behind the body: memory freed from here on is reused after it.
         self._held = ()
 
@@ -178,32 +201,40 @@ class _StreamTicket(Ticket):
 
 @final
 class _StreamWorker(_Worker):
-    """A lane on CUDA: one stream of high priority, fed by the compute thread."""
+    """A stage of a lane on CUDA: one stream of high priority, fed by the compute thread."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, name: str, device: torch.device, recorder: _Recorder) -> None:
+        self.name, self.device = name, device
+        self._recorder = recorder
         self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
         self._seconds = 0.0
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._flying: deque[_StreamTicket] = deque()
 
-    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor]) -> Ticket:
+    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor], label: str) -> Ticket:
         while self._flying and self._flying[0].done():
             self._flying.popleft()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
         for other in after:
             assert isinstance(other, _StreamTicket)
             self._stream.wait_event(other.event)
+        timed = self._recorder.timeline is not None
         with torch.cuda.stream(self._stream), torch.no_grad():
+            begun = torch.cuda.Event(enable_timing=True) if timed else None
+            if begun is not None:
+                begun.record(self._stream)
             body()
-            event = torch.cuda.Event()
+            event = torch.cuda.Event(enable_timing=timed)
             event.record(self._stream)
-        ticket = _StreamTicket(self, event, held)
+        if begun is not None:
+            self._recorder.measure(self.name, label, begun, event)
+        ticket = _StreamTicket(self, event, held, label)
         self._flying.append(ticket)
         return ticket
 
-    def stalled(self, before: torch.cuda.Event, after: torch.cuda.Event) -> None:
+    def stalled(self, before: torch.cuda.Event, after: torch.cuda.Event, label: str) -> None:
         """Computation waits between two events; what is over is added up, so that nothing piles up unread."""
+        self._recorder.measure(WAITING, f"for {label}", before, after)
         while self._stalls and self._stalls[0][1].query():
             first, last = self._stalls.popleft()
             self._seconds += first.elapsed_time(last) / 1e3
@@ -216,6 +247,9 @@ class _StreamWorker(_Worker):
             self._seconds += before.elapsed_time(after) / 1e3
         taken, self._seconds = self._seconds, 0.0
         return taken
+
+    def drain(self) -> None:
+        self._stream.synchronize()
 
     def close(self) -> None:
         deadline = time.monotonic() + 1.0
@@ -230,6 +264,62 @@ class _StreamWorker(_Worker):
 # -- the set of lanes ------------------------------------------------------------------------------------------
 
 
+class _Recorder:
+    """Where workers put what they did while somebody looks.
+
+    On CUDA the host knows when something was queued, not when it ran: pairs of events are kept and read at the end,
+    relative to one that was recorded at the beginning.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.timeline: Timeline | None = None
+        self._device = device
+        self._origin: torch.cuda.Event | None = None
+        self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start(self) -> Timeline:
+        """Begin a new timeline."""
+        if self._device.type == "cuda":
+            self._origin = torch.cuda.Event(enable_timing=True)
+            self._origin.record(torch.cuda.current_stream(self._device))
+        self.timeline = Timeline()
+        return self.timeline
+
+    def mark(self) -> Mark:
+        """This moment of computation, for :meth:`computed`; ``None`` while nobody looks."""
+        if self.timeline is None or self._device.type != "cuda":
+            return None if self.timeline is None else time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def computed(self, label: str, since: Mark) -> None:
+        """Computation did ``label`` since a mark."""
+        now = self.mark()
+        if self.timeline is None or since is None or now is None:
+            return
+        if isinstance(since, float) and isinstance(now, float):
+            self.timeline.add(COMPUTE, label, since, now)
+        elif isinstance(since, torch.cuda.Event) and isinstance(now, torch.cuda.Event):
+            self.measure(COMPUTE, label, since, now)
+
+    def measure(self, track: str, label: str, begun: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        """Keep a pair of events for the timeline."""
+        if self.timeline is not None:
+            self._events.append((track, label, begun, ended))
+
+    def stop(self) -> None:
+        """End the timeline; on CUDA this waits for the device, once."""
+        timeline, self.timeline = self.timeline, None
+        if timeline is None or self._origin is None:
+            return
+        torch.cuda.synchronize(self._device)
+        for track, label, begun, ended in self._events:
+            start, end = (self._origin.elapsed_time(event) / 1e3 for event in (begun, ended))
+            timeline.add(track, label, start, end)
+        self._events.clear()
+
+
 class Lanes:
     """The lanes of one model.
 
@@ -238,29 +328,73 @@ class Lanes:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._workers: dict[LaneName, _Worker] = {
-            name: _StreamWorker(device) if device.type == "cuda" else _ThreadWorker(f"thinwire-{name}")
-            for name in (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD)
-        }
+        self._device = device
+        self._recorder = _Recorder(device)
+        self._workers: dict[tuple[LaneName, Stage], _Worker] = {}
 
     def submit(
-        self, lane: LaneName, body: Body, *, after: Sequence[Ticket] = (), held: Sequence[torch.Tensor] = ()
+        self,
+        lane: LaneName,
+        work: Moves | Body,
+        *,
+        after: Sequence[Ticket] = (),
+        held: Sequence[torch.Tensor] = (),
+        label: str = "",
     ) -> Ticket:
-        """Queue a body.
+        """Queue a collective, or a body that is all of one.
 
         Args:
-            lane: where it runs; bodies of a lane run one after another.
-            body: the work; it must not allocate what outlives it.
-            after: tickets of other lanes it needs.
-            held: tensors it reads or writes; kept alive until it has finished.
+            lane: where it runs; moves of one stage of a lane run one after another.
+            work: the moves, at least one, or a body. They must not allocate what outlives them.
+            after: tickets it needs.
+            held: tensors it reads or writes, beside those its moves name; kept alive until it has finished.
+            label: what to call it in timelines.
         """
-        return self._workers[lane].submit(body, after, held)
+        for move in work if isinstance(work, Moves) else (Move(Stage.SCATTER_INSIDE, work),):
+            ticket = self._worker(lane, move.stage).submit(move.body, after, (*held, *move.held), label)
+            after = (ticket,)
+        return ticket
 
     def exposed(self) -> dict[LaneName, float]:
         """Seconds computation stood still for each lane since the last call."""
-        return {name: worker.exposed() for name, worker in self._workers.items()}
+        seconds = dict.fromkeys((LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD), 0.0)
+        for (lane, _), worker in self._workers.items():
+            seconds[lane] += worker.exposed()
+        return seconds
+
+    def start_timeline(self) -> Timeline:
+        """Record what every stage of every lane does, and what computation waits for, from now on."""
+        return self._recorder.start()
+
+    def stop_timeline(self) -> None:
+        """Stop recording; the timeline is complete then."""
+        self._recorder.stop()
+
+    def mark(self) -> Mark:
+        """This moment of computation; ``None`` while no timeline is recorded."""
+        return self._recorder.mark()
+
+    def computed(self, label: str, since: Mark) -> None:
+        """Put what computation did since a mark on the timeline, if one is recorded."""
+        self._recorder.computed(label, since)
+
+    def drain(self) -> None:
+        """Block until everything submitted has run, errors unseen."""
+        for worker in self._workers.values():
+            worker.drain()
 
     def close(self) -> None:
         """Let what is under way finish, for a second at most."""
         for worker in self._workers.values():
             worker.close()
+
+    def _worker(self, lane: LaneName, stage: Stage) -> _Worker:
+        key = lane, stage
+        if key not in self._workers:
+            name = f"{lane} {stage}"
+            self._workers[key] = (
+                _StreamWorker(name, self._device, self._recorder)
+                if self._device.type == "cuda"
+                else _ThreadWorker(name, self._recorder)
+            )
+        return self._workers[key]

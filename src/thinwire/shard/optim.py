@@ -53,6 +53,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: the optimizer over ``fragments``.
         fragments: every fragment this rank updates.
         skip_nonfinite: leave parameters alone in a step whose gradient norm is not finite.
+        by_unit: whether updating some parameters in one call and the rest in the next is one update of all, so that
+            units can be updated as their gradients arrive.
     """
 
     def __init__(
@@ -62,9 +64,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         fragments: Sequence[OwnedFragment],
         *,
         skip_nonfinite: bool,
+        by_unit: bool,
     ) -> None:
         self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
-        self.skip_nonfinite = skip_nonfinite
+        self.skip_nonfinite, self.by_unit = skip_nonfinite, by_unit
+        self._fragments_of: dict[int, list[OwnedFragment]] = {}
+        for owned in fragments:
+            self._fragments_of.setdefault(owned.unit, []).append(owned)
         self.skipped_steps = 0
         self.defaults = inner.defaults
         # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
@@ -108,12 +114,38 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runtime.skipped()
             return loss
         runtime.join_spreads()
-        for owned in self.fragments:
-            has_gradient = runtime.used_flag(owned.unit, owned.slot)
-            owned.value.grad = owned.grad if has_gradient else None
-        self.inner.step()
-        runtime.updated()
+        if self.by_unit and not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks):
+            self._update_unit_by_unit()
+        else:
+            self._update_at_once()
+        runtime.spread()
         return loss
+
+    def _update_unit_by_unit(self) -> None:
+        """Update each unit as soon as its gradients have arrived, while those of the next are on their way."""
+        for owned in self.fragments:
+            owned.value.grad = None
+        for unit in self.runtime.update_order():
+            self.runtime.reducer.join_unit(unit)
+            fragments = self._fragments_of.get(unit, ())
+            self._give_gradients(fragments)
+            self.inner.step()
+            for owned in fragments:
+                owned.value.grad = None
+            self.runtime.write_back(unit)
+        self._give_gradients(self.fragments)
+
+    def _update_at_once(self) -> None:
+        self.runtime.reducer.join()
+        self._give_gradients(self.fragments)
+        self.inner.step()
+        for unit in self.runtime.update_order():
+            self.runtime.write_back(unit)
+
+    def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
+        """As in torch, a parameter that got no gradient on any rank is skipped."""
+        for owned in fragments:
+            owned.value.grad = owned.grad if self.runtime.used_flag(owned.unit, owned.slot) else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient. They are never memset: the next reduction overwrites them."""
@@ -162,7 +194,9 @@ def build_optimizer(
     for rank, text in enumerate(control().all_gather_object(problem)):
         if text is not None:
             raise UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
-    return ShardedOptimizer(runtime, inner, fragments, skip_nonfinite=skip_nonfinite)
+    return ShardedOptimizer(
+        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=_updates_in_parts(optimizer_class, options)
+    )
 
 
 def own_fragments(runtime: Runtime) -> list[OwnedFragment]:
@@ -277,10 +311,30 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
         )
 
 
+def _updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+    """Whether calling ``step`` for some parameters and then for the others is one update of all: found out by trying.
+    Optimizers that count their calls, or that look at all parameters together, are not like that."""
+    if "lr" in options:
+        options = {**options, "lr": 1e-3}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start, grads = torch.randn(2, 8, 6), torch.randn(3, 2, 8, 6)
+    together = [nn.Parameter(part.clone()) for part in start]
+    apart = [nn.Parameter(part.clone()) for part in start]
+    try:
+        with torch.enable_grad():
+            _try(optimizer_class(together, **options), together, list(grads))
+            optimizer = optimizer_class(apart, **options)
+            _try(optimizer, apart, [step for one, other in grads for step in ((one, None), (None, other))])
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+        return False
+    return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
 def _try(
-    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor]]
+    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]
 ) -> None:
     for step in grads:
         for parameter, grad in zip(params, step, strict=True):
-            parameter.grad = grad.clone()
+            parameter.grad = None if grad is None else grad.clone()
         optimizer.step()

@@ -14,6 +14,7 @@ import torch
 
 from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.group import allocate
+from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Lane, UnitInfo, buckets, padded
@@ -58,7 +59,7 @@ class Reducer:
         self._bucket_cache: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
         self._filling: Sources = []
         self._filling_after: list[Ticket] = []
-        self._tickets: list[Ticket] = []
+        self._tickets: dict[int, list[Ticket]] = {unit: [] for unit in gradients}
         self._last = True
 
     # -- a backward, from begin to end -------------------------------------------------------------------------
@@ -119,9 +120,15 @@ class Reducer:
 
     def join(self) -> None:
         """Wait until every reduction has arrived."""
-        for ticket in self._tickets:
+        for unit in self._tickets:
+            self.join_unit(unit)
+
+    def join_unit(self, unit: int) -> None:
+        """Wait until every reduction of one unit has arrived."""
+        tickets = self._tickets[unit]
+        for ticket in tickets:
             ticket.wait()
-        self._tickets.clear()
+        tickets.clear()
 
     def reset(self) -> None:
         """Forget every gradient."""
@@ -152,13 +159,9 @@ class Reducer:
             target = gradient.local
         out, accumulate = target.values, target.claim()
         scale = topology.scale(topology.params)
-
-        def body() -> None:
-            reduce_scatter(self._params, staging, out, scale=scale, accumulate=accumulate)
-
-        self._filling_after.append(
-            self._submit(Lane.REDUCE, body, held=(staging, out), overlapped=self.plan.overlap.reduce)
-        )
+        moves = reduce_scatter(self._params, staging, out, scale=scale, accumulate=accumulate)
+        overlapped = self.plan.overlap.reduce
+        self._filling_after.append(self._submit(Lane.REDUCE, moves, "reduce", [gradient], overlapped=overlapped))
         return out
 
     def _reduce_bucket(self, bucket: Sources, after: list[Ticket]) -> None:
@@ -167,11 +170,11 @@ class Reducer:
         scatter = topology.shard > 1 and (self._last or topology.scatter_always)
         sync = topology.replica > 1 and self._last
         if scatter and sync and not topology.scatter_always:
-            vector, ticket = self._scatter(bucket, overlapped=overlapped)
+            vector, ticket = self._scatter(bucket, after, overlapped=overlapped)
             self._synchronise(bucket, vector, [ticket], overlapped=overlapped)
         else:
             if scatter:
-                after = [self._scatter_into_owned(bucket, overlapped=overlapped)]
+                after = [self._scatter_into_owned(bucket, after, overlapped=overlapped)]
                 bucket = [(gradient, gradient.owned.values) for gradient, _ in bucket]
             if sync:
                 self._synchronise(bucket, None, after, overlapped=overlapped)
@@ -181,41 +184,37 @@ class Reducer:
                 if topology.shard > 1 and gradient.has_local:
                     gradient.local.empty = True
 
-    def _scatter(self, bucket: Sources, *, overlapped: bool) -> tuple[torch.Tensor, Ticket]:
+    def _scatter(self, bucket: Sources, after: list[Ticket], *, overlapped: bool) -> tuple[torch.Tensor, Ticket]:
         """Reduce-scatter a bucket over the shard axis, into a vector that goes on to the replicas in wire dtype."""
         topology, group = self.topology, self._shard
         sizes = _share_sizes(bucket)
         mine = sizes[group.index]
         vector = allocate(padded(mine, self._replica.size), topology.wire_dtype, bucket[0][1].device)
-        scale = topology.scale(group.size)
-
-        def body() -> None:
-            whole = _pack(bucket, sizes, topology.wire_dtype)
-            reduce_scatter(group, whole, vector[:mine], scale=scale, sizes=sizes)
-            vector[mine:].zero_()
-
+        whole, pack = _packing(bucket, sizes, topology.wire_dtype)
+        moves = reduce_scatter(group, whole, vector[:mine], scale=topology.scale(group.size), sizes=sizes)
+        moves = moves.after(pack).then(lambda: _zero(vector[mine:]))
         held = (vector, *(source for _, source in bucket))
-        return vector, self._submit(Lane.REDUCE, body, held=held, overlapped=overlapped)
+        units = [gradient for gradient, _ in bucket]
+        ticket = self._submit(Lane.REDUCE, moves, "scatter", units, after=after, held=held, overlapped=overlapped)
+        return vector, ticket
 
-    def _scatter_into_owned(self, bucket: Sources, *, overlapped: bool) -> Ticket:
+    def _scatter_into_owned(self, bucket: Sources, after: list[Ticket], *, overlapped: bool) -> Ticket:
         """Reduce-scatter a bucket over the shard axis, into the fp32 gradients of the optimizer shares."""
         topology, group = self.topology, self._shard
         sizes = _share_sizes(bucket)
         adds = [gradient.owned.claim() for gradient, _ in bucket]
         scale = topology.scale(group.size)
-
-        def body() -> None:
-            whole = _pack(bucket, sizes, topology.wire_dtype)
-            if len(bucket) == 1:
-                out = bucket[0][0].owned.values
-                reduce_scatter(group, whole, out, scale=scale, accumulate=adds[0], sizes=sizes)
-                return
+        whole, pack = _packing(bucket, sizes, topology.wire_dtype)
+        if len(bucket) == 1:
+            out = bucket[0][0].owned.values
+            moves = reduce_scatter(group, whole, out, scale=scale, accumulate=adds[0], sizes=sizes).after(pack)
+        else:
             out = allocate(sizes[group.index], torch.float32, whole.device)
-            reduce_scatter(group, whole, out, scale=scale, sizes=sizes)
-            _distribute(bucket, out, adds)
-
+            moves = reduce_scatter(group, whole, out, scale=scale, sizes=sizes).after(pack)
+            moves = moves.then(lambda: _distribute(bucket, out, adds))
         held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
-        return self._submit(Lane.REDUCE, body, held=held, overlapped=overlapped)
+        units = [gradient for gradient, _ in bucket]
+        return self._submit(Lane.REDUCE, moves, "scatter", units, after=after, held=held, overlapped=overlapped)
 
     def _synchronise(
         self, bucket: Sources, vector: torch.Tensor | None, after: list[Ticket], *, overlapped: bool
@@ -237,39 +236,42 @@ class Reducer:
         ]
         for gradient, _ in bucket:
             gradient.synchronised = vector is None
-        device = bucket[0][1].device
-
-        def body() -> None:
-            whole = vector if vector is not None else _concatenated(bucket, group.size, topology.wire_dtype)
-            if len(bucket) == 1:
-                all_reduce(group, whole, bucket[0][0].owned.values, scale=scale, accumulate=adds[0])
-                return
+        whole, pack = (
+            (vector, _nothing) if vector is not None else _concatenation(bucket, group.size, topology.wire_dtype)
+        )
+        if len(bucket) == 1:
+            moves = all_reduce(group, whole, bucket[0][0].owned.values, scale=scale, accumulate=adds[0])
+        else:
             total = sum(gradient.owned.values.numel() for gradient, _ in bucket)
-            summed = allocate(total, torch.float32, device)
-            all_reduce(group, whole, summed, scale=scale)
-            _distribute(bucket, summed, adds)
-
-        held = [source for _, source in bucket] if vector is None else [vector]
-        held += [gradient.owned.values for gradient, _ in bucket]
-        self._submit(Lane.SYNC, body, after=after, held=held, overlapped=overlapped)
+            summed = allocate(total, torch.float32, whole.device)
+            moves = all_reduce(group, whole, summed, scale=scale).then(lambda: _distribute(bucket, summed, adds))
+        held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
+        moves = moves.after(pack)
+        units = [gradient for gradient, _ in bucket]
+        self._submit(Lane.SYNC, moves, "sync", units, after=after, held=held, overlapped=overlapped)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _submit(
         self,
         lane: Lane,
-        body: Callable[[], None],
+        moves: Moves,
+        what: str,
+        bucket: Sequence[UnitGradient],
         *,
         overlapped: bool,
         after: Sequence[Ticket] = (),
         held: Sequence[torch.Tensor] = (),
     ) -> Ticket:
-        ticket = self._lanes.submit(lane, body, after=after, held=held)
-        if overlapped:
-            self._tickets = [other for other in self._tickets if not _finished(other)]
-            self._tickets.append(ticket)
-        else:
+        label = f"{what} {', '.join(gradient.name for gradient in bucket)}"
+        ticket = self._lanes.submit(lane, moves, after=after, held=held, label=label)
+        if not overlapped:
             ticket.wait()
+            return ticket
+        for gradient in bucket:
+            tickets = self._tickets[gradient.unit]
+            tickets[:] = [other for other in tickets if not _finished(other)]
+            tickets.append(ticket)
         return ticket
 
     def _bucket_ends(self, order: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
@@ -291,41 +293,61 @@ def _share_sizes(bucket: Sources) -> list[int]:
     return [sum(column) for column in zip(*(g.share_sizes for g, _ in bucket), strict=True)]
 
 
-def _pack(bucket: Sources, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A bucket's P-shard gradients in wire dtype, ordered by the optimizer rank that owns each part."""
+def _packing(bucket: Sources, sizes: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A bucket's P-shard gradients in wire dtype, ordered by the optimizer rank that owns each part: the vector, and
+    what fills it."""
     first, source = bucket[0]
     if len(bucket) == 1 and first.even and source.dtype == dtype:
-        return source
+        return source, _nothing
     whole = allocate(sum(sizes), dtype, source.device)
-    if all(gradient.even for gradient, _ in bucket):
-        table = whole.view(len(sizes), -1)
-        column = 0
-        for _, source in bucket:
-            rows = source.view(len(sizes), -1)
-            table[:, column : column + rows.shape[1]].copy_(rows)
-            column += rows.shape[1]
-        return whole
+    fill = _pack_rows if all(gradient.even for gradient, _ in bucket) else _pack_runs
+    return whole, lambda: fill(bucket, whole, len(sizes))
+
+
+def _pack_rows(bucket: Sources, whole: torch.Tensor, owners: int) -> None:
+    """Equal slices: every source is a table with a row for each owner."""
+    table = whole.view(owners, -1)
+    column = 0
+    for _, source in bucket:
+        rows = source.view(owners, -1)
+        table[:, column : column + rows.shape[1]].copy_(rows)
+        column += rows.shape[1]
+
+
+def _pack_runs(bucket: Sources, whole: torch.Tensor, owners: int) -> None:
+    """Whole fragments: each owner's runs, one after another."""
     position = 0
-    for owner in range(len(sizes)):
+    for owner in range(owners):
         for gradient, source in bucket:
             for run in gradient.shares[owner]:
                 whole[position : position + run.length].copy_(source[run.start : run.start + run.length])
                 position += run.length
-    return whole
 
 
-def _concatenated(bucket: Sources, ranks: int, dtype: torch.dtype) -> torch.Tensor:
-    """The sources laid end to end in wire dtype, padded to a multiple of ``ranks``: memory of our own to work in."""
+def _concatenation(bucket: Sources, ranks: int, dtype: torch.dtype) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The sources laid end to end in wire dtype, padded to a multiple of ``ranks``, in memory of our own to work in:
+    the vector, and what fills it."""
     if len(bucket) == 1 and bucket[0][1].dtype == dtype != torch.float32 and bucket[0][1].numel() % ranks == 0:
-        return bucket[0][1]  # staging is ours; accumulators are fp32
+        return bucket[0][1], _nothing  # staging is ours; accumulators are fp32
     total = sum(source.numel() for _, source in bucket)
     vector = allocate(padded(total, ranks), dtype, bucket[0][1].device)
-    position = 0
-    for _, source in bucket:
-        vector[position : position + source.numel()].copy_(source)
-        position += source.numel()
-    vector[position:].zero_()
-    return vector
+
+    def fill() -> None:
+        position = 0
+        for _, source in bucket:
+            vector[position : position + source.numel()].copy_(source)
+            position += source.numel()
+        _zero(vector[position:])
+
+    return vector, fill
+
+
+def _nothing() -> None:
+    """What fills a vector that is full."""
+
+
+def _zero(padding: torch.Tensor) -> None:
+    padding.zero_()
 
 
 def _distribute(bucket: Sources, values: torch.Tensor, adds: Sequence[bool]) -> None:

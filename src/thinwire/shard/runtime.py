@@ -12,6 +12,7 @@ from torch.autograd import Variable
 
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Meter, allocate
+from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import Axis, Kind, Lane, Phase, Scope, control_bytes
@@ -223,10 +224,11 @@ class Runtime:
     # -- the step ----------------------------------------------------------------------------------------------
 
     def agree(self, *, measure: bool) -> Agreement:
-        """Join every reduction, then compare with the other ranks: norm, order of units, used parameters.
+        """Compare with the other ranks: order of units, used parameters, and the norm if asked for.
 
         Args:
-            measure: whether the gradient norm is needed, which takes a pass over this rank's share.
+            measure: whether the gradient norm is needed. It takes a pass over this rank's share, and every reduction
+                is joined first; otherwise reductions go on meanwhile.
 
         Raises:
             MismatchError: if two ranks ran units in a different order or took a different number of steps.
@@ -235,7 +237,8 @@ class Runtime:
         if self.agreement is not None and (self.agreement.measured or not measure):
             return self.agreement
         self._forget_failed_backward()
-        self.reducer.join()
+        if measure:
+            self.reducer.join()
         squared = self._squared_norm() if measure else float("nan")
         unfinished = int(any(gradient.unsynced for gradient in self.gradients.values()))
         words = struct.pack("<dqqq", squared, self.schedule.order_hash, unfinished, self.num_steps)
@@ -263,29 +266,45 @@ class Runtime:
         self.agreement = Agreement(sum(row[0] for row in rows) ** 0.5, measure, flags)
         return self.agreement
 
-    def updated(self) -> None:
-        """Masters have new values: write them to the P shards and spread them, in the order of the forward."""
-        shard_axis = self.axes[Axis.SHARD, Lane.SPREAD]
+    def update_order(self) -> Sequence[int]:
+        """Units in the order in which their gradients arrive; those without gradients left out."""
+        order = self.schedule.spread_order()
+        return [index for index in reversed(order) if index in self.gradients]
+
+    def write_back(self, index: int) -> None:
+        """A unit's masters have new values: cast them into its P shard."""
+        unit = self.units[index]
+        unit.updated()
+        for buffer in unit.buffers:
+            if buffer.layout.trainable:
+                write_back(buffer, self.axes[Axis.SHARD, Lane.SPREAD].index)
+
+    def spread(self) -> None:
+        """Spread the updated P shards, in the order of the forward, and begin the next step."""
+        group = self.axes[Axis.SHARD, Lane.SPREAD]
         self._graphs_of_graphs = False
-        for index in self.schedule.spread_order():
+        for index in self.schedule.spread_order() if group.size > 1 else ():
             unit = self.units[index]
-            unit.join_spread()
-            unit.updated()
             for buffer in unit.buffers:
                 if buffer.layout.trainable:
-                    write_back(buffer, shard_axis.index)
-                    if shard_axis.size > 1:
-                        unit.spread = self.lanes.submit(
-                            Lane.SPREAD, _spread_body(shard_axis, buffer, self.plan), held=(buffer.shard,)
-                        )
-            if unit.spread is not None and not self.plan.overlap.spread:
+                    moves = _spread(group, buffer, self.plan)
+                    unit.spread = self.lanes.submit(Lane.SPREAD, moves, label=f"spread {unit.name}")
+            if not self.plan.overlap.spread:
                 unit.join_spread()
-        self.num_steps += 1
-        self.schedule.abandon()
-        self.agreement = None
+        self._begin_step()
+
+    def updated(self) -> None:
+        """All masters have new values: write them back and spread them."""
+        self.join_spreads()
+        for unit in self.units:
+            self.write_back(unit.index)
+        self.spread()
 
     def skipped(self) -> None:
         """The step was taken without an update."""
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self.num_steps += 1
         self.schedule.abandon()
         self.agreement = None
@@ -360,7 +379,7 @@ class Runtime:
         table = allocate(size * group.size, torch.uint8, torch.device("cpu"))
         row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
         table.view(group.size, -1)[group.index].copy_(row)
-        all_gather(group, table)
+        all_gather(group, table).perform()
         rows = table.view(group.size, -1)
         by_rank = [rows[_index_of(self.plan, rank)] for rank in range(group.size)]
         return [bytes(row.numpy()) for row in by_rank]
@@ -389,19 +408,20 @@ def write_back(buffer: FlatBuffer, index: int) -> None:
         position += run.length
 
 
-def _spread_body(group: AxisGroup, buffer: FlatBuffer, plan: Plan):  # type: ignore[no-untyped-def]
+def _spread(group: AxisGroup, buffer: FlatBuffer, plan: Plan) -> Moves:
     """Gather all shares of a P shard: in place where they lie side by side, packed where they do not."""
     if plan.partition == "intra":
-        return lambda: all_gather(group, buffer.shard)
+        return all_gather(group, buffer.shard)
     sizes = [sum(run.length for run in share) for share in buffer.shares]
+    whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
 
-    def body() -> None:
-        whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
+    def pack() -> None:
         offset = sum(sizes[: group.index])
         for run in buffer.shares[group.index]:
             whole[offset : offset + run.length].copy_(buffer.shard[run.start : run.start + run.length])
             offset += run.length
-        all_gather(group, whole, sizes, Kind.BROADCAST)
+
+    def unpack() -> None:
         offset = 0
         for owner, share in enumerate(buffer.shares):
             for run in share:
@@ -409,7 +429,7 @@ def _spread_body(group: AxisGroup, buffer: FlatBuffer, plan: Plan):  # type: ign
                     buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
                 offset += run.length
 
-    return body
+    return all_gather(group, whole, sizes, Kind.BROADCAST).after(pack).then(unpack)
 
 
 _RUNTIME = "_thinwire_runtime"

@@ -11,7 +11,7 @@ Facts this file is built on:
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -136,10 +136,9 @@ class Unit:
             buffer.restore()
             source = buffer.secondary if secondary else buffer.shard
             assert source is not None
+            moves = all_gather(group, buffer.full).after(_copy(source, _piece(buffer.full, group)))
             self._gather.append(
-                self._lanes.submit(
-                    Lane.GATHER, _gather_body(group, buffer.full, source), after=after, held=(buffer.full, source)
-                )
+                self._lanes.submit(Lane.GATHER, moves, after=after, held=(source,), label=f"gather {self.name}")
             )
         self.state = State.GATHERING
 
@@ -196,9 +195,8 @@ def _piece(full: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return full.view(group.size, -1)[group.index]
 
 
-def _gather_body(group: AxisGroup, full: torch.Tensor, source: torch.Tensor):  # type: ignore[no-untyped-def]
+def _copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
     def body() -> None:
-        _piece(full, group).copy_(source)
-        all_gather(group, full)
+        target.copy_(source)
 
     return body

@@ -154,7 +154,7 @@ class Plan(Spec):
     granularity: Literal["block", "module"] = Field(
         default="block", description="what one collective covers: a whole block, or one module of it"
     )
-    bucket_bytes: Bytes = Field(default=16 * MIB, description='size of a synchronisation bucket, "16MiB" or bytes')
+    bucket_bytes: Bytes = Field(default=4 * MIB, description='size of a synchronisation bucket, "4MiB" or bytes')
     keep_gathered: Literal["none", "last"] = Field(
         default="last", description="which unit stays gathered between its forward and its backward"
     )

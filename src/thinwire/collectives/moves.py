@@ -1,0 +1,77 @@
+"""A collective is a list of moves, one for each hop; a lane performs every stage of its collectives side by side.
+
+While the second hop of one collective crosses nodes, the first hop of the next can already run inside the node: the
+stages of a lane are queues of their own, and only the moves of one collective wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+
+from thinwire.program import Scope
+
+__all__ = ["Move", "Moves", "Stage"]
+
+
+class Stage(StrEnum):
+    """Where in a collective a hop stands: what it does and how far it goes."""
+
+    SCATTER_INSIDE = "scatter-inside"
+    SCATTER_ACROSS = "scatter-across"
+    GATHER_ACROSS = "gather-across"
+    GATHER_INSIDE = "gather-inside"
+
+    @property
+    def scope(self) -> Scope:
+        """Inside a node or across nodes."""
+        return Scope.INSIDE if self in (Stage.SCATTER_INSIDE, Stage.GATHER_INSIDE) else Scope.ACROSS
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One hop of one collective: an exchange with what belongs to it (packing, adding up).
+
+    Attributes:
+        stage: the queue that performs it.
+        body: the work, for the thread or stream of that queue.
+        held: memory it works in, which must outlive it.
+    """
+
+    stage: Stage
+    body: Callable[[], None]
+    held: tuple[torch.Tensor, ...] = ()
+
+
+class Moves(tuple[Move, ...]):
+    """The moves of one collective, in order; each needs the one before."""
+
+    __slots__ = ()
+
+    def perform(self) -> None:
+        """Perform all moves here and now."""
+        for move in self:
+            move.body()
+
+    def after(self, prepare: Callable[[], None]) -> Moves:
+        """These moves, the first of which begins with ``prepare``; where there are none, that alone."""
+        if not self:
+            return Moves([Move(Stage.GATHER_INSIDE, prepare)])
+        first, *rest = self
+        return Moves([replace(first, body=_one_by_one(prepare, first.body)), *rest])
+
+    def then(self, finish: Callable[[], None]) -> Moves:
+        """These moves, the last of which ends with ``finish``."""
+        *rest, last = self
+        return Moves([*rest, replace(last, body=_one_by_one(last.body, finish))])
+
+
+def _one_by_one(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:
+    def body() -> None:
+        first()
+        second()
+
+    return body

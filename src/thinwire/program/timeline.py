@@ -1,0 +1,86 @@
+"""What happened when in a step, measured or simulated, and as a Chrome/Perfetto trace."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["COMPUTE", "WAITING", "Span", "Timeline", "chrome_trace"]
+
+COMPUTE = "compute"
+"""The track of computation."""
+WAITING = "waiting"
+"""The track of the time computation stood still for a lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something that took time.
+
+    Attributes:
+        track: where it ran: computation, or a stage of a lane.
+        name: what it was.
+        start: seconds on the clock of its timeline.
+        end: seconds, not before ``start``.
+    """
+
+    track: str
+    name: str
+    start: float
+    end: float
+
+
+class Timeline:
+    """Spans of one rank, in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._spans: list[Span] = []
+
+    def add(self, track: str, name: str, start: float, end: float) -> None:
+        """Note that something ran from ``start`` to ``end`` (seconds)."""
+        with self._lock:
+            self._spans.append(Span(track, name, start, end))
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """What has been noted so far."""
+        with self._lock:
+            return tuple(self._spans)
+
+
+def chrome_trace(by_rank: Mapping[int, Iterable[Span]]) -> dict[str, Any]:
+    """The spans of some ranks in Chrome's trace-event format, which Perfetto and chrome://tracing show.
+
+    Ranks become processes and tracks threads; time starts at the first span.
+    """
+    spans_of = {rank: list(spans) for rank, spans in by_rank.items()}
+    origin = min((span.start for spans in spans_of.values() for span in spans), default=0.0)
+    events: list[dict[str, Any]] = []
+    for rank, spans in sorted(spans_of.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
+        tracks = sorted({span.track for span in spans}, key=_track_order)
+        for number, track in enumerate(tracks):
+            events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": track}})
+            events.append(
+                {"ph": "M", "name": "thread_sort_index", "pid": rank, "tid": number, "args": {"sort_index": number}}
+            )
+        events += [
+            {
+                "ph": "X",
+                "name": span.name,
+                "cat": span.track,
+                "pid": rank,
+                "tid": tracks.index(span.track),
+                "ts": (span.start - origin) * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+            }
+            for span in sorted(spans, key=lambda span: span.start)
+        ]
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _track_order(track: str) -> tuple[bool, bool, str]:
+    return track != COMPUTE, track != WAITING, track
