@@ -45,10 +45,10 @@ def lab(
     nodes: Annotated[int, typer.Option(metavar="N", help="Hosts.")] = 2,
     ranks: Annotated[int, typer.Option(metavar="R", help="Ranks on each host.")] = 2,
     latency: Annotated[
-        str | None, typer.Option(metavar="TIME", help='To cross a link, for example "1ms".', show_default=False)
+        str | None, typer.Option(metavar="TIME", help='From host to host, for example "1ms".', show_default=False)
     ] = None,
     loss: Annotated[
-        str | None, typer.Option(metavar="SHARE", help='Of packets on a link: "0.1%".', show_default=False)
+        str | None, typer.Option(metavar="SHARE", help='Of packets between hosts: "0.1%".', show_default=False)
     ] = None,
     leaf: Annotated[
         int | None, typer.Option(metavar="G", help="Hosts below each leaf switch.", show_default=False)
@@ -140,7 +140,7 @@ def _rate(text: str) -> float | None:
 
 
 def _share(num_bytes: int, seconds: float, bandwidth: float | None) -> float | None:
-    from thinwire.lab.lab import utilization
+    from thinwire.lab.traffic import utilization
 
     share = utilization(num_bytes, seconds, bandwidth)
     return None if math.isnan(share) else share

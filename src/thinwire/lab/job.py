@@ -17,7 +17,8 @@ from types import FrameType
 from typing import IO, Final, Literal
 
 from thinwire.errors import UsageError
-from thinwire.lab.lab import Host, Lab
+from thinwire.lab.host import Host
+from thinwire.lab.lab import Lab
 
 Per = Literal["rank", "host"]
 """What is started once for each: ranks by us, or hosts whose command (torchrun) starts the ranks."""

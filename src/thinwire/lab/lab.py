@@ -2,120 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Self
 
 from thinwire.errors import UsageError
 from thinwire.lab import network
+from thinwire.lab.host import Host
 from thinwire.lab.namespaces import Namespaces
 from thinwire.lab.shaping import max_packet, shape_lines
 from thinwire.lab.spec import LabSpec, LinkShape
-
-MASTER_PORT: Final = 29_500
-"""Where rank 0 listens; free in every host, which nobody else uses."""
-
-
-@dataclass(frozen=True)
-class LinkTraffic:
-    """What crossed a host's link since the lab was built, as the kernel counted it, Ethernet headers included.
-
-    Attributes:
-        host: name of the host.
-        sent_bytes: by the host into its link.
-        received_bytes: by the host from its link.
-        sent_packets: by the host; up to 64 KiB each, as the kernel hands them over.
-        received_packets: by the host.
-    """
-
-    host: str
-    sent_bytes: int
-    received_bytes: int
-    sent_packets: int
-    received_packets: int
-
-
-@dataclass(frozen=True)
-class Host:
-    """One host of a lab.
-
-    Attributes:
-        index: from 0.
-        name: that it and the others resolve.
-        address: of its link.
-        spec: of the lab.
-    """
-
-    index: int
-    name: str
-    address: str
-    spec: LabSpec
-    _prefix: tuple[str, ...] = field(repr=False)
-
-    def command(self, argv: Sequence[str]) -> list[str]:
-        """A command that runs ``argv`` inside this host.
-
-        The process that it starts *becomes* ``argv``, so signals and exit statuses are ``argv``'s own. Working
-        directory and environment are the caller's.
-
-        Args:
-            argv: program and arguments.
-
-        Returns:
-            Program and arguments.
-        """
-        return [*self._prefix, *argv]
-
-    def environment(self, master_port: int = MASTER_PORT) -> dict[str, str]:
-        """Variables with which torchrun, gloo and NCCL find the cluster, whoever starts them in this host.
-
-        A bare ``torchrun train.py`` takes its defaults from them. Ranks need :meth:`rank_environment`.
-
-        Args:
-            master_port: of rank 0's store.
-
-        Returns:
-            Variables to set beside the caller's own.
-        """
-        master = network.address(0)
-        spec = self.spec
-        return {
-            "GLOO_SOCKET_IFNAME": network.DEVICE,
-            "NCCL_SOCKET_IFNAME": network.DEVICE,
-            "TP_SOCKET_IFNAME": network.DEVICE,
-            "MASTER_ADDR": master,
-            "MASTER_PORT": str(master_port),
-            "NNODES": str(spec.nodes),
-            "NODE_RANK": str(self.index),
-            "PET_NNODES": str(spec.nodes),
-            "PET_NODE_RANK": str(self.index),
-            "PET_NPROC_PER_NODE": str(spec.ranks),
-            "PET_MASTER_ADDR": master,
-            "PET_MASTER_PORT": str(master_port),
-            "PET_LOCAL_ADDR": self.address,
-        }
-
-    def rank_environment(self, local_rank: int, master_port: int = MASTER_PORT) -> dict[str, str]:
-        """Variables of one rank of a job, as torchrun would set them.
-
-        Args:
-            local_rank: index of the rank on this host.
-            master_port: of rank 0's store.
-
-        Returns:
-            Variables to set beside the caller's own.
-        """
-        spec = self.spec
-        return self.environment(master_port) | {
-            "RANK": str(self.index * spec.ranks + local_rank),
-            "LOCAL_RANK": str(local_rank),
-            "GROUP_RANK": str(self.index),
-            "WORLD_SIZE": str(spec.nodes * spec.ranks),
-            "LOCAL_WORLD_SIZE": str(spec.ranks),
-            "GROUP_WORLD_SIZE": str(spec.nodes),
-        }
+from thinwire.lab.traffic import LinkTraffic, counted, difference
 
 
 class Lab:
@@ -186,26 +84,20 @@ class Lab:
 
         Args:
             bandwidth: bits per second; None does not limit it.
-            latency: seconds that a packet takes to cross a link.
-            loss: share of packets lost, from 0 to below 1.
+            latency: seconds that a packet takes from host to host.
+            loss: share of packets lost on the way from host to host, from 0 to below 1.
 
         Raises:
             SpecError: a value is out of range.
             UsageError: the kernel lacks what it takes; names it. The links are not shaped then.
         """
-        previous, self._shape = self._shape, LinkShape()
         wanted = LinkShape(bandwidth, latency, loss)
-        names = [network.host_name(node) for node in range(self.spec.nodes)]
-        switch = [line for name in names for line in shape_lines(name, wanted, replaces=previous)]
-        packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(wanted)}"
-        host = shape_lines(network.DEVICE, wanted, replaces=previous)
+        previous, self._shape = self._shape, LinkShape()
         try:
-            self.namespaces.batch("tc", switch)
+            self._apply(wanted, previous)
         except UsageError as error:
+            self._unshape()
             raise UsageError(f"bandwidth = {bandwidth}, latency = {latency}, loss = {loss}: {error}") from error
-        for node in range(self.spec.nodes):
-            self.namespaces.batch("ip", [packet], node)
-            self.namespaces.batch("tc", host, node)
         self._shape = wanted
 
     def link(self, node: int, *, up: bool) -> None:
@@ -229,7 +121,7 @@ class Lab:
             One count for each host.
         """
         now = self._count()
-        return tuple(_difference(now[name], self._start[name]) for name in now)
+        return tuple(difference(now[name], self._start[name]) for name in now)
 
     def _build(self, names: Sequence[str]) -> None:
         spec, namespaces = self.spec, self.namespaces
@@ -248,37 +140,33 @@ class Lab:
             namespaces.batch("tc", [line for end in ends for line in shape_lines(end, spine)])
         self._start = self._count()
 
+    def _apply(self, wanted: LinkShape, previous: LinkShape) -> None:
+        """Shape what leaves hosts and, at the switch's end of each cable, what comes to them.
+
+        A packet from host to host leaves through two shaped ends; only the first delays and drops.
+        """
+        packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(wanted)}"
+        host = shape_lines(network.DEVICE, wanted, replaces=previous)
+        for node in range(self.spec.nodes):
+            self.namespaces.batch("ip", [packet], node)
+            self.namespaces.batch("tc", host, node)
+        rate, previous_rate = LinkShape(wanted.bandwidth), LinkShape(previous.bandwidth)
+        names = [network.host_name(node) for node in range(self.spec.nodes)]
+        self.namespaces.batch(
+            "tc", [line for name in names for line in shape_lines(name, rate, replaces=previous_rate)]
+        )
+
+    def _unshape(self) -> None:
+        """Take off whatever a shape that failed has left."""
+        nodes = range(self.spec.nodes)
+        ends: list[tuple[str, int | None]] = [(network.DEVICE, node) for node in nodes]
+        ends += [(network.host_name(node), None) for node in nodes]
+        for device, place in ends:
+            with contextlib.suppress(UsageError):  # nothing was left there
+                self.namespaces.batch("tc", [f"qdisc del dev {device} root"], place)
+
     def _count(self) -> dict[str, LinkTraffic]:
         """Counts by host, read at the switch's end of each cable: what goes in there has left the host."""
         links: list[dict[str, Any]] = self.namespaces.show(None, "-statistics", "link", "show")
         counts = {link["ifname"]: link["stats64"] for link in links}
-        return {name: _traffic(name, counts[name]) for name in map(network.host_name, range(self.spec.nodes))}
-
-
-def utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> float:
-    """How much of a link a transfer has used.
-
-    Args:
-        num_bytes: that crossed it in one direction.
-        seconds: that it took.
-        bandwidth: of the link in bits per second.
-
-    Returns:
-        Share of the bandwidth; not a number for a link without limit.
-    """
-    return 8 * num_bytes / seconds / bandwidth if bandwidth and seconds > 0 else math.nan
-
-
-def _traffic(name: str, counted: Mapping[str, Mapping[str, int]]) -> LinkTraffic:
-    received, sent = counted["rx"], counted["tx"]
-    return LinkTraffic(name, received["bytes"], sent["bytes"], received["packets"], sent["packets"])
-
-
-def _difference(now: LinkTraffic, start: LinkTraffic) -> LinkTraffic:
-    return LinkTraffic(
-        now.host,
-        now.sent_bytes - start.sent_bytes,
-        now.received_bytes - start.received_bytes,
-        now.sent_packets - start.sent_packets,
-        now.received_packets - start.received_packets,
-    )
+        return {name: counted(name, counts[name]) for name in map(network.host_name, range(self.spec.nodes))}

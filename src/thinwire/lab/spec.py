@@ -25,8 +25,8 @@ class LinkShape:
 
     Attributes:
         bandwidth: bits per second; None leaves it as fast as the machine is.
-        latency: seconds that every packet takes to cross the link.
-        loss: share of packets that get lost, from 0 to below 1.
+        latency: seconds that every packet takes from host to host.
+        loss: share of packets that get lost on the way from host to host, from 0 to below 1.
     """
 
     bandwidth: float | None = None
@@ -60,8 +60,8 @@ class LabSpec:
         nodes: hosts, each a network namespace with one link to a switch.
         ranks: processes that a job starts on each host.
         bandwidth: of every host's link, in each direction, bits per second; None does not limit it.
-        latency: seconds that a packet takes to cross a host's link; two hosts are two links apart.
-        loss: share of packets lost on a host's link, in each direction.
+        latency: seconds that a packet takes from host to host; there and back take twice as long.
+        loss: share of packets lost on the way from host to host.
         leaf: hosts below one leaf switch; None puts all below one switch.
         spine_bandwidth: of the link from a leaf to the spine, in each direction, bits per second; with ``leaf``
             alone, half of ``bandwidth``.

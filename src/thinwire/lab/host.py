@@ -1,0 +1,94 @@
+"""One host of a lab: how to run something in it, and what it has to be told to find the others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from thinwire.lab import network
+from thinwire.lab.spec import LabSpec
+
+MASTER_PORT: Final = 29_500
+"""Where rank 0 listens; free in every host, which nobody else uses."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host of a lab.
+
+    Attributes:
+        index: from 0.
+        name: that it and the others resolve.
+        address: of its link.
+        spec: of the lab.
+    """
+
+    index: int
+    name: str
+    address: str
+    spec: LabSpec
+    _prefix: tuple[str, ...] = field(repr=False)
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """A command that runs ``argv`` inside this host.
+
+        The process that it starts *becomes* ``argv``, so signals and exit statuses are ``argv``'s own. Working
+        directory and environment are the caller's.
+
+        Args:
+            argv: program and arguments.
+
+        Returns:
+            Program and arguments.
+        """
+        return [*self._prefix, *argv]
+
+    def environment(self, master_port: int = MASTER_PORT) -> dict[str, str]:
+        """Variables with which torchrun, gloo and NCCL find the cluster, whoever starts them in this host.
+
+        A bare ``torchrun train.py`` takes its defaults from them. Ranks need :meth:`rank_environment`.
+
+        Args:
+            master_port: of rank 0's store.
+
+        Returns:
+            Variables to set beside the caller's own.
+        """
+        master = network.address(0)
+        spec = self.spec
+        return {
+            "GLOO_SOCKET_IFNAME": network.DEVICE,
+            "NCCL_SOCKET_IFNAME": network.DEVICE,
+            "TP_SOCKET_IFNAME": network.DEVICE,
+            "MASTER_ADDR": master,
+            "MASTER_PORT": str(master_port),
+            "NNODES": str(spec.nodes),
+            "NODE_RANK": str(self.index),
+            "PET_NNODES": str(spec.nodes),
+            "PET_NODE_RANK": str(self.index),
+            "PET_NPROC_PER_NODE": str(spec.ranks),
+            "PET_MASTER_ADDR": master,
+            "PET_MASTER_PORT": str(master_port),
+            "PET_LOCAL_ADDR": self.address,
+        }
+
+    def rank_environment(self, local_rank: int, master_port: int = MASTER_PORT) -> dict[str, str]:
+        """Variables of one rank of a job, as torchrun would set them.
+
+        Args:
+            local_rank: index of the rank on this host.
+            master_port: of rank 0's store.
+
+        Returns:
+            Variables to set beside the caller's own.
+        """
+        spec = self.spec
+        return self.environment(master_port) | {
+            "RANK": str(self.index * spec.ranks + local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "GROUP_RANK": str(self.index),
+            "WORLD_SIZE": str(spec.nodes * spec.ranks),
+            "LOCAL_WORLD_SIZE": str(spec.ranks),
+            "GROUP_WORLD_SIZE": str(spec.nodes),
+        }

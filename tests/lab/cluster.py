@@ -1,0 +1,121 @@
+"""What tests of the lab share: whether this machine can hold one, transfers inside of one."""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from thinwire.errors import UsageError
+from thinwire.lab import Lab, LabSpec
+
+ROOT = Path(__file__).parents[2]
+THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
+
+RECEIVE = """
+import socket, sys, time
+server = socket.create_server((sys.argv[1], int(sys.argv[2])))
+print("ready", flush=True)
+peer = server.accept()[0]
+buffer, total = bytearray(1 << 20), 0
+def take(seconds):
+    total, start = 0, time.monotonic()
+    while time.monotonic() < start + seconds:
+        total += peer.recv_into(buffer)
+    return 8 * total / (time.monotonic() - start)
+take(0.3)  # the congestion window opens
+print(take(float(sys.argv[3])), flush=True)
+"""
+
+SEND = """
+import socket, sys
+peer, block = socket.create_connection((sys.argv[1], int(sys.argv[2]))), bytes(1 << 18)
+try:
+    while True:
+        peer.sendall(block)
+except OSError:
+    pass
+"""
+
+
+@functools.cache
+def missing() -> str | None:
+    """Why this machine cannot hold a lab; None if it can."""
+    try:
+        with Lab(LabSpec(nodes=1, bandwidth=1e9)):
+            return None
+    except UsageError as error:
+        return str(error)
+
+
+needs_lab = pytest.mark.skipif(missing() is not None, reason=missing() or "")
+
+
+class Transfer:
+    """Bytes from one host to another, as fast as they go, until :meth:`rate` has measured them."""
+
+    def __init__(self, lab: Lab, source: int, target: int, port: int, seconds: float = 0.6) -> None:
+        address = lab.hosts[target].address
+        python = [sys.executable, "-I", "-S", "-c"]
+        receiver = lab.hosts[target].command([*python, RECEIVE, address, str(port), str(seconds)])
+        self.receiver = subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True)
+        assert self.receiver.stdout is not None
+        assert self.receiver.stdout.readline() == "ready\n"
+        self.sender = subprocess.Popen(lab.hosts[source].command([*python, SEND, address, str(port)]))
+
+    def rate(self) -> float:
+        """Bits per second that arrived."""
+        output, _ = self.receiver.communicate(timeout=60)
+        self.sender.wait(timeout=60)
+        return float(output)
+
+
+def steadily(measure: Callable[[], bool], attempts: int = 4) -> bool:
+    """Whether a measurement comes out right at least once: other work on this machine disturbs some."""
+    return any(measure() for _ in range(attempts))
+
+
+def inside(lab: Lab, host: int, *argv: str) -> str:
+    """What a command in a host prints."""
+    return subprocess.run(
+        lab.hosts[host].command(argv), capture_output=True, text=True, check=True, timeout=60
+    ).stdout.strip()
+
+
+def networks(lab: Lab) -> set[int]:
+    """The network namespaces of a lab's hosts."""
+    return {Path(lab.namespaces.network(host.index)).stat().st_ino for host in lab.hosts}
+
+
+def users(inodes: set[int]) -> list[int]:
+    """Processes that are in one of these network namespaces."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if (entry / "ns/net").stat().st_ino in inodes:
+                found.append(int(entry.name))
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether a condition comes true in time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def environment(**more: str) -> dict[str, str]:
+    """Variables of a command that no launcher has started."""
+    hidden = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "OMP_NUM_THREADS", "THINWIRE_OUT")
+    return {key: value for key, value in os.environ.items() if key not in hidden} | {"CUDA_VISIBLE_DEVICES": ""} | more
