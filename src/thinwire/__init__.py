@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         optimizer,
         save,
         shard,
+        timeline,
         traffic,
     )
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
@@ -42,6 +43,7 @@ __all__ = [
     "optimizer",
     "save",
     "shard",
+    "timeline",
     "traffic",
 ]
 
@@ -56,6 +58,7 @@ _HOMES = {
         "optimizer",
         "save",
         "shard",
+        "timeline",
         "traffic",
     ),
 }

@@ -8,6 +8,7 @@ import typer
 
 import thinwire
 from thinwire.cli.bench import bench
+from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
 from thinwire.cli.train import train
@@ -23,6 +24,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
+bench.command()(overlap)
 app.add_typer(bench)
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
+from thinwire.program.timeline import Timeline
 from thinwire.shard import snapshot
 from thinwire.shard.build import build
 from thinwire.shard.clip import clip_grad_norm_
@@ -29,6 +30,7 @@ __all__ = [
     "optimizer",
     "save",
     "shard",
+    "timeline",
     "traffic",
 ]
 
@@ -177,6 +179,23 @@ def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds computation stood still for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``."""
     return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
+
+
+@contextlib.contextmanager
+def timeline(model: nn.Module) -> Iterator[Timeline]:
+    """Record when every lane worked, what computation did and what it waited for, on this rank.
+
+    Give the spans of some ranks to :func:`thinwire.program.timeline.chrome_trace` to look at them in Perfetto.
+
+    Yields:
+        The timeline; complete when the block is left.
+    """
+    lanes = runtime_of(model).lanes
+    recorded = lanes.start_timeline()
+    try:
+        yield recorded
+    finally:
+        lanes.stop_timeline()
 
 
 def runtime(model: nn.Module) -> Runtime:

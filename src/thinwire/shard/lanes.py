@@ -296,7 +296,7 @@ class _Recorder:
     def computed(self, label: str, since: Mark) -> None:
         """Computation did ``label`` since a mark."""
         now = self.mark()
-        if self.timeline is None or since is None or now is None:
+        if self.timeline is None:
             return
         if isinstance(since, float) and isinstance(now, float):
             self.timeline.add(COMPUTE, label, since, now)
@@ -374,9 +374,16 @@ class Lanes:
         """This moment of computation; ``None`` while no timeline is recorded."""
         return self._recorder.mark()
 
-    def computed(self, label: str, since: Mark) -> None:
-        """Put what computation did since a mark on the timeline, if one is recorded."""
-        self._recorder.computed(label, since)
+    def computed(self, what: str, name: str, since: Mark) -> None:
+        """Put what computation did since a mark on the timeline, if one is recorded.
+
+        Args:
+            what: for example ``forward``.
+            name: of what it was done with.
+            since: when it began; nothing is noted without a mark.
+        """
+        if since is not None:
+            self._recorder.computed(f"{what} {name}", since)
 
     def drain(self) -> None:
         """Block until everything submitted has run, errors unseen."""

@@ -114,10 +114,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
             runtime.skipped()
             return loss
         runtime.join_spreads()
+        began = runtime.lanes.mark()
         if self.by_unit and not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks):
             self._update_unit_by_unit()
         else:
             self._update_at_once()
+        runtime.lanes.computed("update", "of all units", began)
         runtime.spread()
         return loss
 

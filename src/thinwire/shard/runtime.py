@@ -17,7 +17,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import Axis, Kind, Lane, Phase, Scope, control_bytes
 from thinwire.shard.gradient import UnitGradient
-from thinwire.shard.lanes import Lanes
+from thinwire.shard.lanes import Lanes, Mark
 from thinwire.shard.reducer import Reducer
 from thinwire.shard.schedule import Schedule
 from thinwire.shard.unit import FlatBuffer, Unit
@@ -94,6 +94,7 @@ class Runtime:
         self._used_before = bytes(self._used)
         self._in_backward = False
         self._open_calls = [0] * len(self.units)
+        self._began: list[Mark] = [None] * len(self.units)
         self._creates_graph = False
         self._graphs_of_graphs = False  # a backward with create_graph left nodes that read parameters unannounced
         self.whole = 0  # depth of full_parameters()
@@ -120,6 +121,7 @@ class Runtime:
         for upcoming in self.schedule.forward_event(Phase.PRE_FORWARD, index):
             self.units[upcoming].start_gather(from_secondary=reuse)
         unit.need(from_secondary=reuse)
+        self._began[index] = self.lanes.mark()
 
     def post_forward(self, index: int, *, will_hear: bool) -> None:
         """A unit's forward ends.
@@ -134,6 +136,7 @@ class Runtime:
         if not torch.is_grad_enabled():
             self._free(unit)
             return
+        self.lanes.computed("forward", unit.name, self._began[index])
         self.schedule.forward_event(Phase.POST_FORWARD, index)
         if not unit.sharded:
             return
@@ -154,12 +157,14 @@ class Runtime:
         if will_leave:
             self._open_calls[index] += 1
         self._need_in_backward(index)
+        self._began[index] = self.lanes.mark()
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
         """A parameter's gradient exists."""
         self._enter_backward()
         self._used[self._first_bit[index] + slot] = 1
         if self.reducer.collect(index, slot, grad):
+            self.lanes.computed("backward", self.units[index].name, self._began[index])
             self.reducer.ready(index)
             # Frozen weights may be needed after the last gradient of a unit, but only on the way to its inputs.
             self._free_if_left(index)
