@@ -19,7 +19,7 @@ from thinwire.lab.shaping import FRAME, MAX_PACKET, burst, max_packet, shape_lin
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ({"nodes": 0}, "nodes = 0: valid are 1 to 4000"),
+        ({"nodes": 0}, "nodes = 0: valid are 1 to 250"),
         ({"nodes": 2, "ranks": 0}, "ranks = 0"),
         ({"nodes": 2, "bandwidth": 0.0}, "bandwidth = 0.0 bits per second: valid are 10kbit to 400gbit, or none"),
         ({"nodes": 2, "bandwidth": float("nan")}, "bandwidth = nan"),
@@ -74,12 +74,12 @@ def test_a_link_is_shaped_by_tbf_and_where_needed_netem() -> None:
 
 
 def test_every_host_has_an_address_a_name_and_a_switch() -> None:
-    spec = LabSpec(nodes=600, leaf=300)
-    assert len({address(node) for node in range(4000)}) == 4000
-    assert "10.77.2.100 host599\n" in hosts_file(spec)
-    lines = switch_lines(spec, ["/ns"] * 600)
-    assert "link set host299 master leaf0 up" in lines
-    assert "link set host300 master leaf1 up" in lines
+    spec = LabSpec(nodes=250, leaf=125)
+    assert len({address(node) for node in range(250)}) == 250
+    assert "10.77.0.250 host249\n" in hosts_file(spec)
+    lines = switch_lines(spec, ["/ns"] * 250)
+    assert "link set host124 master leaf0 up" in lines
+    assert "link set host125 master leaf1 up" in lines
     assert "link set down1 master spine up" in lines
 
 

@@ -28,7 +28,7 @@ def host_name(node: int) -> str:
 
 
 def address(node: int) -> str:
-    """A host's address. All are in 10.77.0.0/16, which exists inside of the lab alone.
+    """A host's address. All are in 10.77.0.0/24, which exists inside of the lab alone.
 
     Args:
         node: its index.
@@ -36,7 +36,7 @@ def address(node: int) -> str:
     Returns:
         In dotted notation.
     """
-    return f"10.77.{node // 250}.{node % 250 + 1}"
+    return f"10.77.0.{node + 1}"
 
 
 def hosts_file(spec: LabSpec) -> str:
@@ -119,4 +119,4 @@ def host_lines(node: int) -> list[str]:
     Returns:
         One command per line.
     """
-    return ["link set lo up", f"addr add {address(node)}/16 dev {DEVICE}", f"link set {DEVICE} up"]
+    return ["link set lo up", f"addr add {address(node)}/24 dev {DEVICE}", f"link set {DEVICE} up"]

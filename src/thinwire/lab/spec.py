@@ -9,7 +9,7 @@ from typing import Final
 
 from thinwire.errors import SpecError
 
-MAX_NODES: Final = 4000
+MAX_NODES: Final = 250
 """Hosts that the lab's addresses suffice for."""
 
 MIN_BANDWIDTH: Final = 10e3

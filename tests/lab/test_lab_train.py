@@ -1,0 +1,118 @@
+"""Training on an emulated cluster, and what happens when a host's link goes down in the middle."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.lab.cluster import needs_lab
+
+from thinwire.lab import Lab, LabSpec
+from thinwire.lab.job import Job, Outcome
+
+pytestmark = needs_lab
+
+TIMEOUT = 6.0
+"""Seconds until a collective gives up."""
+
+RECIPE = f"""
+plan = {{ preset = "zero1", compute_dtype = "float32" }}
+[model]
+layers = 2
+hidden = 32
+heads = 2
+[data]
+source = "text"
+paths = ["text.txt"]
+vocab = 300
+[train]
+steps = 4000
+seq = 16
+micro_batch = 2
+global_batch = 8
+validate_every = 0
+validation_samples = 8
+tensorboard = false
+[checkpoint]
+every = 5
+[cluster]
+timeout = "{TIMEOUT} s"
+"""
+
+
+def records(run: Path) -> list[dict[str, Any]]:
+    path = run / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def train(lab: Lab, directory: Path, *arguments: str) -> Outcome:
+    """Have every rank train; what the others than rank 0 print goes to files."""
+    command = [sys.executable, "-m", "thinwire.cli.main", "train", str(directory / "recipe.toml")]
+    command += ["--out", str(directory / "run"), *arguments]
+    return Job(lab, command, "rank", grace=60.0, logs=directory / "logs").run()
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe and its text."""
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(300)]
+    (tmp_path / "text.txt").write_text("\n".join(" ".join(chance.choices(words, k=12)) for _ in range(2000)))
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_a_run_whose_link_goes_down_ends_on_all_ranks_and_resumes(
+    directory: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = directory / "run"
+    cut = []
+
+    def pull_the_cable() -> None:
+        deadline = time.monotonic() + 120
+        while len(records(run)) < 12 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        lab.link(1, up=False)
+        cut.append(time.monotonic())
+
+    with Lab(LabSpec(nodes=2, ranks=2, bandwidth=200e6)) as lab:
+        hand = threading.Thread(target=pull_the_cable)
+        hand.start()
+        outcome = train(lab, directory)
+        ended = time.monotonic()
+        hand.join()
+        said = {0: capfd.readouterr().err}
+        said |= {rank: (directory / "logs" / f"host{rank // 2}.{rank}.log").read_text() for rank in (1, 2, 3)}
+
+        assert outcome.status == 1
+        assert "mesh = { local = 2, nodes = 2 }" in (run / "plan.toml").read_text()
+        assert all(link.sent_bytes > 100_000 for link in lab.traffic())
+        # The timeout, a second one of a rank that waits for one that has given up, time to ask and to leave.
+        assert ended - cut[0] < 2 * TIMEOUT + 20
+        for rank, text in said.items():
+            operation = rf"thinwire: rank {rank}: (\w+) on the \w+ lane with ranks \[[\d, ]+\] failed after \d+\.\d s"
+            assert re.search(operation, text), f"rank {rank} said {text!r}"
+
+        lab.link(1, up=True)
+        before = len(records(run))
+        steps = before + 5
+        assert train(lab, directory, "--resume", "--set", f"train.steps={steps}").status == 0
+    output = capfd.readouterr().out
+    resumed = re.search(r"resumed from .*?step-(\d+)", output)
+    assert resumed, output
+    assert before - 10 <= int(resumed[1]) <= before
+    losses = [record["loss"] for record in records(run)]
+    assert len(losses) == steps
+    assert all(math.isfinite(loss) for loss in losses)
