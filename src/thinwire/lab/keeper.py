@@ -4,7 +4,7 @@
 started the lab closes it *or dies, of whatever*: then it kills what still runs inside and leaves, and the kernel
 takes the networks away with it. So nothing of a lab has a name outside, and nothing can be left behind.
 
-``enter`` becomes another program inside one host.
+``enter`` becomes another program inside one host; ``each`` runs programs in one host after the other.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -174,6 +175,13 @@ def _say(what: dict[str, Any]) -> None:
 # -- enter -----------------------------------------------------------------------------------------------------
 
 
+def _enter(namespaces: list[str]) -> None:
+    descriptors = [os.open(path, os.O_RDONLY) for path in namespaces]
+    for descriptor, path in zip(descriptors, namespaces, strict=True):
+        _checked(_libc().setns(descriptor, 0), path)
+        os.close(descriptor)
+
+
 def enter(namespaces: list[str], command: list[str]) -> None:
     """Become ``command`` inside namespaces, in the working directory of the caller.
 
@@ -182,9 +190,7 @@ def enter(namespaces: list[str], command: list[str]) -> None:
         command: program and arguments.
     """
     directory = str(Path.cwd())
-    descriptors = [os.open(path, os.O_RDONLY) for path in namespaces]
-    for descriptor, path in zip(descriptors, namespaces, strict=True):
-        _checked(_libc().setns(descriptor, 0), path)
+    _enter(namespaces)
     os.chdir(directory)  # a mount namespace is entered at its root
     try:
         os.execvp(command[0], command)
@@ -193,8 +199,27 @@ def enter(namespaces: list[str], command: list[str]) -> None:
         raise SystemExit(127 if error.errno == errno.ENOENT else 126) from None
 
 
+def each(namespaces: list[str]) -> None:
+    """Run what standard input asks for, until one step fails; say in one line of JSON which did, and why.
+
+    Standard input is a JSON list of steps: path of a network namespace, program and arguments, text for it to read.
+
+    Args:
+        namespaces: paths of those that all steps share.
+    """
+    steps = json.load(sys.stdin)
+    _enter(namespaces)
+    for number, (network, command, text) in enumerate(steps):
+        _enter([network])
+        done = subprocess.run(command, input=text, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            _say({"failed": number, "error": done.stderr})
+            return
+    _say({})
+
+
 def main(arguments: list[str]) -> None:
-    """Run ``keep REQUEST`` or ``enter PATH ... -- COMMAND``.
+    """Run ``keep REQUEST``, ``each PATH ...`` or ``enter PATH ... -- COMMAND``.
 
     Args:
         arguments: of the command line.
@@ -202,6 +227,8 @@ def main(arguments: list[str]) -> None:
     if arguments[0] == "keep":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         keep(json.loads(arguments[1]))
+    elif arguments[0] == "each":
+        each(arguments[1:])
     else:
         split = arguments.index("--")
         enter(arguments[1:split], arguments[split + 1 :])

@@ -10,7 +10,7 @@ from typing import Any, Self
 from thinwire.errors import UsageError
 from thinwire.lab import network
 from thinwire.lab.host import Host
-from thinwire.lab.namespaces import Namespaces
+from thinwire.lab.namespaces import Namespaces, Step
 from thinwire.lab.shaping import max_packet, shape_lines
 from thinwire.lab.spec import LabSpec, LinkShape
 from thinwire.lab.traffic import LinkTraffic, counted, difference
@@ -112,7 +112,8 @@ class Lab:
         """
         if not 0 <= node < self.spec.nodes:
             raise UsageError(f"node = {node}: valid are 0 to {self.spec.nodes - 1}")
-        self.namespaces.batch("ip", [f"link set dev {network.host_name(node)} {'up' if up else 'down'}"])
+        line = f"link set dev {network.host_name(node)} {'up' if up else 'down'}"
+        self.namespaces.perform([Step("ip", [line])])
 
     def traffic(self) -> tuple[LinkTraffic, ...]:
         """What crossed each host's link since the lab was built.
@@ -126,18 +127,18 @@ class Lab:
     def _build(self, names: Sequence[str]) -> None:
         spec, namespaces = self.spec, self.namespaces
         paths = [namespaces.network(node) for node in range(spec.nodes)]
-        namespaces.batch("ip", network.switch_lines(spec, paths))
-        for node in range(spec.nodes):
-            namespaces.batch("ip", network.host_lines(node), node)
+        steps = [Step("ip", network.switch_lines(spec, paths))]
+        steps += [Step("ip", network.host_lines(node), node) for node in range(spec.nodes)]
+        if spec.leaf is not None:
+            ends = [end for leaf in range(spec.num_leaves) for end in network.spine_ends(leaf)]
+            spine = LinkShape(spec.spine_bandwidth)
+            steps.append(Step("tc", [line for end in ends for line in shape_lines(end, spine)]))
+        namespaces.perform(steps)
         self.hosts = tuple(
             Host(node, name, network.address(node), spec, tuple(namespaces.enter(node)))
             for node, name in enumerate(names)
         )
         self.shape(spec.bandwidth, spec.latency, spec.loss)
-        if spec.leaf is not None:
-            ends = [end for leaf in range(spec.num_leaves) for end in network.spine_ends(leaf)]
-            spine = LinkShape(spec.spine_bandwidth)
-            namespaces.batch("tc", [line for end in ends for line in shape_lines(end, spine)])
         self._start = self._count()
 
     def _apply(self, wanted: LinkShape, previous: LinkShape) -> None:
@@ -147,14 +148,12 @@ class Lab:
         """
         packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(wanted)}"
         host = shape_lines(network.DEVICE, wanted, replaces=previous)
-        for node in range(self.spec.nodes):
-            self.namespaces.batch("ip", [packet], node)
-            self.namespaces.batch("tc", host, node)
         rate, previous_rate = LinkShape(wanted.bandwidth), LinkShape(previous.bandwidth)
-        names = [network.host_name(node) for node in range(self.spec.nodes)]
-        self.namespaces.batch(
-            "tc", [line for name in names for line in shape_lines(name, rate, replaces=previous_rate)]
-        )
+        steps = []
+        for node in range(self.spec.nodes):
+            steps += [Step("ip", [packet], node), Step("tc", host, node)]
+            steps.append(Step("tc", shape_lines(network.host_name(node), rate, replaces=previous_rate)))
+        self.namespaces.perform(steps)
 
     def _unshape(self) -> None:
         """Take off whatever a shape that failed has left."""
@@ -163,7 +162,7 @@ class Lab:
         ends += [(network.host_name(node), None) for node in nodes]
         for device, place in ends:
             with contextlib.suppress(UsageError):  # nothing was left there
-                self.namespaces.batch("tc", [f"qdisc del dev {device} root"], place)
+                self.namespaces.perform([Step("tc", [f"qdisc del dev {device} root"], place)])
 
     def _count(self) -> dict[str, LinkTraffic]:
         """Counts by host, read at the switch's end of each cable: what goes in there has left the host."""

@@ -10,8 +10,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from thinwire.errors import UsageError
 
@@ -22,6 +23,21 @@ _TOOL_PATH: Final = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/
 
 _TIMEOUT: Final = 60.0
 """Seconds for a step that takes milliseconds."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Commands for ``ip`` or ``tc``.
+
+    Attributes:
+        tool: which.
+        lines: one command each.
+        host: index of the host to perform them in; None for where the switches are.
+    """
+
+    tool: Literal["ip", "tc"]
+    lines: Sequence[str]
+    host: int | None = None
 
 
 class Namespaces:
@@ -72,7 +88,7 @@ class Namespaces:
         Returns:
             A path that is valid for as long as the lab is.
         """
-        return f"/proc/{self._keeper.pid}/fd/{self._hosts[host][0]}"
+        return self._place(host)[0]
 
     def enter(self, host: int | None) -> list[str]:
         """The words to put before a command that is to run inside.
@@ -83,34 +99,34 @@ class Namespaces:
         Returns:
             The beginning of an argument list.
         """
-        network, name = self._switch if host is None else self._hosts[host]
-        keeper = f"/proc/{self._keeper.pid}"
-        user = [f"{keeper}/ns/user"] if self.in_user_namespace else []
-        return [*_KEEPER, "enter", *user, f"{keeper}/ns/mnt", f"{keeper}/fd/{name}", f"{keeper}/fd/{network}", "--"]
+        network, name = self._place(host)
+        return [*_KEEPER, "enter", *self._shared(), name, network, "--"]
 
-    def batch(self, tool: str, lines: Sequence[str], host: int | None = None) -> None:
-        """Have ``ip`` or ``tc`` perform several commands.
+    def perform(self, steps: Sequence[Step]) -> None:
+        """Have ``ip`` and ``tc`` perform commands, step by step.
 
         Args:
-            tool: ``ip`` or ``tc``.
-            lines: one command each.
-            host: index of the host to do it in; None for where the switches are.
+            steps: in order.
 
         Raises:
-            UsageError: one of them was refused; says which, and why.
+            UsageError: a command was refused; says which, and why. The steps after it are not performed.
         """
-        if not lines:
-            return
+        steps = [step for step in steps if step.lines]
+        asked = [
+            (self._place(step.host)[0], [self._tools[step.tool], "-batch", "-"], "\n".join(step.lines) + "\n")
+            for step in steps
+        ]
         done = subprocess.run(
-            [*self.enter(host), self._tools[tool], "-batch", "-"],
-            input="\n".join(lines) + "\n",
-            capture_output=True,
+            [*_KEEPER, "each", *self._shared()],
+            input=json.dumps(asked),
+            stdout=subprocess.PIPE,
             text=True,
             timeout=_TIMEOUT,
-            check=False,
+            check=True,
         )
-        if done.returncode != 0:
-            raise UsageError(_unsupported(tool, lines, done.stderr))
+        answer = json.loads(done.stdout)
+        if answer:
+            raise UsageError(_unsupported(steps[answer["failed"]], answer["error"]))
 
     def show(self, host: int | None, *arguments: str) -> Any:
         """What ``ip -json`` tells.
@@ -125,6 +141,16 @@ class Namespaces:
         command = [*self.enter(host), self._tools["ip"], "-json", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
         return json.loads(done.stdout)
+
+    def _place(self, host: int | None) -> tuple[str, str]:
+        """Paths of a network and of a name namespace."""
+        network, name = self._switch if host is None else self._hosts[host]
+        return f"/proc/{self._keeper.pid}/fd/{network}", f"/proc/{self._keeper.pid}/fd/{name}"
+
+    def _shared(self) -> list[str]:
+        """Paths of the namespaces that all hosts are in."""
+        names = ("user", "mnt") if self.in_user_namespace else ("mnt",)
+        return [f"/proc/{self._keeper.pid}/ns/{name}" for name in names]
 
 
 def _tool(name: str) -> str:
@@ -169,7 +195,8 @@ _FEATURES: Final = (
 """What may be missing from a kernel: word of the command, meaning, option, module."""
 
 
-def _unsupported(tool: str, lines: Sequence[str], errors: str) -> str:
+def _unsupported(step: Step, errors: str) -> str:
+    tool, lines = step.tool, step.lines
     said = [line.strip() for line in errors.splitlines() if line.strip()]
     number = next((int(line.rsplit(":", 1)[1]) for line in said if line.startswith("Command failed")), None)
     line = lines[number - 1] if number else "; ".join(lines)
