@@ -51,7 +51,7 @@ def step(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each system runs under each setting once a round.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn; one more comes before them.")] = 3,
     seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens of a step on each rank.")] = 128,
-    model: Annotated[str, typer.Option(help="llama-17m or llama-1m.")] = "llama-17m",
+    model: Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")] = "llama-17m",
     timeout: Annotated[float, typer.Option(help="Seconds a system may take to start, or for a turn.")] = 600.0,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="OUT.json", help="Write rows, ratios and environment.")

@@ -1,0 +1,208 @@
+"""From samples to rows, refusals and ratios; the order of turns; what the command line refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.errors import SpecError, UsageError
+from thinwire.lab.bench.agreement import early_losses, refusals
+from thinwire.lab.bench.controller import TurnResult
+from thinwire.lab.bench.goals import best_ratios, goals, pair_ratios
+from thinwire.lab.bench.interleave import Sample, Setting, interleave
+from thinwire.lab.bench.messages import Turn
+from thinwire.lab.bench.picture import draw
+from thinwire.lab.bench.rows import Row, make_rows
+from thinwire.lab.bench.table import goals_table, tables
+from thinwire.lab.peers import catalog
+from thinwire.lab.peers.catalog import PEERS, peer_systems, plan_systems
+from thinwire.lab.peers.interface import Kind, SystemSpec
+
+FREE = Setting("none", None, None)
+SLOW = Setting("8mbit", 8e6, None)
+SLOW_CLIPPED = Setting("8mbit", 8e6, 1.0)
+CLIPPED = Setting("none", None, 1.0)
+
+SYSTEMS = [
+    SystemSpec("local", "m:f", kind=Kind.BOUND),
+    SystemSpec("fsdp2", "m:f"),
+    SystemSpec("ddp", "m:f"),
+    SystemSpec("tw:zero3", "m:f", kind=Kind.PLAN),
+]
+
+
+class FakeRunner:
+    """Systems whose steps take a known time; records the order of turns."""
+
+    def __init__(self, seconds: dict[str, Sequence[float]], losses: dict[str, float] | None = None) -> None:
+        self.seconds = {label: iter(times) for label, times in seconds.items()}
+        self.losses = losses or {}
+        self.turns: list[tuple[str, Turn]] = []
+
+    def run(self, label: str, turn: Turn) -> TurnResult:
+        self.turns.append((label, turn))
+        values = (self.losses.get(label, 5.0),) * (turn.warmup + turn.steps)
+        waited = {"sync": 0.01} if label.startswith("tw:") else {}
+        return TurnResult(label, turn, next(self.seconds[label]), 0.4, waited, (1e6, 2e6), (3e6, 1e6), values, 1 << 20)
+
+
+def run(
+    settings: Sequence[Setting], rounds: int, losses: dict[str, float] | None = None
+) -> tuple[list[Row], list[Sample], FakeRunner]:
+    count = 1 + rounds * len(settings)
+    times = {"local": [0.2] * count, "fsdp2": [0.5, *[0.4, 0.6, 0.5] * count], "ddp": [0.7] * count}
+    runner = FakeRunner({**times, "tw:zero3": [0.9, *[0.3, 0.3, 0.5] * count]}, losses)
+    labels = [system.label for system in SYSTEMS]
+    samples = interleave(
+        runner, lambda rate: None, labels, settings, rounds=rounds, steps=2, report=lambda sample: None
+    )
+    return make_rows(samples, SYSTEMS, tokens=512, cores=2), samples, runner
+
+
+def row(rows: Sequence[Row], system: str) -> Row:
+    return next(row for row in rows if row.system == system)
+
+
+def test_rows_hold_medians_spread_and_bound() -> None:
+    rows, _, _ = run([FREE], 3)
+    assert [row.system for row in rows] == ["local", "fsdp2", "ddp", "tw:zero3"]
+    ours = row(rows, "tw:zero3")
+    assert ours.samples == pytest.approx((300, 300, 500))
+    assert (ours.step_ms, ours.step_ms_min, ours.step_ms_max) == pytest.approx((300, 300, 500))
+    assert ours.exposed_ms == pytest.approx(100)
+    assert ours.tokens_per_second == pytest.approx(512 / 0.3)
+    assert ours.waited_ms == pytest.approx({"sync": 10})
+    assert (ours.internode_bytes, ours.internode_bytes_sum) == (3e6, 3e6)
+    assert ours.bound_ms == pytest.approx(200)  # 0.4 processor seconds on two cores
+    assert ours.bound_ratio == pytest.approx(1.5)
+    assert ours.refused is None
+    assert json.loads(json.dumps(ours.plain()))["kind"] == "plan"
+
+
+def test_a_slow_link_is_the_bound() -> None:
+    rows, _, _ = run([SLOW], 1)
+    assert row(rows, "ddp").bound_ms == pytest.approx(3000)  # 3 MB at 1 MB/s
+
+
+def test_nothing_is_exposed_without_the_bound() -> None:
+    _, samples, _ = run([FREE], 1)
+    without = [sample for sample in samples if sample.result.label != "local"]
+    assert {row.exposed_ms for row in make_rows(without, SYSTEMS[1:], tokens=1, cores=1)} == {None}
+
+
+def test_ratios_compare_within_rounds() -> None:
+    rows, _, _ = run([FREE], 3)
+    (best,) = best_ratios(rows)
+    assert (best.plan, best.peer) == ("tw:zero3", "fsdp2")
+    assert best.of_medians == pytest.approx(300 / 500)
+    assert (best.median, best.smallest, best.largest) == pytest.approx((0.75, 0.5, 1.0))
+    assert pair_ratios(rows, "tw:zero3", "fsdp2") == [best]
+    assert pair_ratios(rows, "tw:zero1", "zero1") == []
+
+
+def test_a_system_with_other_losses_is_refused_and_takes_no_part_in_ratios() -> None:
+    rows, _, _ = run([FREE, CLIPPED], 2, losses={"fsdp2": 5.2, "local": 9.0})
+    assert {row.system for row in rows if row.refused} == {"fsdp2"}
+    reason = row(rows, "fsdp2").refused
+    assert reason is not None
+    assert "4.0% away" in reason
+    assert {ratio.peer for ratio in best_ratios(rows)} == {"ddp"}
+    assert goals(rows)["tw:zero3 / fsdp2"] == []
+
+
+@pytest.mark.parametrize(
+    ("other", "refused"), [(5.0, False), (5.09, False), (5.11, True), (4.89, True), (math.nan, True), (math.inf, True)]
+)
+def test_refusals(other: float, refused: bool) -> None:
+    losses = {"local": [1.0] * 4, "a": [5.0] * 4, "b": [5.0] * 4, "c": [other] * 4}
+    assert list(refusals(losses, frozenset({"local"}))) == (["c"] if refused else [])
+
+
+def test_differences_do_not_cancel() -> None:
+    assert list(refusals({"a": [5.0] * 2, "b": [5.0] * 2, "c": [4.0, 6.0]})) == ["c"]
+
+
+def test_all_losses_may_be_bad() -> None:
+    assert set(refusals({"a": [math.nan], "b": [math.nan]})) == {"a", "b"}
+
+
+def test_every_system_takes_the_same_steps_and_the_first_one_rotates() -> None:
+    shaped: list[float | None] = []
+    labels = [system.label for system in SYSTEMS]
+    runner = FakeRunner({label: [1.0] * 99 for label in labels})
+    settings = [FREE, CLIPPED, SLOW]
+    samples = interleave(runner, shaped.append, labels, settings, rounds=2, steps=3, report=lambda sample: None)
+    assert shaped == [None, 8e6, None, 8e6]
+    assert [label for label, _ in runner.turns[:4]] == labels
+    assert [label for label, _ in runner.turns[4:8]] == labels
+    assert [label for label, _ in runner.turns[16:20]] == [*labels[1:], *labels[:1]]
+    sequences = {tuple(str(turn) for other, turn in runner.turns if other == label) for label in labels}
+    assert len(sequences) == 1
+    assert [sample.round for sample in samples].count(None) == 4
+    assert {len(values) for values in early_losses(samples).values()} == {20}
+
+
+def test_tables_and_picture_show_every_row(tmp_path: Path) -> None:
+    rows, _, _ = run([FREE, CLIPPED, SLOW, SLOW_CLIPPED], 2, losses={"ddp": 9.0})
+    made = tables(rows)
+    assert len(made) == 4
+    cells = [[str(cell) for cell in column.cells] for column in made[0].columns]
+    assert cells[0] == [system.label for system in SYSTEMS]
+    assert cells[1][2] == "REFUSED"
+    assert goals_table(goals(rows)).row_count == 8
+    path = tmp_path / "bench.png"
+    draw(rows, path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plans_and_peers_of_one_name_differ_in_label(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(plan_systems(["zero3"], {}, nodes=2, ranks=2)[0].options["plan"])
+    plans = plan_systems(["zero1", str(path)], {"seq": 8}, nodes=2, ranks=2)
+    assert [system.label for system in plans] == ["tw:zero1", "tw:mine"]
+    assert {system.kind for system in plans} == {Kind.PLAN}
+    local, zero1 = peer_systems(["local", "zero1"], {"seq": 8})
+    assert (local.kind, local.joined) == (Kind.BOUND, False)
+    assert (zero1.label, zero1.kind, zero1.joined) == ("zero1", Kind.PEER, True)
+    with pytest.raises(SpecError, match="is not that of --nodes 2 --ranks 4"):
+        plan_systems([str(path)], {}, nodes=2, ranks=4)
+
+
+def test_a_peer_that_is_not_installed_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalog.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"deepspeed3 needs the package deepspeed.*make bench-peers"):
+        peer_systems(["ddp", "deepspeed3"], {})
+    assert [system.label for system in peer_systems(["ddp"], {})] == ["ddp"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--peers", "ddp,horovod"], "there is no peer 'horovod'; valid are local, ddp"),
+        (["--plans", "zero7"], "there is no preset 'zero7'"),
+        (["--plans", "absent.toml"], "absent.toml"),
+        (["--bandwidth", "fast"], "'fast' is not a bandwidth"),
+        (["--clip", "-1"], "'-1' is not a bound on the gradient norm"),
+        (["--clip", "nan"], "'nan' is not a bound"),
+        (["--clip", ","], "--clip each need a value"),
+        (["--peers", "ddp,ddp"], "system ddp is named twice"),
+        (["--peers", "", "--plans", ""], "nothing to run"),
+        (["--model", "gpt"], "there is no model 'gpt'; valid are llama-17m"),
+    ],
+)
+def test_the_command_refuses_what_it_cannot_do(options: list[str], message: str) -> None:
+    done = CliRunner().invoke(app, ["bench", "step", *options])
+    assert done.exit_code == 1
+    assert message in done.stderr
+
+
+def test_help_names_every_peer() -> None:
+    shown = CliRunner().invoke(app, ["bench", "step", "--help"], env={"COLUMNS": "200"}).stdout
+    assert [name for name in PEERS if name not in shown] == []
+    assert "Examples" in shown

@@ -1,0 +1,55 @@
+"""``thinwire bench step`` on an emulated cluster: real ranks, shaped links, one round of a tiny model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.lab.cluster import THINWIRE, needs_lab
+
+pytestmark = needs_lab
+
+
+def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:
+    out, picture = tmp_path / "step.json", tmp_path / "step.png"
+    chosen = ["--plans", "zero1-node", "--peers", "local,ddp", "--bandwidth", "none,1gbit", "--model", "llama-1m"]
+    done = subprocess.run(
+        [
+            *THINWIRE,
+            "bench",
+            "step",
+            *chosen,
+            "--rounds",
+            "1",
+            "--steps",
+            "2",
+            "--json",
+            str(out),
+            "--png",
+            str(picture),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "best plan / best peer" in done.stdout
+    content = json.loads(out.read_text())
+    rows = {(row["system"], row["bandwidth"]): row for row in content["rows"]}
+    assert set(rows) == {(s, b) for s in ("local", "ddp", "tw:zero1-node") for b in ("none", "1gbit")}
+    for (system, bandwidth), row in rows.items():
+        assert row["refused"] is None
+        assert row["step_ms_min"] <= row["step_ms"] <= row["step_ms_max"]
+        assert row["step_ms"] >= 0.9 * row["bound_ms"]
+        assert row["tokens_per_second"] == pytest.approx(1e3 * 512 / row["step_ms"])
+        assert (row["internode_bytes"] > 1e6) == (system != "local"), (system, bandwidth)
+    # Across two nodes, an all-reduce over all ranks sends 1.5 times the gradients, one between nodes just once.
+    assert rows["ddp", "none"]["internode_bytes"] > 1.3 * rows["tw:zero1-node", "none"]["internode_bytes"]
+    assert rows["ddp", "1gbit"]["loss"] == pytest.approx(rows["tw:zero1-node", "1gbit"]["loss"], rel=0.02)
+    assert {len(found) for found in content["ratios"].values()} == {0, 2}
+    assert content["command"].startswith("thinwire bench step --plans zero1-node")
+    assert content["environment"]["versions"]["torch"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
