@@ -31,6 +31,8 @@ def test_every_rank_is_told_its_place_and_rank_0_owns_the_terminal(tmp_path: Pat
     script = "echo $(hostname) $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $THINWIRE_OUT"
     output, errors = run("--nodes", "2", "--ranks", "2", "--", "sh", "-c", script, cwd=tmp_path)
     assert re.fullmatch(r"host0 0/4 0/2 0 10\.77\.0\.1 runs/lab-\d{8}-\d{6}\n", output)
+    directory = output.split()[-1]
+    assert errors.count(f" 10.77.0.1 {directory}\n") == 3
     for line in ("[host0.1] host0 1/4 1/2 0", "[host1.2] host1 2/4 0/2 1", "[host1.3] host1 3/4 1/2 1"):
         assert line in errors
     assert re.search(r"host1 +\S+ B +\S+ .bit/s, ", errors.replace("0 bit/s", "0 kbit/s"))
@@ -49,6 +51,19 @@ def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> 
         "host1.3.log",
     ]
     assert (tmp_path / "logs/host1.3.log").read_text() == "started\n"
+
+
+def test_a_process_left_in_the_background_is_ended_and_not_waited_for(tmp_path: Path) -> None:
+    started = time.monotonic()
+    _, errors = run("--", "sh", "-c", "sleep 60 & echo $RANK", cwd=tmp_path)
+    assert time.monotonic() - started < 30
+    assert "[host1.3] 3" in errors
+
+
+def test_logs_that_cannot_be_written_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    _, errors = run("--logs", "file", "--", "true", cwd=tmp_path, status=1)
+    assert "logs = 'file' cannot be written" in errors
 
 
 def test_links_are_counted_and_written_as_json(tmp_path: Path) -> None:

@@ -29,6 +29,9 @@ _POLL: Final = 0.05
 _TERMINATION: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""
 
+_LAST_WORDS: Final = 2.0
+"""Seconds to wait for output after a process has ended."""
+
 _LAUNCHERS: Final = ("torch.distributed.run", "torch.distributed.launch")
 
 _RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
@@ -63,11 +66,11 @@ def starts_ranks(command: Sequence[str]) -> bool:
     return any(flag == "-m" and module in _LAUNCHERS for flag, module in itertools.pairwise(command))
 
 
-def default_environment(spec_ranks: int, now: Mapping[str, str]) -> dict[str, str]:
+def default_environment(num_ranks: int, now: Mapping[str, str]) -> dict[str, str]:
     """Variables that a user may set and that a job gets if not.
 
     Args:
-        spec_ranks: ranks of the whole job, which share this machine's cores.
+        num_ranks: of the whole job, which share this machine's cores.
         now: the user's variables.
 
     Returns:
@@ -75,7 +78,7 @@ def default_environment(spec_ranks: int, now: Mapping[str, str]) -> dict[str, st
     """
     cores = len(os.sched_getaffinity(0))
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, cores // spec_ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores // num_ranks)),
         "PYTHONUNBUFFERED": "1",
         # `thinwire train` wants one directory for all ranks.
         "THINWIRE_OUT": str(Path("runs") / time.strftime("lab-%Y%m%d-%H%M%S")),
@@ -117,14 +120,23 @@ class Job:
         Raises:
             UsageError: the directory for the output cannot be made.
         """
+        common = self._environment()
         started = time.monotonic()
         with ExitStack() as files, self._forwarding():
-            for place in self._places():
-                self._start(*place, files)
+            for host, label, variables in self._places():
+                self._start(host, label, common | variables, files)
             failed = self._wait()
+            ended = time.monotonic()
             for reader in self._readers:
-                reader.join()
-        return Outcome(_status(failed), time.monotonic() - started, _described(failed))
+                # What a process has left running in the background may hold its end open.
+                reader.join(timeout=max(0.0, ended + _LAST_WORDS - time.monotonic()))
+        return Outcome(_status(failed), ended - started, _described(failed))
+
+    def _environment(self) -> dict[str, str]:
+        """Variables of all processes; made once, so that all agree on what depends on the time."""
+        spec = self._lab.spec
+        inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
+        return inherited | default_environment(spec.nodes * spec.ranks, inherited)
 
     def _places(self) -> Iterator[tuple[Host, str, dict[str, str]]]:
         """Host, label and variables of every process."""
@@ -137,13 +149,10 @@ class Job:
                     yield host, f"{host.name}.{variables['RANK']}", variables
 
     def _start(self, host: Host, label: str, variables: dict[str, str], files: ExitStack) -> None:
-        spec = self._lab.spec
-        inherited = {name: value for name, value in os.environ.items() if name not in _RANK_VARIABLES}
-        inherited |= default_environment(spec.nodes * spec.ranks, inherited)
         is_first = not self._processes
         popen = subprocess.Popen(
             host.command(self._command),
-            env=inherited | variables,
+            env=variables,
             stdin=subprocess.DEVNULL,
             stdout=None if is_first else self._output(label, files),
             stderr=None if is_first else subprocess.STDOUT,

@@ -71,7 +71,7 @@ def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = N
         rate = round(shape.bandwidth)
         limit = burst(shape.bandwidth) + int(max(4 * MAX_PACKET, shape.bandwidth / 8 * QUEUE_SECONDS))
         lines.append(f"qdisc add dev {device} {parent} tbf rate {rate}bit burst {burst(rate)} limit {limit}")
-        parent = "parent 1: handle 10:"
+        parent = "parent 1:1 handle 10:"
     if shape.needs_netem:
         lines.append(f"qdisc add dev {device} {parent} netem {_netem(shape)}")
     return lines
