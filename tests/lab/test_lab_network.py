@@ -195,6 +195,15 @@ def test_nothing_is_left_and_stubborn_processes_are_ended() -> None:
     lab.close()
 
 
+def test_a_lab_whose_keeper_was_killed_says_so() -> None:
+    with Lab(LabSpec(nodes=1)) as lab:
+        keeper = int(lab.namespaces.network(0).split("/")[2])
+        os.kill(keeper, signal.SIGKILL)
+        assert wait_until(lambda: ") Z " in Path(f"/proc/{keeper}/stat").read_text())
+        with pytest.raises(UsageError, match=f"process {keeper}, which kept them, has ended"):
+            lab.traffic()
+
+
 def test_an_exception_tears_the_lab_down() -> None:
     inodes: set[int] = set()
 

@@ -144,6 +144,8 @@ class Namespaces:
 
     def _place(self, host: int | None) -> tuple[str, str]:
         """Paths of a network and of a name namespace."""
+        if self._keeper.poll() is not None:
+            raise UsageError(f"the lab's networks are gone: process {self._keeper.pid}, which kept them, has ended")
         network, name = self._switch if host is None else self._hosts[host]
         return f"/proc/{self._keeper.pid}/fd/{network}", f"/proc/{self._keeper.pid}/fd/{name}"
 

@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What crossed a host's link since the lab was built, as the kernel counted it, Ethernet headers included.
+    """What crossed a host's link since the lab was built, as the kernel counted it.
+
+    Packets that the kernel hands over as one have their headers counted once: up to 0.7 % less than on a real cable,
+    and than what the shaping counts.
 
     Attributes:
         host: name of the host.
