@@ -15,7 +15,7 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 TORCH_INDEX ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all lint format docs gpu-check clean
+.PHONY: help install train test test-all lint format docs bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -52,6 +52,14 @@ format: install ## format the code and apply safe fixes
 
 docs: install ## regenerate docs/plan-reference.md from the types
 	$(BIN)/python -m thinwire.spec.reference docs/plan-reference.md
+
+bench-peers: install ## install the other systems that `thinwire bench step` can compare with (DeepSpeed)
+	@command -v g++ >/dev/null || { echo "DeepSpeed compiles a module with g++: apt-get install g++" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --no-build-isolation deepspeed
+	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
+	  'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as module; module().load()'
 
 gpu-check: install ## train every preset on a CUDA device and compare with the CPU
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \

@@ -71,7 +71,7 @@ def test_turns_and_failures(controller: Controller) -> None:
     assert result.cpu_seconds < 0.1
     assert result.values == (1.5, 1.5, 1.5)
     assert result.waited == pytest.approx({"lane": 0.25})
-    assert (result.sent, result.received) == ((500.0, 0.0), (0.0, 500.0))
+    assert (result.sent, result.received) == ((1000 / 3, 0.0), (0.0, 1000 / 3))
     assert result.peak_rss > 1 << 20
     assert controller.run("idle", Turn(1)).label == "idle"
     with pytest.raises(BenchError, match="system busy: rank 2 failed: ValueError: the weather is bad"):

@@ -60,8 +60,9 @@ class TurnResult:
         seconds: from the word to the end of the slowest rank.
         cpu_seconds: of all threads of all ranks.
         waited: seconds that computation waited, by lane, mean over ranks.
-        sent: bytes each host sent to others, counted on its link by the kernel.
-        received: bytes each host received.
+        sent: bytes each host sent to others, counted on its link by the kernel; mean over all steps, those of the
+            warm-up included, because a step may send on while the next one runs.
+        received: bytes each host received, likewise.
         values: what each step returned, mean over ranks, those of the warm-up first.
         peak_rss: bytes, of the rank that ever had most resident; pages shared between ranks count in each.
     """
@@ -152,22 +153,25 @@ class Controller:
         Raises:
             BenchError: a rank failed, died or took too long.
         """
+        before = self._network.traffic()
         self._tell(label, turn)
         self._collect(label, Warm)
-        before, started = self._network.traffic(), time.monotonic()
+        # Nothing may come between: what the last step before it left to communicate goes on meanwhile.
+        started = time.monotonic()
         self._tell(label, "go")
         settled = self._collect(label, Settled)
         after = self._network.traffic()
         mean = 1.0 / (turn.steps * len(settled))
+        num_sent = turn.warmup + turn.steps
         return TurnResult(
             label=label,
             turn=turn,
             seconds=(max(report.finished for report in settled) - started) / turn.steps,
             cpu_seconds=sum(report.cpu_seconds for report in settled) / turn.steps,
             waited={lane: mean * sum(report.waited[lane] for report in settled) for lane in settled[0].waited},
-            sent=tuple((b.sent_bytes - a.sent_bytes) / turn.steps for a, b in zip(before, after, strict=True)),
+            sent=tuple((b.sent_bytes - a.sent_bytes) / num_sent for a, b in zip(before, after, strict=True)),
             received=tuple(
-                (b.received_bytes - a.received_bytes) / turn.steps for a, b in zip(before, after, strict=True)
+                (b.received_bytes - a.received_bytes) / num_sent for a, b in zip(before, after, strict=True)
             ),
             values=tuple(sum(step) / len(step) for step in zip(*(r.values for r in settled), strict=True)),
             peak_rss=max(report.peak_rss for report in settled),

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, final
 
 from torch import nn
@@ -57,6 +59,8 @@ def deepspeed(place: Place, options: Mapping[str, Any]) -> System:
         options: those of the workload, and ``stage``, 1 to 3.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
+    # It looks for ninja, which lies beside the interpreter, whenever it loads the module that it has compiled.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return DeepSpeedSystem(make_model(options), _configuration(options["stage"]), place, options)
 
 
