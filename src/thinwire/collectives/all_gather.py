@@ -36,13 +36,15 @@ def all_gather(
         return Moves()
     sizes = sizes or [whole.numel() // group.size] * group.size
 
+    column = group.columns(list(whole.split(list(sizes))))[group.local_index]
+    starts = [sum(sizes[: i * group.nodes]) for i in range(group.local + 1)]
+    columns = [whole[a:b] for a, b in pairwise(starts)]
+
     def across() -> None:
-        column = group.columns(list(whole.split(list(sizes))))[group.local_index]
         group.at(Stage.GATHER_ACROSS).gather(column, kind)
 
     def inside() -> None:
-        starts = [sum(sizes[: i * group.nodes]) for i in range(group.local + 1)]
-        group.at(Stage.GATHER_INSIDE).gather([whole[a:b] for a, b in pairwise(starts)], kind)
+        group.at(Stage.GATHER_INSIDE).gather(columns, kind)
 
     moves = [
         (group.nodes, Move(Stage.GATHER_ACROSS, across, (whole,))),

@@ -7,7 +7,7 @@ stages of a lane are queues of their own, and only the moves of one collective w
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import torch
@@ -61,12 +61,12 @@ class Moves(tuple[Move, ...]):
         if not self:
             return Moves([Move(Stage.GATHER_INSIDE, prepare)])
         first, *rest = self
-        return Moves([replace(first, body=_one_by_one(prepare, first.body)), *rest])
+        return Moves([Move(first.stage, _one_by_one(prepare, first.body), first.held), *rest])
 
     def then(self, finish: Callable[[], None]) -> Moves:
         """These moves, the last of which ends with ``finish``."""
         *rest, last = self
-        return Moves([*rest, replace(last, body=_one_by_one(last.body, finish))])
+        return Moves([*rest, Move(last.stage, _one_by_one(last.body, finish), last.held)])
 
 
 def _one_by_one(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

@@ -127,7 +127,7 @@ class UnitGradient:
         slot = self.layout.slots[index]
         target = self.local.values if self._into_local else self.staging
         assert target is not None
-        place = target[slot.offset : slot.offset + slot.numel].view(slot.shape)
+        place = target.as_strided(slot.shape, slot.strides, target.storage_offset() + slot.offset)
         if index in self._seen or (self._into_local and not self.local.empty):
             place.add_(grad)
         else:

@@ -60,7 +60,9 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     @_outside_compile
     def post_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        hears = torch.is_grad_enabled() and _announce_backward(runtime, unit, (args, kwargs), output)
+        hears = torch.is_grad_enabled() and _announce_backward(
+            runtime, unit, (args, kwargs) if kwargs else args, output
+        )
         runtime.post_forward(index, will_hear=hears)
 
     unit.module.register_forward_pre_hook(pre_forward, prepend=True)
@@ -126,8 +128,12 @@ MAX_DEPTH = 4
 """How deep objects within objects are searched for tensors; containers do not count."""
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: Any) -> Iterable[torch.Tensor]:
     """Tensors in what modules take and return: containers, dataclasses, and the attributes of any other object."""
+    if isinstance(value, torch.Tensor):
+        return (value,)
+    if type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
+        return value
     return _search(value, set(), MAX_DEPTH)
 
 

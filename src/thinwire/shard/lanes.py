@@ -69,7 +69,10 @@ class _Worker(ABC):
 class _ThreadTicket(Ticket):
     def __init__(self, worker: _ThreadWorker, body: Body, after: Sequence[Ticket], label: str) -> None:
         self._worker, self._body, self._after, self._label = worker, body, after, label
-        self._finished = threading.Event()
+        # A lock that is released once is the cheapest thing to wait on: there is one for every hop of every collective.
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._finished = False
         self._error: BaseException | None = None
 
     def run(self) -> None:
@@ -83,28 +86,31 @@ class _ThreadTicket(Ticket):
         except BaseException as error:
             self._error = error
         self._body, self._after = _nothing, ()  # lets go of the buffers
-        self._finished.set()
+        self._finished = True
+        self._running.release()
 
     def join(self) -> None:
         """Wait without counting the time as exposed (another lane waits, not computation)."""
-        self._finished.wait()
+        self.finished()
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
-        if not self._finished.is_set():
+        if not self._finished:
             started = time.perf_counter()
-            self._finished.wait()
+            self.finished()
             self._worker.waited += time.perf_counter() - started
             self._worker.note(WAITING, f"for {self._label}", started)
         self.join()
 
     def done(self) -> bool:
-        return self._finished.is_set()
+        return self._finished
 
-    def finished(self, timeout: float | None = None) -> bool:
-        """Wait at most ``timeout`` seconds; errors are not raised."""
-        return self._finished.wait(timeout)
+    def finished(self, timeout: float = -1) -> bool:
+        """Wait, at most ``timeout`` seconds if it is not negative; errors are not raised."""
+        if not self._finished and self._running.acquire(timeout=timeout):
+            self._running.release()
+        return self._finished
 
 
 def _nothing() -> None:

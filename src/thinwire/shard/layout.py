@@ -27,18 +27,23 @@ __all__ = ["FlatLayout", "Fragment", "Run", "Slot", "deal_shares", "even_shares"
 ALIGNMENT_BYTES = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Slot:
-    """One parameter's place in a flat buffer: elements ``[offset, offset + numel)``."""
+    """One parameter's place in a flat buffer: elements ``[offset, offset + numel)``, row by row."""
 
     name: str
     shape: torch.Size
     offset: int
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the parameter."""
         return math.prod(self.shape)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Elements from one index to the next, for each dimension."""
+        return tuple(math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape)))
 
 
 @dataclass(frozen=True, slots=True)

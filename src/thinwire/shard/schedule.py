@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from thinwire.program import Event, Lane, Phase, StepProgram, Trace, UnitInfo, lower
+from thinwire.program import Lane, Phase, StepProgram, Trace, UnitInfo, lower
 from thinwire.spec import Plan
 
 __all__ = ["Schedule"]
@@ -20,6 +20,9 @@ log = logging.getLogger("thinwire")
 
 MOST_EVENTS = 1 << 18
 """Forward events of one micro-batch that are remembered."""
+
+Table = dict[tuple[Phase, int], tuple[int, ...]]
+"""Units whose gathers start at an event of one micro-batch."""
 
 _MASK = (1 << 62) - 1
 _CODES = {phase: code for code, phase in enumerate(Phase, start=1)}
@@ -41,6 +44,8 @@ class Schedule:
         self.micro_batch = 0
         self.last = True
         self._programs: dict[tuple[Trace, int], StepProgram] = {}
+        self._tables: dict[tuple[int, int], Table] = {}
+        self._kept: frozenset[int] = frozenset()
         self._forward: list[tuple[Phase, int]] = []
         self._backward: list[int] = []
         self._deviated = False
@@ -94,7 +99,7 @@ class Schedule:
         if complete and (self.trace is None or self._deviated or seen != self.trace):
             if self.trace is not None and not self._deviated:
                 self._deviate()
-            self.trace = seen
+            self._adopt(seen)
         self._restart()
 
     def abandon_micro_batch(self) -> None:
@@ -116,9 +121,7 @@ class Schedule:
 
     def kept(self) -> frozenset[int]:
         """Units that stay gathered between forward and backward, as far as known: none before the first trace."""
-        if self.trace is None or self._deviated or self.plan.keep_gathered == "none":
-            return frozenset()
-        return self.trace.tail
+        return frozenset() if self._deviated else self._kept
 
     def spread_order(self) -> Sequence[int]:
         """Units in the order in which updated parameters are spread: as the forward needs them."""
@@ -141,15 +144,27 @@ class Schedule:
             )
         return self._programs[key]
 
+    def _adopt(self, trace: Trace) -> None:
+        self.trace = trace
+        self._tables.clear()
+        self._kept = trace.tail if self.plan.keep_gathered == "last" else frozenset()
+
     def _gathers(self, phase: Phase, unit: int) -> tuple[int, ...]:
         # A program is keyed by first, middle or last micro-batch: three stand for any number.
-        if self.micro_batch == 0:
-            position, count = 0, 1 if self.last else 3
-        else:
-            position, count = 2 if self.last else 1, 3
-        operations = self.program(count).starts(Event(phase, unit, position))
-        started = [op.units[0] for op in operations if op.lane is Lane.GATHER and op.units[0] != unit]
-        return tuple(dict.fromkeys(started))
+        key = (0, 1 if self.last else 3) if self.micro_batch == 0 else (2 if self.last else 1, 3)
+        table = self._tables.get(key)
+        if table is None:
+            table = self._tables[key] = self._tabulate(*key)
+        return table.get((phase, unit), ())
+
+    def _tabulate(self, position: int, micro_batches: int) -> Table:
+        """Look every event of a micro-batch up in the program, once, so that hooks need not."""
+        table: dict[tuple[Phase, int], list[int]] = {}
+        for operation in self.program(micro_batches).operations:
+            phase, unit, micro_batch = operation.start
+            if operation.lane is Lane.GATHER and micro_batch == position and operation.units[0] != unit:
+                table.setdefault((phase, unit), []).append(operation.units[0])
+        return {event: tuple(dict.fromkeys(units)) for event, units in table.items()}
 
     # -- parts -------------------------------------------------------------------------------------------------
 

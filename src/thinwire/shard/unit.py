@@ -11,13 +11,14 @@ Facts this file is built on:
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Lane, UnitInfo
 from thinwire.shard.lanes import Lanes, Ticket
@@ -115,6 +116,13 @@ class Unit:
         self.spread: Ticket | None = None
         self._lanes, self._params, self._secondary = lanes, params, secondary
         self._gather: list[Ticket] = []
+        self._label = f"gather {self.name}"
+        self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if self.sharded else []
+        self._from_secondary = [
+            _gather(secondary, buffer, buffer.secondary)
+            for buffer in buffers
+            if secondary is not None and buffer.secondary is not None
+        ]
 
     @property
     def name(self) -> str:
@@ -129,17 +137,11 @@ class Unit:
         """
         if self.state is not State.SHARDED:
             return
-        secondary = self._secondary if from_secondary and self.secondary_valid else None
-        group = secondary or self._params
-        after = [self.spread] if self.spread is not None else []
-        for buffer in self.buffers:
+        collectives = self._from_secondary if from_secondary and self.secondary_valid else self._from_shard
+        after = () if self.spread is None else (self.spread,)
+        for buffer, moves in zip(self.buffers, collectives, strict=True):
             buffer.restore()
-            source = buffer.secondary if secondary else buffer.shard
-            assert source is not None
-            moves = all_gather(group, buffer.full).after(_copy(source, _piece(buffer.full, group)))
-            self._gather.append(
-                self._lanes.submit(Lane.GATHER, moves, after=after, held=(source,), label=f"gather {self.name}")
-            )
+            self._gather.append(self._lanes.submit(Lane.GATHER, moves, after=after, label=self._label))
         self.state = State.GATHERING
 
     def need(self, *, from_secondary: bool) -> None:
@@ -195,8 +197,11 @@ def _piece(full: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return full.view(group.size, -1)[group.index]
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> Callable[[], None]:
-    def body() -> None:
-        target.copy_(source)
+def _gather(group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor) -> Moves:
+    """Gather the whole buffer from what each member of the axis holds of it. The same memory every time, so that the
+    collective is made once."""
 
-    return body
+    def place_own() -> None:
+        _piece(buffer.full, group).copy_(source)
+
+    return all_gather(group, buffer.full).after(place_own)
