@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -200,6 +201,27 @@ def test_the_command_refuses_what_it_cannot_do(options: list[str], message: str)
     done = CliRunner().invoke(app, ["bench", "step", *options])
     assert done.exit_code == 1
     assert message in done.stderr
+
+
+def test_a_refusal_is_written_down_and_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def faked(systems: Sequence[SystemSpec], settings: Sequence[Setting], **options: Any) -> list[Sample]:
+        labels = [system.label for system in systems]
+        runner = FakeRunner({label: [1.0] * 99 for label in labels}, losses={"hsdp": 6.0})
+        return interleave(runner, lambda rate: None, labels, settings, rounds=2, steps=2, report=lambda sample: None)
+
+    monkeypatch.setattr("thinwire.lab.bench.run.run", faked)
+    out, picture = tmp_path / "step.json", tmp_path / "step.png"
+    chosen = ["--bandwidth", "none,1gbit", "--json", str(out), "--png", str(picture)]
+    done = CliRunner().invoke(app, ["bench", "step", *chosen])
+    assert done.exit_code == 1
+    assert "1 of the systems refused, their rows do not count: hsdp: its loss is 20.0% away" in done.stderr
+    assert "REFUSED" in done.stdout
+    content = json.loads(out.read_text())
+    assert {row["system"] for row in content["rows"] if row["refused"]} == {"hsdp"}
+    assert [(ratio["plan"], ratio["peer"]) for ratio in content["ratios"]["tw:zero3 / fsdp2"]] == [
+        ("tw:zero3", "fsdp2")
+    ] * 2
+    assert picture.exists()
 
 
 def test_help_names_every_peer() -> None:

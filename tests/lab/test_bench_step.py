@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 from pathlib import Path
@@ -53,3 +54,24 @@ def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:
     assert content["command"].startswith("thinwire bench step --plans zero1-node")
     assert content["environment"]["versions"]["torch"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_every_system_trains_alike(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    peers = ["local", "ddp", "zero1", "fsdp2", "hsdp", "hpz"]
+    if importlib.util.find_spec("deepspeed"):
+        peers += ["deepspeed1", "deepspeed2", "deepspeed3"]
+    chosen = ["--plans", "zero1-node,zero1,zero3,hpz", "--peers", ",".join(peers), "--model", "llama-1m"]
+    settings = ["--bandwidth", "none", "--clip", "none,1.0", "--rounds", "2"]
+    done = subprocess.run(
+        [*THINWIRE, "bench", "step", *chosen, *settings, "--json", str(out)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [row["loss"] for row in json.loads(out.read_text())["rows"] if row["kind"] != "bound"]
+    assert len(losses) == 2 * (len(peers) + 3)
+    assert max(losses) / min(losses) < 1.01
