@@ -74,7 +74,9 @@ def main() -> int:
     options = parser.parse_args()
     plain = statistics.median(run_ranks(2, measure, None, options.depth, options.rounds)[0])
     rows = []
-    print(f"{'plan':<12} {'us/event':>9} {'min':>7} {'max':>7}   (without thinwire: {plain / options.depth:.1f} us/unit)")
+    print(
+        f"{'plan':<12} {'us/event':>9} {'min':>7} {'max':>7}   (without thinwire: {plain / options.depth:.1f} us/unit)"
+    )
     for preset in options.plans.split(","):
         used = run_ranks(2, measure, preset, options.depth, options.rounds)[0]
         events = EVENTS_OF_A_UNIT * options.depth

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.gloo import GlooLinks, make_device
+from thinwire.collectives.memory import release_memory
 from thinwire.collectives.moves import Stage
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
@@ -31,7 +33,6 @@ __all__ = [
     "Meter",
     "Record",
     "Subgroup",
-    "allocate",
     "before_shutdown",
     "control",
     "init",
@@ -42,13 +43,12 @@ __all__ = [
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
-MAX_TAG = 1 << 31
-
 STORE_PATIENCE = 3.0
 """Seconds that a failing rank gives the store to tell of the other ranks."""
 
 _timeout = DEFAULT_TIMEOUT
 _joined_here = False
+_num_jobs = 0  # that this process has left: what the next one keeps in the store has other names
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -95,7 +95,7 @@ def before_shutdown(close: Callable[[], None]) -> None:
 
 def shutdown() -> None:
     """Leave the job; safe to call twice."""
-    global _control
+    global _control, _device, _num_jobs
     while _closing:
         _closing.pop()()
     # Whoever is referred to keeps its threads and sockets, and models live on in reference cycles.
@@ -105,19 +105,17 @@ def shutdown() -> None:
         _control.process_group = None
     _control = None
     _groups.clear()
+    _links.clear()
+    _device = None
+    release_memory()
     if is_initialized():
+        _num_jobs += 1
         dist.destroy_process_group()
 
 
 def uses_nccl() -> bool:
     """Whether CUDA tensors travel over NCCL."""
     return "nccl" in str(dist.get_backend_config())
-
-
-def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised 1-D communication buffer. Every such buffer comes from here, so that symmetric memory or
-    registration with the network card has one place to go."""
-    return torch.empty(numel, dtype=dtype, device=device)
 
 
 # -- the control group -----------------------------------------------------------------------------------------
@@ -265,14 +263,15 @@ class Subgroup:
         self.size = len(ranks)
         self.index = ranks.index(dist.get_rank())
         self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
-        self._group = _process_group(ranks, lane, stage, native=self.native) if self.size > 1 else None
+        self._group = _process_group(ranks, lane, stage) if self.size > 1 and self.native else None
+        self._links = _gloo_links(ranks, lane, stage) if self.size > 1 and not self.native else None
         self._staged = device.type == "cuda" and not self.native
         self._left = False
         _subgroups.add(self)
 
     def leave(self) -> None:
-        """Let go of the process group; the subgroup is of no use any more."""
-        self._group = None
+        """Let go of the connections; the subgroup is of no use any more."""
+        self._group = self._links = None
         self._left = True
 
     def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
@@ -331,28 +330,18 @@ class Subgroup:
         """
         if self._left and self.size > 1:
             raise UsageError("this model's job has been left with thinwire.collectives.group.shutdown(); shard it anew")
-        return self._group is None
+        return self.size == 1
 
     def _send_and_receive(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        assert self._group is not None
-        targets = incoming
-        if self._staged:
-            outgoing = [piece.cpu() for piece in outgoing]
-            incoming = [torch.empty(piece.shape, dtype=piece.dtype) for piece in targets]
-        works = []
-        for shift in range(1, self.size):
-            source, target = (self.index - shift) % self.size, (self.index + shift) % self.size
-            # The size is the message's tag: of two ranks that disagree about it, gloo would abort one.
-            if incoming[source].numel():
-                works.append(self._group.recv([incoming[source]], source, _nbytes(incoming[source]) % MAX_TAG))
-            if outgoing[target].numel():
-                works.append(self._group.send([outgoing[target]], target, _nbytes(outgoing[target]) % MAX_TAG))
-        for work in works:
-            work.wait()
-        if self._staged:
-            for i, piece in enumerate(incoming):
-                if i != self.index:
-                    targets[i].copy_(piece)
+        assert self._links is not None
+        if not self._staged:
+            self._links.exchange(outgoing, incoming)
+            return
+        received = [torch.empty(piece.shape, dtype=piece.dtype) for piece in incoming]
+        self._links.exchange([piece.cpu() for piece in outgoing], received)
+        for i, piece in enumerate(received):
+            if i != self.index:
+                incoming[i].copy_(piece)
 
     def _note(self, kind: Kind, sent: int) -> None:
         self.meter.add(self.lane, self.scope, sent)
@@ -363,24 +352,39 @@ class Subgroup:
 
 
 _subgroups: weakref.WeakSet[Subgroup] = weakref.WeakSet()
-_groups: dict[tuple[tuple[int, ...], Lane, Stage, bool], dist.ProcessGroup] = {}
+_groups: dict[tuple[tuple[int, ...], Lane, Stage], dist.ProcessGroup] = {}
+_links: dict[tuple[tuple[int, ...], Lane, Stage], GlooLinks] = {}
+_device: dist.ProcessGroupGloo.Device | None = None
 
 
-def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage, *, native: bool) -> dist.ProcessGroup:
-    """The process group of a lane's stage over ``ranks``, made once. Only members take part in making it, so that a
-    thousand ranks need not visit every group of the mesh."""
-    key = (ranks, lane, stage, native)
+def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage) -> dist.ProcessGroup:
+    """NCCL's group of a lane's stage over ``ranks``, made once. Only members take part in making it, so that a thousand
+    ranks need not visit every group of the mesh."""
+    key = (ranks, lane, stage)
     if key not in _groups:
         group = dist.new_group(
             list(ranks),
             timeout=_timeout,  # not inherited: the default would be half an hour
-            backend="nccl" if native else "gloo",
+            backend="nccl",
             use_local_synchronization=True,
             group_desc=f"thinwire-{lane}-{stage}",
         )
         assert isinstance(group, dist.ProcessGroup)
         _groups[key] = group
     return _groups[key]
+
+
+def _gloo_links(ranks: tuple[int, ...], lane: Lane, stage: Stage) -> GlooLinks:
+    """The connections of a lane's stage between ``ranks``, made once, by the members alone."""
+    global _device
+    key = (ranks, lane, stage)
+    if key not in _links:
+        if _device is None:
+            _device = make_device()
+        name = f"thinwire/{_num_jobs}/{lane}/{stage}/{'-'.join(map(str, ranks))}"
+        store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+        _links[key] = GlooLinks(store, ranks.index(dist.get_rank()), len(ranks), _device, _timeout)
+    return _links[key]
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:

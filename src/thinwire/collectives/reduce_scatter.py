@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from thinwire.collectives.group import Subgroup, allocate
+from thinwire.collectives.group import Subgroup
+from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from thinwire.collectives.group import allocate
+from thinwire.collectives.memory import allocate
 from thinwire.program import Axis, axis_extent
 from thinwire.shard.layout import FlatLayout, Run
 from thinwire.spec import Plan

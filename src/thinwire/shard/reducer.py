@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from thinwire.collectives.all_reduce import all_reduce
-from thinwire.collectives.group import allocate
+from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup

@@ -11,7 +11,8 @@ from torch import nn
 from torch.autograd import Variable
 
 from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.group import Meter, allocate
+from thinwire.collectives.group import Meter
+from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
