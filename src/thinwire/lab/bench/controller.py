@@ -16,7 +16,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from thinwire.lab.bench.messages import BenchError, Ended, Failed, Hello, Launch, Ready, Settled, Turn, Warm
+from thinwire.lab.bench.messages import (
+    BenchError,
+    Ended,
+    Failed,
+    Hello,
+    Launch,
+    Ready,
+    Settled,
+    Sleep,
+    Turn,
+    Wake,
+    Warm,
+)
 from thinwire.lab.peers.interface import SystemSpec
 
 __all__ = ["Controller", "Network", "TurnResult"]
@@ -142,6 +154,7 @@ class Controller:
             server.send(launch)
         self._accept(len(self._network.hosts) * self._ranks)
         self._collect(system.label, Ready)
+        self._order(Sleep(system.label))
 
     def run(self, label: str, turn: Turn) -> TurnResult:
         """Let one system train while all others sleep.
@@ -154,6 +167,7 @@ class Controller:
             BenchError: a rank failed, died or took too long.
         """
         before = self._network.traffic()
+        self._order(Wake(label))
         self._tell(label, turn)
         self._collect(label, Warm)
         # Nothing may come between: what the last step before it left to communicate goes on meanwhile.
@@ -161,6 +175,7 @@ class Controller:
         self._tell(label, "go")
         settled = self._collect(label, Settled)
         after = self._network.traffic()
+        self._order(Sleep(label))
         mean = 1.0 / (turn.steps * len(settled))
         num_sent = turn.warmup + turn.steps
         return TurnResult(
@@ -194,6 +209,12 @@ class Controller:
 
     def _log(self, name: str) -> Path:
         return Path(self._directory.name) / f"{name.replace('/', '_')}.log"
+
+    def _order(self, order: Sleep | Wake) -> None:
+        """Give every host's server an order."""
+        for server in self._servers:
+            with contextlib.suppress(OSError):  # a dead server is reported where answers are collected
+                server.send(order)
 
     def _tell(self, label: str, message: object) -> None:
         for connection in self._members[label].values():

@@ -9,7 +9,9 @@ from typing import Any
 from thinwire.errors import ThinwireError
 from thinwire.lab.peers.interface import SystemSpec
 
-__all__ = ["BenchError", "Ended", "Failed", "Hello", "Launch", "Ready", "Settled", "Turn", "Warm"]
+__all__ = [
+    "BenchError", "Ended", "Failed", "Hello", "Launch", "Ready", "Settled", "Sleep", "Turn", "Wake", "Warm",
+]  # fmt: skip
 
 
 class BenchError(ThinwireError, RuntimeError):
@@ -37,6 +39,28 @@ class Launch:
     environment: Mapping[str, str]
     log: str
     timeout: float
+
+
+@dataclass(frozen=True)
+class Sleep:
+    """To a server: stop this host's ranks of a system, threads that poll included.
+
+    Attributes:
+        label: of the system.
+    """
+
+    label: str
+
+
+@dataclass(frozen=True)
+class Wake:
+    """To a server: let this host's ranks of a system go on.
+
+    Attributes:
+        label: of the system.
+    """
+
+    label: str
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from thinwire.lab.bench.messages import Ended, Hello, Launch
+from thinwire.lab.bench.messages import Ended, Hello, Launch, Sleep, Wake
 
 __all__ = ["main"]
 
@@ -49,11 +49,20 @@ class Server:
                     self._report_end(ready)
                     continue
                 try:
-                    launch = self._pipe.recv()
+                    order = self._pipe.recv()
                 except (EOFError, OSError):
                     self._kill()
                     return
-                self._start(launch)
+                self._obey(order)
+
+    def _obey(self, order: Launch | Sleep | Wake) -> None:
+        match order:
+            case Launch():
+                self._start(order)
+            case Sleep():
+                self._signal(order.label, signal.SIGSTOP)
+            case Wake():
+                self._signal(order.label, signal.SIGCONT)
 
     def _start(self, launch: Launch) -> None:
         for module in (*_SHARED, launch.system.builder.split(":")[0]):
@@ -89,6 +98,12 @@ class Server:
         code = os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
         self._pipe.send(Ended(label, rank, how))
+
+    def _signal(self, label: str, number: signal.Signals) -> None:
+        """Send a signal to every rank of a system; one that has ended is a process still, until its end is reported."""
+        for process, name, _ in self._ranks.values():
+            if name == label:
+                os.kill(process, number)
 
     def _kill(self) -> None:
         for process, _, _ in self._ranks.values():
