@@ -8,9 +8,11 @@ import pytest
 import torch
 from benchmarks.gpu_check import TOLERANCE, compare
 
+import thinwire as tw
 from thinwire.program import Lane
 from thinwire.shard.lanes import Lanes
 from thinwire.spec import Plan
+from thinwire.testing import run_ranks
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,3 +41,40 @@ def test_a_stream_lane_waits_for_what_was_queued_and_holds_its_buffers() -> None
     assert float(reused[0]) == 5.0
     assert lanes.exposed()[Lane.GATHER] >= 0.0
     lanes.close()
+
+
+@pytest.mark.parametrize("preset", ["zero3", "zero1-node", "hpz"])
+def test_a_step_never_synchronises_the_host(preset: str) -> None:
+    """Without clipping, nothing between two losses that are read may wait for the device."""
+    counts = run_ranks(1, steps_without_synchronisation, preset)
+    assert counts[0] == (0, 0), "no allocator retries, and no growth after the third step"
+
+
+def steps_without_synchronisation(preset: str) -> tuple[int, int]:
+    """Allocator retries, and bytes by which reserved memory grew, over steps 4 to 6 under sync-debug mode ``error``."""
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(512, 512) for _ in range(4)]
+    model = tw.shard(torch.nn.Sequential(*layers).to(device), Plan.preset(preset, nodes=1, local=1))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
+    x = torch.ones(8, 512, device=device)
+
+    def step() -> None:
+        model(x).float().square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    retries, reserved = torch.cuda.memory_stats()["num_alloc_retries"], torch.cuda.memory_reserved()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return (
+        int(torch.cuda.memory_stats()["num_alloc_retries"]) - int(retries),
+        int(torch.cuda.memory_reserved()) - int(reserved),
+    )

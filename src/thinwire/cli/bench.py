@@ -77,7 +77,7 @@ def step(
         from thinwire.lab.bench.rows import make_rows
         from thinwire.lab.bench.run import run
 
-        systems = _systems(_words(plans), _words(peers), {"model": _model(model), "seq": seq}, nodes, ranks)
+        systems = _systems(_words(plans), _words(peers), {"model": checked_model(model), "seq": seq}, nodes, ranks)
         settings = _settings(_words(bandwidth), _words(clip))
         samples = run(
             systems,
@@ -154,7 +154,7 @@ def _norm(text: str) -> float:
     return norm
 
 
-def _model(name: str) -> str:
+def checked_model(name: str) -> str:
     from thinwire.errors import SpecError
     from thinwire.lab.peers.catalog import MODELS
 

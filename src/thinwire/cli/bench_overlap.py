@@ -57,7 +57,7 @@ def overlap(
     with explained():
         from rich.console import Console
 
-        from thinwire.cli.bench import _model
+        from thinwire.cli.bench import checked_model
         from thinwire.errors import SpecError
         from thinwire.lab.bench.environment import describe
         from thinwire.lab.bench.overlap import PLANS, run_overlap
@@ -81,7 +81,7 @@ def overlap(
             ranks=ranks,
             rounds=rounds,
             steps=steps,
-            workload={"model": _model(model), "seq": seq},
+            workload={"model": checked_model(model), "seq": seq},
             timeout=timeout,
             trace=trace,
             report=lambda line: print(line, file=sys.stderr),

@@ -12,7 +12,6 @@ import thinwire as tw
 from thinwire.lab.peers.interface import Place, System
 from thinwire.lab.peers.system import LEARNING_RATE, TorchSystem
 from thinwire.lab.peers.workload import batches, make_model
-from thinwire.program import Lane
 from thinwire.shard.api import runtime
 
 __all__ = ["plan"]
@@ -32,9 +31,7 @@ class PlanSystem(System):
 
     def settle(self) -> None:
         # Updated parameters still travel after a step; they must not share the links with the next system.
-        lanes = runtime(self._model).lanes
-        for ticket in [lanes.submit(lane, _nothing) for lane in (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD)]:
-            ticket.wait()
+        runtime(self._model).lanes.drain()
 
     def waited(self) -> dict[str, float]:
         return tw.exposed(self._model)
@@ -49,7 +46,3 @@ def plan(place: Place, options: Mapping[str, Any]) -> System:
     """
     model = tw.shard(make_model(options), tw.Plan.from_toml(options["plan"]))
     return PlanSystem(model, batches(options, place.rank))
-
-
-def _nothing() -> None:
-    """The last body in a lane: when it has run, all before it have."""
