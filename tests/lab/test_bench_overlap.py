@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.lab.cluster import needs_lab
 from typer.testing import CliRunner
 
-from tests.lab.cluster import needs_lab
 from thinwire.cli.main import app
 from thinwire.lab.bench.overlap import SETTINGS, OverlapRow, ladder
 from thinwire.spec import Plan
@@ -62,7 +62,8 @@ def test_a_step_of_the_ladder_compares_the_lanes_it_concerns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "expected"), [("zero1-node", [False, True, True]), ("zero3", [True, False, False]), ("ddp", [False, True, False])]
+    ("preset", "expected"),
+    [("zero1-node", [False, True, True]), ("zero3", [True, False, False]), ("ddp", [False, True, False])],
 )
 def test_it_knows_which_traffic_a_plan_has(preset: str, expected: list[bool]) -> None:
     rows = [row(setting, plan="x") for setting in SETTINGS]

@@ -17,7 +17,9 @@ def noting(notes: list[str], text: str) -> Callable[[], None]:
 def test_moves_run_in_order_between_preparation_and_finish() -> None:
     notes: list[str] = []
     held = torch.zeros(1)
-    moves = Moves([Move(Stage.SCATTER_INSIDE, noting(notes, "in"), (held,)), Move(Stage.SCATTER_ACROSS, noting(notes, "x"))])
+    moves = Moves(
+        [Move(Stage.SCATTER_INSIDE, noting(notes, "in"), (held,)), Move(Stage.SCATTER_ACROSS, noting(notes, "x"))]
+    )
     around = moves.after(noting(notes, "pack")).then(noting(notes, "unpack"))
     around.perform()
     assert notes == ["pack", "in", "x", "unpack"]
