@@ -139,7 +139,7 @@ def test_describe_names_what_matters() -> None:
 def test_defaults() -> None:
     default = Plan.parse({"mesh": "2x2", "params": "1x1", "grads": "1x1", "optimizer": "2x1"})
     assert default.residence == Residence(params="device", grads="device", optimizer="device")
-    assert default.bucket_bytes == 16 * 2**20
+    assert default.bucket_bytes == 4 * 2**20
     assert (default.prefetch, default.keep_gathered, default.granularity) == (1, "last", "block")
     assert default.overlap == Overlap(gather=True, reduce=True, sync=True, spread=True)
     assert default.wire.schedule == 1.0
