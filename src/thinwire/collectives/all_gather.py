@@ -35,7 +35,6 @@ def all_gather(
     if group.size == 1:
         return Moves()
     sizes = sizes or [whole.numel() // group.size] * group.size
-
     column = group.columns(list(whole.split(list(sizes))))[group.local_index]
     starts = [sum(sizes[: i * group.nodes]) for i in range(group.local + 1)]
     columns = [whole[a:b] for a, b in pairwise(starts)]

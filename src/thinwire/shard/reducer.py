@@ -161,7 +161,9 @@ class Reducer:
         scale = topology.scale(topology.params)
         moves = reduce_scatter(self._params, staging, out, scale=scale, accumulate=accumulate)
         overlapped = self.plan.overlap.reduce
-        self._filling_after.append(self._submit(Lane.REDUCE, moves, "reduce", [gradient], overlapped=overlapped))
+        self._filling_after.append(
+            self._submit(Lane.REDUCE, moves, "reduce", [(gradient, staging)], overlapped=overlapped)
+        )
         return out
 
     def _reduce_bucket(self, bucket: Sources, after: list[Ticket]) -> None:
@@ -194,8 +196,7 @@ class Reducer:
         moves = reduce_scatter(group, whole, vector[:mine], scale=topology.scale(group.size), sizes=sizes)
         moves = moves.after(pack).then(lambda: _zero(vector[mine:]))
         held = (vector, *(source for _, source in bucket))
-        units = [gradient for gradient, _ in bucket]
-        ticket = self._submit(Lane.REDUCE, moves, "scatter", units, after=after, held=held, overlapped=overlapped)
+        ticket = self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, held=held, overlapped=overlapped)
         return vector, ticket
 
     def _scatter_into_owned(self, bucket: Sources, after: list[Ticket], *, overlapped: bool) -> Ticket:
@@ -213,8 +214,7 @@ class Reducer:
             moves = reduce_scatter(group, whole, out, scale=scale, sizes=sizes).after(pack)
             moves = moves.then(lambda: _distribute(bucket, out, adds))
         held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
-        units = [gradient for gradient, _ in bucket]
-        return self._submit(Lane.REDUCE, moves, "scatter", units, after=after, held=held, overlapped=overlapped)
+        return self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, held=held, overlapped=overlapped)
 
     def _synchronise(
         self, bucket: Sources, vector: torch.Tensor | None, after: list[Ticket], *, overlapped: bool
@@ -247,8 +247,7 @@ class Reducer:
             moves = all_reduce(group, whole, summed, scale=scale).then(lambda: _distribute(bucket, summed, adds))
         held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
         moves = moves.after(pack)
-        units = [gradient for gradient, _ in bucket]
-        self._submit(Lane.SYNC, moves, "sync", units, after=after, held=held, overlapped=overlapped)
+        self._submit(Lane.SYNC, moves, "sync", bucket, after=after, held=held, overlapped=overlapped)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -257,18 +256,18 @@ class Reducer:
         lane: Lane,
         moves: Moves,
         what: str,
-        bucket: Sequence[UnitGradient],
+        bucket: Sources,
         *,
         overlapped: bool,
         after: Sequence[Ticket] = (),
         held: Sequence[torch.Tensor] = (),
     ) -> Ticket:
-        label = f"{what} {', '.join(gradient.name for gradient in bucket)}"
+        label = f"{what} {', '.join(gradient.name for gradient, _ in bucket)}"
         ticket = self._lanes.submit(lane, moves, after=after, held=held, label=label)
         if not overlapped:
             ticket.wait()
             return ticket
-        for gradient in bucket:
+        for gradient, _ in bucket:
             tickets = self._tickets[gradient.unit]
             tickets[:] = [other for other in tickets if not _finished(other)]
             tickets.append(ticket)
