@@ -38,6 +38,10 @@ class CollectiveError(ThinwireError, RuntimeError):
     """A collective failed or timed out; the message names the operation, the group and the last progress."""
 
 
+class WireError(ThinwireError, ValueError):
+    """A message cannot be decoded: it is truncated or corrupt, or it was made by another codec."""
+
+
 class CheckpointError(ThinwireError, RuntimeError):
     """A checkpoint is missing, incomplete or corrupt; the message names the file."""
 

@@ -102,7 +102,7 @@ def test_loss_and_length(text: str) -> None:
         ("int9:256", "2 to 8"),
         ("int8:12", "multiple of 8"),
         ("int8:0", "multiple of 8"),
-        ("int8:2097152", "1048576"),
+        ("int8:2097152", "8192"),
         ("int8:-8", "whole number or 'tensor'"),
         ("int8:256,fast", "hadamard, stochastic"),
         ("int8:256,", "hadamard, stochastic"),

@@ -32,7 +32,9 @@ VALID = "none, bf16, fp16, mpc, exp3, zfp:RATE, intN:BLOCK and intN:tensor (N fr
 
 _INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
 _ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
-_SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 20
+_SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 13
+
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -67,6 +69,70 @@ class CodecSpec:
         """``CodecSpec(text)``, for places where a function reads better than a constructor."""
         return cls(text)
 
+    def max_wire_bytes(self, numel: int, dtype: object) -> int:
+        """The largest message that a tensor of ``numel`` values can become; for codecs of fixed length, its size.
+
+        Args:
+            numel: values in the tensor, at least 0.
+            dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``, or the torch dtype of that name.
+
+        Raises:
+            SpecError: if the codec does not take this dtype, or ``numel`` is negative.
+        """
+        itemsize = self._item_bytes(dtype)
+        if numel < 0:
+            raise SpecError("codec", [f"a message of {numel} values: expected 0 or more"])
+        raw = numel * itemsize
+        match self.family:
+            case "none":
+                return raw
+            case "bf16" | "fp16":
+                return 2 * numel
+            case "int":
+                assert self.bits is not None
+                scales = -(-numel // self.block) if self.block else min(numel, 1)
+                return _aligned(_aligned(-(-numel * self.bits // 8)) + 4 * scales)
+            case "zfp":
+                return 8 * -(-(-(-numel // 4) * self.zfp_block_bits) // 64)
+            case "mpc":
+                words = -(-raw // 4)
+                return 4 * (2 + words + -(-words // 32)) if numel else 0
+            case "exp3":
+                return 8 + 4 * -(-raw // 4) if numel else 0
+
+    @property
+    def zfp_block_bits(self) -> int:
+        """Bits that ``zfp:RATE`` gives to a block of four values: at least the 9 of the block's exponent."""
+        assert self.rate is not None
+        return max(9, int(4 * self.rate + 0.5))
+
+    def check_dtype(self, dtype: object) -> None:
+        """Raise :class:`SpecError` unless tensors of this dtype can be encoded."""
+        self._item_bytes(dtype)
+
+    def _item_bytes(self, dtype: object) -> int:
+        name = str(dtype).removeprefix("torch.")
+        valid = ("bfloat16",) if self.family == "exp3" else tuple(_ITEM_BYTES)
+        if name not in valid:
+            raise SpecError("codec", [f"{self.text} cannot encode {name}, valid are {', '.join(valid)}"])
+        return _ITEM_BYTES[name]
+
+    @property
+    def searches_clip(self) -> bool:
+        """Whether a block's scale is the one of least squared error: for 5 bits and fewer, rounded to nearest."""
+        return (
+            self.family == "int"
+            and self.block is not None
+            and self.bits is not None
+            and self.bits <= 5
+            and "stochastic" not in self.options
+        )
+
+    @property
+    def needs_seed(self) -> bool:
+        """Whether encoding takes a seed."""
+        return "stochastic" in self.options
+
     @property
     def is_none(self) -> bool:
         """Whether messages travel as they are."""
@@ -100,6 +166,11 @@ class CodecSpec:
             lambda value: value if isinstance(value, cls) else cls(value),
             serialization=core_schema.to_string_ser_schema(),
         )
+
+
+def _aligned(nbytes: int) -> int:
+    """Messages laid one after the other stay aligned for the widest load of a GPU."""
+    return -(-nbytes // 16) * 16
 
 
 def _parse(text: str) -> dict[str, Any]:

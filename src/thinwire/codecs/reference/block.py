@@ -1,0 +1,194 @@
+"""Block quantisation: ``intN:BLOCK`` and ``intN:tensor``. Section numbers are those of ``docs/wire-format.md``.
+
+Shapes: B blocks, V values a block, N values a message.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.reference.bits import as_bytes, store
+
+__all__ = ["SMALLEST_MAX", "BlockCodec", "search_steps", "signs", "uniform"]
+
+SMALLEST_MAX = 2.0**-112
+"""Blocks with a smaller maximum are quantised as if this were it, so that no reciprocal overflows."""
+
+
+@final
+class BlockCodec(Codec):
+    """N bits a value, one scale a block."""
+
+    backend: ClassVar[str] = "reference"
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        codes, scales = self._quantize(x.float(), seed)
+        packed = pack(codes, self._bits)
+        total = self.max_wire_bytes(x.numel(), x.dtype)
+        scales_at = -(-packed.numel() // 16) * 16
+        wire[:total] = 0
+        wire[: packed.numel()] = packed
+        wire[scales_at : scales_at + 4 * scales.numel()] = as_bytes(scales)
+        return total
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        del encoded
+        numel, block = out.numel(), self._block(out.numel())
+        num_blocks = -(-numel // block)
+        code_bytes = -(-numel * self._bits // 8)
+        scales_at = -(-code_bytes // 16) * 16
+        scales = wire[scales_at : scales_at + 4 * num_blocks].clone().view(torch.float32)
+        codes_BV = _blocks(unpack(wire[:code_bytes], numel, self._bits).float(), block)
+        if "hadamard" in self.spec.options:
+            full = numel // block
+            codes_BV[:full] = butterflies(codes_BV[:full]) * signs(block, wire.device)
+        store((codes_BV * scales[:, None]).view(-1)[:numel], out, add=add)
+
+    @property
+    def _bits(self) -> int:
+        assert self.spec.bits is not None
+        return self.spec.bits
+
+    def _block(self, numel: int) -> int:
+        return self.spec.block or numel
+
+    def _quantize(self, x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Codes (N), int32, and scales (B), fp32, of fp32 values (N)."""
+        block = self._block(x.numel())
+        x_BV = _blocks(x, block)
+        poisoned_B = ~x_BV.isfinite().all(1)
+        x_BV = torch.where(poisoned_B[:, None], 0.0, x_BV)
+        if "hadamard" in self.spec.options:
+            full = x.numel() // block
+            x_BV[:full] = butterflies(x_BV[:full] * (1.0 / block) * signs(block, x.device))
+        largest_B = x_BV.abs().amax(1)
+        if "stochastic" in self.spec.options:
+            codes_BV, scales_B = self._round_at_random(x_BV, largest_B, seed)
+        else:
+            positive_B = (x_BV == largest_B[:, None]).any(1)
+            max_B = largest_B.clamp(min=SMALLEST_MAX) * torch.where(positive_B, 1.0, -1.0)
+            quantize = self._search if self.spec.searches_clip else self._round
+            codes_BV, scales_B = quantize(x_BV, max_B)
+        zero_B = largest_B == 0
+        codes_BV = torch.where((poisoned_B | zero_B)[:, None], 0, codes_BV)
+        scales_B = torch.where(zero_B, 0.0, scales_B)
+        scales_B = torch.where(poisoned_B, torch.nan, scales_B)
+        return codes_BV.view(-1)[: x.numel()], scales_B
+
+    def _round(self, x_BV: Tensor, max_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Rule 3."""
+        levels = 1 << (self._bits - 1)
+        return _codes(x_BV, max_B, levels), max_B * (-1.0 / levels)
+
+    def _search(self, x_BV: Tensor, max_B: Tensor) -> tuple[Tensor, Tensor]:
+        """Rule 4."""
+        levels = 1 << (self._bits - 1)
+        a_BV = _codes(x_BV, max_B, 128)
+        start, distances = search_steps(self._bits)
+        best_B = torch.full_like(max_B, start, dtype=torch.int32)
+        error_B = _error(a_BV, best_B, levels)
+        for distance in distances:
+            centre_B = best_B
+            for step in (-distance, distance):
+                tried_B = centre_B + step
+                tried_error_B = _error(a_BV, tried_B, levels)
+                better_B = tried_error_B < error_B
+                best_B = torch.where(better_B, tried_B, best_B)
+                error_B = torch.where(better_B, tried_error_B, error_B)
+        codes_BV = _requantize(a_BV, best_B, levels)
+        num_B = (a_BV * codes_BV).sum(1, dtype=torch.int32)
+        den_B = (codes_BV * codes_BV).sum(1, dtype=torch.int32)
+        ratio_B = torch.where(den_B == 0, 0.0, num_B.float() / den_B.clamp(min=1).float())
+        return codes_BV, max_B * (-1.0 / 128) * ratio_B
+
+    def _round_at_random(self, x_BV: Tensor, largest_B: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        """Rule 5."""
+        levels = (1 << (self._bits - 1)) - 1
+        largest_B = largest_B.clamp(min=SMALLEST_MAX)
+        levels_B = torch.full_like(largest_B, levels)
+        position = torch.arange(x_BV.numel(), device=x_BV.device).view_as(x_BV)
+        codes_BV = torch.floor(x_BV * (levels_B / largest_B)[:, None] + uniform(position, seed))
+        return codes_BV.clamp(-levels, levels).to(torch.int32), largest_B / levels_B
+
+
+def search_steps(bits: int) -> tuple[int, tuple[int, ...]]:
+    """Where the search for T starts, and the distances it tries around the best so far (rule 4)."""
+    unit = 256 >> (bits - 1)
+    return 13 * unit // 16, tuple(unit // part for part in (8, 16, 32) if unit >= part)
+
+
+def uniform(position: Tensor, seed: int) -> Tensor:
+    """fp32 in [0, 1) from positions (int64) and a 32-bit seed (rule 5)."""
+    mask = 0xFFFFFFFF
+    h = (position * 0x9E3779B1 + seed) & mask
+    h = ((h ^ (h >> 16)) * 0x21F0AAAD) & mask
+    h = ((h ^ (h >> 15)) * 0x735A2D97) & mask
+    h = h ^ (h >> 15)
+    return (h >> 8).float() * 2.0**-24
+
+
+def signs(block: int, device: torch.device) -> Tensor:
+    """+1 or -1 for each position of a rotated block (rule 6)."""
+    position = torch.arange(block, device=device)
+    return 1.0 - 2.0 * (((position * 0x9E3779B1 + 0x7F4A7C15) >> 31) & 1).float()
+
+
+def butterflies(x_BV: Tensor) -> Tensor:
+    """Unnormalised Walsh-Hadamard transform of every row; V is a power of two."""
+    num_blocks, block = x_BV.shape
+    distance = 1
+    while distance < block:
+        pairs = x_BV.reshape(num_blocks, block // (2 * distance), 2, distance)
+        upper, lower = pairs[:, :, 0], pairs[:, :, 1]
+        x_BV = torch.stack((upper + lower, upper - lower), 2).view(num_blocks, block)
+        distance *= 2
+    return x_BV
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes (N) as a little-endian stream of ``bits`` each; uint8."""
+    if bits == 8:
+        return codes.to(torch.int8).view(torch.uint8)
+    device = codes.device
+    unsigned = torch.nn.functional.pad(codes.long() & ((1 << bits) - 1), (0, -codes.numel() % 8)).view(-1, 8)
+    groups = (unsigned << (bits * torch.arange(8, device=device))).sum(1)  # 8 values fill a whole number of bytes
+    data = (groups[:, None] >> (8 * torch.arange(bits, device=device))) & 0xFF
+    return data.view(-1)[: -(-codes.numel() * bits // 8)].to(torch.uint8)
+
+
+def unpack(data: Tensor, numel: int, bits: int) -> Tensor:
+    """The inverse of :func:`pack`; int32."""
+    if bits == 8:
+        return data.view(torch.int8).to(torch.int32)
+    device = data.device
+    padded = torch.nn.functional.pad(data.long(), (0, -data.numel() % bits)).view(-1, bits)
+    groups = (padded << (8 * torch.arange(bits, device=device))).sum(1)
+    unsigned = (groups[:, None] >> (bits * torch.arange(8, device=device))) & ((1 << bits) - 1)
+    half = 1 << (bits - 1)
+    return ((unsigned ^ half) - half).view(-1)[:numel].to(torch.int32)
+
+
+def _blocks(x: Tensor, block: int) -> Tensor:
+    """Values (N) as (B, V), completed with zeros, which change neither a maximum nor an error nor a sum."""
+    return torch.nn.functional.pad(x, (0, -x.numel() % block)).view(-1, block)
+
+
+def _codes(x_BV: Tensor, max_B: Tensor, levels: int) -> Tensor:
+    # Tensor by tensor: torch turns a number divided by a tensor into a multiplication with its reciprocal.
+    factor_B = torch.full_like(max_B, -levels) / max_B
+    return torch.round(x_BV * factor_B[:, None]).clamp(-levels, levels - 1).to(torch.int32)
+
+
+def _requantize(a_BV: Tensor, threshold_B: Tensor, levels: int) -> Tensor:
+    threshold_B1 = threshold_B[:, None]
+    q_BV = torch.div(4 * a_BV + threshold_B1, 2 * threshold_B1, rounding_mode="floor")
+    return q_BV.clamp(-levels, levels - 1)
+
+
+def _error(a_BV: Tensor, threshold_B: Tensor, levels: int) -> Tensor:
+    difference_BV = 2 * a_BV - _requantize(a_BV, threshold_B, levels) * threshold_B[:, None]
+    return difference_BV.abs().clamp(max=127).square().sum(1, dtype=torch.int32)

@@ -1,0 +1,50 @@
+"""``none``, ``bf16`` and ``fp16``."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.reference.bits import as_bytes, store
+
+__all__ = ["CastCodec", "NoneCodec"]
+
+
+@final
+class NoneCodec(Codec):
+    """The tensor's own bytes."""
+
+    backend: ClassVar[str] = "reference"
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        del seed
+        data = as_bytes(x)
+        wire[: data.numel()] = data
+        return data.numel()
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        store(wire.clone().view(encoded), out, add=add)
+
+
+@final
+class CastCodec(Codec):
+    """Every value rounded to a type of two bytes."""
+
+    backend: ClassVar[str] = "reference"
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.spec.family == "bf16" else torch.float16
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        del seed
+        data = as_bytes(x.float().to(self._dtype))
+        wire[: data.numel()] = data
+        return data.numel()
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        del encoded
+        store(wire.clone().view(self._dtype).float(), out, add=add)

@@ -1,0 +1,90 @@
+"""MPC: massively parallel compression of 32-bit words (Yang, Mukka, Hesaaraki and Burtscher, CLUSTER 2015), with
+dimension 1."""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits, words_of
+from thinwire.errors import WireError
+
+__all__ = ["MpcCodec"]
+
+MAGIC = 0x3143504D
+CHUNK = 1024
+
+
+@final
+class MpcCodec(Codec):
+    """Lossless for any words; variable length."""
+
+    backend: ClassVar[str] = "reference"
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        del seed
+        data = as_bytes(x)
+        words = words_of(torch.nn.functional.pad(data, (0, -data.numel() % 4)))
+        residual = _residual(words)
+        kept = residual != 0
+        bitmap = words_of(_whole_words(pack_bits(kept)))
+        size = 2 + bitmap.numel() + int(kept.sum())
+        header = torch.tensor([MAGIC, size], device=x.device).to(torch.int32)
+        wire[: 4 * size] = as_bytes(torch.cat((header, bitmap, residual[kept])))
+        return 4 * size
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        num_words = -(-out.numel() * encoded.itemsize // 4)
+        bitmap_words = -(-num_words // 32)
+        _, size = read_header(wire, "mpc", (MAGIC,))
+        body = words_of(wire[8:size])
+        if body.numel() < bitmap_words:
+            raise WireError(f"mpc: {num_words} words need a bitmap of {bitmap_words}, {body.numel()} are there")
+        bits = unpack_bits(as_bytes(body[:bitmap_words])).bool()
+        count = int(bits.sum())
+        if count != body.numel() - bitmap_words or bool(bits[num_words:].any()):
+            raise WireError(
+                f"mpc: the bitmap announces {count} words of {num_words}, {body.numel() - bitmap_words} are there"
+            )
+        residual = torch.zeros(num_words, dtype=torch.int32, device=wire.device)
+        residual[bits[:num_words]] = body[bitmap_words:]
+        values = as_bytes(_words(residual))[: out.numel() * encoded.itemsize].view(encoded)
+        store(values, out, add=add)
+
+
+def _whole_words(data: Tensor) -> Tensor:
+    return torch.nn.functional.pad(data, (0, -data.numel() % 4))
+
+
+def _residual(words: Tensor) -> Tensor:
+    chunks = torch.nn.functional.pad(words, (0, -words.numel() % CHUNK)).view(-1, CHUNK)
+    chunks = torch.cat((chunks[:, :1], chunks[:, 1:] - chunks[:, :-1]), 1)  # LNV
+    flat = chunks.view(-1)[: words.numel()]
+    grouped = words.numel() // 32 * 32
+    planes = _transpose(flat[:grouped].view(-1, 32))  # BIT
+    planes = torch.cat((planes[:, :1], planes[:, 1:] - planes[:, :-1]), 1)  # LNV1
+    return torch.cat((planes.view(-1), flat[grouped:]))
+
+
+def _words(residual: Tensor) -> Tensor:
+    grouped = residual.numel() // 32 * 32
+    planes = residual[:grouped].view(-1, 32).cumsum(1, dtype=torch.int32)
+    flat = torch.cat((_transpose_back(planes).view(-1), residual[grouped:]))
+    chunks = torch.nn.functional.pad(flat, (0, -flat.numel() % CHUNK)).view(-1, CHUNK)
+    return chunks.cumsum(1, dtype=torch.int32).view(-1)[: residual.numel()]
+
+
+def _transpose(words: Tensor) -> Tensor:
+    """Row by row (G, 32): word p of the result collects bit 31 - p of every word, that of word j at bit j."""
+    place = torch.arange(32, device=words.device)
+    planes = [(((words.long() >> (31 - p)) & 1) << place).sum(1) for p in range(32)]
+    return torch.stack(planes, 1).to(torch.int32) if words.numel() else words
+
+
+def _transpose_back(planes: Tensor) -> Tensor:
+    weight = 31 - torch.arange(32, device=planes.device)
+    words = [(((planes.long() >> j) & 1) << weight).sum(1) for j in range(32)]
+    return torch.stack(words, 1).to(torch.int32) if planes.numel() else planes
