@@ -4,6 +4,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.thinwire-installed
+CXX_FILES := $(shell find csrc -name '*.[ch]pp')
 TORCH_VERSION := 2.13.0
 
 # The interpreter for .venv: the first of these that PyTorch supports and that can create an environment.
@@ -22,13 +23,17 @@ help: ## list the targets
 
 install: $(STAMP) ## create .venv with pinned packages and the thinwire command
 
-$(STAMP): pyproject.toml constraints.txt
+# Without build isolation the pins reach the build's own requirements too, and only changed C++ is compiled again.
+$(STAMP): pyproject.toml constraints.txt CMakeLists.txt csrc/CMakeLists.txt $(CXX_FILES)
+	@command -v g++ clang++ $(CXX) >/dev/null || { echo "thinwire compiles its codecs: apt-get install g++" >&2; exit 1; }
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "thinwire needs Python 3.11 to 3.14 with its venv module:" \
 	  "apt-get install python3 python3-venv, or name an interpreter: make install PYTHON=..." >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
-	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION) scikit-build-core nanobind cmake ninja
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --no-build-isolation --config-settings=build-dir=build/editable \
+	  --config-settings=cmake.define.THINWIRE_WERROR=ON --editable '.[dev]'
 	@touch $@
 
 train: install ## train a small Llama on this machine (4 ranks as 2x2 without a GPU)
@@ -40,7 +45,8 @@ test: lint ## lint, then every test that is not marked slow
 test-all: lint ## lint, then all tests, slow ones included
 	$(BIN)/python -m pytest -m "not gpu"
 
-lint: install ## ruff, mypy, import contracts
+lint: install ## ruff, mypy, import contracts, clang-format
+	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -49,6 +55,7 @@ lint: install ## ruff, mypy, import contracts
 format: install ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CXX_FILES)
 
 docs: install ## regenerate docs/plan-reference.md from the types
 	$(BIN)/python -m thinwire.spec.reference docs/plan-reference.md

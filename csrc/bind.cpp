@@ -1,0 +1,10 @@
+#include "bind.hpp"
+
+#include "target.hpp"
+
+NB_MODULE(_native, module) {
+    module.doc() = "Native codecs; their types are in _native.pyi.";
+    thinwire::choose_target();
+    thinwire::bind_target(module);
+    thinwire::bind_zfp(module);
+}

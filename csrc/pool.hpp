@@ -1,0 +1,39 @@
+// Threads shared by all native calls of this process.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <type_traits>
+
+namespace thinwire {
+
+namespace detail {
+
+using Slice = void (*)(void* context, std::int64_t begin, std::int64_t end);
+
+void run_slices(std::int64_t count, int threads, Slice slice, void* context);
+
+}  // namespace detail
+
+// Calls fn(begin, end) for disjoint ranges that cover [0, count), on at most `threads` threads.
+//
+// The calling thread takes part and needs no other to finish, so calls from several threads, and calls from inside
+// fn, never wait for each other. threads <= 1 is a plain call. The first exception that fn throws reaches the caller,
+// after every range that had begun is done; ranges that had not begun are left out.
+template <class Fn>
+void parallel_for(std::int64_t count, int threads, Fn&& fn) {
+    if (count <= 0) {
+        return;
+    }
+    if (threads <= 1 || count == 1) {
+        fn(std::int64_t{0}, count);
+        return;
+    }
+    using Plain = std::remove_reference_t<Fn>;
+    detail::run_slices(
+        count, threads,
+        [](void* context, std::int64_t begin, std::int64_t end) { (*static_cast<Plain*>(context))(begin, end); },
+        const_cast<void*>(static_cast<const void*>(std::addressof(fn))));
+}
+
+}  // namespace thinwire

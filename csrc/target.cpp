@@ -1,0 +1,97 @@
+#include "target.hpp"
+
+#include <atomic>
+#include <cstdlib>
+#include <stdexcept>
+
+namespace thinwire {
+
+#ifdef THINWIRE_X86_64
+namespace avx2 {
+extern const Kernels kKernels;
+}
+namespace avx512 {
+extern const Kernels kKernels;
+}
+#endif
+
+namespace {
+
+struct Target {
+    const char* name;
+    const Kernels* kernels;
+    bool (*supported)();
+};
+
+// The plainest first. A target is supported where the CPU has every feature that csrc/CMakeLists.txt compiles it with.
+constexpr Target kTargets[] = {
+    {"baseline", &baseline::kKernels, [] { return true; }},
+#ifdef THINWIRE_X86_64
+    {"avx2", &avx2::kKernels,
+     [] {
+         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+                __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt") &&
+                __builtin_cpu_supports("movbe");
+     }},
+    {"avx512", &avx512::kKernels,
+     [] {
+         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
+                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
+                __builtin_cpu_supports("avx512bitalg");
+     }},
+#endif
+};
+
+std::atomic<const Target*> current = &kTargets[0];
+
+}  // namespace
+
+const Kernels& kernels() {
+    return *current.load(std::memory_order_relaxed)->kernels;
+}
+
+std::vector<std::string> targets() {
+    std::vector<std::string> names;
+    for (const Target& target : kTargets) {
+        if (target.supported()) {
+            names.emplace_back(target.name);
+        }
+    }
+    return names;
+}
+
+std::string target() {
+    return current.load(std::memory_order_relaxed)->name;
+}
+
+void use_target(const std::string& name) {
+    std::string valid;
+    for (const Target& target : kTargets) {
+        if (!target.supported()) {
+            continue;
+        }
+        if (target.name == name) {
+            current.store(&target, std::memory_order_relaxed);
+            return;
+        }
+        valid += (valid.empty() ? "" : ", ") + std::string(target.name);
+    }
+    throw std::invalid_argument("no instruction set '" + name + "' on this CPU; there are: " + valid);
+}
+
+void choose_target() {
+    const char* wanted = std::getenv("THINWIRE_CPU_TARGET");
+    if (wanted == nullptr || *wanted == '\0') {
+        use_target(targets().back());
+        return;
+    }
+    try {
+        use_target(wanted);
+    } catch (const std::invalid_argument& error) {
+        throw std::invalid_argument(std::string("THINWIRE_CPU_TARGET: ") + error.what());
+    }
+}
+
+}  // namespace thinwire

@@ -1,0 +1,1 @@
+"""Native codecs: C++ from ``csrc/``, with one version of every kernel per instruction set."""
