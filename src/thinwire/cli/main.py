@@ -8,6 +8,7 @@ import typer
 
 import thinwire
 from thinwire.cli.bench import bench
+from thinwire.cli.bench_codecs import codecs
 from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
@@ -25,6 +26,7 @@ app.command()(train)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 bench.command()(overlap)
+bench.command()(codecs)
 app.add_typer(bench)
 
 

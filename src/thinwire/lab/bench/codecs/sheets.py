@@ -1,0 +1,199 @@
+"""A run as tables: the same ones for a terminal and for a page of the documentation."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.table import Table
+
+from thinwire.errors import UsageError
+from thinwire.lab.bench.codecs.data import DATA_SETS
+from thinwire.lab.bench.codecs.jobs import DIRECTIONS, FUSED
+from thinwire.lab.bench.codecs.study import Study
+from thinwire.lab.bench.codecs.timing import COPY, Speed
+from thinwire.units import format_bytes
+
+__all__ = ["Sheet", "insert", "markdown", "rich_table", "sheets"]
+
+_BEGIN: Final = "<!-- results: begin (written by `thinwire bench codecs --page`) -->"
+_END: Final = "<!-- results: end -->"
+
+
+@dataclass(frozen=True)
+class Sheet:
+    """One table as text.
+
+    Attributes:
+        title: above it.
+        columns: their names; the first ones hold words, the others numbers.
+        words: how many hold words.
+        rows: cells.
+        faint: rows that are there for comparison.
+    """
+
+    title: str
+    columns: Sequence[str]
+    words: int
+    rows: Sequence[Sequence[str]]
+    faint: frozenset[int] = frozenset()
+
+
+def sheets(study: Study) -> list[Sheet]:
+    """The tables of a run, in the order in which one reads them; without any row a table is left out."""
+    made = [*_error_sheets(study), *_speed_sheets(study), _fused_sheet(study), _blocking_sheet(study)]
+    return [sheet for sheet in [*made, _peer_sheet(study), _goal_sheet(study)] if sheet.rows]
+
+
+def rich_table(sheet: Sheet) -> Table:
+    """For a terminal."""
+    table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False)
+    for index, name in enumerate(sheet.columns):
+        table.add_column(name, justify="left" if index < sheet.words else "right", no_wrap=True)
+    for index, row in enumerate(sheet.rows):
+        style = "dim" if index in sheet.faint else None
+        table.add_row(*row, style="red" if row[-1] in {"missed", "red"} else style)
+    return table
+
+
+def markdown(study: Study) -> str:
+    """The tables as Markdown, with what a reader needs to judge them."""
+    versions = study.environment["versions"]
+    lines = [
+        f"{study.device}, {study.environment['cores']} cores, {study.threads} "
+        f"{'thread' if study.threads == 1 else 'threads'}; backend `{study.backend}`; median of {study.rounds} rounds; "
+        f"torch {versions['torch']}, thinwire {versions['thinwire']}; {study.environment['date'][:10]}.",
+        "",
+        f"    {study.command}",
+        "",
+    ]
+    lines += [f"- {note}" for note in study.notes] + ([""] if study.notes else [])
+    for sheet in sheets(study):
+        lines += [f"**{sheet.title}**", "", _row(sheet.columns)]
+        lines.append(_row(["---" if index < sheet.words else "---:" for index in range(len(sheet.columns))]))
+        lines += [_row(row) for row in sheet.rows]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def insert(page: str, text: str) -> str:
+    """A page with its results replaced.
+
+    Args:
+        page: holds the two marks between which results stand.
+        text: that comes between them.
+
+    Raises:
+        UsageError: the page has no such place.
+    """
+    pattern = re.compile(f"{re.escape(_BEGIN)}\n.*?{re.escape(_END)}", re.DOTALL)
+    if not pattern.search(page):
+        raise UsageError(f"the page has no place for results; mark it with the lines\n{_BEGIN}\n{_END}")
+    return pattern.sub(lambda match: f"{_BEGIN}\n\n{text.strip()}\n\n{_END}", page)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _error_sheets(study: Study) -> list[Sheet]:
+    """Signal-to-noise ratio by codec and data set, a table for each dtype."""
+    made = []
+    named = {each.data for each in study.accuracies}
+    data = [name for name in DATA_SETS if name in named]
+    for dtype in dict.fromkeys(each.dtype for each in study.accuracies):
+        here = {(each.subject, each.data): each for each in study.accuracies if each.dtype == dtype}
+        subjects = [name for name in _subjects(study) if any(subject == name for subject, _ in here)]
+        rows: list[list[str]] = []
+        faint: set[int] = set()
+        for subject in subjects:
+            found = [here[subject, name] for name in data]
+            if subject not in study.codecs:
+                faint.add(len(rows))
+            rows.append([
+                subject,
+                _bits([each.wire_bits for each in found]),
+                *("exact" if each.snr_db is None else f"{each.snr_db:.1f}" for each in found),
+            ])  # fmt: skip
+        made.append(Sheet(f"{dtype}: signal to noise in dB", ["codec", "bits", *data], 1, rows, frozenset(faint)))
+    return made
+
+
+def _speed_sheets(study: Study) -> list[Sheet]:
+    """GB/s and share of memcpy, a table for each dtype and size."""
+    made = []
+    for dtype, size in dict.fromkeys((each.dtype, each.size) for each in study.speeds):
+        here = [each for each in study.speeds if (each.dtype, each.size) == (dtype, size)]
+        by_key = {(each.subject, each.direction): each for each in here}
+        copy = by_key[COPY, "copy"]
+        rows = [[COPY, "", f"{copy.gb_per_s:.1f} ({copy.gb_per_s_min:.1f} to {copy.gb_per_s_max:.1f})", "", ""]]
+        faint = {0}
+        for subject in dict.fromkeys(each.subject for each in here if each.subject != COPY):
+            if subject not in study.codecs:
+                faint.add(len(rows))
+            cells = [_speed(by_key.get((subject, direction))) for direction in DIRECTIONS]
+            rows.append([subject, f"{by_key[subject, 'encode'].wire_bits:.2f}", *cells])
+        title = f"{dtype}, {format_bytes(size)}: GB/s of the tensor (share of memcpy, range over rounds)"
+        made.append(Sheet(title, ["codec", "bits", *DIRECTIONS], 1, rows, frozenset(faint)))
+    return made
+
+
+def _fused_sheet(study: Study) -> Sheet:
+    by_key = {(each.subject, each.dtype, each.size, each.direction): each for each in study.speeds}
+    keys = dict.fromkeys(key[:3] for key in by_key if key[3] in FUSED)
+    rows = [
+        [subject, dtype, format_bytes(size), *(_speed(by_key.get((subject, dtype, size, way))) for way in FUSED)]
+        for subject, dtype, size in keys
+    ]
+    title = "fused forms, of 4 slices or 4 messages: GB/s of all tensors (share of memcpy, range over rounds)"
+    return Sheet(title, ["codec", "dtype", "size", *FUSED], 3, rows)
+
+
+def _blocking_sheet(study: Study) -> Sheet:
+    ratios = {(each.unblocked, each.blocked, each.dtype, each.data): each.ratio for each in study.blockings}
+    named = {each.data for each in study.blockings}
+    data = [name for name in DATA_SETS if name in named]
+    rows = [
+        [unblocked, blocked, dtype, *(f"{ratios[unblocked, blocked, dtype, name]:.1f}" for name in data)]
+        for unblocked, blocked, dtype in dict.fromkeys(key[:3] for key in ratios)
+    ]
+    title = "one scale for everything: RMS error over that with blocks (the ZeRO++ paper says 3)"
+    return Sheet(title, ["unblocked", "blocked", "dtype", *data], 3, rows)
+
+
+def _peer_sheet(study: Study) -> Sheet:
+    rows = [
+        [peer.name, peer.summary, peer.package or "torch", peer.version or "", peer.absent or "measured"]
+        for peer in study.peers
+    ]
+    return Sheet("peers", ["name", "what it is", "package", "version", ""], 5, rows)
+
+
+def _goal_sheet(study: Study) -> Sheet:
+    rows = []
+    for goal in study.goals:
+        percent = "share" in goal.goal
+        figures = (f"{100 * value:.0f}%" if percent else f"{value:.1f}" for value in (goal.measured, goal.wanted))
+        rows.append([goal.goal, goal.subject, *figures, "met" if goal.met else "missed"])
+    return Sheet("goals", ["goal", "of", "measured", "wanted", ""], 2, rows)
+
+
+def _subjects(study: Study) -> list[str]:
+    """Codecs as they were named, then peers."""
+    return list(dict.fromkeys([*study.codecs, *(peer.name for peer in study.peers)]))
+
+
+def _speed(speed: Speed | None) -> str:
+    if speed is None:
+        return ""
+    shares = (100 * speed.share, 100 * speed.share_min, 100 * speed.share_max)
+    return (
+        f"{speed.gb_per_s:.{1 if speed.gb_per_s >= 1 else 2}f} ({shares[0]:.0f}%, {shares[1]:.0f} to {shares[2]:.0f})"
+    )
+
+
+def _bits(found: Sequence[float]) -> str:
+    low, high = min(found), max(found)
+    return f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"

@@ -1,0 +1,186 @@
+"""Jobs take turns: what each takes, and how much of a plain copy's speed that is."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["COPY", "Job", "Speed", "copy_job", "interleave", "is_noisy", "speeds"]
+
+COPY: Final = "memcpy"
+"""The subject of the job that all others are held against."""
+
+_SHORTEST_TURN = 3e-3
+_MOST_CALLS = 200
+_NOISE = 0.1
+
+
+@dataclass(frozen=True)
+class Job:
+    """Something to be timed.
+
+    Attributes:
+        subject: a codec, a peer, or :data:`COPY`.
+        direction: what it does.
+        num_bytes: of the uncompressed tensors, per call.
+        call: does it once; on CUDA it only enqueues.
+    """
+
+    subject: str
+    direction: str
+    num_bytes: int
+    call: Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a job took.
+
+    Attributes:
+        subject: a codec, a peer, or ``memcpy``.
+        direction: ``encode``, ``decode``, ``decode_add``, ``encode_slices``, ``decode_sum``, ``decode_sum_encode`` or
+            ``copy``.
+        dtype: of the tensor.
+        size: of the tensor in bytes.
+        num_bytes: that a call counts for: ``size`` times the number of tensors that are read or written.
+        wire_bits: of a message for each value; None for ``memcpy``.
+        gb_per_s: ``num_bytes`` over the median time, in 1e9 bytes.
+        gb_per_s_min: of the slowest round.
+        gb_per_s_max: of the fastest round.
+        share: of memcpy's speed: the ratio of medians.
+        share_min: smallest ratio within a round.
+        share_max: largest ratio within a round.
+        seconds: per call, of every round.
+    """
+
+    subject: str
+    direction: str
+    dtype: str
+    size: int
+    num_bytes: int
+    wire_bits: float | None
+    gb_per_s: float
+    gb_per_s_min: float
+    gb_per_s_max: float
+    share: float
+    share_min: float
+    share_max: float
+    seconds: tuple[float, ...]
+
+
+def copy_job(source: Tensor, target: Tensor) -> Job:
+    """A copy of a tensor: libc's memcpy on CPU, on one thread; the device's own on CUDA."""
+    num_bytes = source.numel() * source.element_size()
+    if source.device.type != "cpu":
+        return Job(COPY, "copy", num_bytes, lambda: target.copy_(source))
+    memcpy = ctypes.CDLL(None).memcpy
+    memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+    memcpy.restype = ctypes.c_void_p
+    to, of = target.data_ptr(), source.data_ptr()
+    return Job(COPY, "copy", num_bytes, lambda: memcpy(to, of, num_bytes))
+
+
+def interleave(jobs: Sequence[Job], *, rounds: int, device: torch.device, seed: int = 0) -> list[list[float]]:
+    """Seconds per call of each job in each round.
+
+    A first round warms up and tells how many calls a turn needs to last a few milliseconds. In every further round
+    each job has one turn, in a new random order.
+
+    Args:
+        jobs: to be timed.
+        rounds: that count.
+        device: whose clock to use.
+        seed: of the order.
+    """
+    clock = _cuda_seconds if device.type == "cuda" else _cpu_seconds
+    for job in jobs:
+        job.call()
+    calls = [min(_MOST_CALLS, max(1, round(_SHORTEST_TURN / clock(job.call, 1)))) for job in jobs]
+    seconds: list[list[float]] = [[] for _ in jobs]
+    order = list(range(len(jobs)))
+    shuffle = random.Random(seed).shuffle
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            shuffle(order)
+            for index in order:
+                seconds[index].append(clock(jobs[index].call, calls[index]))
+    finally:
+        gc.enable()
+    return seconds
+
+
+def speeds(
+    jobs: Sequence[Job], seconds: Sequence[Sequence[float]], *, dtype: str, size: int, wire_bits: Mapping[str, float]
+) -> list[Speed]:
+    """Figures of a bench.
+
+    Args:
+        jobs: one of them memcpy.
+        seconds: of :func:`interleave`.
+        dtype: of the tensor.
+        size: of the tensor in bytes.
+        wire_bits: by subject.
+    """
+    (copy,) = [index for index, job in enumerate(jobs) if job.subject == COPY]
+    copied = [jobs[copy].num_bytes / taken for taken in seconds[copy]]
+    copied_median = jobs[copy].num_bytes / statistics.median(seconds[copy])
+    found = []
+    for job, taken in zip(jobs, seconds, strict=True):
+        by_round = [job.num_bytes / each for each in taken]
+        median = job.num_bytes / statistics.median(taken)
+        shares = [ours / theirs for ours, theirs in zip(by_round, copied, strict=True)]
+        found.append(
+            Speed(
+                subject=job.subject,
+                direction=job.direction,
+                dtype=dtype,
+                size=size,
+                num_bytes=job.num_bytes,
+                wire_bits=wire_bits.get(job.subject),
+                gb_per_s=median / 1e9,
+                gb_per_s_min=min(by_round) / 1e9,
+                gb_per_s_max=max(by_round) / 1e9,
+                share=median / copied_median,
+                share_min=min(shares),
+                share_max=max(shares),
+                seconds=tuple(taken),
+            )
+        )
+    return found
+
+
+def is_noisy(seconds: Sequence[float]) -> bool:
+    """Whether the middle half of a copy's rounds lies further apart than a tenth of the median."""
+    if len(seconds) < 2:
+        return False
+    lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+    return upper - lower > _NOISE * median
+
+
+def _cpu_seconds(call: Callable[[], object], calls: int) -> float:
+    started = time.perf_counter()
+    for _ in range(calls):
+        call()
+    return (time.perf_counter() - started) / calls
+
+
+def _cuda_seconds(call: Callable[[], object], calls: int) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / calls
