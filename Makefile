@@ -15,8 +15,13 @@ PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13; do \
 # An extra package index for PyTorch, for example https://download.pytorch.org/whl/cpu for the small CPU-only build.
 TORCH_INDEX ?=
 
+# How long `make asan` fuzzes. (bash has a variable of that name; only the command line's counts.)
+ifneq ($(origin SECONDS),command line)
+SECONDS := 20
+endif
+
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all lint format docs bench-peers gpu-check clean
+.PHONY: help install train test test-all lint format asan docs bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -56,6 +61,14 @@ format: install ## format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CXX_FILES)
+
+asan: install ## fuzz the native codecs under the address and undefined behaviour sanitizers; SECONDS=20
+	$(BIN)/cmake -S . -B build/asan-$(notdir $(CXX)) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DCMAKE_CXX_COMPILER=$(CXX) -DTHINWIRE_PYTHON=OFF -DTHINWIRE_FUZZ=ON \
+	  -DTHINWIRE_SANITIZE=address,undefined,float-cast-overflow --log-level=WARNING
+	$(BIN)/cmake --build build/asan-$(notdir $(CXX))
+	@fuzz=build/asan-$(notdir $(CXX))/csrc/thinwire_fuzz; if [[ "$(notdir $(CXX))" == clang* ]]; then \
+	  $$fuzz -max_total_time=$(SECONDS) -max_len=4096; else $$fuzz $(SECONDS); fi
 
 docs: install ## regenerate docs/plan-reference.md from the types
 	$(BIN)/python -m thinwire.spec.reference docs/plan-reference.md

@@ -38,7 +38,7 @@ struct Job {
 
 // Slices are coarse, so one mutex guards everything here.
 class Pool {
- public:
+public:
     void run(Job& job) {
         std::unique_lock lock(mutex_);
         hire(job.helpers);
@@ -67,7 +67,7 @@ class Pool {
         }
     }
 
- private:
+private:
     void hire(int helpers) {
         if (retired_ || std::ssize(workers_) >= helpers) {
             return;
