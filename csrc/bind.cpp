@@ -6,5 +6,6 @@ NB_MODULE(_native, module) {
     module.doc() = "Native codecs; their types are in _native.pyi.";
     thinwire::choose_target();
     thinwire::bind_target(module);
+    thinwire::bind_codec(module);
     thinwire::bind_zfp(module);
 }

@@ -28,6 +28,7 @@ inline DType dtype_of(int number) {
     return static_cast<DType>(number);
 }
 
+void bind_codec(nanobind::module_& module);
 void bind_target(nanobind::module_& module);
 void bind_zfp(nanobind::module_& module);
 

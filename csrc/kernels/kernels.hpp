@@ -18,14 +18,90 @@ namespace thinwire {
 // The numbers are the bindings' interface: src/thinwire/codecs/cpp passes them.
 enum class DType : int { float32 = 0, bfloat16 = 1, float16 = 2 };
 
+// intN:BLOCK and intN:tensor. A block is at most kMostBlock values, so that one fits the first-level cache.
+constexpr std::int64_t kMostBlock = 8192;
+
+struct BlockFormat {
+    int bits;            // 2 to 8
+    std::int64_t block;  // values a scale serves, a multiple of 8
+    bool search;         // the scale of least squared error, for 5 bits and fewer
+    bool hadamard;       // blocks are rotated; `block` is a power of two
+    bool stochastic;
+};
+
+// The largest magnitude among values, as the bits of an fp32 without sign (infinities and NaN above all others), and
+// whether a value without minus sign has it.
+struct Largest {
+    std::int32_t magnitude;
+    bool positive;
+};
+
+// The parts of an exp3 message from some block on.
+struct Exp3Parts {
+    char* bases;    // one byte for each block
+    char* counts;   // two
+    char* planes;   // 192
+    char* rest;     // a byte for each value
+    char* escapes;  // a byte for each escape
+};
+
 // Memory may be misaligned unless a kernel says otherwise.
 struct Kernels {
+    // kernels/block.cpp. Whole blocks, the last of a message may be shorter; `position` is the place of x[0] in it.
+    void (*block_encode)(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format,
+                         std::int64_t position, std::uint32_t seed, void* codes, void* scales);
+    void (*block_decode)(const void* codes, const void* scales, std::int64_t numel, const BlockFormat& format,
+                         void* out, DType dtype, bool add);
+    // One scale for many parts: first the largest value of all parts, then the parts. Returns the scale.
+    Largest (*block_largest)(const void* x, DType dtype, std::int64_t numel);
+    float (*block_encode_part)(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format,
+                               const Largest& largest, std::int64_t position, std::uint32_t seed, void* codes);
+
+    // kernels/cast.cpp
+    void (*cast)(const void* x, DType dtype, std::int64_t numel, void* out, DType to, bool add);
+    void (*multiply)(float* x, std::int64_t numel, float factor);
+
+    // kernels/exp3.cpp. `x` begins a block.
+    std::int64_t (*exp3_count)(const void* x, std::int64_t numel);  // escapes
+    // Returns the number of escapes, or -1 if there are more than `room`.
+    std::int64_t (*exp3_encode)(const void* x, std::int64_t numel, const Exp3Parts& parts, std::int64_t room);
+    std::int64_t (*exp3_announced)(const void* counts, std::int64_t blocks);  // escapes
+    // Reads as many escapes as the counts announce. Returns whether each block marks as many as it announces.
+    bool (*exp3_decode)(const Exp3Parts& parts, std::int64_t numel, void* out);
+
+    // kernels/mpc.cpp. `x` and `out` begin a chunk; `kept` are the residual words that are not zero. All but
+    // mpc_announced return how many these are.
+    std::int64_t (*mpc_count)(const void* x, std::int64_t nbytes);
+    std::int64_t (*mpc_encode)(const void* x, std::int64_t nbytes, void* bitmap, void* kept);
+    std::int64_t (*mpc_announced)(const void* bitmap, std::int64_t words);  // bits that are set
+    std::int64_t (*mpc_decode)(const void* bitmap, const void* kept, std::int64_t nbytes, void* out);
+
     // kernels/zfp.cpp
     void (*zfp_encode)(const void* x, DType dtype, std::int64_t numel, int maxbits, void* wire);
     void (*zfp_decode)(const void* wire, std::int64_t numel, int maxbits, void* out, DType dtype, bool add);
 };
 
 namespace THINWIRE_TARGET {
+
+void block_encode(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
+                  std::uint32_t seed, void* codes, void* scales);
+void block_decode(const void* codes, const void* scales, std::int64_t numel, const BlockFormat& format, void* out,
+                  DType dtype, bool add);
+Largest block_largest(const void* x, DType dtype, std::int64_t numel);
+float block_encode_part(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format,
+                        const Largest& largest, std::int64_t position, std::uint32_t seed, void* codes);
+void cast(const void* x, DType dtype, std::int64_t numel, void* out, DType to, bool add);
+void multiply(float* x, std::int64_t numel, float factor);
+
+std::int64_t exp3_count(const void* x, std::int64_t numel);
+std::int64_t exp3_encode(const void* x, std::int64_t numel, const Exp3Parts& parts, std::int64_t room);
+std::int64_t exp3_announced(const void* counts, std::int64_t blocks);
+bool exp3_decode(const Exp3Parts& parts, std::int64_t numel, void* out);
+
+std::int64_t mpc_count(const void* x, std::int64_t nbytes);
+std::int64_t mpc_encode(const void* x, std::int64_t nbytes, void* bitmap, void* kept);
+std::int64_t mpc_announced(const void* bitmap, std::int64_t words);
+std::int64_t mpc_decode(const void* bitmap, const void* kept, std::int64_t nbytes, void* out);
 
 void zfp_encode(const void* x, DType dtype, std::int64_t numel, int maxbits, void* wire);
 void zfp_decode(const void* wire, std::int64_t numel, int maxbits, void* out, DType dtype, bool add);

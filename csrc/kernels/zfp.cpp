@@ -6,6 +6,9 @@
 #include "kernels/kernels.hpp"
 #include "kernels/values.hpp"
 #include "kernels/zfp_planes.hpp"
+#ifdef __AVX512VBMI__
+#include "kernels/zfp_planes_avx512.hpp"
+#endif
 
 namespace thinwire::THINWIRE_TARGET {
 namespace {
@@ -159,8 +162,8 @@ void pack(const Headers& headers, const Payloads& payloads, int maxbits, std::ui
         }
     };
     for (int block = 0; block < kGroup; ++block) {
-        const std::uint64_t low = low_bits(payloads.low[block], maxbits - kHeaderBits);
-        const std::uint64_t high = low_bits(payloads.high[block], maxbits - kHeaderBits - 64);
+        const std::uint64_t low = low_bits(payloads.low[Payloads::slot(block)], maxbits - kHeaderBits);
+        const std::uint64_t high = low_bits(payloads.high[Payloads::slot(block)], maxbits - kHeaderBits - 64);
         put(headers.bits[block] | low << kHeaderBits, maxbits < 64 ? maxbits : 64);
         if (maxbits > 64) {
             put(high << kHeaderBits | low >> (64 - kHeaderBits), maxbits - 64);
@@ -183,13 +186,13 @@ void unpack(const std::uint64_t* words, int maxbits, Headers& headers, Payloads&
         const int from = payload % 64;
         const std::uint64_t first = word[0] >> from | word[1] << 1 << (63 - from);
         const int budget = maxbits - kHeaderBits;
-        payloads.low[block] = announced ? low_bits(first, budget) : 0;
+        payloads.low[Payloads::slot(block)] = announced ? low_bits(first, budget) : 0;
         std::uint64_t second = 0;
         if (budget > 64) {
             second = word[1] >> from | word[2] << 1 << (63 - from);
             second = announced ? low_bits(second, budget - 64) : 0;
         }
-        payloads.high[block] = second;
+        payloads.high[Payloads::slot(block)] = second;
     }
     static_assert(kHeaderBits < 64);
 }
@@ -220,6 +223,7 @@ std::int64_t wire_bytes(std::int64_t values, int maxbits) {
 
 void zfp_encode(const void* x, DType dtype, std::int64_t numel, int maxbits, void* wire) {
     auto* to = static_cast<char*>(wire);
+    const auto budget = static_cast<std::uint32_t>(maxbits - kHeaderBits);
     alignas(64) float widened[kGroupValues] = {};
     alignas(64) std::uint64_t words[kMaxBits];
     Headers headers;
@@ -236,7 +240,11 @@ void zfp_encode(const void* x, DType dtype, std::int64_t numel, int maxbits, voi
         } else {
             analyse(values, headers, planes);
         }
-        encode_planes(planes, static_cast<std::uint32_t>(maxbits - kHeaderBits), payloads);
+#ifdef __AVX512VBMI__
+        encode_planes_avx512(planes, budget, payloads);
+#else
+        encode_planes(planes, budget, payloads);
+#endif
         pack(headers, payloads, maxbits, words);
         const std::int64_t written = wire_bytes(count, maxbits);
         copy(to, words, written);
@@ -246,6 +254,7 @@ void zfp_encode(const void* x, DType dtype, std::int64_t numel, int maxbits, voi
 
 void zfp_decode(const void* wire, std::int64_t numel, int maxbits, void* out, DType dtype, bool add) {
     const auto* from = static_cast<const char*>(wire);
+    const auto budget = static_cast<std::uint32_t>(maxbits - kHeaderBits);
     alignas(64) float values[kGroupValues];
     alignas(64) std::uint64_t words[kMaxBits + 2] = {};
     Headers headers;
@@ -257,7 +266,11 @@ void zfp_decode(const void* wire, std::int64_t numel, int maxbits, void* out, DT
         copy(words, from, read);
         from += read;
         unpack(words, maxbits, headers, payloads);
-        decode_planes(payloads, static_cast<std::uint32_t>(maxbits - kHeaderBits), planes);
+#ifdef __AVX512VBMI__
+        decode_planes_avx512(payloads, budget, planes);
+#else
+        decode_planes(payloads, budget, planes);
+#endif
         synthesise(headers, planes, values);
         store_values(values, count, offset(out, dtype, first), dtype, add);
     }

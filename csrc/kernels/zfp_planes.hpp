@@ -20,6 +20,15 @@ constexpr int kMaxCode = 7;
 struct Payloads {
     alignas(64) std::uint64_t low[kGroup];
     alignas(64) std::uint64_t high[kGroup];
+
+    // Where a block's are.
+    static constexpr int slot(int block) {
+#ifdef __AVX512VBMI__
+        return block % 8 * 8 + block / 8;
+#else
+        return block;
+#endif
+    }
 };
 
 // Nibbles of all planes of a group: plane 4 * p + j of block b is bits 4 * p.. of words[j][b].
@@ -43,7 +52,7 @@ struct Tables {
         }
     }
 
- private:
+private:
     constexpr void enter(std::uint32_t n, std::uint32_t nibble) {
         std::uint32_t code = nibble & ((1u << n) - 1);
         std::uint32_t length = n;

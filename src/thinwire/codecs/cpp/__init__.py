@@ -1,1 +1,14 @@
-"""Native codecs: C++ from ``csrc/``, with one version of every kernel per instruction set."""
+"""The codecs on CPU: C++ from ``csrc/``, with one version of every kernel per instruction set."""
+
+from __future__ import annotations
+
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.cpp.fixed import FixedCodec
+from thinwire.spec import CodecSpec
+
+__all__ = ["make"]
+
+
+def make(spec: CodecSpec) -> Codec:
+    """The codec of a spec."""
+    return FixedCodec(spec)

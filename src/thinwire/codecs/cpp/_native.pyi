@@ -15,6 +15,47 @@ def use_target(name: str) -> None:
 
 # dtype: 0 is float32, 1 is bfloat16, 2 is float16.
 
+class Codec:
+    """A codec of fixed length (csrc/codec.hpp)."""
+
+    @staticmethod
+    def cast(to: int) -> Codec: ...
+    @staticmethod
+    def block(bits: int, block: int, search: bool, hadamard: bool, stochastic: bool) -> Codec: ...
+    @staticmethod
+    def zfp(block_bits: int) -> Codec: ...
+    def wire_bytes(self, numel: int) -> int: ...
+    def encode(
+        self, x_address: int, dtype: int, numel: int, wire_address: int, wire_bytes: int, seed: int, threads: int
+    ) -> None: ...
+    def decode(
+        self, wire_address: int, wire_bytes: int, numel: int, out_address: int, dtype: int, add: bool, threads: int
+    ) -> None: ...
+    def decode_sum(
+        self,
+        wires_address: int,
+        count: int,
+        stride: int,
+        numel: int,
+        factor: float,
+        out_address: int,
+        dtype: int,
+        threads: int,
+    ) -> None: ...
+    def decode_sum_encode(
+        self,
+        wires_address: int,
+        count: int,
+        stride: int,
+        numel: int,
+        factor: float,
+        to: Codec,
+        wire_address: int,
+        wire_bytes: int,
+        seed: int,
+        threads: int,
+    ) -> None: ...
+
 def zfp_encode(
     x_address: int, dtype: int, numel: int, maxbits: int, wire_address: int, wire_bytes: int, threads: int
 ) -> None: ...

@@ -102,8 +102,8 @@ class BlockCodec(Codec):
         codes_BV = _requantize(a_BV, best_B, levels)
         num_B = (a_BV * codes_BV).sum(1, dtype=torch.int32)
         den_B = (codes_BV * codes_BV).sum(1, dtype=torch.int32)
-        ratio_B = torch.where(den_B == 0, 0.0, num_B.float() / den_B.clamp(min=1).float())
-        return codes_BV, max_B * (-1.0 / 128) * ratio_B
+        scales_B = max_B * (-1.0 / 128) * (num_B.float() / den_B.clamp(min=1).float())
+        return codes_BV, torch.where(den_B == 0, 0.0, scales_B)
 
     def _round_at_random(self, x_BV: Tensor, largest_B: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         """Rule 5."""

@@ -41,10 +41,19 @@ class CastCodec(Codec):
 
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         del seed
-        data = as_bytes(x.float().to(self._dtype))
+        data = as_bytes(_rounded(x, self._dtype))
         wire[: data.numel()] = data
         return data.numel()
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         del encoded
         store(wire.clone().view(self._dtype).float(), out, add=add)
+
+
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype``. Which bits NaN becomes depends in torch on the place of the value; here they are fixed."""
+    if x.dtype == dtype:
+        return x
+    nan = 0x7FC0 if dtype == torch.bfloat16 else 0x7E00
+    bits = x.float().to(dtype).view(torch.int16)
+    return torch.where(x.isnan(), nan, bits).to(torch.int16)

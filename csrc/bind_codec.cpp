@@ -1,0 +1,50 @@
+#include "bind.hpp"
+#include "codec.hpp"
+
+namespace thinwire {
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+void bind_codec(nb::module_& module) {
+    using Released = nb::call_guard<nb::gil_scoped_release>;
+    nb::class_<Codec>(module, "Codec")
+        .def_static(
+            "cast", [](int to) { return Codec::cast(dtype_of(to)); }, "to"_a)
+        .def_static("block", &Codec::block, "bits"_a, "block"_a, "search"_a, "hadamard"_a, "stochastic"_a)
+        .def_static("zfp", &Codec::zfp, "block_bits"_a)
+        .def("wire_bytes", &Codec::wire_bytes, "numel"_a)
+        .def(
+            "encode",
+            [](const Codec& codec, Address x, int dtype, std::int64_t numel, Address wire, std::int64_t wire_bytes,
+               std::uint32_t seed, int threads) {
+                codec.encode(pointer(x), dtype_of(dtype), numel, pointer(wire), wire_bytes, seed, threads);
+            },
+            "x_address"_a, "dtype"_a, "numel"_a, "wire_address"_a, "wire_bytes"_a, "seed"_a, "threads"_a, Released())
+        .def(
+            "decode",
+            [](const Codec& codec, Address wire, std::int64_t wire_bytes, std::int64_t numel, Address out, int dtype,
+               bool add, int threads) {
+                codec.decode(pointer(wire), wire_bytes, numel, pointer(out), dtype_of(dtype), add, threads);
+            },
+            "wire_address"_a, "wire_bytes"_a, "numel"_a, "out_address"_a, "dtype"_a, "add"_a, "threads"_a, Released())
+        .def(
+            "decode_sum",
+            [](const Codec& codec, Address wires, std::int64_t count, std::int64_t stride, std::int64_t numel,
+               float factor, Address out, int dtype, int threads) {
+                codec.decode_sum(pointer(wires), count, stride, numel, factor, pointer(out), dtype_of(dtype), threads);
+            },
+            "wires_address"_a, "count"_a, "stride"_a, "numel"_a, "factor"_a, "out_address"_a, "dtype"_a, "threads"_a,
+            Released())
+        .def(
+            "decode_sum_encode",
+            [](const Codec& codec, Address wires, std::int64_t count, std::int64_t stride, std::int64_t numel,
+               float factor, const Codec& to, Address wire, std::int64_t wire_bytes, std::uint32_t seed, int threads) {
+                codec.decode_sum_encode(pointer(wires), count, stride, numel, factor, to, pointer(wire), wire_bytes,
+                                        seed, threads);
+            },
+            "wires_address"_a, "count"_a, "stride"_a, "numel"_a, "factor"_a, "to"_a, "wire_address"_a, "wire_bytes"_a,
+            "seed"_a, "threads"_a, Released());
+}
+
+}  // namespace thinwire

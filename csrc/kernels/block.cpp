@@ -1,0 +1,570 @@
+// Block quantisation (docs/wire-format.md). Rule numbers are those of that page.
+#include "kernels/kernels.hpp"
+#include "kernels/values.hpp"
+
+#if defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
+#include <immintrin.h>
+#define THINWIRE_AVX512 1
+#endif
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+constexpr float kSmallestMax = 0x1p-112F;
+constexpr std::uint32_t kPoison = 0x7fc00000;
+
+// ------------------------------------------------------------------------------------------------ largest value
+
+Largest largest_of(const float* x, std::int64_t numel) {
+    std::int32_t magnitude = 0;
+    std::int32_t most = INT32_MIN;  // of the bits as integers: the positive values in their order
+    for (std::int64_t i = 0; i < numel; ++i) {
+        const std::int32_t bits = bits_of(x[i]);
+        const std::int32_t absolute = bits & 0x7fffffff;
+        magnitude = absolute > magnitude ? absolute : magnitude;
+        most = bits > most ? bits : most;
+    }
+    return {magnitude, most == magnitude};
+}
+
+// Rule 2: what stands at the end of the range that has one code more.
+float signed_max(const Largest& largest) {
+    const float magnitude = value_of(largest.magnitude);
+    const float bounded = magnitude < kSmallestMax ? kSmallestMax : magnitude;
+    return largest.positive ? bounded : -bounded;
+}
+
+bool is_poisoned(const Largest& largest) {
+    return largest.magnitude >= 0x7f800000;
+}
+
+// ------------------------------------------------------------------------------------------------ rounding
+
+// x * factor rounded to nearest even and bounded. |x * factor| is at most 128, so adding 1.5 * 2^23 leaves the integer
+// in the low bits, in two's complement.
+void round_values(const float* x, std::int64_t numel, float factor, int levels, std::int8_t* codes) {
+    constexpr float kShift = 12582912.0F;
+    const auto most = static_cast<float>(levels - 1);
+    for (std::int64_t i = 0; i < numel; ++i) {
+        const float scaled = x[i] * factor;
+        const float bounded = scaled > most ? most : scaled;
+        codes[i] = static_cast<std::int8_t>(bits_of(bounded + kShift));
+    }
+}
+
+std::uint32_t hash_of(std::uint32_t position, std::uint32_t seed) {
+    std::uint32_t h = position * 0x9E3779B1U + seed;
+    h ^= h >> 16;
+    h *= 0x21F0AAADU;
+    h ^= h >> 15;
+    h *= 0x735A2D97U;
+    return h ^ (h >> 15);
+}
+
+// Rule 5.
+void round_at_random(const float* x, std::int64_t numel, float factor, int levels, std::uint32_t position,
+                     std::uint32_t seed, std::int8_t* codes) {
+    const auto most = static_cast<float>(levels);
+    for (std::int64_t i = 0; i < numel; ++i) {
+        const std::uint32_t hash = hash_of(position + static_cast<std::uint32_t>(i), seed);
+        const float uniform = static_cast<float>(static_cast<std::int32_t>(hash >> 8)) * 0x1p-24F;
+        const float shifted = x[i] * factor + uniform;
+        // Truncation, mended below zero, is the floor; both are small.
+        const auto truncated = static_cast<float>(static_cast<std::int32_t>(shifted));
+        const float lower = truncated > shifted ? truncated - 1.0F : truncated;
+        const float bounded = lower > most ? most : (lower < -most ? -most : lower);
+        codes[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(bounded));
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ search
+
+// Rule 4 for one width: what a threshold makes of each of the 256 eight-bit codes. Indexed by the code's byte.
+struct Threshold {
+    alignas(64) std::uint8_t error[256];
+    alignas(64) std::int8_t code[256];
+};
+
+constexpr int kMostThresholds = 64;
+
+struct Search {
+    int first;  // the least threshold that the search can reach
+    int start;
+    int num_distances;
+    int distance[3];
+    Threshold threshold[kMostThresholds];
+};
+
+constexpr int floor_div(int numerator, int denominator) {
+    return numerator / denominator - (numerator % denominator < 0 ? 1 : 0);
+}
+
+void fill(Search& search, int bits) {
+    const int levels = 1 << (bits - 1);
+    const int unit = 256 / levels;
+    search.start = 13 * unit / 16;
+    search.num_distances = 0;
+    int reach = 0;
+    for (int part = 8; part <= 32; part *= 2) {
+        if (unit >= part) {
+            search.distance[search.num_distances++] = unit / part;
+            reach += unit / part;
+        }
+    }
+    search.first = search.start - reach;
+    for (int step = 0; step <= 2 * reach; ++step) {
+        const int threshold = search.first + step;
+        for (int a = -128; a < 128; ++a) {
+            int code = floor_div(4 * a + threshold, 2 * threshold);
+            code = code < -levels ? -levels : (code > levels - 1 ? levels - 1 : code);
+            int error = 2 * a - code * threshold;
+            error = error < 0 ? -error : error;
+            const auto at = static_cast<std::uint8_t>(a);
+            search.threshold[step].error[at] = static_cast<std::uint8_t>(error > 127 ? 127 : error);
+            search.threshold[step].code[at] = static_cast<std::int8_t>(code);
+        }
+    }
+}
+
+struct Searches {
+    Search of_bits[4];  // 2 to 5
+    Searches() {
+        for (int bits = 2; bits <= 5; ++bits) {
+            fill(of_bits[bits - 2], bits);
+        }
+    }
+};
+
+const Search& search_of(int bits) {
+    static const Searches searches;
+    return searches.of_bits[bits - 2];
+}
+
+struct Fit {
+    std::int32_t num;  // sum of a * code
+    std::int32_t den;  // sum of code * code
+};
+
+#ifdef THINWIRE_AVX512
+
+// 256-entry tables live in four registers; `a` selects in both halves and its sign bit chooses.
+struct Table {
+    __m512i part[4];
+    explicit Table(const void* memory) {
+        for (int i = 0; i < 4; ++i) {
+            part[i] = _mm512_load_si512(static_cast<const char*>(memory) + 64 * i);
+        }
+    }
+    __m512i operator[](__m512i a) const {
+        const __m512i positive = _mm512_permutex2var_epi8(part[0], a, part[1]);
+        const __m512i negative = _mm512_permutex2var_epi8(part[2], a, part[3]);
+        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(a), positive, negative);
+    }
+};
+
+// `a` is completed with zeros to a multiple of 64.
+class Errors {
+public:
+    Errors(const std::int8_t* a, std::int64_t numel) : a_(a), numel_(numel) {}
+
+    std::int32_t operator()(const Threshold& threshold) const {
+        const Table table(threshold.error);
+        __m512i sum = _mm512_setzero_si512();
+        for (std::int64_t i = 0; i < numel_; i += 64) {
+            const __m512i error = table[_mm512_load_si512(a_ + i)];
+            sum = _mm512_dpbusd_epi32(sum, error, error);  // errors are at most 127, so either sign will do
+        }
+        return _mm512_reduce_add_epi32(sum);
+    }
+
+    Fit fit(const Threshold& threshold, std::int8_t* codes) const {
+        const Table table(threshold.code);
+        const __m512i ones = _mm512_set1_epi8(1);
+        const __m512i half = _mm512_set1_epi8(-128);
+        __m512i product = _mm512_setzero_si512();
+        __m512i plain = _mm512_setzero_si512();
+        __m512i square = _mm512_setzero_si512();
+        for (std::int64_t i = 0; i < numel_; i += 64) {
+            const __m512i a = _mm512_load_si512(a_ + i);
+            const __m512i code = table[a];
+            const __m512i magnitude = _mm512_abs_epi8(code);
+            // (a + 128) is unsigned, as the instruction wants it; the 128 are taken off at the end.
+            product = _mm512_dpbusd_epi32(product, _mm512_xor_si512(a, half), code);
+            plain = _mm512_dpbusd_epi32(plain, ones, code);
+            square = _mm512_dpbusd_epi32(square, magnitude, magnitude);
+            _mm512_store_si512(codes + i, code);
+        }
+        return {_mm512_reduce_add_epi32(product) - 128 * _mm512_reduce_add_epi32(plain),
+                _mm512_reduce_add_epi32(square)};
+    }
+
+private:
+    const std::int8_t* a_;
+    std::int64_t numel_;
+};
+
+#else
+
+// A block has at most 256 different codes, so errors are summed over those: plain loops that every compiler
+// vectorises.
+class Errors {
+public:
+    Errors(const std::int8_t* a, std::int64_t numel) : a_(a), numel_(numel) {
+        for (std::int64_t i = 0; i < numel; ++i) {
+            ++count_[static_cast<std::uint8_t>(a[i])];
+        }
+    }
+
+    std::int32_t operator()(const Threshold& threshold) const {
+        std::int32_t sum = 0;
+        for (int at = 0; at < 256; ++at) {
+            const auto error = static_cast<std::int16_t>(threshold.error[at]);
+            sum += static_cast<std::int32_t>(static_cast<std::int16_t>(error * error)) * count_[at];
+        }
+        return sum;
+    }
+
+    Fit fit(const Threshold& threshold, std::int8_t* codes) const {
+        Fit fit = {0, 0};
+        for (int at = 0; at < 256; ++at) {
+            const std::int32_t code = threshold.code[at];
+            fit.num += static_cast<std::int8_t>(at) * code * count_[at];
+            fit.den += code * code * count_[at];
+        }
+        for (std::int64_t i = 0; i < numel_; ++i) {
+            codes[i] = threshold.code[static_cast<std::uint8_t>(a_[i])];
+        }
+        return fit;
+    }
+
+private:
+    const std::int8_t* a_;
+    std::int64_t numel_;
+    std::int16_t count_[256] = {};
+};
+
+#endif
+
+// Narrow codes of the block whose eight-bit codes are `a`; returns the scale.
+float search_codes(const Search& search, const std::int8_t* a, std::int64_t numel, float max, std::int8_t* codes) {
+    const Errors errors(a, numel);
+    const auto error_at = [&](int threshold) { return errors(search.threshold[threshold - search.first]); };
+    int best = search.start;
+    std::int32_t least = error_at(best);
+    for (int i = 0; i < search.num_distances; ++i) {
+        const int below = best - search.distance[i];
+        const int above = best + search.distance[i];
+        const std::int32_t error_below = error_at(below);
+        const std::int32_t error_above = error_at(above);
+        if (error_below < least) {
+            least = error_below;
+            best = below;
+        }
+        if (error_above < least) {
+            least = error_above;
+            best = above;
+        }
+    }
+    const Fit fit = errors.fit(search.threshold[best - search.first], codes);
+    if (fit.den == 0) {
+        return 0.0F;
+    }
+    return (max * (-1.0F / 128)) * (static_cast<float>(fit.num) / static_cast<float>(fit.den));
+}
+
+// ------------------------------------------------------------------------------------------------ packing
+
+void pack_codes(const std::int8_t* codes, std::int64_t numel, int bits, std::uint8_t* out) {
+    if (bits == 8) {
+        for (std::int64_t i = 0; i < numel; ++i) {
+            out[i] = static_cast<std::uint8_t>(codes[i]);
+        }
+        return;
+    }
+    std::int64_t done = 0;
+    if (bits == 4) {
+#ifdef THINWIRE_AVX512
+        const __m512i nibble = _mm512_set1_epi8(15);
+        const __m512i weights = _mm512_set1_epi16(0x1001);  // 1 for the even values, 16 for the odd ones
+        for (; done + 64 <= numel; done += 64) {
+            const __m512i code = _mm512_and_si512(_mm512_loadu_si512(codes + done), nibble);
+            const __m256i pairs = _mm512_cvtepi16_epi8(_mm512_maddubs_epi16(code, weights));
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + done / 2), pairs);
+        }
+#endif
+        for (; done + 2 <= numel; done += 2) {
+            out[done / 2] = static_cast<std::uint8_t>((codes[done] & 15) | (codes[done + 1] << 4));
+        }
+    }
+    const std::uint64_t mask = (std::uint64_t{1} << bits) - 1;
+    for (; done < numel; done += 8) {  // eight values fill a whole number of bytes
+        const std::int64_t count = numel - done < 8 ? numel - done : 8;
+        std::uint64_t group = 0;
+        for (std::int64_t i = 0; i < count; ++i) {
+            group |= (static_cast<std::uint64_t>(codes[done + i]) & mask) << (bits * i);
+        }
+        const std::int64_t nbytes = (count * bits + 7) / 8;
+        for (std::int64_t i = 0; i < nbytes; ++i) {
+            out[done * bits / 8 + i] = static_cast<std::uint8_t>(group >> (8 * i));
+        }
+    }
+}
+
+void unpack_codes(const std::uint8_t* in, std::int64_t numel, int bits, std::int8_t* codes) {
+    if (bits == 4) {
+        std::int64_t done = 0;
+#ifdef THINWIRE_AVX512
+        const __m512i nibble = _mm512_set1_epi8(15);
+        const __m512i extended =
+            _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1));
+        for (; done + 64 <= numel; done += 64) {
+            const __m512i pairs =
+                _mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(in + done / 2)));
+            const __m512i split = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), nibble);
+            _mm512_storeu_si512(codes + done, _mm512_shuffle_epi8(extended, split));
+        }
+#endif
+        for (; done + 2 <= numel; done += 2) {
+            const auto pair = static_cast<std::int8_t>(in[done / 2]);
+            codes[done] = static_cast<std::int8_t>(static_cast<std::int8_t>(pair << 4) >> 4);
+            codes[done + 1] = static_cast<std::int8_t>(pair >> 4);
+        }
+        if (done < numel) {
+            codes[done] = static_cast<std::int8_t>(static_cast<std::int8_t>(in[done / 2] << 4) >> 4);
+        }
+        return;
+    }
+    const int shift = 64 - bits;
+    for (std::int64_t done = 0; done < numel; done += 8) {
+        const std::int64_t count = numel - done < 8 ? numel - done : 8;
+        const std::int64_t nbytes = (count * bits + 7) / 8;
+        std::uint64_t group = 0;
+        for (std::int64_t i = 0; i < nbytes; ++i) {
+            group |= static_cast<std::uint64_t>(in[done * bits / 8 + i]) << (8 * i);
+        }
+        for (std::int64_t i = 0; i < count; ++i) {
+            const auto high = static_cast<std::int64_t>((group >> (bits * i)) << shift);
+            codes[done + i] = static_cast<std::int8_t>(high >> shift);
+        }
+    }
+}
+
+// ------------------------------------------------------------------------------------------------ rotation
+
+float sign_of(std::uint32_t position) {
+    return ((position * 0x9E3779B1U + 0x7F4A7C15U) >> 31) != 0 ? -1.0F : 1.0F;
+}
+
+// Unnormalised Walsh-Hadamard transform in place. The order of the butterflies is part of the format.
+void transform(float* x, std::int64_t block) {
+    using Vector = float __attribute__((vector_size(64)));
+    using Bits = std::int32_t __attribute__((vector_size(64)));
+    constexpr std::int32_t kSign = INT32_MIN;
+    std::int64_t distance = 1;
+    if (block >= 16) {
+        // Within a vector: every lane takes its partner, the upper lane of a pair with its own sign changed.
+        constexpr Bits kPartner[4] = {{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14},
+                                      {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13},
+                                      {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11},
+                                      {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}};
+        constexpr Bits kUpper[4] = {{0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign},
+                                    {0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign},
+                                    {0, 0, 0, 0, kSign, kSign, kSign, kSign, 0, 0, 0, 0, kSign, kSign, kSign, kSign},
+                                    {0, 0, 0, 0, 0, 0, 0, 0, kSign, kSign, kSign, kSign, kSign, kSign, kSign, kSign}};
+        for (std::int64_t i = 0; i < block; i += 16) {
+            Vector value;
+            __builtin_memcpy(&value, x + i, sizeof value);
+            for (int stage = 0; stage < 4; ++stage) {
+                const Vector partner = __builtin_shuffle(value, kPartner[stage]);
+                value = partner + reinterpret_cast<Vector>(reinterpret_cast<Bits>(value) ^ kUpper[stage]);
+            }
+            __builtin_memcpy(x + i, &value, sizeof value);
+        }
+        distance = 16;
+    }
+    for (; distance < block; distance *= 2) {
+        for (std::int64_t pair = 0; pair < block; pair += 2 * distance) {
+            float* __restrict upper = x + pair;
+            float* __restrict lower = x + pair + distance;
+            for (std::int64_t i = 0; i < distance; ++i) {
+                const float sum = upper[i] + lower[i];
+                lower[i] = upper[i] - lower[i];
+                upper[i] = sum;
+            }
+        }
+    }
+}
+
+void rotate(const float* x, std::int64_t block, float* rotated) {
+    const float factor = 1.0F / static_cast<float>(block);
+    for (std::int64_t i = 0; i < block; ++i) {
+        rotated[i] = x[i] * factor * sign_of(static_cast<std::uint32_t>(i));
+    }
+    transform(rotated, block);
+}
+
+// ------------------------------------------------------------------------------------------------ a block
+
+// The codes of values whose largest is known. Returns the scale.
+float quantize(const float* x, std::int64_t numel, const BlockFormat& format, const Largest& largest,
+               std::int64_t position, std::uint32_t seed, std::int8_t* codes) {
+    if (format.stochastic) {
+        const int levels = (1 << (format.bits - 1)) - 1;
+        const float magnitude = value_of(largest.magnitude);
+        const float bounded = magnitude < kSmallestMax ? kSmallestMax : magnitude;
+        round_at_random(x, numel, static_cast<float>(levels) / bounded, levels, static_cast<std::uint32_t>(position),
+                        seed, codes);
+        return bounded / static_cast<float>(levels);
+    }
+    const float max = signed_max(largest);
+    if (format.search) {
+        alignas(64) std::int8_t a[kMostBlock];
+        round_values(x, numel, -128.0F / max, 128, a);
+        for (std::int64_t i = numel; i % 64 != 0; ++i) {
+            a[i] = 0;
+        }
+        return search_codes(search_of(format.bits), a, numel, max, codes);
+    }
+    const int levels = 1 << (format.bits - 1);
+    round_values(x, numel, static_cast<float>(-levels) / max, levels, codes);
+    return max * (-1.0F / static_cast<float>(levels));
+}
+
+float encode_values(const float* x, std::int64_t numel, const BlockFormat& format, std::int64_t position,
+                    std::uint32_t seed, std::uint8_t* out) {
+    alignas(64) std::int8_t codes[kMostBlock];
+    alignas(64) float rotated[kMostBlock];
+    Largest largest = largest_of(x, numel);
+    const bool poisoned = is_poisoned(largest);
+    if (format.hadamard && numel == format.block && !poisoned) {
+        rotate(x, numel, rotated);
+        x = rotated;
+        largest = largest_of(x, numel);
+    }
+    float scale;
+    if (poisoned || largest.magnitude == 0) {
+        zero(out, (numel * format.bits + 7) / 8);
+        scale = poisoned ? value_of(kPoison) : 0.0F;
+    } else if (format.bits == 8) {
+        // The codes of eight bits are the bytes of the wire.
+        scale = quantize(x, numel, format, largest, position, seed, reinterpret_cast<std::int8_t*>(out));
+    } else {
+        scale = quantize(x, numel, format, largest, position, seed, codes);
+        pack_codes(codes, numel, format.bits, out);
+    }
+    return scale;
+}
+
+template <bool kAdd>
+void scale_codes(const std::int8_t* codes, std::int64_t numel, float scale, float* out) {
+    for (std::int64_t i = 0; i < numel; ++i) {
+        const float value = static_cast<float>(codes[i]) * scale;
+        out[i] = kAdd ? out[i] + value : value;
+    }
+}
+
+void scale_codes_to_bf16(const std::int8_t* codes, std::int64_t numel, float scale, std::uint16_t* out) {
+    for (std::int64_t i = 0; i < numel; ++i) {
+        out[i] = bf16_of(static_cast<float>(codes[i]) * scale);
+    }
+}
+
+void decode_rotated(const std::int8_t* codes, std::int64_t block, float scale, float* out) {
+    for (std::int64_t i = 0; i < block; ++i) {
+        out[i] = static_cast<float>(codes[i]);
+    }
+    transform(out, block);
+    for (std::int64_t i = 0; i < block; ++i) {
+        out[i] = out[i] * sign_of(static_cast<std::uint32_t>(i)) * scale;
+    }
+}
+
+void decode_values(const std::uint8_t* in, std::int64_t numel, const BlockFormat& format, float scale, void* out,
+                   DType dtype, bool add) {
+    alignas(64) std::int8_t unpacked[kMostBlock];
+    alignas(64) float values[kMostBlock];
+    const std::int8_t* codes = unpacked;
+    if (format.bits == 8) {
+        codes = reinterpret_cast<const std::int8_t*>(in);
+    } else {
+        unpack_codes(in, numel, format.bits, unpacked);
+    }
+    if (format.hadamard && numel == format.block) {
+        decode_rotated(codes, numel, scale, values);
+        store_values(values, numel, out, dtype, add);
+    } else if (dtype == DType::float32 && is_aligned<float>(out)) {
+        if (add) {
+            scale_codes<true>(codes, numel, scale, static_cast<float*>(out));
+        } else {
+            scale_codes<false>(codes, numel, scale, static_cast<float*>(out));
+        }
+    } else if (dtype == DType::bfloat16 && is_aligned<std::uint16_t>(out)) {
+        scale_codes_to_bf16(codes, numel, scale, static_cast<std::uint16_t*>(out));
+    } else {
+        scale_codes<false>(codes, numel, scale, values);
+        store_values(values, numel, out, dtype, add);
+    }
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------ the kernels
+
+void block_encode(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
+                  std::uint32_t seed, void* codes, void* scales) {
+    alignas(64) float widened[kMostBlock];
+    auto* out = static_cast<std::uint8_t*>(codes);
+    for (std::int64_t at = 0; at < numel; at += format.block) {
+        const std::int64_t count = numel - at < format.block ? numel - at : format.block;
+        const float* values = load_values(offset(x, dtype, at), count, dtype, widened);
+        const float scale = encode_values(values, count, format, position + at, seed, out + at * format.bits / 8);
+        copy(static_cast<char*>(scales) + at / format.block * 4, &scale, sizeof scale);
+    }
+}
+
+void block_decode(const void* codes, const void* scales, std::int64_t numel, const BlockFormat& format, void* out,
+                  DType dtype, bool add) {
+    const auto* in = static_cast<const std::uint8_t*>(codes);
+    for (std::int64_t at = 0; at < numel; at += format.block) {
+        const std::int64_t count = numel - at < format.block ? numel - at : format.block;
+        float scale;
+        copy(&scale, static_cast<const char*>(scales) + at / format.block * 4, sizeof scale);
+        decode_values(in + at * format.bits / 8, count, format, scale, offset(out, dtype, at), dtype, add);
+    }
+}
+
+Largest block_largest(const void* x, DType dtype, std::int64_t numel) {
+    alignas(64) float widened[kMostBlock];
+    Largest largest = {0, false};
+    for (std::int64_t at = 0; at < numel; at += kMostBlock) {
+        const std::int64_t count = numel - at < kMostBlock ? numel - at : kMostBlock;
+        const Largest part = largest_of(load_values(offset(x, dtype, at), count, dtype, widened), count);
+        if (part.magnitude > largest.magnitude) {
+            largest = part;
+        } else if (part.magnitude == largest.magnitude) {
+            largest.positive |= part.positive;
+        }
+    }
+    return largest;
+}
+
+float block_encode_part(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format,
+                        const Largest& largest, std::int64_t position, std::uint32_t seed, void* codes) {
+    auto* out = static_cast<std::uint8_t*>(codes);
+    if (is_poisoned(largest) || largest.magnitude == 0) {
+        zero(out, (numel * format.bits + 7) / 8);
+        return is_poisoned(largest) ? value_of(kPoison) : 0.0F;
+    }
+    alignas(64) float widened[kMostBlock];
+    alignas(64) std::int8_t rounded[kMostBlock];
+    float scale = 0.0F;
+    for (std::int64_t at = 0; at < numel; at += kMostBlock) {
+        const std::int64_t count = numel - at < kMostBlock ? numel - at : kMostBlock;
+        const float* values = load_values(offset(x, dtype, at), count, dtype, widened);
+        scale = quantize(values, count, format, largest, position + at, seed, rounded);
+        pack_codes(rounded, count, format.bits, out + at * format.bits / 8);
+    }
+    return scale;
+}
+
+}  // namespace thinwire::THINWIRE_TARGET

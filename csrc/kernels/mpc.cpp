@@ -1,0 +1,465 @@
+// MPC of 32-bit words (docs/wire-format.md): differences in chunks of 1024, their bits transposed in groups of 32,
+// differences of those, and of these the words that are not zero.
+
+#include "kernels/kernels.hpp"
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+constexpr int kChunk = 1024;
+constexpr int kGroup = 32;
+constexpr int kSlack = 16;  // words that may be written or read beyond those that count
+
+// Words that are not zero, of one chunk.
+struct Kept {
+    alignas(64) std::uint32_t words[kChunk + kSlack];
+    std::int64_t count;
+};
+
+int popcount(std::uint32_t word) {
+#if defined(__POPCNT__)
+    return __builtin_popcount(word);
+#else
+    word -= word >> 1 & 0x55555555;
+    word = (word & 0x33333333) + (word >> 2 & 0x33333333);
+    return static_cast<int>(((word + (word >> 4)) & 0x0f0f0f0f) * 0x01010101 >> 24);
+#endif
+}
+
+std::uint32_t load_word(const char* from) {
+    std::uint32_t word;
+    __builtin_memcpy(&word, from, sizeof word);
+    return word;
+}
+
+void store_word(char* to, std::uint32_t word) {
+    __builtin_memcpy(to, &word, sizeof word);
+}
+
+#if defined(__AVX512VBMI__)
+
+struct Group {
+    __m512i low;
+    __m512i high;
+};
+
+// Bytes are brought to where each 64 bits are an 8 x 8 matrix, these are transposed, and their bytes brought to where
+// they belong. Byte k of word j, and byte m of plane p, with j = 8 m + n and p = 31 - (8 k + i): bit i of one is bit n
+// of the other.
+struct Routes {
+    alignas(64) std::uint8_t words_to_matrices[64];      // words 0 to 15 or 16 to 31
+    alignas(64) std::uint8_t matrices_to_planes[2][64];  // planes 0 to 15 and 16 to 31
+    alignas(64) std::uint8_t planes_to_matrices[64];     // planes 0 to 15 or 16 to 31
+    alignas(64) std::uint8_t matrices_to_words[2][64];   // words 0 to 15 and 16 to 31
+
+    constexpr Routes() : words_to_matrices(), matrices_to_planes(), planes_to_matrices(), matrices_to_words() {
+        const auto byte = [](int position) { return static_cast<std::uint8_t>(position); };
+        for (int k = 0; k < 4; ++k) {
+            for (int m = 0; m < 4; ++m) {
+                for (int bit = 0; bit < 8; ++bit) {
+                    const int word = 8 * m + bit;
+                    const int plane = 31 - (8 * k + bit);
+                    const int by_words = 8 * (2 * k + m % 2) + bit;
+                    const int by_planes = 8 * (4 * (k % 2) + m) + bit;
+                    words_to_matrices[by_words] = byte(4 * (word % 16) + k);
+                    matrices_to_planes[plane / 16][4 * (plane % 16) + m] = byte(64 * (m / 2) + by_words);
+                    planes_to_matrices[by_planes] = byte(4 * (plane % 16) + m);
+                    matrices_to_words[word / 16][4 * (word % 16) + k] = byte(64 * (1 - k / 2) + by_planes);
+                }
+            }
+        }
+    }
+};
+
+constexpr Routes kRoutes;
+
+__m512i route(const std::uint8_t (&bytes)[64]) {
+    return _mm512_load_si512(bytes);
+}
+
+// Exchanges within 64 bits those that `mask` selects with those `shift` above them.
+template <int shift>
+__m512i exchange(__m512i x, std::uint64_t mask) {
+    constexpr int kDifferAndSelected = 0x28;
+    constexpr int kExclusiveOr = 0x96;
+    const __m512i differ = _mm512_ternarylogic_epi64(
+        x, _mm512_srli_epi64(x, shift), _mm512_set1_epi64(static_cast<long long>(mask)), kDifferAndSelected);
+    return _mm512_ternarylogic_epi64(x, differ, _mm512_slli_epi64(differ, shift), kExclusiveOr);
+}
+
+__m512i transpose_matrices(__m512i x) {
+    x = exchange<7>(x, 0x00aa00aa00aa00aa);
+    x = exchange<14>(x, 0x0000cccc0000cccc);
+    return exchange<28>(x, 0x00000000f0f0f0f0);
+}
+
+Group transpose(const Group& words) {
+    const __m512i gather = route(kRoutes.words_to_matrices);
+    const __m512i a = transpose_matrices(_mm512_permutexvar_epi8(gather, words.low));
+    const __m512i b = transpose_matrices(_mm512_permutexvar_epi8(gather, words.high));
+    return {_mm512_permutex2var_epi8(a, route(kRoutes.matrices_to_planes[0]), b),
+            _mm512_permutex2var_epi8(a, route(kRoutes.matrices_to_planes[1]), b)};
+}
+
+Group transpose_back(const Group& planes) {
+    const __m512i gather = route(kRoutes.planes_to_matrices);
+    const __m512i a = transpose_matrices(_mm512_permutexvar_epi8(gather, planes.low));
+    const __m512i b = transpose_matrices(_mm512_permutexvar_epi8(gather, planes.high));
+    return {_mm512_permutex2var_epi8(a, route(kRoutes.matrices_to_words[0]), b),
+            _mm512_permutex2var_epi8(a, route(kRoutes.matrices_to_words[1]), b)};
+}
+
+// Words less their predecessors; that of the first is the last of `before`.
+Group differences(const Group& x, __m512i before) {
+    return {_mm512_sub_epi32(x.low, _mm512_alignr_epi32(x.low, before, 15)),
+            _mm512_sub_epi32(x.high, _mm512_alignr_epi32(x.high, x.low, 15))};
+}
+
+__m512i sums(__m512i x) {
+    const __m512i zero = _mm512_setzero_si512();
+    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 15));
+    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 14));
+    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 12));
+    return _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 8));
+}
+
+__m512i last(__m512i x) {
+    return _mm512_permutexvar_epi32(_mm512_set1_epi32(15), x);
+}
+
+Group sums(const Group& x) {
+    const __m512i low = sums(x.low);
+    return {low, _mm512_add_epi32(sums(x.high), last(low))};
+}
+
+// Residuals of the full groups among a chunk's words: the bits of those that are not zero, and these words.
+template <bool write>
+void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
+    __m512i before = _mm512_setzero_si512();
+    for (int group = 0; group < groups; ++group) {
+        const Group words = {_mm512_loadu_si512(x + 128 * group), _mm512_loadu_si512(x + 128 * group + 64)};
+        const Group residual = differences(transpose(differences(words, before)), _mm512_setzero_si512());
+        before = words.high;
+        const __mmask16 low = _mm512_test_epi32_mask(residual.low, residual.low);
+        const __mmask16 high = _mm512_test_epi32_mask(residual.high, residual.high);
+        if constexpr (write) {
+            store_word(bitmap + 4 * group, low | static_cast<std::uint32_t>(high) << 16);
+            // Compressing to a register and storing all of it is several times as fast as compressing to memory.
+            _mm512_storeu_si512(kept.words + kept.count, _mm512_maskz_compress_epi32(low, residual.low));
+            kept.count += popcount(low);
+            _mm512_storeu_si512(kept.words + kept.count, _mm512_maskz_compress_epi32(high, residual.high));
+            kept.count += popcount(high);
+        } else {
+            kept.count += popcount(low | static_cast<std::uint32_t>(high) << 16);
+        }
+    }
+}
+
+__m512i expand(std::uint32_t mask, const char*& kept) {
+    // A load of no more than what is there.
+    const int count = popcount(mask);
+    const __m512i words = _mm512_maskz_loadu_epi32(static_cast<__mmask16>((1u << count) - 1), kept);
+    kept += 4 * count;
+    return _mm512_maskz_expand_epi32(static_cast<__mmask16>(mask), words);
+}
+
+// The words of a chunk's full groups; returns the last one.
+std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
+    __m512i before = _mm512_setzero_si512();
+    for (int group = 0; group < groups; ++group) {
+        const std::uint32_t mask = load_word(bitmap + 4 * group);
+        const __m512i low = expand(mask & 0xffff, kept);
+        const __m512i high = expand(mask >> 16, kept);
+        const Group words = sums(transpose_back(sums(Group{low, high})));
+        _mm512_storeu_si512(out + 128 * group, _mm512_add_epi32(words.low, before));
+        _mm512_storeu_si512(out + 128 * group + 64, _mm512_add_epi32(words.high, before));
+        before = _mm512_add_epi32(before, last(words.high));
+    }
+    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(_mm512_castsi512_si128(before)));
+}
+
+#else
+
+// One step of the transposition, between words whose index differs in its highest bit: a plane's index is the
+// complement of a bit's, so the upper halves of a and b become the one and the lower halves the other. Results are
+// interleaved, which brings the next lower bit of the index to the top; after five steps all are back in place.
+template <int shift, std::uint32_t lower>
+void transpose_step(const std::uint32_t* from, std::uint32_t* to) {
+    for (int i = 0; i < kGroup / 2; ++i) {
+        const std::uint32_t a = from[i];
+        const std::uint32_t b = from[i + kGroup / 2];
+        to[2 * i] = (a >> shift & lower) | (b & ~lower);
+        to[2 * i + 1] = (a & lower) | (b << shift & ~lower);
+    }
+}
+
+template <int shift, std::uint32_t lower>
+void transpose_back_step(const std::uint32_t* from, std::uint32_t* to) {
+    for (int i = 0; i < kGroup / 2; ++i) {
+        const std::uint32_t a = from[i];
+        const std::uint32_t b = from[i + kGroup / 2];
+        to[2 * i] = (b & lower) | (a << shift & ~lower);
+        to[2 * i + 1] = (a & ~lower) | (b >> shift & lower);
+    }
+}
+
+void transpose(const std::uint32_t* words, std::uint32_t* planes) {
+    alignas(64) std::uint32_t other[kGroup];
+    transpose_step<16, 0x0000ffff>(words, planes);
+    transpose_step<8, 0x00ff00ff>(planes, other);
+    transpose_step<4, 0x0f0f0f0f>(other, planes);
+    transpose_step<2, 0x33333333>(planes, other);
+    transpose_step<1, 0x55555555>(other, planes);
+}
+
+void transpose_back(const std::uint32_t* planes, std::uint32_t* words) {
+    alignas(64) std::uint32_t other[kGroup];
+    transpose_back_step<16, 0x0000ffff>(planes, words);
+    transpose_back_step<8, 0x00ff00ff>(words, other);
+    transpose_back_step<4, 0x0f0f0f0f>(other, words);
+    transpose_back_step<2, 0x33333333>(words, other);
+    transpose_back_step<1, 0x55555555>(other, words);
+}
+
+#if defined(__AVX2__)
+
+// By a mask of eight words: the places of those it selects, then anything.
+struct Selections {
+    alignas(64) std::uint8_t places[256][8];
+    alignas(64) std::uint8_t ranks[256][8];  // by place: how many selected ones are before it
+
+    constexpr Selections() : places(), ranks() {
+        for (int mask = 0; mask < 256; ++mask) {
+            int count = 0;
+            for (int place = 0; place < 8; ++place) {
+                ranks[mask][place] = static_cast<std::uint8_t>(count);
+                if (mask >> place & 1) {
+                    places[mask][count++] = static_cast<std::uint8_t>(place);
+                }
+            }
+        }
+    }
+};
+
+constexpr Selections kSelections;
+
+__m256i load_eight(const void* from) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+
+__m256i indices(const std::uint8_t (&bytes)[8]) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes)));
+}
+
+// The bits of those words of a group that are not zero, and these words to `kept`.
+std::uint32_t keep(const std::uint32_t* residual, std::uint32_t* kept) {
+    std::uint32_t mask = 0;
+    for (int i = 0; i < kGroup; i += 8) {
+        const __m256i words = load_eight(residual + i);
+        const __m256i zeros = _mm256_cmpeq_epi32(words, _mm256_setzero_si256());
+        const auto part = ~static_cast<std::uint32_t>(_mm256_movemask_ps(_mm256_castsi256_ps(zeros))) & 0xff;
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(kept),
+                            _mm256_permutevar8x32_epi32(words, indices(kSelections.places[part])));
+        kept += popcount(part);
+        mask |= part << i;
+    }
+    return mask;
+}
+
+// The reverse; `kept` may be read eight words beyond its end.
+void spread(std::uint32_t mask, const std::uint32_t* kept, std::uint32_t* residual) {
+    const __m256i bits = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    for (int i = 0; i < kGroup; i += 8) {
+        const std::uint32_t part = mask >> i & 0xff;
+        const __m256i words = _mm256_permutevar8x32_epi32(load_eight(kept), indices(kSelections.ranks[part]));
+        const __m256i selected = _mm256_and_si256(_mm256_set1_epi32(static_cast<int>(part)), bits);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(residual + i),
+                            _mm256_and_si256(words, _mm256_cmpeq_epi32(selected, bits)));
+        kept += popcount(part);
+    }
+}
+
+#else
+
+std::uint32_t keep(const std::uint32_t* residual, std::uint32_t* kept) {
+    std::uint32_t mask = 0;
+    int count = 0;
+    for (int i = 0; i < kGroup; ++i) {
+        const std::uint32_t word = residual[i];
+        const int there = word != 0;
+        kept[count] = word;
+        count += there;
+        mask |= static_cast<std::uint32_t>(there) << i;
+    }
+    return mask;
+}
+
+void spread(std::uint32_t mask, const std::uint32_t* kept, std::uint32_t* residual) {
+    for (int i = 0; i < kGroup; ++i) {
+        const std::uint32_t bit = mask >> i & 1;
+        residual[i] = *kept & (0 - bit);
+        kept += bit;
+    }
+}
+
+#endif
+
+template <bool write>
+void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
+    std::uint32_t before = 0;
+    for (int group = 0; group < groups; ++group) {
+        alignas(64) std::uint32_t words[kGroup + 1];
+        alignas(64) std::uint32_t planes[kGroup + 1];
+        alignas(64) std::uint32_t residual[kGroup];
+        words[0] = before;
+        __builtin_memcpy(words + 1, x + 4 * kGroup * group, 4 * kGroup);
+        before = words[kGroup];
+        for (int i = 0; i < kGroup; ++i) {
+            residual[i] = words[i + 1] - words[i];
+        }
+        planes[0] = 0;
+        transpose(residual, planes + 1);
+        for (int i = 0; i < kGroup; ++i) {
+            residual[i] = planes[i + 1] - planes[i];
+        }
+        if constexpr (write) {
+            const std::uint32_t mask = keep(residual, kept.words + kept.count);
+            store_word(bitmap + 4 * group, mask);
+            kept.count += popcount(mask);
+        } else {
+            int count = 0;
+            for (int i = 0; i < kGroup; ++i) {
+                count += residual[i] != 0;
+            }
+            kept.count += count;
+        }
+    }
+}
+
+std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
+    // A copy, for the sake of loops that read beyond a group's last word.
+    Kept local;
+    std::int64_t count = 0;
+    for (int group = 0; group < groups; ++group) {
+        count += popcount(load_word(bitmap + 4 * group));
+    }
+    __builtin_memcpy(local.words, kept, static_cast<std::size_t>(4 * count));
+    __builtin_memset(local.words + count, 0, 4 * kSlack);
+    kept += 4 * count;
+
+    const std::uint32_t* next = local.words;
+    std::uint32_t before = 0;
+    for (int group = 0; group < groups; ++group) {
+        const std::uint32_t mask = load_word(bitmap + 4 * group);
+        alignas(64) std::uint32_t planes[kGroup];
+        alignas(64) std::uint32_t words[kGroup];
+        spread(mask, next, planes);
+        next += popcount(mask);
+        std::uint32_t sum = 0;
+        for (std::uint32_t& plane : planes) {
+            plane = sum += plane;
+        }
+        transpose_back(planes, words);
+        for (std::uint32_t& word : words) {
+            word = before += word;
+        }
+        __builtin_memcpy(out + 4 * kGroup * group, words, sizeof words);
+    }
+    return before;
+}
+
+#endif
+
+// A chunk of at most kChunk words, the bytes of the last one perhaps not all there.
+template <bool write>
+void encode_chunk(const char* x, std::int64_t nbytes, char* bitmap, Kept& kept) {
+    kept.count = 0;
+    const auto groups = static_cast<int>(nbytes / (4 * kGroup));
+    encode_groups<write>(x, groups, bitmap, kept);
+    const std::int64_t done = std::int64_t{4} * kGroup * groups;
+    if (done == nbytes) {
+        return;
+    }
+    std::uint32_t before = groups > 0 ? load_word(x + done - 4) : 0;
+    std::uint32_t words[kGroup] = {};
+    __builtin_memcpy(words, x + done, static_cast<std::size_t>(nbytes - done));
+    std::uint32_t mask = 0;
+    for (int i = 0; i < (nbytes - done + 3) / 4; ++i) {
+        const std::uint32_t residual = words[i] - before;
+        before = words[i];
+        if (residual != 0) {
+            mask |= 1u << i;
+            kept.words[kept.count++] = residual;
+        }
+    }
+    if constexpr (write) {
+        store_word(bitmap + 4 * groups, mask);
+    }
+}
+
+}  // namespace
+
+std::int64_t mpc_count(const void* x, std::int64_t nbytes) {
+    const auto* from = static_cast<const char*>(x);
+    std::int64_t count = 0;
+    Kept kept;
+    for (std::int64_t at = 0; at < nbytes; at += 4 * kChunk) {
+        encode_chunk<false>(from + at, nbytes - at < 4 * kChunk ? nbytes - at : 4 * kChunk, nullptr, kept);
+        count += kept.count;
+    }
+    return count;
+}
+
+std::int64_t mpc_encode(const void* x, std::int64_t nbytes, void* bitmap, void* kept) {
+    const auto* from = static_cast<const char*>(x);
+    auto* bits = static_cast<char*>(bitmap);
+    auto* to = static_cast<char*>(kept);
+    std::int64_t count = 0;
+    Kept local;
+    for (std::int64_t at = 0; at < nbytes; at += 4 * kChunk) {
+        encode_chunk<true>(from + at, nbytes - at < 4 * kChunk ? nbytes - at : 4 * kChunk, bits + at / 32, local);
+        __builtin_memcpy(to + 4 * count, local.words, static_cast<std::size_t>(4 * local.count));
+        count += local.count;
+    }
+    return count;
+}
+
+std::int64_t mpc_announced(const void* bitmap, std::int64_t words) {
+    std::int64_t count = 0;
+    for (std::int64_t i = 0; i < words; ++i) {
+        count += popcount(load_word(static_cast<const char*>(bitmap) + 4 * i));
+    }
+    return count;
+}
+
+std::int64_t mpc_decode(const void* bitmap, const void* kept, std::int64_t nbytes, void* out) {
+    const auto* bits = static_cast<const char*>(bitmap);
+    const auto* from = static_cast<const char*>(kept);
+    auto* to = static_cast<char*>(out);
+    for (std::int64_t at = 0; at < nbytes; at += 4 * kChunk) {
+        const std::int64_t here = nbytes - at < 4 * kChunk ? nbytes - at : 4 * kChunk;
+        const auto groups = static_cast<int>(here / (4 * kGroup));
+        std::uint32_t before = decode_groups(bits + at / 32, groups, from, to + at);
+        const std::int64_t done = std::int64_t{4} * kGroup * groups;
+        if (done == here) {
+            continue;
+        }
+        const std::uint32_t mask = load_word(bits + at / 32 + 4 * groups);
+        std::uint32_t words[kGroup];
+        for (int i = 0; i < (here - done + 3) / 4; ++i) {
+            if (mask >> i & 1) {
+                before += load_word(from);
+                from += 4;
+            }
+            words[i] = before;
+        }
+        __builtin_memcpy(to + at + done, words, static_cast<std::size_t>(here - done));
+    }
+    return (from - static_cast<const char*>(kept)) / 4;
+}
+
+}  // namespace thinwire::THINWIRE_TARGET

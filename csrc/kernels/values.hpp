@@ -1,0 +1,159 @@
+// Values of the three dtypes, one at a time and many. Included by kernels only: everything has internal linkage, see
+// kernels.hpp.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernels.hpp"
+
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+[[maybe_unused]] std::int32_t bits_of(float value) {
+    return __builtin_bit_cast(std::int32_t, value);
+}
+
+[[maybe_unused]] float value_of(std::int32_t bits) {
+    return __builtin_bit_cast(float, bits);
+}
+
+[[maybe_unused]] float value_of(std::uint32_t bits) {
+    return __builtin_bit_cast(float, bits);
+}
+
+// To nearest even; NaN stays NaN.
+[[maybe_unused]] std::uint16_t bf16_of(float value) {
+    const auto bits = __builtin_bit_cast(std::uint32_t, value);
+    const std::uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    return static_cast<std::uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+}
+
+template <class T>
+bool is_aligned(const void* memory) {
+    return reinterpret_cast<std::uintptr_t>(memory) % alignof(T) == 0;
+}
+
+[[maybe_unused]] void copy(void* to, const void* from, std::int64_t nbytes) {
+    __builtin_memcpy(to, from, static_cast<std::size_t>(nbytes));
+}
+
+[[maybe_unused]] void zero(void* to, std::int64_t nbytes) {
+    __builtin_memset(to, 0, static_cast<std::size_t>(nbytes));
+}
+
+[[maybe_unused]] std::int64_t item_bytes(DType dtype) {
+    return dtype == DType::float32 ? 4 : 2;
+}
+
+[[maybe_unused]] const void* offset(const void* x, DType dtype, std::int64_t values) {
+    return static_cast<const char*>(x) + values * item_bytes(dtype);
+}
+
+[[maybe_unused]] void* offset(void* x, DType dtype, std::int64_t values) {
+    return static_cast<char*>(x) + values * item_bytes(dtype);
+}
+
+[[maybe_unused]] void widen_bf16(const void* x, std::int64_t numel, float* out) {
+    if (is_aligned<std::uint16_t>(x)) {
+        const auto* halves = static_cast<const std::uint16_t*>(x);
+        for (std::int64_t i = 0; i < numel; ++i) {
+            out[i] = value_of(static_cast<std::uint32_t>(halves[i]) << 16);
+        }
+        return;
+    }
+    for (std::int64_t i = 0; i < numel; ++i) {
+        std::uint16_t half;
+        __builtin_memcpy(&half, static_cast<const char*>(x) + 2 * i, 2);
+        out[i] = value_of(static_cast<std::uint32_t>(half) << 16);
+    }
+}
+
+[[maybe_unused]] void widen_fp16(const void* x, std::int64_t numel, float* out) {
+    const auto* in = static_cast<const char*>(x);
+    std::int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= numel; i += 8) {
+        const __m128i halves = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + 2 * i));
+        _mm256_storeu_ps(out + i, _mm256_cvtph_ps(halves));
+    }
+#endif
+    for (; i < numel; ++i) {
+        _Float16 half;
+        __builtin_memcpy(&half, in + 2 * i, 2);
+        out[i] = static_cast<float>(half);
+    }
+}
+
+[[maybe_unused]] void narrow_to_fp16(const float* x, std::int64_t numel, void* out) {
+    constexpr std::uint16_t kNaN = 0x7e00;
+    auto* to = static_cast<char*>(out);
+    std::int64_t i = 0;
+#ifdef __F16C__
+    for (; i + 8 <= numel; i += 8) {
+        const __m128i halves = _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 2 * i), halves);
+    }
+#endif
+    for (; i < numel; ++i) {
+        const auto half = static_cast<_Float16>(x[i]);
+        __builtin_memcpy(to + 2 * i, &half, 2);
+    }
+    for (i = 0; i < numel; ++i) {
+        if (x[i] != x[i]) {
+            __builtin_memcpy(to + 2 * i, &kNaN, 2);
+        }
+    }
+}
+
+// The values as fp32: where they are, if they are that already and aligned, otherwise in `widened`.
+[[maybe_unused]] const float* load_values(const void* x, std::int64_t numel, DType dtype, float* widened) {
+    switch (dtype) {
+        case DType::float32:
+            if (is_aligned<float>(x)) {
+                return static_cast<const float*>(x);
+            }
+            copy(widened, x, 4 * numel);
+            break;
+        case DType::bfloat16:
+            widen_bf16(x, numel, widened);
+            break;
+        case DType::float16:
+            widen_fp16(x, numel, widened);
+            break;
+    }
+    return widened;
+}
+
+// Values to `out`, rounded to its dtype; with `add`, which is for fp32 alone, added to it.
+[[maybe_unused]] void store_values(const float* x, std::int64_t numel, void* out, DType dtype, bool add) {
+    auto* to = static_cast<char*>(out);
+    switch (dtype) {
+        case DType::float32:
+            for (std::int64_t i = 0; i < numel; ++i) {
+                float value = x[i];
+                if (add) {
+                    float before;
+                    __builtin_memcpy(&before, to + 4 * i, 4);
+                    value = before + value;
+                }
+                __builtin_memcpy(to + 4 * i, &value, 4);
+            }
+            break;
+        case DType::bfloat16:
+            for (std::int64_t i = 0; i < numel; ++i) {
+                const std::uint16_t half = bf16_of(x[i]);
+                __builtin_memcpy(to + 2 * i, &half, 2);
+            }
+            break;
+        case DType::float16:
+            narrow_to_fp16(x, numel, out);
+            break;
+    }
+}
+
+}  // namespace
+}  // namespace thinwire::THINWIRE_TARGET

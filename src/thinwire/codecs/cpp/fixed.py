@@ -1,0 +1,121 @@
+"""Codecs of fixed length. Everything that touches memory is native; this file passes addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.codec import Codec, slice_seed
+from thinwire.codecs.cpp import _native
+from thinwire.errors import UsageError
+from thinwire.spec import CodecSpec
+
+__all__ = ["FixedCodec"]
+
+_NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+@final
+class FixedCodec(Codec):
+    """``none``, casts, block quantisation and ZFP. A call uses as many threads as torch may (``set_num_threads``)."""
+
+    backend: ClassVar[str] = "cpp"
+
+    def __init__(self, spec: CodecSpec) -> None:
+        super().__init__(spec)
+        # `none` keeps the dtype of what is encoded, so there is one native codec for each.
+        self._native = {dtype: _native_codec(spec, dtype) for dtype in _NUMBER}
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        nbytes = self.max_wire_bytes(x.numel(), x.dtype)
+        self._native[x.dtype].encode(
+            _address(x), _NUMBER[x.dtype], x.numel(), wire.data_ptr(), nbytes, seed, torch.get_num_threads()
+        )
+        return nbytes
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        self._native[encoded].decode(
+            _address(wire),
+            wire.numel(),
+            out.numel(),
+            out.data_ptr(),
+            _NUMBER[out.dtype],
+            add,
+            torch.get_num_threads(),
+        )
+
+    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
+        native, number, threads = self._native[x.dtype], _NUMBER[x.dtype], torch.get_num_threads()
+        base, to, slot = _address(x), wires.data_ptr(), wires.stride(0)
+        for row, (start, stop) in enumerate(bounds):
+            native.encode(
+                base + start * x.itemsize,
+                number,
+                stop - start,
+                to + row * slot,
+                self.max_wire_bytes(stop - start, x.dtype),
+                slice_seed(seed, row),
+                threads,
+            )
+
+    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
+        self._native[encoded].decode_sum(
+            _address(wires),
+            len(wires),
+            wires.stride(0),
+            out.numel(),
+            scale,
+            out.data_ptr(),
+            _NUMBER[out.dtype],
+            torch.get_num_threads(),
+        )
+
+    def _decode_sum_encode(
+        self, wires: Tensor, numel: int, to: Codec, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
+    ) -> int:
+        if not isinstance(to, FixedCodec):
+            return super()._decode_sum_encode(wires, numel, to, wire, scale, seed, encoded)
+        nbytes = to.max_wire_bytes(numel, torch.float32)
+        self._native[encoded].decode_sum_encode(
+            _address(wires),
+            len(wires),
+            wires.stride(0),
+            numel,
+            scale,
+            to._native[torch.float32],
+            wire.data_ptr(),
+            nbytes,
+            seed,
+            torch.get_num_threads(),
+        )
+        return nbytes
+
+
+def _native_codec(spec: CodecSpec, dtype: torch.dtype) -> _native.Codec:
+    match spec.family:
+        case "none":
+            return _native.Codec.cast(_NUMBER[dtype])
+        case "bf16":
+            return _native.Codec.cast(_NUMBER[torch.bfloat16])
+        case "fp16":
+            return _native.Codec.cast(_NUMBER[torch.float16])
+        case "int":
+            assert spec.bits is not None
+            return _native.Codec.block(
+                spec.bits, spec.block or 0, spec.searches_clip, "hadamard" in spec.options, spec.needs_seed
+            )
+        case "zfp":
+            return _native.Codec.zfp(spec.zfp_block_bits)
+        case _:
+            raise UsageError(
+                f"the cpp backend has no {spec.family} yet: use thinwire.codecs.get({spec.text!r}, backend='reference')"
+            )
+
+
+def _address(tensor: Tensor) -> int:
+    if tensor.device.type != "cpu":
+        raise UsageError(f"the cpp backend works on CPU tensors, this one is on {tensor.device}; use backend='triton'")
+    return tensor.data_ptr()

@@ -1,0 +1,225 @@
+"""Every backend writes the reference's bytes and reads its values, for every instruction set."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from thinwire import codecs
+from thinwire.codecs.cpp import _native
+from thinwire.errors import UsageError, WireError
+from thinwire.spec import CodecSpec
+
+FIXED = [
+    "none",
+    "bf16",
+    "fp16",
+    "int8:256",
+    "int4:256",
+    "int4:256,hadamard",
+    "int8:8,hadamard",
+    "int4:256,stochastic",
+    "int8:256,hadamard,stochastic",
+    "int8:tensor",
+    "int4:tensor",
+    "int2:32",
+    "int3:64",
+    "int5:128",
+    "int6:256",
+    "int7:24",
+    "int4:2048",
+    "int8:8192,hadamard",
+    "zfp:8",
+    "zfp:24",
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [1, 7, 64, 255, 257, 1000, 9001]
+
+
+@pytest.fixture(params=_native.targets())
+def target(request: pytest.FixtureRequest) -> Iterator[str]:
+    before = _native.target()
+    _native.use_target(request.param)
+    yield request.param
+    _native.use_target(before)
+
+
+def each_target() -> Iterator[str]:
+    before = _native.target()
+    for name in _native.targets():
+        _native.use_target(name)
+        yield name
+    _native.use_target(before)
+
+
+def contents(numel: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(numel)
+    normal = torch.randn(numel, generator=generator)
+    heavy = normal / torch.rand(numel, generator=generator)
+    poisoned = normal.clone()
+    poisoned[numel // 2] = torch.inf
+    poisoned[numel // 5] = torch.nan
+    return {
+        "normal": normal,
+        "heavy tails": heavy,
+        "mostly zero": torch.where(torch.rand(numel, generator=generator) < 0.9, 0.0, normal),
+        "zero": torch.zeros(numel),
+        "minus zero": -torch.zeros(numel),
+        "huge": normal * 1e37,
+        "tiny": normal * 1e-36,
+        "denormal": normal * 1e-41,
+        "poisoned": poisoned,
+        "constant": torch.full((numel,), -3.7),
+        "two values": torch.where(normal > 0, 2.5, -2.5),
+    }
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.dtype == b.dtype and torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+    )
+
+
+def pair(name: str) -> tuple[codecs.Codec, codecs.Codec]:
+    return codecs.get(name, backend="reference"), codecs.get(name, backend="cpp")
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_messages_and_values_are_the_references(name: str) -> None:
+    reference, native = pair(name)
+    sizes = SIZES[:4] if name.startswith("zfp") else SIZES  # the reference codes ZFP bit by bit; see test_zfp_native.py
+    for numel in sizes:
+        for label, values in contents(numel).items():
+            for dtype in DTYPES:
+                x = values.to(dtype)
+                wire = reference.encode(x, seed=5)
+                wanted = (dtype,) if name == "none" else DTYPES
+                decoded = [reference.decode(wire, numel, to) for to in wanted]
+                total = reference.decode_add(wire, torch.linspace(-1, 1, numel), encoded=dtype)
+                for target in each_target():
+                    case = (numel, label, dtype, target)
+                    assert torch.equal(native.encode(x, seed=5), wire), case
+                    assert all(same(native.decode(wire, numel, y.dtype), y) for y in decoded), case
+                    assert same(native.decode_add(wire, torch.linspace(-1, 1, numel), encoded=dtype), total), case
+
+
+@pytest.mark.parametrize("misalignment", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["bf16", "int8:256", "int4:256", "int3:64", "zfp:8"])
+def test_any_alignment(name: str, misalignment: int, target: str) -> None:
+    codec = codecs.get(name, backend="cpp")
+    x = torch.randn(1001)
+    wire = codec.encode(x)
+    moved = torch.empty(wire.numel() + misalignment, dtype=torch.uint8)[misalignment:]
+    assert torch.equal(codec.encode(x, out=moved), wire)
+    assert torch.equal(codec.decode(moved, 1001, torch.float32), codec.decode(wire, 1001, torch.float32))
+
+
+@pytest.mark.parametrize(
+    "name", ["none", "bf16", "int8:256", "int4:256", "int4:256,stochastic", "int4:tensor", "zfp:16"]
+)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_fused_forms_are_their_composition(name: str, threads: int, target: str) -> None:
+    reference, native = pair(name)
+    to = [codecs.get("int4:96", backend=backend) for backend in ("reference", "cpp")]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for numel in (1, 300, 20_001):
+            x = torch.randn(numel * 3)
+            # Three slices in another order, one of them shorter.
+            bounds = [(2 * numel, 3 * numel), (0, numel), (numel, 2 * numel - numel // 3)]
+            wires = native.encode_slices(x, bounds, seed=9)
+            expected = reference.encode_slices(x, bounds, seed=9)
+            for row, (start, stop) in enumerate(bounds):
+                used = native.max_wire_bytes(stop - start, x.dtype)
+                assert torch.equal(wires[row, :used], expected[row, :used])
+            rows = wires[:2]
+            for dtype in DTYPES:
+                fused = native.decode_sum(rows, numel, dtype, scale=1 / 3)
+                assert same(fused, reference.decode_sum(rows, numel, dtype, scale=1 / 3))
+            between = native.decode_sum_encode(rows, numel, to[1], scale=0.5)
+            composed = to[0].encode(reference.decode_sum(rows, numel, scale=0.5))
+            assert torch.equal(between, composed)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("name", FIXED)
+def test_a_block_with_nan_or_infinity_decodes_to_nothing_finite(name: str, backend: str) -> None:
+    codec = codecs.get(name, backend=backend)
+    for bad in (torch.nan, torch.inf, -torch.inf):
+        x = torch.ones(20_000)
+        x[4321] = bad
+        y = codec.decode(codec.encode(x, seed=1), x.numel(), torch.float32)
+        assert not y[4321].isfinite()
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("name", FIXED)
+def test_messages_of_another_length_are_refused(name: str, backend: str) -> None:
+    codec = codecs.get(name, backend=backend)
+    wire = codec.encode(torch.randn(1000), seed=1)
+    for other in (wire[:-1], torch.cat((wire, wire[:16])), wire[:0]):
+        with pytest.raises(WireError, match="a message of 1000 values has"):
+            codec.decode(other, 1000, torch.float32)
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_an_empty_tensor_is_an_empty_message(backend: str) -> None:
+    for name in FIXED:
+        codec = codecs.get(name, backend=backend)
+        wire = codec.encode(torch.empty(0), seed=1)
+        assert wire.numel() == 0
+        assert codec.decode(wire, 0, torch.float32).numel() == 0
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_tensors_that_are_not_contiguous(backend: str) -> None:
+    codec = codecs.get("int8:256", backend=backend)
+    x = torch.randn(40, 50).t()
+    assert torch.equal(codec.encode(x), codec.encode(x.contiguous()))
+
+
+def test_random_rounding_needs_a_seed_and_has_no_bias() -> None:
+    codec = codecs.get("int4:256,stochastic")
+    with pytest.raises(UsageError, match="pass seed="):
+        codec.encode(torch.ones(8))
+    x = torch.linspace(-1, 1, 256)
+    mean = torch.stack([codec.decode(codec.encode(x, seed=seed), 256, torch.float32) for seed in range(1000)]).mean(0)
+    # A step is 1/7, so the mean of 1000 roundings has a deviation of at most 1/14/sqrt(1000) = 0.0023.
+    assert (mean - x).abs().max() < 6 * 0.0023
+
+
+@pytest.mark.parametrize(("name", "least"), [("int8:256", 43.1), ("int4:256", 19.8), ("int4:256,hadamard", 19.8)])
+def test_error_on_normal_values(name: str, least: float) -> None:
+    codec = codecs.get(name)
+    x = torch.randn(1 << 18, generator=torch.Generator().manual_seed(0))
+    error = (x - codec.decode(codec.encode(x), x.numel(), torch.float32)).double()
+    assert 10 * torch.log10(x.double().square().sum() / error.square().sum()) > least
+
+
+@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize(("name", "dtype"), [("mpc", torch.float32), ("mpc", torch.bfloat16), ("exp3", torch.bfloat16)])
+def test_lossless_codecs_return_every_bit(name: str, dtype: torch.dtype, backend: str) -> None:
+    codec = codecs.get(name, backend=backend)
+    size = 8 * dtype.itemsize
+    integer = torch.int32 if size == 32 else torch.int16
+    for numel in (1, 2, 31, 33, 511, 1025, 70_000):
+        patterns = torch.randint(-(1 << (size - 1)), (1 << (size - 1)) - 1, (numel,)).to(integer)
+        for bits in (patterns, torch.arange(numel).to(integer), torch.randn(numel).to(dtype).view(integer)):
+            wire = codec.encode(bits.view(dtype))
+            assert wire.numel() <= codec.max_wire_bytes(numel, dtype)
+            assert torch.equal(codec.decode(wire, numel, dtype).view(integer), bits)
+            with pytest.raises(WireError):
+                codec.decode(wire[:-4], numel, dtype)
+
+
+def test_wire_sizes_of_the_spec_are_the_natives() -> None:
+    for name in FIXED:
+        spec = CodecSpec(name)
+        native = codecs.get(name, backend="cpp")
+        for numel in (0, 1, 63, 1000):
+            assert native.encode(torch.zeros(numel), seed=0).numel() == spec.max_wire_bytes(numel, "float32")
