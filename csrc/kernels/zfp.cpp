@@ -128,27 +128,29 @@ void synthesise(const Headers& headers, const Planes& planes, float* values) {
         c[0] = (c[0] << 1) - c[3];
 
         // 2 ^ (exponent - 30), which for small exponents is denormal, and zero below 2 ^ -149.
-        const std::uint32_t exponent = headers.bits[block] >> 1;
-        const std::uint32_t denormal = exponent < 8 ? 0 : 1u << ((exponent - 8) & 31);
-        const auto scale = __builtin_bit_cast(float, exponent > 30 ? (exponent - 30) << 23 : denormal);
+        const std::uint32_t header = headers.bits[block];
+        const std::uint32_t exponent = header >> 1;
+        const std::uint32_t normal = (exponent - 30) << 23;
+        const std::uint32_t denormal = (exponent >= 8) << ((exponent - 8) & 31);
+        const auto scale = __builtin_bit_cast(float, exponent > 30 ? normal : denormal);
+        const std::uint32_t poison = header == kPoison ? kNaN : 0;
         for (int i = 0; i < kBlock; ++i) {
             const float value = scale * static_cast<float>(static_cast<std::int32_t>(c[i]));
-            const auto bits = __builtin_bit_cast(std::uint32_t, value);
-            values[block * kBlock + i] = __builtin_bit_cast(float, headers.bits[block] == kPoison ? kNaN : bits);
+            // A poisoned block's values are zero up to here.
+            values[block * kBlock + i] = __builtin_bit_cast(float, __builtin_bit_cast(std::uint32_t, value) | poison);
         }
     }
 }
 
-// The low `count` bits, for any count.
-std::uint64_t low_bits(std::uint64_t word, int count) {
-    if (count <= 0) {
-        return 0;
-    }
-    return count >= 64 ? word : word & ((std::uint64_t{1} << count) - 1);
+// The mask of the low `count` bits, for any count.
+std::uint64_t mask_of(int count) {
+    return count <= 0 ? 0 : ~std::uint64_t{0} >> (count < 64 ? 64 - count : 0);
 }
 
 // Headers and payloads to `maxbits` words.
 void pack(const Headers& headers, const Payloads& payloads, int maxbits, std::uint64_t* words) {
+    const std::uint64_t low_mask = mask_of(maxbits - kHeaderBits);
+    const std::uint64_t high_mask = mask_of(maxbits - kHeaderBits - 64);
     std::uint64_t word = 0;
     int filled = 0;
     const auto put = [&](std::uint64_t bits, int count) {
@@ -162,8 +164,8 @@ void pack(const Headers& headers, const Payloads& payloads, int maxbits, std::ui
         }
     };
     for (int block = 0; block < kGroup; ++block) {
-        const std::uint64_t low = low_bits(payloads.low[Payloads::slot(block)], maxbits - kHeaderBits);
-        const std::uint64_t high = low_bits(payloads.high[Payloads::slot(block)], maxbits - kHeaderBits - 64);
+        const std::uint64_t low = payloads.low[Payloads::slot(block)] & low_mask;
+        const std::uint64_t high = payloads.high[Payloads::slot(block)] & high_mask;
         put(headers.bits[block] | low << kHeaderBits, maxbits < 64 ? maxbits : 64);
         if (maxbits > 64) {
             put(high << kHeaderBits | low >> (64 - kHeaderBits), maxbits - 64);
@@ -171,30 +173,24 @@ void pack(const Headers& headers, const Payloads& payloads, int maxbits, std::ui
     }
 }
 
-// `maxbits` words, and one more that may be read, to headers and payloads.
+// `maxbits` words, and two more that may be read, to headers and payloads.
 void unpack(const std::uint64_t* words, int maxbits, Headers& headers, Payloads& payloads) {
+    const std::uint64_t low_mask = mask_of(maxbits - kHeaderBits);
+    const std::uint64_t high_mask = mask_of(maxbits - kHeaderBits - 64);
+    const auto word_at = [&](int offset) {
+        // Shifted twice, because a shift by 64 is undefined.
+        return words[offset / 64] >> offset % 64 | words[offset / 64 + 1] << 1 << (63 - offset % 64);
+    };
     for (int block = 0; block < kGroup; ++block) {
-        const int offset = block * maxbits;
-        const std::uint64_t* word = words + offset / 64;
-        const int shift = offset % 64;
-        const std::uint64_t low = word[0] >> shift | word[1] << 1 << (63 - shift);
-        headers.bits[block] = static_cast<std::uint32_t>(low & ((1 << kHeaderBits) - 1));
-        // The payload counts only where the header announces one.
-        const bool announced = (low & 1) != 0;
-        const int payload = offset + kHeaderBits;
-        word = words + payload / 64;
-        const int from = payload % 64;
-        const std::uint64_t first = word[0] >> from | word[1] << 1 << (63 - from);
-        const int budget = maxbits - kHeaderBits;
-        payloads.low[Payloads::slot(block)] = announced ? low_bits(first, budget) : 0;
-        std::uint64_t second = 0;
-        if (budget > 64) {
-            second = word[1] >> from | word[2] << 1 << (63 - from);
-            second = announced ? low_bits(second, budget - 64) : 0;
-        }
-        payloads.high[Payloads::slot(block)] = second;
+        const std::uint64_t low = word_at(block * maxbits);
+        const std::uint64_t high = maxbits > 64 ? word_at(block * maxbits + 64) : 0;
+        const auto header = static_cast<std::uint32_t>(low & mask_of(kHeaderBits));
+        headers.bits[block] = header;
+        // A payload counts only behind a header that announces values.
+        const std::uint64_t announced = (header & 1) != 0 && header != kPoison ? ~std::uint64_t{0} : 0;
+        payloads.low[Payloads::slot(block)] = (low >> kHeaderBits | high << (64 - kHeaderBits)) & low_mask & announced;
+        payloads.high[Payloads::slot(block)] = high >> kHeaderBits & high_mask & announced;
     }
-    static_assert(kHeaderBits < 64);
 }
 
 // libzfp's fill of a block that ends early.

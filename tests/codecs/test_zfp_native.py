@@ -122,6 +122,7 @@ def test_decodes_any_stream_as_libzfp(bits: int) -> None:
         stream = rng.integers(0, 256, wire_bytes(numel, bits), dtype=np.uint8)
         if few_ones:
             stream &= rng.integers(0, 256, stream.size, dtype=np.uint8)
+        stream[:2] = [1, stream[1] & 0xFE]  # the first block, at the least, is poisoned
         want = libzfp_decode(stream.tobytes(), numel, bits / 4)
         plain = np.unpackbits(stream, bitorder="little")[: -(-numel // 4) * bits].reshape(-1, bits)
         poison = (plain[:, 0] == 1) & ~plain[:, 1:9].any(axis=1)
