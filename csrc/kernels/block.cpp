@@ -45,7 +45,17 @@ bool is_poisoned(const Largest& largest) {
 void round_values(const float* x, std::int64_t numel, float factor, int levels, std::int8_t* codes) {
     constexpr float kShift = 12582912.0F;
     const auto most = static_cast<float>(levels - 1);
-    for (std::int64_t i = 0; i < numel; ++i) {
+    std::int64_t i = 0;
+#ifdef THINWIRE_AVX512
+    const __m512 factors = _mm512_set1_ps(factor);
+    const __m512 bound = _mm512_set1_ps(most);
+    for (; i + 16 <= numel; i += 16) {
+        const __m512 scaled = _mm512_min_ps(_mm512_mul_ps(_mm512_loadu_ps(x + i), factors), bound);
+        const __m128i rounded = _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(scaled));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(codes + i), rounded);
+    }
+#endif
+    for (; i < numel; ++i) {
         const float scaled = x[i] * factor;
         const float bounded = scaled > most ? most : scaled;
         codes[i] = static_cast<std::int8_t>(bits_of(bounded + kShift));
@@ -272,6 +282,117 @@ float search_codes(const Search& search, const std::int8_t* a, std::int64_t nume
     return (max * (-1.0F / 128)) * (static_cast<float>(fit.num) / static_cast<float>(fit.den));
 }
 
+#ifdef THINWIRE_AVX512
+
+// Four blocks of a multiple of 64 values side by side. Each step of a search waits for the one before; with four of
+// them under way, the processor has something to do meanwhile, and one tree of additions serves four sums.
+class FourBlocks {
+public:
+    FourBlocks(const Search& search, const std::int8_t* a, std::int64_t block)
+        : search_(search), a_(a), block_(block) {}
+
+    // Codes and scales of the blocks, as search_codes has them.
+    void operator()(const float* max, std::int8_t* codes, float* scales) const {
+        __m128i best = _mm_set1_epi32(search_.start);
+        __m128i least = errors(best);
+        for (int i = 0; i < search_.num_distances; ++i) {
+            const __m128i distance = _mm_set1_epi32(search_.distance[i]);
+            const __m128i below = _mm_sub_epi32(best, distance);
+            const __m128i above = _mm_add_epi32(best, distance);
+            take_better(below, errors(below), best, least);
+            take_better(above, errors(above), best, least);
+        }
+        fit(best, max, codes, scales);
+    }
+
+private:
+    const Search& search_;
+    const std::int8_t* a_;
+    std::int64_t block_;
+
+    static void take_better(__m128i tried, __m128i error, __m128i& best, __m128i& least) {
+        const __mmask8 better = _mm_cmplt_epi32_mask(error, least);
+        best = _mm_mask_mov_epi32(best, better, tried);
+        least = _mm_mask_mov_epi32(least, better, error);
+    }
+
+    // The sums of four registers' 32-bit lanes.
+    static __m128i sums(const __m512i* lanes) {
+        const __m512i first =
+            _mm512_add_epi32(_mm512_unpacklo_epi32(lanes[0], lanes[1]), _mm512_unpackhi_epi32(lanes[0], lanes[1]));
+        const __m512i second =
+            _mm512_add_epi32(_mm512_unpacklo_epi32(lanes[2], lanes[3]), _mm512_unpackhi_epi32(lanes[2], lanes[3]));
+        const __m512i all =
+            _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+        const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+        return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    }
+
+    const Threshold& threshold(const std::int32_t* thresholds, int row) const {
+        return search_.threshold[thresholds[row] - search_.first];
+    }
+
+    __m128i errors(__m128i thresholds) const {
+        alignas(16) std::int32_t threshold_of[4];
+        _mm_store_si128(reinterpret_cast<__m128i*>(threshold_of), thresholds);
+        __m512i sum[4];
+        for (int row = 0; row < 4; ++row) {
+            const Table table(threshold(threshold_of, row).error);
+            const std::int8_t* a = a_ + row * block_;
+            // Two sums of their own, so that one addition need not wait for the other.
+            __m512i even = _mm512_setzero_si512();
+            __m512i odd = _mm512_setzero_si512();
+            std::int64_t i = 0;
+            for (; i + 256 <= block_; i += 256) {
+                const __m512i error_0 = table[_mm512_load_si512(a + i)];
+                const __m512i error_1 = table[_mm512_load_si512(a + i + 64)];
+                const __m512i error_2 = table[_mm512_load_si512(a + i + 128)];
+                const __m512i error_3 = table[_mm512_load_si512(a + i + 192)];
+                even = _mm512_dpbusd_epi32(even, error_0, error_0);
+                odd = _mm512_dpbusd_epi32(odd, error_1, error_1);
+                even = _mm512_dpbusd_epi32(even, error_2, error_2);
+                odd = _mm512_dpbusd_epi32(odd, error_3, error_3);
+            }
+            for (; i < block_; i += 64) {
+                const __m512i error = table[_mm512_load_si512(a + i)];
+                even = _mm512_dpbusd_epi32(even, error, error);
+            }
+            sum[row] = _mm512_add_epi32(even, odd);
+        }
+        return sums(sum);
+    }
+
+    void fit(__m128i thresholds, const float* max, std::int8_t* codes, float* scales) const {
+        alignas(16) std::int32_t threshold_of[4];
+        _mm_store_si128(reinterpret_cast<__m128i*>(threshold_of), thresholds);
+        const __m512i ones = _mm512_set1_epi8(1);
+        const __m512i sign = _mm512_set1_epi8(-128);
+        __m512i product[4];
+        __m512i plain[4];
+        __m512i square[4];
+        for (int row = 0; row < 4; ++row) {
+            const Table table(threshold(threshold_of, row).code);
+            product[row] = plain[row] = square[row] = _mm512_setzero_si512();
+            for (std::int64_t i = 0; i < block_; i += 64) {
+                const __m512i a = _mm512_load_si512(a_ + row * block_ + i);
+                const __m512i code = table[a];
+                const __m512i magnitude = _mm512_abs_epi8(code);
+                product[row] = _mm512_dpbusd_epi32(product[row], _mm512_xor_si512(a, sign), code);
+                plain[row] = _mm512_dpbusd_epi32(plain[row], ones, code);
+                square[row] = _mm512_dpbusd_epi32(square[row], magnitude, magnitude);
+                _mm512_store_si512(codes + row * block_ + i, code);
+            }
+        }
+        const __m128i num = _mm_sub_epi32(sums(product), _mm_slli_epi32(sums(plain), 7));
+        const __m128i den = sums(square);
+        const __m128 unit = _mm_mul_ps(_mm_loadu_ps(max), _mm_set1_ps(-1.0F / 128));
+        const __m128 scale = _mm_mul_ps(unit, _mm_div_ps(_mm_cvtepi32_ps(num), _mm_cvtepi32_ps(den)));
+        _mm_storeu_ps(scales, _mm_maskz_mov_ps(_mm_test_epi32_mask(den, den), scale));
+    }
+};
+
+#endif
+
 // ------------------------------------------------------------------------------------------------ packing
 
 void pack_codes(const std::int8_t* codes, std::int64_t numel, int bits, std::uint8_t* out) {
@@ -417,42 +538,87 @@ float quantize(const float* x, std::int64_t numel, const BlockFormat& format, co
         return bounded / static_cast<float>(levels);
     }
     const float max = signed_max(largest);
-    if (format.search) {
-        alignas(64) std::int8_t a[kMostBlock];
-        round_values(x, numel, -128.0F / max, 128, a);
-        for (std::int64_t i = numel; i % 64 != 0; ++i) {
-            a[i] = 0;
-        }
-        return search_codes(search_of(format.bits), a, numel, max, codes);
-    }
     const int levels = 1 << (format.bits - 1);
     round_values(x, numel, static_cast<float>(-levels) / max, levels, codes);
     return max * (-1.0F / static_cast<float>(levels));
 }
 
-float encode_values(const float* x, std::int64_t numel, const BlockFormat& format, std::int64_t position,
-                    std::uint32_t seed, std::uint8_t* out) {
+struct Block {
+    const float* x;  // rotated, if the format says so
+    Largest largest;
+    bool poisoned;
+};
+
+// `widened` has room for the block.
+Block load_block(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, float* widened) {
+    const float* values = load_values(x, numel, dtype, widened);
+    const Largest largest = largest_of(values, numel);
+    if (is_poisoned(largest) || !format.hadamard || numel != format.block) {
+        return {values, largest, is_poisoned(largest)};
+    }
+    rotate(values, numel, widened);
+    return {widened, largest_of(widened, numel), false};
+}
+
+float encode_block(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
+                   std::uint32_t seed, std::uint8_t* out) {
+    alignas(64) float widened[kMostBlock];
     alignas(64) std::int8_t codes[kMostBlock];
-    alignas(64) float rotated[kMostBlock];
-    Largest largest = largest_of(x, numel);
-    const bool poisoned = is_poisoned(largest);
-    if (format.hadamard && numel == format.block && !poisoned) {
-        rotate(x, numel, rotated);
-        x = rotated;
-        largest = largest_of(x, numel);
-    }
-    float scale;
-    if (poisoned || largest.magnitude == 0) {
+    const Block block = load_block(x, dtype, numel, format, widened);
+    if (block.poisoned || block.largest.magnitude == 0) {
         zero(out, (numel * format.bits + 7) / 8);
-        scale = poisoned ? value_of(kPoison) : 0.0F;
-    } else if (format.bits == 8) {
-        // The codes of eight bits are the bytes of the wire.
-        scale = quantize(x, numel, format, largest, position, seed, reinterpret_cast<std::int8_t*>(out));
-    } else {
-        scale = quantize(x, numel, format, largest, position, seed, codes);
-        pack_codes(codes, numel, format.bits, out);
+        return block.poisoned ? value_of(kPoison) : 0.0F;
     }
+    if (format.bits == 8) {  // codes of eight bits are the bytes of the wire
+        return quantize(block.x, numel, format, block.largest, position, seed, reinterpret_cast<std::int8_t*>(out));
+    }
+    const float scale = quantize(block.x, numel, format, block.largest, position, seed, codes);
+    pack_codes(codes, numel, format.bits, out);
     return scale;
+}
+
+// Up to four blocks whose scales are searched for; only the last may be shorter.
+void encode_searched(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::uint8_t* out,
+                     char* scales) {
+    alignas(64) float widened[kMostBlock];
+    alignas(64) std::int8_t a[4 * kMostBlock];
+    alignas(64) std::int8_t codes[4 * kMostBlock];
+    const Search& search = search_of(format.bits);
+    const std::int64_t row = (format.block + 63) / 64 * 64;
+    float max[4];
+    float scale[4];
+    bool poisoned[4];
+    int num_blocks = 0;
+    for (std::int64_t at = 0; at < numel; at += format.block, ++num_blocks) {
+        const std::int64_t count = numel - at < format.block ? numel - at : format.block;
+        const Block block = load_block(offset(x, dtype, at), dtype, count, format, widened);
+        const bool rounds = !block.poisoned && block.largest.magnitude != 0;
+        std::int8_t* codes_of_8 = a + num_blocks * row;
+        poisoned[num_blocks] = block.poisoned;
+        max[num_blocks] = signed_max(block.largest);
+        if (rounds) {
+            round_values(block.x, count, -128.0F / max[num_blocks], 128, codes_of_8);
+        }
+        zero(codes_of_8 + (rounds ? count : 0), row - (rounds ? count : 0));
+    }
+#ifdef THINWIRE_AVX512
+    const bool together = num_blocks == 4 && row == format.block;
+    if (together) {
+        FourBlocks(search, a, row)(max, codes, scale);
+    }
+#else
+    const bool together = false;
+#endif
+    for (int i = 0; i < num_blocks; ++i) {
+        const std::int64_t at = i * format.block;
+        const std::int64_t count = numel - at < format.block ? numel - at : format.block;
+        if (!together) {
+            scale[i] = search_codes(search, a + i * row, row, max[i], codes + i * row);
+        }
+        pack_codes(codes + i * row, count, format.bits, out + at * format.bits / 8);
+        const float written = poisoned[i] ? value_of(kPoison) : scale[i];
+        copy(scales + 4 * i, &written, sizeof written);
+    }
 }
 
 template <bool kAdd>
@@ -512,13 +678,19 @@ void decode_values(const std::uint8_t* in, std::int64_t numel, const BlockFormat
 
 void block_encode(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
                   std::uint32_t seed, void* codes, void* scales) {
-    alignas(64) float widened[kMostBlock];
     auto* out = static_cast<std::uint8_t*>(codes);
-    for (std::int64_t at = 0; at < numel; at += format.block) {
-        const std::int64_t count = numel - at < format.block ? numel - at : format.block;
-        const float* values = load_values(offset(x, dtype, at), count, dtype, widened);
-        const float scale = encode_values(values, count, format, position + at, seed, out + at * format.bits / 8);
-        copy(static_cast<char*>(scales) + at / format.block * 4, &scale, sizeof scale);
+    auto* scale_at = static_cast<char*>(scales);
+    const std::int64_t step = format.search ? 4 * format.block : format.block;
+    for (std::int64_t at = 0; at < numel; at += step) {
+        const std::int64_t count = numel - at < step ? numel - at : step;
+        const void* values = offset(x, dtype, at);
+        std::uint8_t* to = out + at * format.bits / 8;
+        if (format.search) {
+            encode_searched(values, dtype, count, format, to, scale_at + at / format.block * 4);
+        } else {
+            const float scale = encode_block(values, dtype, count, format, position + at, seed, to);
+            copy(scale_at + at / format.block * 4, &scale, sizeof scale);
+        }
     }
 }
 
