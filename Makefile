@@ -73,15 +73,17 @@ asan: install ## fuzz the native codecs under the address and undefined behaviou
 docs: install ## regenerate docs/plan-reference.md from the types
 	$(BIN)/python -m thinwire.spec.reference docs/plan-reference.md
 
-bench-peers: install ## install the other systems that `thinwire bench step` can compare with (DeepSpeed)
+bench-peers: install ## install what `thinwire bench` can compare with: DeepSpeed, codecs of others
 	@command -v g++ >/dev/null || { echo "DeepSpeed compiles a module with g++: apt-get install g++" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt setuptools ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  --no-build-isolation deepspeed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  bitsandbytes torchao zfpy zipnn
 	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
 	  'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as module; module().load()'
 
-gpu-check: install ## train every preset on a CUDA device and compare with the CPU
+gpu-check: install ## train every preset on a CUDA device, compare with the CPU, measure codecs
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	  $(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu_check.py --out docs/gpu-results.md; \
 	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine"; fi

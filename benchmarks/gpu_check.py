@@ -2,7 +2,7 @@
 
 Two ways to use one GPU: NCCL with a world of one, and four gloo ranks (2 logical nodes x 2) that share it. Each trains
 the same small model in fp32 as one CPU rank, or four, do; parameters must agree to rounding. Then presets are timed at
-a world of one against plain PyTorch, in interleaved rounds.
+a world of one against plain PyTorch, in interleaved rounds. Last, `thinwire bench codecs` on the device.
 
     python benchmarks/gpu_check.py --out docs/gpu-results.md
 """
@@ -11,9 +11,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import platform
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +26,8 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives import group
+from thinwire.lab.bench.codecs.sheets import markdown
+from thinwire.lab.bench.codecs.study import Study
 from thinwire.spec import Plan
 from thinwire.testing import RankPool
 from thinwire.train.models.llama import Llama, LlamaConfig
@@ -170,11 +175,32 @@ def render(rows: list[Row], seconds: dict[str, list[float]], device: str) -> str
     return "\n".join(lines) + "\n"
 
 
+def codecs(device: str) -> tuple[str, bool]:
+    """What `thinwire bench codecs` finds on the device, as Markdown, and whether every codec was right."""
+    options = ["--sizes", "64MiB,512MiB", "--peers", "eager,compile,torchao,bitsandbytes"]
+    if device == "cpu":
+        options = ["--sizes", "1MiB", "--rounds", "2", "--data", "normal", "--values", "65536", "--peers", "none"]
+    with tempfile.TemporaryDirectory() as directory:
+        out = Path(directory) / "codecs.json"
+        command = [sys.executable, "-m", "thinwire.cli.main", "bench", "codecs", "--device", device, "--json", str(out)]
+        # A process of its own: a kernel that fails leaves the device unusable to the process that called it.
+        done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+        lines = ["", "## Codecs", ""]
+        if done.returncode:
+            said = done.stderr.strip().splitlines() or ["no message"]
+            lines += ["FAILED: " + next((line for line in reversed(said) if line.startswith("thinwire: ")), said[-1]), ""]
+        if out.exists():
+            typed = " ".join(["thinwire bench codecs --device", device, *options])
+            lines.append(markdown(Study.from_plain(json.loads(out.read_text()) | {"command": typed})))
+    return "\n".join(lines), done.returncode == 0
+
+
 def main() -> int:
     """Compare, measure, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"], help="cpu tries the check itself")
     parser.add_argument("--presets", default=",".join(Plan.preset_names()))
+    parser.add_argument("--codecs", action=argparse.BooleanOptionalAction, default=True, help="measure codecs too")
     parser.add_argument("--out", type=Path, help="write the results to this file")
     options = parser.parse_args()
     presets = tuple(options.presets.split(","))
@@ -183,10 +209,14 @@ def main() -> int:
     # A time is reported only over a correct result.
     timed = ("ddp", "zero1-node", "zero3") if options.device == "cuda" and not failed else ()
     text = render(rows, measure(options.device, timed) if timed else {}, options.device)
+    encoded = True
+    if options.codecs:
+        section, encoded = codecs(options.device)
+        text += section
     print(text)
     if options.out:
         options.out.write_text(text)
-    return int(bool(failed))
+    return int(bool(failed) or not encoded)
 
 
 if __name__ == "__main__":

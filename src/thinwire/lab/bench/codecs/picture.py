@@ -43,7 +43,7 @@ def draw(study: Study, path: Path) -> None:
         for size, axes in zip(sizes, line, strict=True):
             _panel(axes, study, codecs, dtype, size)
             axes.set_title(f"{dtype}, {format_bytes(size)}", fontsize=10)
-    panels[0][0].set_ylim(len(codecs) - 0.5, -0.5)
+    panels[0][0].set_ylim(max(1, len(codecs)) - 0.5, -0.5)
     for axes in panels[-1]:
         axes.set_xlabel("share of memcpy")
     handles = [Patch(color=_COLOURS[direction]) for direction in DIRECTIONS]
