@@ -188,7 +188,8 @@ def codecs(device: str) -> tuple[str, bool]:
         lines = ["", "## Codecs", ""]
         if done.returncode:
             said = done.stderr.strip().splitlines() or ["no message"]
-            lines += ["FAILED: " + next((line for line in reversed(said) if line.startswith("thinwire: ")), said[-1]), ""]
+            reason = next((line for line in reversed(said) if line.startswith("thinwire: ")), said[-1])
+            lines += [f"FAILED: {reason}", ""]
         if out.exists():
             typed = " ".join(["thinwire bench codecs --device", device, *options])
             lines.append(markdown(Study.from_plain(json.loads(out.read_text()) | {"command": typed})))
