@@ -7,5 +7,7 @@ NB_MODULE(_native, module) {
     thinwire::choose_target();
     thinwire::bind_target(module);
     thinwire::bind_codec(module);
+    thinwire::bind_exp3(module);
+    thinwire::bind_mpc(module);
     thinwire::bind_zfp(module);
 }

@@ -52,8 +52,8 @@ std::uint64_t marks(const char* planes, int i) {
 #if defined(__AVX512VBMI2__)
 
 struct Shuffles {
-    alignas(64) std::uint8_t even[64];     // bytes 0, 2, ... of two vectors
-    alignas(64) std::uint8_t odd[64];      // bytes 1, 3, ... of two vectors
+    alignas(64) std::uint8_t even[64];      // bytes 0, 2, ... of two vectors
+    alignas(64) std::uint8_t odd[64];       // bytes 1, 3, ... of two vectors
     alignas(64) std::uint8_t twice[2][64];  // the lower and the upper half of a vector, each byte twice
 
     constexpr Shuffles() : even(), odd(), twice() {
@@ -142,17 +142,18 @@ void decode_block(std::uint8_t base, const char* planes, const std::uint64_t (&e
         e = _mm512_mask_sub_epi8(e, load_mask(planes + 128 + 8 * i), e, bytes(4));
         // A load of no more than what is there.
         const int count = popcount(escaped[i]);
-        const __m512i next = _mm512_maskz_loadu_epi8(_bzhi_u64(~std::uint64_t{0}, static_cast<unsigned>(count)), escapes);
+        const __m512i next =
+            _mm512_maskz_loadu_epi8(_bzhi_u64(~std::uint64_t{0}, static_cast<unsigned>(count)), escapes);
         e = _mm512_mask_expand_epi8(e, escaped[i], next);
         escapes += count;
         const __m512i r = _mm512_loadu_si512(rest + 64 * i);
         for (int half = 0; half < 2; ++half) {
             const __m512i twice = _mm512_load_si512(kShuffles.twice[half]);
             const __m512i exponent = _mm512_maskz_permutexvar_epi8(0xaaaaaaaaaaaaaaaa, twice, e);
-            _mm512_storeu_si512(out + 128 * i + 64 * half,
-                                _mm512_ternarylogic_epi64(_mm512_srli_epi16(exponent, 1),
-                                                          _mm512_permutexvar_epi8(twice, r),
-                                                          _mm512_set1_epi16(static_cast<short>(0x807f)), kOrSelected));
+            _mm512_storeu_si512(
+                out + 128 * i + 64 * half,
+                _mm512_ternarylogic_epi64(_mm512_srli_epi16(exponent, 1), _mm512_permutexvar_epi8(twice, r),
+                                          _mm512_set1_epi16(static_cast<short>(0x807f)), kOrSelected));
         }
     }
 }
@@ -331,7 +332,7 @@ std::int64_t exp3_count(const void* x, std::int64_t numel) {
     return total;
 }
 
-std::int64_t exp3_encode(const void* x, std::int64_t numel, const Exp3Parts& parts, std::int64_t room) {
+std::int64_t exp3_encode(const void* x, std::int64_t numel, const Exp3Parts<char>& parts, std::int64_t room) {
     const auto* from = static_cast<const char*>(x);
     std::int64_t total = 0;
     Bytes exponents;
@@ -377,7 +378,7 @@ std::int64_t exp3_announced(const void* counts, std::int64_t blocks) {
     return total;
 }
 
-bool exp3_decode(const Exp3Parts& parts, std::int64_t numel, void* out) {
+bool exp3_decode(const Exp3Parts<const char>& parts, std::int64_t numel, void* out) {
     auto* to = static_cast<char*>(out);
     const char* next = parts.escapes;
     for (std::int64_t at = 0; at < numel; at += kBlock) {

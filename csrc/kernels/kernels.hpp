@@ -36,13 +36,14 @@ struct Largest {
     bool positive;
 };
 
-// The parts of an exp3 message from some block on.
+// The parts of an exp3 message from some block of 512 values on. Byte is char or const char.
+template <class Byte>
 struct Exp3Parts {
-    char* bases;    // one byte for each block
-    char* counts;   // two
-    char* planes;   // 192
-    char* rest;     // a byte for each value
-    char* escapes;  // a byte for each escape
+    Byte* bases;    // one byte for each block
+    Byte* counts;   // two
+    Byte* planes;   // 192
+    Byte* rest;     // a byte for each value
+    Byte* escapes;  // a byte for each escape
 };
 
 // Memory may be misaligned unless a kernel says otherwise.
@@ -64,16 +65,16 @@ struct Kernels {
     // kernels/exp3.cpp. `x` begins a block.
     std::int64_t (*exp3_count)(const void* x, std::int64_t numel);  // escapes
     // Returns the number of escapes, or -1 if there are more than `room`.
-    std::int64_t (*exp3_encode)(const void* x, std::int64_t numel, const Exp3Parts& parts, std::int64_t room);
+    std::int64_t (*exp3_encode)(const void* x, std::int64_t numel, const Exp3Parts<char>& parts, std::int64_t room);
     std::int64_t (*exp3_announced)(const void* counts, std::int64_t blocks);  // escapes
     // Reads as many escapes as the counts announce. Returns whether each block marks as many as it announces.
-    bool (*exp3_decode)(const Exp3Parts& parts, std::int64_t numel, void* out);
+    bool (*exp3_decode)(const Exp3Parts<const char>& parts, std::int64_t numel, void* out);
 
-    // kernels/mpc.cpp. `x` and `out` begin a chunk; `kept` are the residual words that are not zero. All but
-    // mpc_announced return how many these are.
+    // kernels/mpc.cpp. `x` and `out` begin a chunk; `kept` are the residual words that are not zero, and
+    // what is returned is how many they are.
     std::int64_t (*mpc_count)(const void* x, std::int64_t nbytes);
     std::int64_t (*mpc_encode)(const void* x, std::int64_t nbytes, void* bitmap, void* kept);
-    std::int64_t (*mpc_announced)(const void* bitmap, std::int64_t words);  // bits that are set
+    std::int64_t (*mpc_announced)(const void* bitmap, std::int64_t words);
     std::int64_t (*mpc_decode)(const void* bitmap, const void* kept, std::int64_t nbytes, void* out);
 
     // kernels/zfp.cpp
@@ -94,9 +95,9 @@ void cast(const void* x, DType dtype, std::int64_t numel, void* out, DType to, b
 void multiply(float* x, std::int64_t numel, float factor);
 
 std::int64_t exp3_count(const void* x, std::int64_t numel);
-std::int64_t exp3_encode(const void* x, std::int64_t numel, const Exp3Parts& parts, std::int64_t room);
+std::int64_t exp3_encode(const void* x, std::int64_t numel, const Exp3Parts<char>& parts, std::int64_t room);
 std::int64_t exp3_announced(const void* counts, std::int64_t blocks);
-bool exp3_decode(const Exp3Parts& parts, std::int64_t numel, void* out);
+bool exp3_decode(const Exp3Parts<const char>& parts, std::int64_t numel, void* out);
 
 std::int64_t mpc_count(const void* x, std::int64_t nbytes);
 std::int64_t mpc_encode(const void* x, std::int64_t nbytes, void* bitmap, void* kept);

@@ -374,31 +374,67 @@ std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, c
 
 #endif
 
-// A chunk of at most kChunk words, the bytes of the last one perhaps not all there.
+// A chunk of at most kChunk words.
 template <bool write>
-void encode_chunk(const char* x, std::int64_t nbytes, char* bitmap, Kept& kept) {
+void encode_chunk(const char* x, int words, char* bitmap, Kept& kept) {
     kept.count = 0;
-    const auto groups = static_cast<int>(nbytes / (4 * kGroup));
+    const int groups = words / kGroup;
     encode_groups<write>(x, groups, bitmap, kept);
-    const std::int64_t done = std::int64_t{4} * kGroup * groups;
-    if (done == nbytes) {
+    const int done = groups * kGroup;
+    if (done == words) {
         return;
     }
-    std::uint32_t before = groups > 0 ? load_word(x + done - 4) : 0;
-    std::uint32_t words[kGroup] = {};
-    __builtin_memcpy(words, x + done, static_cast<std::size_t>(nbytes - done));
+    std::uint32_t before = groups > 0 ? load_word(x + 4 * done - 4) : 0;
     std::uint32_t mask = 0;
-    for (int i = 0; i < (nbytes - done + 3) / 4; ++i) {
-        const std::uint32_t residual = words[i] - before;
-        before = words[i];
-        if (residual != 0) {
+    for (int i = 0; i < words - done; ++i) {
+        const std::uint32_t word = load_word(x + 4 * (done + i));
+        if (word != before) {
             mask |= 1u << i;
-            kept.words[kept.count++] = residual;
+            kept.words[kept.count++] = word - before;
         }
+        before = word;
     }
     if constexpr (write) {
         store_word(bitmap + 4 * groups, mask);
     }
+}
+
+void decode_chunk(const char* bitmap, int words, const char*& kept, char* out) {
+    const int groups = words / kGroup;
+    std::uint32_t before = decode_groups(bitmap, groups, kept, out);
+    const int done = groups * kGroup;
+    if (done == words) {
+        return;
+    }
+    const std::uint32_t mask = load_word(bitmap + 4 * groups);
+    for (int i = 0; i < words - done; ++i) {
+        if (mask >> i & 1) {
+            before += load_word(kept);
+            kept += 4;
+        }
+        store_word(out + 4 * (done + i), before);
+    }
+}
+
+// A last chunk that ends within a word, completed with zeros.
+struct Completed {
+    alignas(64) char bytes[4 * kChunk];
+    int words;
+
+    Completed(const char* x, std::int64_t nbytes) : words(static_cast<int>((nbytes + 3) / 4)) {
+        store_word(bytes + 4 * (words - 1), 0);
+        __builtin_memcpy(bytes, x, static_cast<std::size_t>(nbytes));
+    }
+};
+
+// Calls fn(first byte, words) for each chunk of whole words; returns the bytes they have.
+template <class Fn>
+std::int64_t for_chunks(std::int64_t nbytes, const Fn& fn) {
+    const std::int64_t whole = nbytes % 4 == 0 ? nbytes : nbytes / (4 * kChunk) * (4 * kChunk);
+    for (std::int64_t at = 0; at < whole; at += 4 * kChunk) {
+        fn(at, static_cast<int>(whole - at < 4 * kChunk ? (whole - at) / 4 : kChunk));
+    }
+    return whole;
 }
 
 }  // namespace
@@ -407,8 +443,13 @@ std::int64_t mpc_count(const void* x, std::int64_t nbytes) {
     const auto* from = static_cast<const char*>(x);
     std::int64_t count = 0;
     Kept kept;
-    for (std::int64_t at = 0; at < nbytes; at += 4 * kChunk) {
-        encode_chunk<false>(from + at, nbytes - at < 4 * kChunk ? nbytes - at : 4 * kChunk, nullptr, kept);
+    const std::int64_t whole = for_chunks(nbytes, [&](std::int64_t at, int words) {
+        encode_chunk<false>(from + at, words, nullptr, kept);
+        count += kept.count;
+    });
+    if (whole < nbytes) {
+        const Completed completed(from + whole, nbytes - whole);
+        encode_chunk<false>(completed.bytes, completed.words, nullptr, kept);
         count += kept.count;
     }
     return count;
@@ -420,10 +461,15 @@ std::int64_t mpc_encode(const void* x, std::int64_t nbytes, void* bitmap, void* 
     auto* to = static_cast<char*>(kept);
     std::int64_t count = 0;
     Kept local;
-    for (std::int64_t at = 0; at < nbytes; at += 4 * kChunk) {
-        encode_chunk<true>(from + at, nbytes - at < 4 * kChunk ? nbytes - at : 4 * kChunk, bits + at / 32, local);
+    const auto encode = [&](const char* chunk, std::int64_t at, int words) {
+        encode_chunk<true>(chunk, words, bits + at / kGroup, local);
         __builtin_memcpy(to + 4 * count, local.words, static_cast<std::size_t>(4 * local.count));
         count += local.count;
+    };
+    const std::int64_t whole = for_chunks(nbytes, [&](std::int64_t at, int words) { encode(from + at, at, words); });
+    if (whole < nbytes) {
+        const Completed completed(from + whole, nbytes - whole);
+        encode(completed.bytes, whole, completed.words);
     }
     return count;
 }
@@ -440,24 +486,12 @@ std::int64_t mpc_decode(const void* bitmap, const void* kept, std::int64_t nbyte
     const auto* bits = static_cast<const char*>(bitmap);
     const auto* from = static_cast<const char*>(kept);
     auto* to = static_cast<char*>(out);
-    for (std::int64_t at = 0; at < nbytes; at += 4 * kChunk) {
-        const std::int64_t here = nbytes - at < 4 * kChunk ? nbytes - at : 4 * kChunk;
-        const auto groups = static_cast<int>(here / (4 * kGroup));
-        std::uint32_t before = decode_groups(bits + at / 32, groups, from, to + at);
-        const std::int64_t done = std::int64_t{4} * kGroup * groups;
-        if (done == here) {
-            continue;
-        }
-        const std::uint32_t mask = load_word(bits + at / 32 + 4 * groups);
-        std::uint32_t words[kGroup];
-        for (int i = 0; i < (here - done + 3) / 4; ++i) {
-            if (mask >> i & 1) {
-                before += load_word(from);
-                from += 4;
-            }
-            words[i] = before;
-        }
-        __builtin_memcpy(to + at + done, words, static_cast<std::size_t>(here - done));
+    const std::int64_t whole =
+        for_chunks(nbytes, [&](std::int64_t at, int words) { decode_chunk(bits + at / kGroup, words, from, to + at); });
+    if (whole < nbytes) {
+        alignas(64) char chunk[4 * kChunk];
+        decode_chunk(bits + whole / kGroup, static_cast<int>((nbytes - whole + 3) / 4), from, chunk);
+        __builtin_memcpy(to + whole, chunk, static_cast<std::size_t>(nbytes - whole));
     }
     return (from - static_cast<const char*>(kept)) / 4;
 }

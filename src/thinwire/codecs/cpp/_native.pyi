@@ -69,3 +69,22 @@ def zfp_decode(
     add: bool,
     threads: int,
 ) -> None: ...
+
+# Codecs of variable length. An encoder needs room for the largest message and returns how many bytes this one has; a
+# decoder takes the message, with other bytes after it if need be, and raises ValueError unless it is well formed.
+
+def exp3_encode(x_address: int, numel: int, wire_address: int, capacity: int, threads: int) -> int: ...
+def exp3_decode(
+    wire_address: int, wire_bytes: int, numel: int, out_address: int, dtype: int, add: bool, threads: int
+) -> None: ...
+def mpc_encode(x_address: int, nbytes: int, wire_address: int, capacity: int, threads: int) -> int: ...
+def mpc_decode(
+    wire_address: int,
+    wire_bytes: int,
+    numel: int,
+    encoded: int,
+    out_address: int,
+    dtype: int,
+    add: bool,
+    threads: int,
+) -> None: ...
