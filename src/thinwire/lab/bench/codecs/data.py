@@ -17,8 +17,8 @@ __all__ = ["DATA_SETS", "data_sets", "normal", "student"]
 DATA_SETS: Mapping[str, str] = {
     "normal": "N(0,1)",
     "student": "Student t with 3 degrees of freedom",
-    "gradients": "of a small Llama, after training it for a few dozen steps",
-    "weights": "of that Llama",
+    "gradients": "of the matrices of a small Llama, after training it for a few dozen steps",
+    "weights": "of those matrices",
     "activations": "what its blocks hand on",
 }
 
@@ -79,9 +79,11 @@ def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:
     _backward(model, samples, _STEPS)
     for handle in handles:
         handle.remove()
+    # The norms' weights, near 1, are one value in 2000 and would be half of the sum of squares.
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
     return {
-        "gradients": _flat(parameter.grad for parameter in model.parameters() if parameter.grad is not None),
-        "weights": _flat(model.parameters()),
+        "gradients": _flat(matrix.grad for matrix in matrices if matrix.grad is not None),
+        "weights": _flat(matrices),
         "activations": _flat(outputs),
     }
 
