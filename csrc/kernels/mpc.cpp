@@ -169,16 +169,18 @@ __m512i expand(std::uint32_t mask, const char*& kept) {
 
 // The words of a chunk's full groups; returns the last one.
 std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
+    const char* next = kept;  // a register: stores to `out` might change what a reference refers to
     __m512i before = _mm512_setzero_si512();
     for (int group = 0; group < groups; ++group) {
         const std::uint32_t mask = load_word(bitmap + 4 * group);
-        const __m512i low = expand(mask & 0xffff, kept);
-        const __m512i high = expand(mask >> 16, kept);
+        const __m512i low = expand(mask & 0xffff, next);
+        const __m512i high = expand(mask >> 16, next);
         const Group words = sums(transpose_back(sums(Group{low, high})));
         _mm512_storeu_si512(out + 128 * group, _mm512_add_epi32(words.low, before));
         _mm512_storeu_si512(out + 128 * group + 64, _mm512_add_epi32(words.high, before));
         before = _mm512_add_epi32(before, last(words.high));
     }
+    kept = next;
     return static_cast<std::uint32_t>(_mm_cvtsi128_si32(_mm512_castsi512_si128(before)));
 }
 
@@ -308,66 +310,79 @@ void spread(std::uint32_t mask, const std::uint32_t* kept, std::uint32_t* residu
 
 #endif
 
+// What follows goes over the whole chunk step by step: a vector that is read soon after its parts were written, in
+// other parts, has to wait for the cache.
+struct Words {
+    alignas(64) std::uint32_t at[kChunk];
+};
+
 template <bool write>
 void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
-    std::uint32_t before = 0;
-    for (int group = 0; group < groups; ++group) {
-        alignas(64) std::uint32_t words[kGroup + 1];
-        alignas(64) std::uint32_t planes[kGroup + 1];
-        alignas(64) std::uint32_t residual[kGroup];
-        words[0] = before;
-        __builtin_memcpy(words + 1, x + 4 * kGroup * group, 4 * kGroup);
-        before = words[kGroup];
-        for (int i = 0; i < kGroup; ++i) {
-            residual[i] = words[i + 1] - words[i];
+    if (groups == 0) {
+        return;
+    }
+    const int count = groups * kGroup;
+    Words words;
+    Words planes;
+    words.at[0] = load_word(x);
+    for (int i = 1; i < count; ++i) {
+        words.at[i] = load_word(x + 4 * i) - load_word(x + 4 * i - 4);
+    }
+    for (int i = 0; i < count; i += kGroup) {
+        transpose(words.at + i, planes.at + i);
+    }
+    for (int i = 0; i < count; i += kGroup) {
+        words.at[i] = planes.at[i];
+        for (int j = 1; j < kGroup; ++j) {
+            words.at[i + j] = planes.at[i + j] - planes.at[i + j - 1];
         }
-        planes[0] = 0;
-        transpose(residual, planes + 1);
-        for (int i = 0; i < kGroup; ++i) {
-            residual[i] = planes[i + 1] - planes[i];
-        }
-        if constexpr (write) {
-            const std::uint32_t mask = keep(residual, kept.words + kept.count);
+    }
+    if constexpr (write) {
+        for (int group = 0; group < groups; ++group) {
+            const std::uint32_t mask = keep(words.at + kGroup * group, kept.words + kept.count);
             store_word(bitmap + 4 * group, mask);
             kept.count += popcount(mask);
-        } else {
-            int count = 0;
-            for (int i = 0; i < kGroup; ++i) {
-                count += residual[i] != 0;
-            }
-            kept.count += count;
         }
+    } else {
+        int there = 0;
+        for (int i = 0; i < count; ++i) {
+            there += words.at[i] != 0;
+        }
+        kept.count += there;
     }
 }
 
 std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
     // A copy, for the sake of loops that read beyond a group's last word.
     Kept local;
-    std::int64_t count = 0;
-    for (int group = 0; group < groups; ++group) {
-        count += popcount(load_word(bitmap + 4 * group));
-    }
-    __builtin_memcpy(local.words, kept, static_cast<std::size_t>(4 * count));
-    __builtin_memset(local.words + count, 0, 4 * kSlack);
-    kept += 4 * count;
+    local.count = mpc_announced(bitmap, groups);
+    __builtin_memcpy(local.words, kept, static_cast<std::size_t>(4 * local.count));
+    __builtin_memset(local.words + local.count, 0, 4 * kSlack);
+    kept += 4 * local.count;
 
+    const int count = groups * kGroup;
+    Words planes;
+    Words words;
     const std::uint32_t* next = local.words;
-    std::uint32_t before = 0;
     for (int group = 0; group < groups; ++group) {
         const std::uint32_t mask = load_word(bitmap + 4 * group);
-        alignas(64) std::uint32_t planes[kGroup];
-        alignas(64) std::uint32_t words[kGroup];
-        spread(mask, next, planes);
+        spread(mask, next, planes.at + kGroup * group);
         next += popcount(mask);
+    }
+    for (int i = 0; i < count; i += kGroup) {
         std::uint32_t sum = 0;
-        for (std::uint32_t& plane : planes) {
-            plane = sum += plane;
+        for (int j = 0; j < kGroup; ++j) {
+            sum += planes.at[i + j];
+            planes.at[i + j] = sum;
         }
-        transpose_back(planes, words);
-        for (std::uint32_t& word : words) {
-            word = before += word;
-        }
-        __builtin_memcpy(out + 4 * kGroup * group, words, sizeof words);
+    }
+    for (int i = 0; i < count; i += kGroup) {
+        transpose_back(planes.at + i, words.at + i);
+    }
+    std::uint32_t before = 0;
+    for (int i = 0; i < count; ++i) {
+        before += words.at[i];
+        store_word(out + 4 * i, before);
     }
     return before;
 }

@@ -201,7 +201,7 @@ def test_error_on_normal_values(name: str, least: float) -> None:
     assert 10 * torch.log10(x.double().square().sum() / error.square().sum()) > least
 
 
-@pytest.mark.parametrize("backend", ["reference"])
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
 @pytest.mark.parametrize(("name", "dtype"), [("mpc", torch.float32), ("mpc", torch.bfloat16), ("exp3", torch.bfloat16)])
 def test_lossless_codecs_return_every_bit(name: str, dtype: torch.dtype, backend: str) -> None:
     codec = codecs.get(name, backend=backend)

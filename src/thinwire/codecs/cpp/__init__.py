@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.cpp.fixed import FixedCodec
+from thinwire.codecs.cpp.lossless import LosslessCodec
 from thinwire.spec import CodecSpec
 
 __all__ = ["make"]
@@ -11,4 +12,4 @@ __all__ = ["make"]
 
 def make(spec: CodecSpec) -> Codec:
     """The codec of a spec."""
-    return FixedCodec(spec)
+    return LosslessCodec(spec) if spec.is_variable_length else FixedCodec(spec)

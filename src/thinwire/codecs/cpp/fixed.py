@@ -110,9 +110,7 @@ def _native_codec(spec: CodecSpec, dtype: torch.dtype) -> _native.Codec:
         case "zfp":
             return _native.Codec.zfp(spec.zfp_block_bits)
         case _:
-            raise UsageError(
-                f"the cpp backend has no {spec.family} yet: use thinwire.codecs.get({spec.text!r}, backend='reference')"
-            )
+            raise AssertionError(f"{spec} is not of fixed length")
 
 
 def _address(tensor: Tensor) -> int:

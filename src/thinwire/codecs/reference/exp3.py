@@ -95,8 +95,8 @@ def _decoded(body: Tensor, numel: int) -> Tensor:
     exponent_BV = (bases[:num_blocks].to(torch.int32)[:, None] - code_BV) & 0xFF
     exponent_BV[escaped_BV] = escapes[:total].to(torch.int32)
     rest = rest[:numel].to(torch.int32)
-    bits: Tensor = ((rest & 0x80) << 8) | (exponent_BV.view(-1)[:numel] << 7) | (rest & 0x7F)
-    return bits.to(torch.int16)
+    patterns: Tensor = ((rest & 0x80) << 8) | (exponent_BV.view(-1)[:numel] << 7) | (rest & 0x7F)
+    return patterns.to(torch.int16)
 
 
 def _blocks(x: Tensor) -> Tensor:
