@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from thinwire.lab.bench.rows import Row
     from thinwire.lab.peers.interface import SystemSpec
 
-bench = typer.Typer(name="bench", help="Compare plans with other systems on an emulated cluster.", no_args_is_help=True)
+bench = typer.Typer(name="bench", help="Measure plans and codecs beside other systems.", no_args_is_help=True)
 
 
 @bench.callback()
 def _group() -> None:
-    """Compare plans with other systems on an emulated cluster."""
+    """Measure plans and codecs beside other systems."""
 
 
 @bench.command()
