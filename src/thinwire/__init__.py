@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from thinwire import codecs
     from thinwire.shard.api import (
         clip_grad_norm_,
         exposed,
@@ -36,6 +37,7 @@ __all__ = [
     "Wire",
     "__version__",
     "clip_grad_norm_",
+    "codecs",
     "exposed",
     "full_parameters",
     "load",
@@ -66,6 +68,8 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
+    if name == "codecs":
+        return importlib.import_module("thinwire.codecs")
     if name not in _HOME_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_HOME_OF[name]), name)

@@ -1,0 +1,56 @@
+"""The wire format does not change unnoticed: checksums of messages, for every codec and dtype.
+
+A message of another thinwire must stay readable. If a change of the format is meant, run this file as a program: it
+writes ``wire_format.json`` anew. The tensors come from integer arithmetic, so they are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire import codecs
+
+FILE = Path(__file__).with_name("wire_format.json")
+CODECS = [
+    *("none", "bf16", "fp16", "mpc", "exp3", "zfp:8", "zfp:16", "zfp:24", "zfp:3.3"),
+    *("int8:256", "int8:tensor", "int4:256", "int4:2048", "int4:tensor", "int2:32", "int3:64", "int5:128"),
+    *("int6:256", "int7:24", "int4:256,hadamard", "int8:64,hadamard", "int4:256,stochastic", "int8:256,stochastic"),
+]
+NUMEL = 3001
+
+
+def tensor(dtype: torch.dtype) -> torch.Tensor:
+    """Bell-shaped values over many magnitudes, with zeros, and one block that is poisoned."""
+    index = torch.arange(8 * NUMEL)
+    uniform = ((index * 2654435761) % 65521).view(8, NUMEL).sum(0) - 4 * 65521
+    x = uniform.float() * torch.tensor([2.0**-16, 2.0**-20, 2.0**-12, 0.0]).repeat_interleave(-(-NUMEL // 4))[:NUMEL]
+    x[2100] = torch.inf
+    return x.to(dtype)
+
+
+def checksums(backend: str) -> dict[str, str]:
+    sums = {}
+    for name in CODECS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if name == "exp3" and dtype != torch.bfloat16:
+                continue
+            message = codecs.get(name, backend=backend).encode(tensor(dtype), seed=1234567890123)
+            digest = hashlib.sha256(message.numpy().tobytes()).hexdigest()[:16]
+            sums[f"{name} {str(dtype).removeprefix('torch.')}"] = f"{message.numel()} bytes, sha256 {digest}"
+    return sums
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+def test_messages_have_the_bytes_they_always_had(backend: str) -> None:
+    assert checksums(backend) == json.loads(FILE.read_text())
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(checksums("reference"), indent=1) + "\n")
+    sys.stdout.write(f"{FILE} holds {len(json.loads(FILE.read_text()))} checksums\n")
