@@ -11,9 +11,7 @@ namespace thinwire::fuzz {
 namespace {
 
 constexpr Property kProperties[] = {
-    zfp_any_stream,
-    zfp_wrong_size,
-    zfp_round_trip,
+    lossless_any_message, lossless_truncated, lossless_round_trip, zfp_any_stream, zfp_wrong_size, zfp_round_trip,
 };
 
 }  // namespace

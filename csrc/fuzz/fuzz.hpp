@@ -71,6 +71,11 @@ bool refuses(Fn&& fn) {
 
 using Property = void (*)(Input& input);
 
+// mpc and exp3: any bytes decode or are refused; a part of a message is refused; values come back bit by bit.
+void lossless_any_message(Input& input);
+void lossless_truncated(Input& input);
+void lossless_round_trip(Input& input);
+
 // zfp: any bytes decode; sizes that do not fit are refused; values survive an encode, a decode and a second encode.
 void zfp_any_stream(Input& input);
 void zfp_wrong_size(Input& input);

@@ -105,35 +105,10 @@ Group transpose(const Group& words) {
             _mm512_permutex2var_epi8(a, route(kRoutes.matrices_to_planes[1]), b)};
 }
 
-Group transpose_back(const Group& planes) {
-    const __m512i gather = route(kRoutes.planes_to_matrices);
-    const __m512i a = transpose_matrices(_mm512_permutexvar_epi8(gather, planes.low));
-    const __m512i b = transpose_matrices(_mm512_permutexvar_epi8(gather, planes.high));
-    return {_mm512_permutex2var_epi8(a, route(kRoutes.matrices_to_words[0]), b),
-            _mm512_permutex2var_epi8(a, route(kRoutes.matrices_to_words[1]), b)};
-}
-
 // Words less their predecessors; that of the first is the last of `before`.
 Group differences(const Group& x, __m512i before) {
     return {_mm512_sub_epi32(x.low, _mm512_alignr_epi32(x.low, before, 15)),
             _mm512_sub_epi32(x.high, _mm512_alignr_epi32(x.high, x.low, 15))};
-}
-
-__m512i sums(__m512i x) {
-    const __m512i zero = _mm512_setzero_si512();
-    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 15));
-    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 14));
-    x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 12));
-    return _mm512_add_epi32(x, _mm512_alignr_epi32(x, zero, 8));
-}
-
-__m512i last(__m512i x) {
-    return _mm512_permutexvar_epi32(_mm512_set1_epi32(15), x);
-}
-
-Group sums(const Group& x) {
-    const __m512i low = sums(x.low);
-    return {low, _mm512_add_epi32(sums(x.high), last(low))};
 }
 
 // Residuals of the full groups among a chunk's words: the bits of those that are not zero, and these words.
@@ -167,18 +142,84 @@ __m512i expand(std::uint32_t mask, const char*& kept) {
     return _mm512_maskz_expand_epi32(static_cast<__mmask16>(mask), words);
 }
 
+__m512i last(__m512i x) {
+    return _mm512_permutexvar_epi32(_mm512_set1_epi32(15), x);
+}
+
+// Decoding is one long chain of dependent instructions, so several groups are decoded side by side: their halves are
+// the elements of an array, and each function is one step for all of them.
+
+template <int distance, int n>
+void add_shifted(__m512i (&halves)[n]) {
+    for (__m512i& x : halves) {
+        x = _mm512_add_epi32(x, _mm512_alignr_epi32(x, _mm512_setzero_si512(), 16 - distance));
+    }
+}
+
+// Each word becomes the sum of those of its group up to it.
+template <int n>
+void sums(__m512i (&halves)[n]) {
+    add_shifted<1>(halves);
+    add_shifted<2>(halves);
+    add_shifted<4>(halves);
+    add_shifted<8>(halves);
+    for (int i = 0; i < n; i += 2) {
+        halves[i + 1] = _mm512_add_epi32(halves[i + 1], last(halves[i]));
+    }
+}
+
+template <int n>
+void transpose_back(__m512i (&halves)[n]) {
+    const __m512i gather = route(kRoutes.planes_to_matrices);
+    for (__m512i& x : halves) {
+        x = _mm512_permutexvar_epi8(gather, x);
+    }
+    for (__m512i& x : halves) {
+        x = exchange<7>(x, 0x00aa00aa00aa00aa);
+    }
+    for (__m512i& x : halves) {
+        x = exchange<14>(x, 0x0000cccc0000cccc);
+    }
+    for (__m512i& x : halves) {
+        x = exchange<28>(x, 0x00000000f0f0f0f0);
+    }
+    for (int i = 0; i < n; i += 2) {
+        const __m512i low = _mm512_permutex2var_epi8(halves[i], route(kRoutes.matrices_to_words[0]), halves[i + 1]);
+        halves[i + 1] = _mm512_permutex2var_epi8(halves[i], route(kRoutes.matrices_to_words[1]), halves[i + 1]);
+        halves[i] = low;
+    }
+}
+
+// The words of so many groups; each element of `before` is the word before them, and then the last one.
+template <int groups>
+void decode_several(const char* bitmap, const char*& kept, __m512i& before, char* out) {
+    __m512i halves[2 * groups];
+    for (int i = 0; i < groups; ++i) {
+        const std::uint32_t mask = load_word(bitmap + 4 * i);
+        halves[2 * i] = expand(mask & 0xffff, kept);
+        halves[2 * i + 1] = expand(mask >> 16, kept);
+    }
+    sums(halves);
+    transpose_back(halves);
+    sums(halves);
+    for (int i = 0; i < groups; ++i) {
+        _mm512_storeu_si512(out + 128 * i, _mm512_add_epi32(halves[2 * i], before));
+        _mm512_storeu_si512(out + 128 * i + 64, _mm512_add_epi32(halves[2 * i + 1], before));
+        before = _mm512_add_epi32(before, last(halves[2 * i + 1]));
+    }
+}
+
 // The words of a chunk's full groups; returns the last one.
 std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
-    const char* next = kept;  // a register: stores to `out` might change what a reference refers to
+    constexpr int kSeveral = 4;
+    const char* next = kept;  // not the reference: it might change with every store to `out`
     __m512i before = _mm512_setzero_si512();
-    for (int group = 0; group < groups; ++group) {
-        const std::uint32_t mask = load_word(bitmap + 4 * group);
-        const __m512i low = expand(mask & 0xffff, next);
-        const __m512i high = expand(mask >> 16, next);
-        const Group words = sums(transpose_back(sums(Group{low, high})));
-        _mm512_storeu_si512(out + 128 * group, _mm512_add_epi32(words.low, before));
-        _mm512_storeu_si512(out + 128 * group + 64, _mm512_add_epi32(words.high, before));
-        before = _mm512_add_epi32(before, last(words.high));
+    int group = 0;
+    for (; group + kSeveral <= groups; group += kSeveral) {
+        decode_several<kSeveral>(bitmap + 4 * group, next, before, out + 128 * group);
+    }
+    for (; group < groups; ++group) {
+        decode_several<1>(bitmap + 4 * group, next, before, out + 128 * group);
     }
     kept = next;
     return static_cast<std::uint32_t>(_mm_cvtsi128_si32(_mm512_castsi512_si128(before)));
