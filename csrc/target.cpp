@@ -39,7 +39,7 @@ constexpr Target kTargets[] = {
                 __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
                 __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
-                __builtin_cpu_supports("avx512bitalg");
+                __builtin_cpu_supports("avx512bitalg") && __builtin_cpu_supports("gfni");
      }},
 #endif
 };

@@ -40,7 +40,7 @@ void store_word(char* to, std::uint32_t word) {
     __builtin_memcpy(to, &word, sizeof word);
 }
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512VBMI__) && defined(__GFNI__)
 
 struct Group {
     __m512i low;
@@ -49,7 +49,7 @@ struct Group {
 
 // Bytes are brought to where each 64 bits are an 8 x 8 matrix, these are transposed, and their bytes brought to where
 // they belong. Byte k of word j, and byte m of plane p, with j = 8 m + n and p = 31 - (8 k + i): bit i of one is bit n
-// of the other.
+// of the other. The transposition takes the bytes of a matrix in reverse order.
 struct Routes {
     alignas(64) std::uint8_t words_to_matrices[64];      // words 0 to 15 or 16 to 31
     alignas(64) std::uint8_t matrices_to_planes[2][64];  // planes 0 to 15 and 16 to 31
@@ -65,9 +65,9 @@ struct Routes {
                     const int plane = 31 - (8 * k + bit);
                     const int by_words = 8 * (2 * k + m % 2) + bit;
                     const int by_planes = 8 * (4 * (k % 2) + m) + bit;
-                    words_to_matrices[by_words] = byte(4 * (word % 16) + k);
+                    words_to_matrices[by_words ^ 7] = byte(4 * (word % 16) + k);
                     matrices_to_planes[plane / 16][4 * (plane % 16) + m] = byte(64 * (m / 2) + by_words);
-                    planes_to_matrices[by_planes] = byte(4 * (plane % 16) + m);
+                    planes_to_matrices[by_planes ^ 7] = byte(4 * (plane % 16) + m);
                     matrices_to_words[word / 16][4 * (word % 16) + k] = byte(64 * (1 - k / 2) + by_planes);
                 }
             }
@@ -81,20 +81,9 @@ __m512i route(const std::uint8_t (&bytes)[64]) {
     return _mm512_load_si512(bytes);
 }
 
-// Exchanges within 64 bits those that `mask` selects with those `shift` above them.
-template <int shift>
-__m512i exchange(__m512i x, std::uint64_t mask) {
-    constexpr int kDifferAndSelected = 0x28;
-    constexpr int kExclusiveOr = 0x96;
-    const __m512i differ = _mm512_ternarylogic_epi64(
-        x, _mm512_srli_epi64(x, shift), _mm512_set1_epi64(static_cast<long long>(mask)), kDifferAndSelected);
-    return _mm512_ternarylogic_epi64(x, differ, _mm512_slli_epi64(differ, shift), kExclusiveOr);
-}
-
+// In each 64 bits, bit i of byte n becomes bit 7 - n of byte i.
 __m512i transpose_matrices(__m512i x) {
-    x = exchange<7>(x, 0x00aa00aa00aa00aa);
-    x = exchange<14>(x, 0x0000cccc0000cccc);
-    return exchange<28>(x, 0x00000000f0f0f0f0);
+    return _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(0x8040201008040201), x, 0);
 }
 
 Group transpose(const Group& words) {
@@ -172,16 +161,7 @@ template <int n>
 void transpose_back(__m512i (&halves)[n]) {
     const __m512i gather = route(kRoutes.planes_to_matrices);
     for (__m512i& x : halves) {
-        x = _mm512_permutexvar_epi8(gather, x);
-    }
-    for (__m512i& x : halves) {
-        x = exchange<7>(x, 0x00aa00aa00aa00aa);
-    }
-    for (__m512i& x : halves) {
-        x = exchange<14>(x, 0x0000cccc0000cccc);
-    }
-    for (__m512i& x : halves) {
-        x = exchange<28>(x, 0x00000000f0f0f0f0);
+        x = transpose_matrices(_mm512_permutexvar_epi8(gather, x));
     }
     for (int i = 0; i < n; i += 2) {
         const __m512i low = _mm512_permutex2var_epi8(halves[i], route(kRoutes.matrices_to_words[0]), halves[i + 1]);
