@@ -3,7 +3,7 @@
 
 #include "kernels/kernels.hpp"
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -337,6 +337,29 @@ struct Words {
     alignas(64) std::uint32_t at[kChunk];
 };
 
+// Each word (a multiple of 4 of them) becomes the sum of those up to it; returns the last one.
+std::uint32_t sums(const std::uint32_t* words, int count, char* out) {
+#if defined(__SSE2__)
+    __m128i before = _mm_setzero_si128();
+    for (int i = 0; i < count; i += 4) {
+        __m128i x = _mm_load_si128(reinterpret_cast<const __m128i*>(words + i));
+        x = _mm_add_epi32(x, _mm_slli_si128(x, 4));
+        x = _mm_add_epi32(x, _mm_slli_si128(x, 8));
+        x = _mm_add_epi32(x, before);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4 * i), x);
+        before = _mm_shuffle_epi32(x, 0xff);
+    }
+    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(before));
+#else
+    std::uint32_t before = 0;
+    for (int i = 0; i < count; ++i) {
+        before += words[i];
+        store_word(out + 4 * i, before);
+    }
+    return before;
+#endif
+}
+
 template <bool write>
 void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
     if (groups == 0) {
@@ -391,21 +414,12 @@ std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, c
         next += popcount(mask);
     }
     for (int i = 0; i < count; i += kGroup) {
-        std::uint32_t sum = 0;
-        for (int j = 0; j < kGroup; ++j) {
-            sum += planes.at[i + j];
-            planes.at[i + j] = sum;
-        }
+        sums(planes.at + i, kGroup, reinterpret_cast<char*>(planes.at + i));
     }
     for (int i = 0; i < count; i += kGroup) {
         transpose_back(planes.at + i, words.at + i);
     }
-    std::uint32_t before = 0;
-    for (int i = 0; i < count; ++i) {
-        before += words.at[i];
-        store_word(out + 4 * i, before);
-    }
-    return before;
+    return sums(words.at, count, out);
 }
 
 #endif

@@ -1,0 +1,79 @@
+"""``none``, ``bf16``, ``fp16``, ``intN:BLOCK`` and ``intN:tensor``: everything that ``transcode`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.triton.launch import aligned_rows, check_device
+from thinwire.codecs.triton.transcode import Form, largest_keys, transcode
+
+__all__ = ["ValueCodec"]
+
+
+@final
+class ValueCodec(Codec):
+    """Fixed length, value by value or block by block. One launch each way, also for many messages; with one scale per
+    message, which has to be known first, encoding takes two a message."""
+
+    backend: ClassVar[str] = "triton"
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        check_device(x)
+        total = self.max_wire_bytes(x.numel(), x.dtype)
+        wire = wire[:total]
+        if self.spec.is_none:
+            wire.copy_(x.view(torch.uint8))
+            return total
+        # Kernels write words, which a message at any address does not allow.
+        room = wire if wire.data_ptr() % 16 == 0 else torch.empty_like(wire)
+        keys = largest_keys(x) if self.spec.per_tensor else None
+        target = Form.of_message(self.spec, x.dtype)
+        transcode(x, Form.of_tensor(x.dtype), room.view(1, -1), target, x.numel(), keys=keys, seed=seed)
+        if room is not wire:
+            wire.copy_(room)
+        return total
+
+    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
+        check_device(x)
+        if self.spec.per_tensor or wires.data_ptr() % 16:
+            super()._encode_slices(x, bounds, wires, seed)
+            return
+        longest = max(stop - start for start, stop in bounds)
+        source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, x.dtype)
+        transcode(x, source, wires, target, longest, bounds=bounds, seed=seed, raw=self.spec.is_none)
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        check_device(wire)
+        if self.spec.is_none and not add:
+            out.view(torch.uint8).copy_(wire)
+            return
+        self._sum(wire.view(1, -1), out, 1.0, encoded, add=add)
+
+    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
+        check_device(wires)
+        self._sum(wires, out, scale, encoded, add=False)
+
+    def _sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype, *, add: bool) -> None:
+        rows = aligned_rows(wires, self.max_wire_bytes(out.numel(), encoded))
+        source, target = Form.of_message(self.spec, encoded), Form.of_tensor(out.dtype)
+        transcode(rows, source, out, target, out.numel(), scale=scale, add=add)
+
+    def _decode_sum_encode(
+        self, wires: Tensor, numel: int, to: Codec, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
+    ) -> int:
+        check_device(wires)
+        source, target = Form.of_message(self.spec, encoded), Form.of_message(to.spec, torch.float32)
+        blocks_fit = target.block & (target.block - 1) == 0 or not source.hadamard
+        if not isinstance(to, ValueCodec) or to.spec.per_tensor or wire.data_ptr() % 16 or not blocks_fit:
+            # The sum goes to memory: for codecs that are kernels of their own, for a scale that must be known before
+            # the first code is, and for rotated blocks when those that are made are not of a power of two.
+            return super()._decode_sum_encode(wires, numel, to, wire, scale, seed, encoded)
+        total = to.max_wire_bytes(numel, torch.float32)
+        rows = aligned_rows(wires, self.max_wire_bytes(numel, encoded))
+        transcode(rows, source, wire[:total].view(1, -1), target, numel, scale=scale, seed=seed)
+        return total

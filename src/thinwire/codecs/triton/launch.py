@@ -1,0 +1,67 @@
+"""Where kernels meet torch: devices, alignment, the interpreter."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from thinwire.errors import UsageError
+
+__all__ = ["INTERPRETED", "aligned", "aligned_rows", "ceil_div", "check_device", "launch", "power_of_two"]
+
+INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+"""Whether TRITON_INTERPRET was set when this backend was imported: kernels are made for the one or the other then."""
+
+
+def check_device(x: Tensor) -> None:
+    """Raise :class:`UsageError` for a tensor that kernels cannot reach."""
+    if x.device.type == "cpu" and not INTERPRETED:
+        raise UsageError(
+            "the triton backend works on GPU tensors; this one is on cpu "
+            "(set TRITON_INTERPRET=1 before starting to run its kernels in the interpreter)"
+        )
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constants: Any) -> None:
+    """Run a kernel on the device of its first argument.
+
+    Products and sums are never fused: messages must have the same bits on every backend.
+    """
+    device = args[0].device
+    # A kernel runs on the current device, which need not be the tensors'. Integers wrap around without a word on a
+    # GPU; numpy, under the interpreter, would mention it.
+    context = torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
+    with context if INTERPRETED or device.type == "cuda" else contextlib.nullcontext():
+        kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+
+
+def aligned(wire: Tensor) -> Tensor:
+    """A message at an address that suits words of any width; the kernels read and write messages in such words.
+
+    A message that starts elsewhere (a multiple of 16 bytes is asked for) is copied.
+    """
+    return wire if wire.data_ptr() % 16 == 0 else wire.clone()
+
+
+def aligned_rows(wires: Tensor, nbytes: int) -> Tensor:
+    """The first ``nbytes`` bytes of every row; copied, for the reason given at :func:`aligned`, unless all rows start
+    at multiples of 16 bytes."""
+    if wires.data_ptr() % 16 == 0 and (len(wires) == 1 or wires.stride(0) % 16 == 0):
+        return wires[:, :nbytes]
+    rows = wires.new_empty(len(wires), ceil_div(nbytes, 16) * 16)[:, :nbytes]
+    return rows.copy_(wires[:, :nbytes])
+
+
+def ceil_div(a: int, b: int) -> int:
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << (n - 1).bit_length()

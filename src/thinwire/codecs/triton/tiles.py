@@ -1,0 +1,170 @@
+# mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
+"""Device functions: values to and from memory, codes to and from bits.
+
+A tile is (R, V) fp32 values; G = V // 8 groups a row, since eight codes of any width fill a whole number of bytes.
+*local* is a value's place in the tile's part of the message, *base* the place of that part, *rem* how many values of
+the message are left from there. Kernels keep *base* in 64 bits and everything else in 32.
+
+bf16 travels through kernels as int16 and is converted by its bits: so the interpreter, whose own conversion does not
+round to nearest even, computes what a GPU does.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+MAGIC = tl.constexpr(12582912.0)
+"""1.5 * 2^23: x + MAGIC has rint(x) in its lowest mantissa bits, as two's complement, for abs(x) < 2^22."""
+
+
+@triton.jit
+def places(R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """*local* of every value of a tile whose rows are BLOCK values of a message, and the column."""
+    column_RV = tl.broadcast_to(tl.arange(0, V)[None, :], (R, V))
+    return tl.arange(0, R)[:, None] * BLOCK + column_RV, column_RV
+
+
+@triton.jit
+def groups(rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """Every group's number in the tile's part of the message, and whether it has values."""
+    column_RG = tl.broadcast_to(tl.arange(0, V // 8)[None, :], (R, V // 8))
+    group_RG = tl.arange(0, R)[:, None] * (BLOCK // 8) + column_RG
+    return group_RG, (column_RG < BLOCK // 8) & (group_RG * 8 < rem)
+
+
+@triton.jit
+def load(ptr, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of words, 0 where there are no values; without a mask for a whole tile, so that loads stay wide."""
+    local_RV, column_RV = places(R, V, BLOCK)
+    if rem < R * BLOCK:
+        x_RV = tl.load(ptr + local_RV, mask=(column_RV < BLOCK) & (local_RV < rem), other=0)
+    elif V == BLOCK:
+        x_RV = tl.load(ptr + local_RV)
+    else:
+        x_RV = tl.load(ptr + local_RV, mask=column_RV < BLOCK, other=0)
+    return x_RV
+
+
+@triton.jit
+def store(ptr, x_RV, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
+    """The counterpart of ``load``."""
+    local_RV, column_RV = places(R, V, BLOCK)
+    if rem < R * BLOCK:
+        tl.store(ptr + local_RV, x_RV, mask=(column_RV < BLOCK) & (local_RV < rem))
+    elif V == BLOCK:
+        tl.store(ptr + local_RV, x_RV)
+    else:
+        tl.store(ptr + local_RV, x_RV, mask=column_RV < BLOCK)
+
+
+@triton.jit
+def widen(x, KIND: tl.constexpr):
+    """To fp32, exactly."""
+    if KIND == "bfloat16":
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif KIND == "float16":
+        x = x.to(tl.float32)
+    return x
+
+
+@triton.jit
+def narrow(x, KIND: tl.constexpr):
+    """From fp32, to nearest even; NaN stays NaN."""
+    if KIND == "bfloat16":
+        bits = x.to(tl.uint32, bitcast=True)
+        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+        x = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded).to(tl.int16)
+    elif KIND == "float16":
+        x = x.to(tl.float16)
+    return x
+
+
+@triton.jit
+def load_codes(codes, base, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Codes as fp32 (R, G, 8). The last group of a message may be read past its values: zeros or scales are there."""
+    group_RG, inside_RG = groups(rem, R, V, BLOCK)
+    j = tl.arange(0, 8)[None, None, :]
+    offset: tl.constexpr = 1 << (BITS - 1)
+    if BITS == 8:
+        at = (group_RG * 8)[:, :, None] + j
+        unsigned = tl.load(codes + base + at, mask=inside_RG[:, :, None], other=0).to(tl.int32) & 255
+    elif BITS == 4 or BITS == 2:
+        word_RG = tl.load(codes + base // 8 + group_RG, mask=inside_RG, other=0).to(tl.int32)
+        unsigned = (word_RG[:, :, None] >> (BITS * j)) & (2 * offset - 1)
+    else:
+        codes += base // 8 * BITS
+        word_RG = tl.zeros((R, V // 8), tl.int64)
+        for byte in tl.static_range(BITS):
+            part_RG = tl.load(codes + (group_RG * BITS + byte), mask=inside_RG, other=0)
+            word_RG |= (part_RG.to(tl.int64) & 255) << (8 * byte)
+        unsigned = ((word_RG[:, :, None] >> (BITS * j)) & (2 * offset - 1)).to(tl.int32)
+    # An integer to a float without the slow conversion: as the lowest bits of MAGIC.
+    return (unsigned ^ (0x4B400000 + offset)).to(tl.float32, bitcast=True) - (MAGIC + offset)
+
+
+@triton.jit
+def store_codes(codes, base, f_RV, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+    """Codes, given as MAGIC + code. Those past the end of the message are 0 and complete the last group."""
+    code_RV = f_RV.to(tl.int32, bitcast=True)
+    if BITS == 8:
+        store(codes + base, code_RV.to(tl.int8), rem, R, V, BLOCK)
+    else:
+        u = eighths(code_RV & ((1 << BITS) - 1), R, V)
+        group_RG, inside_RG = groups(rem, R, V, BLOCK)
+        low_RG = u[0] | (u[1] << BITS) | (u[2] << (2 * BITS)) | (u[3] << (3 * BITS))
+        high_RG = u[4] | (u[5] << BITS) | (u[6] << (2 * BITS)) | (u[7] << (3 * BITS))
+        if BITS == 4 or BITS == 2:
+            word_RG = low_RG | (high_RG << (4 * BITS))
+            if BITS == 2:
+                word_RG = word_RG.to(tl.int16)
+            tl.store(codes + base // 8 + group_RG, word_RG, mask=inside_RG)
+        else:
+            word_RG = low_RG.to(tl.int64) | (high_RG.to(tl.int64) << (4 * BITS))
+            codes += base // 8 * BITS
+            num_bytes = (rem * BITS + 7) // 8
+            for byte in tl.static_range(BITS):
+                at_RG = group_RG * BITS + byte
+                part_RG = (word_RG >> (8 * byte)).to(tl.int8)
+                tl.store(codes + at_RG, part_RG, mask=inside_RG & (at_RG < num_bytes))
+
+
+@triton.jit
+def eighths(x_RV, R: tl.constexpr, V: tl.constexpr):
+    """Eight tiles (R, G): the first, second, ... value of every group of eight.
+
+    What is summed over them is summed in a thread's registers and in an order that we have a say in, unlike a
+    reduction.
+    """
+    even, odd = tl.split(tl.reshape(x_RV, (R, V // 8, 2, 2, 2)))
+    even04, even26 = tl.split(even)
+    odd15, odd37 = tl.split(odd)
+    x0, x4 = tl.split(even04)
+    x1, x5 = tl.split(odd15)
+    x2, x6 = tl.split(even26)
+    x3, x7 = tl.split(odd37)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def butterflies(x_RV, R: tl.constexpr, V: tl.constexpr):
+    """Unnormalised Walsh-Hadamard transform of every row, in the order of the wire format's rule 6."""
+    for level in tl.static_range(13):  # blocks have at most 8192 values
+        if 1 << level < V:
+            x_RV = _butterfly(x_RV, R, V, 1 << level)
+    return x_RV
+
+
+@triton.jit
+def _butterfly(x_RV, R: tl.constexpr, V: tl.constexpr, DISTANCE: tl.constexpr):
+    pairs = tl.reshape(x_RV, (R, V // (2 * DISTANCE), 2, DISTANCE))
+    upper, lower = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    return tl.reshape(tl.permute(tl.join(upper + lower, upper - lower), (0, 1, 3, 2)), (R, V))
+
+
+@triton.jit
+def flip_signs(x_RV, V: tl.constexpr):
+    """Times the fixed signs of rule 6."""
+    position = tl.arange(0, V).to(tl.uint32)
+    flip = (position * 0x9E3779B1 + 0x7F4A7C15) & 0x80000000
+    return (x_RV.to(tl.uint32, bitcast=True) ^ flip[None, :]).to(tl.float32, bitcast=True)
