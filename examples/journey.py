@@ -54,7 +54,7 @@ def journey() -> list[str]:
     inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
     with recording() as records:
         model(inputs).square().mean().backward()
-        engine.agree(measure=False)
+        engine.agree(measure=True)  # which waits until every gradient is reduced
         gradient = engine.gradients[unit.index].owned.values.clone()
         optim.step()
         engine.join_spreads()
