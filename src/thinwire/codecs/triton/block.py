@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.triton.launch import aligned_rows, check_device
+from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
 from thinwire.codecs.triton.transcode import Form, largest_keys, transcode
 
 __all__ = ["ValueCodec"]
@@ -25,17 +25,15 @@ class ValueCodec(Codec):
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         check_device(x)
         total = self.max_wire_bytes(x.numel(), x.dtype)
-        wire = wire[:total]
-        if self.spec.is_none:
-            wire.copy_(x.view(torch.uint8))
+        source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, x.dtype)
+        if source == target:
+            wire[:total].copy_(x.view(torch.uint8))
             return total
-        # Kernels write words, which a message at any address does not allow.
-        room = wire if wire.data_ptr() % 16 == 0 else torch.empty_like(wire)
+        room = room_for(wire, total)
         keys = largest_keys(x) if self.spec.per_tensor else None
-        target = Form.of_message(self.spec, x.dtype)
-        transcode(x, Form.of_tensor(x.dtype), room.view(1, -1), target, x.numel(), keys=keys, seed=seed)
-        if room is not wire:
-            wire.copy_(room)
+        transcode(x, source, room.view(1, -1), target, x.numel(), keys=keys, seed=seed)
+        if room.data_ptr() != wire.data_ptr():
+            wire[:total].copy_(room)
         return total
 
     def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
@@ -45,11 +43,11 @@ class ValueCodec(Codec):
             return
         longest = max(stop - start for start, stop in bounds)
         source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, x.dtype)
-        transcode(x, source, wires, target, longest, bounds=bounds, seed=seed, raw=self.spec.is_none)
+        transcode(x, source, wires, target, longest, bounds=bounds, seed=seed, raw=source == target)
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         check_device(wire)
-        if self.spec.is_none and not add:
+        if Form.of_message(self.spec, encoded) == Form.of_tensor(out.dtype) and not add:
             out.view(torch.uint8).copy_(wire)
             return
         self._sum(wire.view(1, -1), out, 1.0, encoded, add=add)

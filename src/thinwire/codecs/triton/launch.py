@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire.errors import UsageError
 
-__all__ = ["INTERPRETED", "aligned", "aligned_rows", "ceil_div", "check_device", "launch", "power_of_two"]
+__all__ = ["INTERPRETED", "aligned", "aligned_rows", "ceil_div", "check_device", "launch", "power_of_two", "room_for"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET was set when this backend was imported: kernels are made for the one or the other then."""
@@ -48,10 +48,19 @@ def aligned(wire: Tensor) -> Tensor:
     return wire if wire.data_ptr() % 16 == 0 else wire.clone()
 
 
+def room_for(wire: Tensor, nbytes: int) -> Tensor:
+    """Where a message of ``nbytes`` bytes is made: the start of ``wire``, or memory at an address that suits words,
+    from which the caller copies it."""
+    return wire[:nbytes] if wire.data_ptr() % 16 == 0 else wire.new_empty(nbytes)
+
+
 def aligned_rows(wires: Tensor, nbytes: int) -> Tensor:
     """The first ``nbytes`` bytes of every row; copied, for the reason given at :func:`aligned`, unless all rows start
     at multiples of 16 bytes."""
-    if wires.data_ptr() % 16 == 0 and (len(wires) == 1 or wires.stride(0) % 16 == 0):
+    if len(wires) == 1:
+        # As a row of its own: the distance to a next one that does not exist may be any.
+        return aligned(wires[0, :nbytes]).view(1, -1)
+    if wires.data_ptr() % 16 == 0 and wires.stride(0) % 16 == 0:
         return wires[:, :nbytes]
     rows = wires.new_empty(len(wires), ceil_div(nbytes, 16) * 16)[:, :nbytes]
     return rows.copy_(wires[:, :nbytes])

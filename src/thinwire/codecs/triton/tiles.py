@@ -70,13 +70,16 @@ def widen(x, KIND: tl.constexpr):
 
 @triton.jit
 def narrow(x, KIND: tl.constexpr):
-    """From fp32, to nearest even; NaN stays NaN."""
-    if KIND == "bfloat16":
+    """From fp32, to nearest even; NaN becomes one pattern of bits, whatever a device's conversion makes of it."""
+    if KIND != "float32":
         bits = x.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        x = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, (bits >> 16) | 0x40, rounded).to(tl.int16)
-    elif KIND == "float16":
-        x = x.to(tl.float16)
+        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        if KIND == "bfloat16":
+            rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+            x = tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
+        else:
+            half_bits = x.to(tl.float16).to(tl.int16, bitcast=True)
+            x = tl.where(is_nan, 0x7E00, half_bits).to(tl.int16).to(tl.float16, bitcast=True)
     return x
 
 

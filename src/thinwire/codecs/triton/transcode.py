@@ -8,7 +8,6 @@ blocks.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from thinwire.codecs.triton.launch import ceil_div, launch, power_of_two
 from thinwire.codecs.triton.quantize import INF_BITS, key_of, quantize, rotated, slice_seed
+from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import (
     butterflies,
     flip_signs,
@@ -112,9 +112,7 @@ def transcode(
         raw: words of ``target``'s size are copied as they are.
     """
     num_slices = 1 if bounds is None else len(bounds)
-    mode, table, start, step = "same", source, 0, 0
-    if bounds is not None:
-        mode, table, start, step = _slices(tuple(bounds), source)
+    slices = Slices.of(bounds, source)
     rows, columns, block = _tile(source_form, target_form)
     grid = (ceil_div(numel, rows * block), num_slices)
     # Distances between rows in units of 16 bytes: so the compiler knows that rows are aligned.
@@ -131,10 +129,10 @@ def transcode(
         target,
         target_step,
         target if keys is None else keys,
-        table,
+        slices.table,
         numel,
-        start,
-        step,
+        slices.start,
+        slices.step,
         scale,
         seed - (1 << 32) if seed >= 1 << 31 else seed,
         SOURCE_KIND=source_form.kind,
@@ -150,7 +148,7 @@ def transcode(
         SEARCH=target_form.searches,
         STOCHASTIC=target_form.stochastic,
         MANY=source.dim() == 2 and len(source) > 1,
-        SLICES=mode,
+        SLICES=slices.mode,
         PARTIALS=0 if keys is None else PARTIALS,
         ADD=add,
         RAW=raw,
@@ -168,25 +166,6 @@ def _tile(source: Form, target: Form) -> tuple[int, int, int]:
     columns = power_of_two(block)
     assert block == columns or not source.hadamard
     return max(least // columns, 1), columns, block
-
-
-def _slices(bounds: tuple[tuple[int, int], ...], source: Tensor) -> tuple[str, Tensor, int, int]:
-    """How the kernel finds slices: by a rule for those of one length and at one distance, else from a table."""
-    starts = [start for start, _ in bounds]
-    step = starts[1] - starts[0] if len(starts) > 1 else 0
-    same = len({stop - start for start, stop in bounds}) == 1
-    if same and all(start == starts[0] + index * step for index, start in enumerate(starts)):
-        return "regular", source, starts[0], step
-    # In units of 16 values where that goes, so that the compiler knows: loads stay wide.
-    unit = 1 if any(start % 16 for start in starts) else 16
-    return "table", _table(bounds, unit, source.device), 0, unit
-
-
-@functools.lru_cache(maxsize=64)
-def _table(bounds: tuple[tuple[int, int], ...], unit: int, device: torch.device) -> Tensor:
-    """Starts and lengths of slices. Kept, since a training loop asks for the same again and again and the copy to the
-    device should not be part of its steps."""
-    return torch.tensor([[start // unit, stop - start] for start, stop in bounds], dtype=torch.int64).to(device)
 
 
 # ------------------------------------------------------------------------------------------------------ device
@@ -232,14 +211,11 @@ def _transcode(
 ):
     row = tl.program_id(1).to(tl.int64)
     base = tl.program_id(0).to(tl.int64) * (R * BLOCK)
-    numel = row * 0 + numel  # in 64 bits: numbers of bits are computed from it
-    if SLICES == "regular":
-        source += start + row * step
-    elif SLICES == "table":
-        source += tl.load(table + 2 * row) * step
-        numel = tl.load(table + 2 * row + 1)
+    # In 64 bits: numbers of bits are computed from it.
+    offset, numel = slice_of(table, numel, start, step, row, SLICES)
     if base >= numel:
         return
+    source += offset
     rem = tl.minimum(numel - base, R * BLOCK).to(tl.int32)
     target_at = row * target_step
     if RAW:

@@ -1,0 +1,58 @@
+# mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
+"""Messages of variable length: where their parts go, and what their first bytes say."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thinwire.errors import WireError
+
+__all__ = ["TOO_MANY", "header_of", "num_ones", "offsets_of"]
+
+TOO_MANY = 1 << 40
+"""Added by kernels to a count of parts that contradicts the message elsewhere; no message has so many, and sums of
+these stay below 2^63."""
+
+
+def offsets_of(counts: Tensor) -> Tensor:
+    """Where each part of so many starts, and after the last one the sum of all; int64."""
+    offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
+    torch.cumsum(counts, 0, dtype=torch.int64, out=offsets[1:])
+    return offsets
+
+
+def header_of(wire: Tensor, codec: str, magics: tuple[int, ...], offsets: Tensor | None) -> tuple[int, int, int]:
+    """Magic number and size in bytes of a message, and the last of ``offsets``: all that the host has to know of a
+    message, in one copy.
+
+    Raises:
+        WireError: if the message cannot be of this codec, or ends before it should.
+    """
+    if wire.numel() < 8:
+        raise WireError(f"{codec}: a message starts with 8 bytes, this one has {wire.numel()}; it is truncated")
+    parts = [wire[:8].clone().view(torch.int32).long()]
+    if offsets is not None:
+        parts.append(offsets[-1:])
+    magic, words, *rest = torch.cat(parts).tolist()
+    magic, words = magic & 0xFFFFFFFF, words & 0xFFFFFFFF
+    if magic not in magics:
+        raise WireError(f"{codec}: a message starts with {magics[0]:#010x}, this one with {magic:#010x}")
+    if words < 2 or 4 * words > wire.numel():
+        raise WireError(f"{codec}: the message says it has {4 * words} bytes and {wire.numel()} are there")
+    return magic, 4 * words, rest[0] if rest else 0
+
+
+# ------------------------------------------------------------------------------------------------------ device
+
+
+@triton.jit
+def num_ones(x):
+    """How many bits of a 32-bit word are set."""
+    x = x.to(tl.uint32, bitcast=True)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    x = (x + (x >> 4)) & 0x0F0F0F0F
+    return ((x * 0x01010101) >> 24).to(tl.int32)

@@ -1,0 +1,200 @@
+# mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
+"""MPC. One program has one chunk, read twice: the first pass counts, the second, which knows from a prefix sum where
+its words go, writes them.
+
+Shapes: a chunk of 1024 words as a tile of G = 32 groups and C = 32 columns.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch, room_for
+from thinwire.codecs.triton.message import TOO_MANY, header_of, num_ones, offsets_of
+from thinwire.errors import WireError
+
+__all__ = ["MpcCodec"]
+
+MAGIC = 0x3143504D
+CHUNK = 1024
+
+
+@final
+class MpcCodec(Codec):
+    """Lossless for any words; variable length. The host waits for the size of each message."""
+
+    backend: ClassVar[str] = "triton"
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        del seed
+        check_device(x)
+        words = _words_of(x)
+        num_words = words.numel()
+        num_chunks = ceil_div(num_words, CHUNK)
+        room = room_for(wire, self.max_wire_bytes(x.numel(), x.dtype)).view(torch.int32)
+        counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
+        launch(_count, (num_chunks,), words, room, counts, num_words)
+        offsets = offsets_of(counts)
+        launch(_compact, (num_chunks,), words, room, offsets, num_words, num_chunks, MAGIC)
+        size = 8 + 4 * ceil_div(num_words, 32) + 4 * int(offsets[-1])
+        if room.data_ptr() != wire.data_ptr():
+            wire[:size].copy_(room.view(torch.uint8)[:size])
+        return size
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        check_device(wire)
+        num_words = ceil_div(out.numel() * encoded.itemsize, 4)
+        num_chunks, bitmap_words = ceil_div(num_words, CHUNK), ceil_div(num_words, 32)
+        offsets = None
+        message = aligned(wire)
+        message = message[: message.numel() // 4 * 4].view(torch.int32)
+        if message.numel() >= 2 + bitmap_words:
+            counts = torch.empty(num_chunks, dtype=torch.int64, device=wire.device)
+            launch(_count_bits, (num_chunks,), message, counts, num_words, TOO_MANY)
+            offsets = offsets_of(counts)
+        _, size, found = header_of(wire, "mpc", (MAGIC,), offsets)
+        there = size // 4 - 2 - bitmap_words
+        if there < 0:
+            raise WireError(f"mpc: {num_words} words need a bitmap of {bitmap_words}, {there + bitmap_words} are there")
+        if offsets is None or found != there:
+            raise WireError(f"mpc: the bitmap announces {found % TOO_MANY} words of {num_words}, {there} are there")
+        fits = not add and out.dtype == encoded and out.numel() * encoded.itemsize % 4 == 0 and out.data_ptr() % 4 == 0
+        room = out.view(torch.int32) if fits else torch.empty(num_words, dtype=torch.int32, device=wire.device)
+        launch(_restore, (num_chunks,), message, room, offsets, num_words)
+        if not fits:
+            values = room.view(torch.uint8)[: out.numel() * encoded.itemsize].view(encoded)
+            out.add_(values) if add else out.copy_(values)
+
+
+def _words_of(x: Tensor) -> Tensor:
+    """A tensor's memory as words; copied if it is no whole number of them, or not where words may be."""
+    data = x.view(torch.uint8)
+    if data.numel() % 4 or data.data_ptr() % 4:
+        padded = data.new_zeros(ceil_div(data.numel(), 4) * 4)
+        padded[: data.numel()] = data
+        data = padded
+    return data.view(torch.int32)
+
+
+# ------------------------------------------------------------------------------------------------------ device
+
+
+@triton.jit
+def _transposed(x_GC):
+    """Rows as matrices of 32 x 32 bits, transposed: bit i of word j and bit j of word i change places. The format's
+    plane p is then word 31 - p."""
+    x_GC = _swapped(x_GC, 16, 0x0000FFFF)
+    x_GC = _swapped(x_GC, 8, 0x00FF00FF)
+    x_GC = _swapped(x_GC, 4, 0x0F0F0F0F)
+    x_GC = _swapped(x_GC, 2, 0x33333333)
+    return _swapped(x_GC, 1, 0x55555555)
+
+
+@triton.jit
+def _swapped(x_GC, DISTANCE: tl.constexpr, MASK: tl.constexpr):
+    """Squares of DISTANCE bits beside the diagonal change places."""
+    pairs = tl.reshape(x_GC, (32, 16 // DISTANCE, 2, DISTANCE))
+    first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
+    moved = ((first >> DISTANCE) ^ second) & MASK
+    pairs = tl.join(first ^ (moved << DISTANCE), second ^ moved)
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (32, 32))
+
+
+@triton.jit
+def _places(num_words, chunk):
+    """Which residual word every place of the tile has, as number in the chunk; whether groups are whole; and how many
+    words the chunk has. Planes come out of the transposition in the opposite order."""
+    rem = tl.minimum(num_words - chunk * 1024, 1024).to(tl.int32)
+    column_GC = tl.broadcast_to(tl.arange(0, 32)[None, :], (32, 32))
+    group_G = tl.arange(0, 32)
+    whole_G = (group_G + 1) * 32 <= rem
+    bit_GC = tl.where(whole_G[:, None], 31 - column_GC, column_GC)
+    return bit_GC, whole_G, rem
+
+
+@triton.jit
+def _residual(words, num_words, chunk):
+    """Residual words (uint32) of a chunk, the bits of the bitmap they have, and the bitmap."""
+    bit_GC, whole_G, rem = _places(num_words, chunk)
+    at_GC = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
+    words += chunk * 1024
+    word_GC = tl.load(words + at_GC, mask=at_GC < rem, other=0)
+    before_GC = tl.load(words + at_GC - 1, mask=(at_GC < rem) & (at_GC > 0), other=0)
+    difference_GC = word_GC.to(tl.uint32, bitcast=True) - before_GC.to(tl.uint32, bitcast=True)
+    difference_GC = tl.where(at_GC < rem, difference_GC, 0)
+    # A plane's predecessor is the plane of the next higher bit: that of the words shifted down.
+    planes_GC = _transposed(difference_GC) - _transposed(difference_GC >> 1)
+    residual_GC = tl.where(whole_G[:, None], planes_GC, difference_GC)
+    kept_GC = (residual_GC != 0).to(tl.int32) << bit_GC
+    return residual_GC, bit_GC, tl.sum(kept_GC, axis=1).to(tl.int32), rem
+
+
+@triton.jit
+def _ranks(bitmap_G, bit_GC):
+    """How many words of the chunk are kept before each."""
+    ones_G = num_ones(bitmap_G)
+    before_G = tl.cumsum(ones_G, axis=0).to(tl.int32) - ones_G
+    below_GC = (tl.full((32, 32), 1, tl.int32) << bit_GC) - 1
+    return before_G[:, None] + num_ones(bitmap_G[:, None] & below_GC)
+
+
+@triton.jit
+def _count(words, message, counts, num_words):
+    chunk = tl.program_id(0).to(tl.int64)
+    _, _, bitmap_G, rem = _residual(words, num_words, chunk)
+    group_G = tl.arange(0, 32)
+    tl.store(message + 2 + chunk * 32 + group_G, bitmap_G, mask=group_G * 32 < rem)
+    tl.store(counts + chunk, tl.sum(num_ones(bitmap_G), axis=0))
+
+
+@triton.jit
+def _compact(words, message, offsets, num_words, num_chunks, MAGIC: tl.constexpr):
+    chunk = tl.program_id(0).to(tl.int64)
+    residual_GC, bit_GC, bitmap_G, _ = _residual(words, num_words, chunk)
+    start = 2 + (chunk * 0 + num_words + 31) // 32
+    at_GC = start + tl.load(offsets + chunk) + _ranks(bitmap_G, bit_GC)
+    tl.store(message + at_GC, residual_GC.to(tl.int32, bitcast=True), mask=residual_GC != 0)
+    if chunk == 0:
+        tl.store(message, MAGIC)
+        tl.store(message + 1, (start + tl.load(offsets + num_chunks)).to(tl.int32))
+
+
+@triton.jit
+def _count_bits(message, counts, num_words, TOO_MANY):
+    """Words that a chunk's part of the bitmap announces; many more if there are such that do not exist."""
+    chunk = tl.program_id(0).to(tl.int64)
+    rem = tl.minimum(num_words - chunk * 1024, 1024).to(tl.int32)
+    group_G = tl.arange(0, 32)
+    bitmap_G = tl.load(message + 2 + chunk * 32 + group_G, mask=group_G * 32 < rem, other=0)
+    count = tl.sum(num_ones(bitmap_G), axis=0).to(tl.int64)
+    left_G = rem - group_G * 32
+    beyond_G = tl.where((left_G > 0) & (left_G < 32), bitmap_G.to(tl.uint32, bitcast=True) >> (left_G & 31), 0)
+    count += tl.where(tl.max(beyond_G, axis=0) > 0, TOO_MANY, 0)
+    tl.store(counts + chunk, count)
+
+
+@triton.jit
+def _restore(message, out, offsets, num_words):
+    chunk = tl.program_id(0).to(tl.int64)
+    bit_GC, whole_G, rem = _places(num_words, chunk)
+    group_G = tl.arange(0, 32)
+    bitmap_G = tl.load(message + 2 + chunk * 32 + group_G, mask=group_G * 32 < rem, other=0)
+    start = 2 + (chunk * 0 + num_words + 31) // 32
+    at_GC = start + tl.load(offsets + chunk) + _ranks(bitmap_G, bit_GC)
+    kept_GC = ((bitmap_G[:, None] >> bit_GC) & 1) == 1
+    residual_GC = tl.load(message + at_GC, mask=kept_GC, other=0)
+    planes_GC = tl.cumsum(residual_GC, axis=1, reverse=True).to(tl.uint32)
+    words_GC = _transposed(planes_GC).to(tl.int32, bitcast=True)
+    words_GC = tl.where(whole_G[:, None], words_GC, residual_GC)
+    # The sum of all words up to each one: in its group, and of the groups before.
+    total_G = tl.sum(words_GC, axis=1).to(tl.int32)
+    before_G = tl.cumsum(total_G, axis=0).to(tl.int32) - total_G
+    words_GC = tl.cumsum(words_GC, axis=1).to(tl.int32) + before_G[:, None]
+    at_GC = group_G[:, None] * 32 + tl.arange(0, 32)[None, :]
+    tl.store(out + chunk * 1024 + at_GC, words_GC, mask=at_GC < rem)

@@ -1,0 +1,434 @@
+# mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
+"""ZFP at a fixed rate.
+
+Shapes: B blocks of four values a program. A block has at most 128 bits: two 64-bit words, low and high. Bit planes are
+coded and decoded by table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.triton.launch import aligned, aligned_rows, ceil_div, check_device, launch, room_for
+from thinwire.codecs.triton.slices import Slices, slice_of
+from thinwire.codecs.triton.tiles import narrow, widen
+from thinwire.codecs.triton.transcode import Form
+
+__all__ = ["ZfpCodec"]
+
+BLOCKS = 256
+"""Of a program. Their messages are whole words for any rate, so that programs share none."""
+HEADER = tl.constexpr(9)
+WINDOW = tl.constexpr(8)
+"""Bits that the code of one plane has at most."""
+
+
+@final
+class ZfpCodec(Codec):
+    """Fixed length, lossy. One launch each way, also for many messages; where blocks do not end on words, words that
+    they share are cleared before, and slices take a launch each."""
+
+    backend: ClassVar[str] = "triton"
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        del seed
+        check_device(x)
+        total = self.max_wire_bytes(x.numel(), x.dtype)
+        room = room_for(wire, total)
+        if self.spec.zfp_block_bits % 32:
+            room.zero_()
+        self._launch_encode(x, None, room.view(1, -1), x.numel())
+        if room.data_ptr() != wire.data_ptr():
+            wire[:total].copy_(room)
+        return total
+
+    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
+        check_device(x)
+        if self.spec.zfp_block_bits % 32 or wires.data_ptr() % 16:
+            super()._encode_slices(x, bounds, wires, seed)
+            return
+        self._launch_encode(x, bounds, wires, max(stop - start for start, stop in bounds))
+
+    def _launch_encode(self, x: Tensor, bounds: Sequence[tuple[int, int]] | None, wires: Tensor, longest: int) -> None:
+        form, slices = Form.of_tensor(x.dtype), Slices.of(bounds, x)
+        launch(
+            _encode,
+            (ceil_div(longest, 4 * BLOCKS), len(wires)),
+            form.view(x),
+            wires.view(torch.int32),
+            wires.stride(0) // 16,
+            _plane_codes(x.device),
+            slices.table,
+            longest,
+            slices.start,
+            slices.step,
+            SLICES=slices.mode,
+            KIND=form.kind,
+            BLOCK_BITS=self.spec.zfp_block_bits,
+            B=BLOCKS,
+        )
+
+    def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        del encoded
+        check_device(wire)
+        self._launch_decode(aligned(wire).view(1, -1), out, 1.0, add=add)
+
+    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
+        check_device(wires)
+        self._launch_decode(aligned_rows(wires, self.max_wire_bytes(out.numel(), encoded)), out, scale, add=False)
+
+    def _launch_decode(self, rows: Tensor, out: Tensor, scale: float, *, add: bool) -> None:
+        form, words = Form.of_tensor(out.dtype), rows.view(torch.int32)
+        launch(
+            _decode,
+            (ceil_div(out.numel(), 4 * BLOCKS),),
+            words,
+            len(words),
+            words.stride(0) // 4 if len(words) > 1 else 0,
+            words.shape[1],
+            form.view(out),
+            _plane_values(out.device),
+            out.numel(),
+            scale,
+            KIND=form.kind,
+            BLOCK_BITS=self.spec.zfp_block_bits,
+            ADD=add,
+            B=BLOCKS,
+        )
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def _plane_code(significant: int, plane: int) -> int:
+    """Of one bit plane: the code, its length << 8, and how many values are significant afterwards << 12."""
+    bits = [plane >> index & 1 for index in range(significant)]
+    at = significant
+    while at < 4:
+        rest = plane >> at
+        bits.append(int(rest != 0))
+        if not rest:
+            break
+        while at < 3:
+            bits.append(plane >> at & 1)
+            if bits[-1]:
+                break
+            at += 1
+        at += 1
+    return sum(bit << index for index, bit in enumerate(bits)) | len(bits) << 8 | at << 12
+
+
+def _plane_value(there: int, significant: int, window: int) -> int:
+    """The inverse, of the next eight bits, of which so many are there: the plane, and length and significance as in
+    ``_plane_code``. Where a block ends within a unary code, the code ends; the other bits that are missing are 0."""
+    bits = [window >> index & 1 for index in range(there)]
+    taken = min(significant, there)
+    plane = sum(bit << index for index, bit in enumerate(bits[:taken]))
+    while significant < 4 and taken < there:
+        taken += 1
+        if not bits[taken - 1]:
+            break
+        while significant < 3 and taken < there:
+            taken += 1
+            if bits[taken - 1]:
+                break
+            significant += 1
+        plane |= 1 << significant
+        significant += 1
+    return plane | taken << 8 | significant << 12
+
+
+@functools.cache
+def _plane_codes(device: torch.device) -> Tensor:
+    """16 planes for each number of significant values."""
+    codes = [_plane_code(significant, plane) for significant in range(5) for plane in range(16)]
+    return torch.tensor(codes, dtype=torch.int16).to(device)
+
+
+@functools.cache
+def _plane_values(device: torch.device) -> Tensor:
+    """256 windows for each number of significant values, for each number of bits that are there."""
+    values = [_plane_value(t, significant, w) for t in range(9) for significant in range(5) for w in range(256)]
+    return torch.tensor(values, dtype=torch.int16).to(device)
+
+
+# ------------------------------------------------------------------------------------------------------ device
+
+
+@triton.jit
+def _four(x_B4, B: tl.constexpr):
+    """The four values of blocks, each of them (B)."""
+    xz_B2, yw_B2 = tl.split(tl.reshape(x_B4, (B, 2, 2)))
+    x_B, z_B = tl.split(xz_B2)
+    y_B, w_B = tl.split(yw_B2)
+    return x_B, y_B, z_B, w_B
+
+
+@triton.jit
+def _integer(x_B, factor_B, overflows_B):
+    # libzfp's factor overflows fp32 where the exponent is that small, and x86 casts infinities and NaN to the least
+    # integer. A kernel must not: what such a cast gives differs between GPUs.
+    x_B = tl.where(overflows_B, 0.0, x_B)
+    return tl.where(overflows_B, -2147483648, (x_B * factor_B).to(tl.int32))
+
+
+@triton.jit
+def _negabinary(x_B):
+    return (x_B.to(tl.uint32, bitcast=True) + 0xAAAAAAAA) ^ 0xAAAAAAAA
+
+
+@triton.jit(do_not_specialize=["row_step"])
+def _encode(
+    x,
+    words,
+    row_step,
+    codes,
+    table,
+    numel,
+    start,
+    step,
+    SLICES: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+    B: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0).to(tl.int64) * B * 4
+    offset, numel = slice_of(table, numel, start, step, row, SLICES)
+    if first >= numel:
+        return
+    left = tl.minimum(numel - first, B * 4).to(tl.int32)
+    words += row * row_step * 4
+    first_B4 = tl.arange(0, B)[:, None] * 4
+    index_B4 = tl.arange(0, 4)[None, :]
+    # What a last, partial block lacks repeats its values: the third its second, if there is one, the others its first.
+    instead_B4 = tl.where((index_B4 == 2) & (first_B4 + 1 < left), first_B4 + 1, first_B4)
+    at_B4 = tl.where(first_B4 + index_B4 < left, first_B4 + index_B4, instead_B4)
+    x_B4 = widen(tl.load(x + offset + first + at_B4, mask=at_B4 < left, other=0), KIND)
+    x_B, y_B, z_B, w_B = _four(x_B4, B)
+
+    largest_B = tl.maximum(_magnitude(x_B), _magnitude(y_B))
+    largest_B = tl.maximum(largest_B, tl.maximum(_magnitude(z_B), _magnitude(w_B)))
+    biased_B = (largest_B >> 23).to(tl.int32)
+    poisoned_B = biased_B == 255
+    coded_B = (largest_B > 0) & (biased_B < 255)
+    # The exponent e, in 2^(e-1) <= largest < 2^e, is biased - 126 for all but denormals, and -126 for them.
+    overflows_B = (biased_B < 29) | poisoned_B
+    factor_B = (tl.where(overflows_B, 127, 283 - biased_B) << 23).to(tl.float32, bitcast=True)
+    x_B = _integer(x_B, factor_B, overflows_B)
+    y_B = _integer(y_B, factor_B, overflows_B)
+    z_B = _integer(z_B, factor_B, overflows_B)
+    w_B = _integer(w_B, factor_B, overflows_B)
+
+    x_B = (x_B + w_B) >> 1
+    w_B = w_B - x_B
+    z_B = (z_B + y_B) >> 1
+    y_B = y_B - z_B
+    x_B = (x_B + z_B) >> 1
+    z_B = z_B - x_B
+    w_B = (w_B + y_B) >> 1
+    y_B = y_B - w_B
+    w_B = w_B + (y_B >> 1)
+    y_B = y_B - (w_B >> 1)
+    x_B = _negabinary(x_B)
+    y_B = _negabinary(y_B)
+    z_B = _negabinary(z_B)
+    w_B = _negabinary(w_B)
+
+    header_B = tl.where(coded_B, 2 * (biased_B + 1) + 1, tl.where(poisoned_B, 1, 0))
+    low_B = header_B.to(tl.uint64)
+    high_B = tl.zeros((B,), tl.uint64)
+    at_B = tl.full((B,), HEADER, tl.int32)
+    significant_B = tl.zeros((B,), tl.int32)
+    # A plane takes a bit at least, so that those after as many planes as there are bits would not fit.
+    for _ in range(32 if BLOCK_BITS > 40 else BLOCK_BITS - 9):
+        plane_B = (x_B >> 31) | ((y_B >> 31) << 1) | ((z_B >> 31) << 2) | ((w_B >> 31) << 3)
+        x_B = x_B << 1
+        y_B = y_B << 1
+        z_B = z_B << 1
+        w_B = w_B << 1
+        entry_B = tl.load(codes + significant_B * 16 + plane_B.to(tl.int32)).to(tl.int32)
+        # What lies beyond the block's bits is cut off: a code that is cut off is a prefix.
+        code_B = tl.where(coded_B & (at_B < BLOCK_BITS), entry_B & 255, 0).to(tl.uint64)
+        shift_B = (at_B & 63).to(tl.uint64)
+        if BLOCK_BITS > 64:
+            low_B |= tl.where(at_B < 64, code_B << shift_B, 0)
+            high_B |= tl.where(at_B < 64, (code_B >> 1) >> (63 - shift_B), code_B << shift_B)
+        else:
+            low_B |= code_B << shift_B
+        at_B += (entry_B >> 8) & 15
+        significant_B = entry_B >> 12
+    block_B = first // 4 + tl.arange(0, B)
+    inside_B = tl.arange(0, B) * 4 < left
+    if BLOCK_BITS % 32 == 0:
+        to_B = words + block_B * (BLOCK_BITS // 32)
+        for i in tl.static_range(BLOCK_BITS // 32):
+            half_B = low_B if i < 2 else high_B
+            tl.store(to_B + i, (half_B >> (32 * (i % 2))).to(tl.int32), mask=inside_B)
+        # Messages are whole pairs of words.
+        num_words = (numel + 3) // 4 * (BLOCK_BITS // 32)
+        if (first + left == numel) & (num_words % 2 == 1):
+            tl.store(words + num_words, 0)
+    else:
+        low_B, high_B = _cut(low_B, high_B, BLOCK_BITS)
+        start_B = block_B * BLOCK_BITS
+        to_B = words + (start_B >> 5)
+        shift_B = (start_B & 31).to(tl.uint64)
+        _or(to_B, low_B << shift_B, inside_B)
+        _or(to_B + 2, ((low_B >> 1) >> (63 - shift_B)) | (high_B << shift_B), inside_B)
+        if BLOCK_BITS > 64:
+            _or(to_B + 4, (high_B >> 1) >> (63 - shift_B), inside_B)
+
+
+@triton.jit
+def _cut(low_B, high_B, BITS: tl.constexpr):
+    """The first so many bits."""
+    if BITS < 64:
+        low_B = low_B & ((1 << BITS) - 1)
+    elif BITS > 64:
+        high_B = high_B & ((1 << (BITS - 64)) - 1)
+    return low_B, high_B
+
+
+@triton.jit
+def _or(words, bits_B, inside_B):
+    """Words that neighbours share are put together; those without bits may lie outside the message."""
+    low_B = bits_B.to(tl.int32)
+    high_B = (bits_B >> 32).to(tl.int32)
+    tl.atomic_or(words, low_B, mask=inside_B & (low_B != 0), sem="relaxed")
+    tl.atomic_or(words + 1, high_B, mask=inside_B & (high_B != 0), sem="relaxed")
+
+
+@triton.jit
+def _magnitude(x_B):
+    return x_B.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit(do_not_specialize=["count", "row_step"])
+def _decode(
+    words,
+    count,
+    row_step,
+    num_words,
+    out,
+    planes,
+    numel,
+    scale,
+    KIND: tl.constexpr,
+    BLOCK_BITS: tl.constexpr,
+    ADD: tl.constexpr,
+    B: tl.constexpr,
+):
+    first = tl.program_id(0).to(tl.int64) * B * 4
+    left = tl.minimum(numel - first, B * 4).to(tl.int32)
+    x_B4 = _values(words, num_words, planes, first, left, BLOCK_BITS, B)
+    for _ in range(1, count):
+        words += row_step.to(tl.int64) * 4
+        x_B4 += _values(words, num_words, planes, first, left, BLOCK_BITS, B)
+    x_B4 *= scale
+    at_B4 = tl.arange(0, B)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    out += first
+    if ADD:
+        x_B4 = tl.load(out + at_B4, mask=at_B4 < left, other=0) + x_B4
+    tl.store(out + at_B4, narrow(x_B4, KIND), mask=at_B4 < left)
+
+
+@triton.jit
+def _values(words, num_words, planes, first, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+    """Values of a message, fp32 (B, 4)."""
+    low_B, high_B = _bits(words, num_words, first, left, BLOCK_BITS, B)
+    header_B = (low_B & 511).to(tl.int32)
+    x_B = tl.zeros((B,), tl.uint32)
+    y_B = tl.zeros((B,), tl.uint32)
+    z_B = tl.zeros((B,), tl.uint32)
+    w_B = tl.zeros((B,), tl.uint32)
+    at_B = tl.full((B,), HEADER, tl.int32)
+    significant_B = tl.zeros((B,), tl.int32)
+    NUM_PLANES: tl.constexpr = 32 if BLOCK_BITS > 40 else BLOCK_BITS - 9
+    for _ in range(NUM_PLANES):
+        # At a block's end no bit is there, and which are read does not matter.
+        offset_B = (at_B & 63).to(tl.uint64)
+        window_B = low_B >> offset_B
+        if BLOCK_BITS > 64:
+            window_B |= (high_B << 1) << (63 - offset_B)
+            window_B = tl.where(at_B < 64, window_B, high_B >> offset_B)
+        there_B = tl.minimum(BLOCK_BITS - at_B, WINDOW)
+        entry_B = tl.load(planes + (there_B * 5 + significant_B) * 256 + (window_B & 255).to(tl.int32)).to(tl.int32)
+        plane_B = entry_B.to(tl.uint32)
+        x_B = (x_B << 1) | (plane_B & 1)
+        y_B = (y_B << 1) | ((plane_B >> 1) & 1)
+        z_B = (z_B << 1) | ((plane_B >> 2) & 1)
+        w_B = (w_B << 1) | ((plane_B >> 3) & 1)
+        at_B += (entry_B >> 8) & 15
+        significant_B = entry_B >> 12
+    x_B = _integer_of(x_B, NUM_PLANES)
+    y_B = _integer_of(y_B, NUM_PLANES)
+    z_B = _integer_of(z_B, NUM_PLANES)
+    w_B = _integer_of(w_B, NUM_PLANES)
+
+    y_B = y_B + (w_B >> 1)
+    w_B = w_B - (y_B >> 1)
+    y_B = y_B + w_B
+    w_B = (w_B << 1) - y_B
+    z_B = z_B + x_B
+    x_B = (x_B << 1) - z_B
+    y_B = y_B + z_B
+    z_B = (z_B << 1) - y_B
+    w_B = w_B + x_B
+    x_B = (x_B << 1) - w_B
+
+    # 2^(biased - 157) as fp32, which may be a denormal, or zero.
+    biased_B = header_B >> 1
+    power_B = tl.where(biased_B >= 31, (biased_B - 30) << 23, 1 << (tl.maximum(biased_B - 8, 0) & 31))
+    power_B = tl.where(biased_B >= 8, power_B, 0).to(tl.float32, bitcast=True)
+    xz_B2 = tl.join(x_B.to(tl.float32) * power_B, z_B.to(tl.float32) * power_B)
+    yw_B2 = tl.join(y_B.to(tl.float32) * power_B, w_B.to(tl.float32) * power_B)
+    x_B4 = tl.reshape(tl.join(xz_B2, yw_B2), (B, 4))
+    nonzero_B = (header_B & 1) == 1
+    x_B4 = tl.where(nonzero_B[:, None], x_B4, 0.0)
+    return tl.where((nonzero_B & (biased_B == 0))[:, None], float("nan"), x_B4)
+
+
+@triton.jit
+def _bits(words, num_words, first, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+    """The bits of blocks, and where there is room others after them."""
+    inside_B = tl.arange(0, B) * 4 < left
+    start_B = (first // 4 + tl.arange(0, B)) * BLOCK_BITS
+    at_B = start_B >> 5
+    low_B = _pair(words, at_B, num_words, inside_B)
+    high_B = tl.zeros((B,), tl.uint64)
+    # Blocks of whole words start with one; others start up to 31 bits after.
+    if (BLOCK_BITS > 64) or (BLOCK_BITS > 33 and BLOCK_BITS % 32 != 0):
+        high_B = _pair(words, at_B + 2, num_words, inside_B)
+    if BLOCK_BITS % 32 != 0:
+        shift_B = (start_B & 31).to(tl.uint64)
+        low_B = (low_B >> shift_B) | ((high_B << 1) << (63 - shift_B))
+        high_B = high_B >> shift_B
+        if BLOCK_BITS > 97:
+            high_B |= (_pair(words, at_B + 4, num_words, inside_B) << 1) << (63 - shift_B)
+    return low_B, high_B
+
+
+@triton.jit
+def _pair(words, at_B, num_words, inside_B):
+    """Two words as one of 64 bits, 0 beyond the message."""
+    low_B = tl.load(words + at_B, mask=inside_B & (at_B < num_words), other=0)
+    high_B = tl.load(words + at_B + 1, mask=inside_B & (at_B + 1 < num_words), other=0)
+    low_B = low_B.to(tl.uint32, bitcast=True).to(tl.uint64)
+    return low_B | (high_B.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
+
+
+@triton.jit
+def _integer_of(negabinary_B, NUM_PLANES: tl.constexpr):
+    """From the highest so many bits, which are the lowest here."""
+    if NUM_PLANES > 0:
+        negabinary_B = negabinary_B << (32 - NUM_PLANES)
+    return ((negabinary_B ^ 0xAAAAAAAA) - 0xAAAAAAAA).to(tl.int32, bitcast=True)
