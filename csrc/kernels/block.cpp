@@ -1,16 +1,16 @@
 // Block quantisation (docs/wire-format.md). Rule numbers are those of that page.
 #include "kernels/kernels.hpp"
+#include "kernels/search.hpp"
 #include "kernels/values.hpp"
 
 #if defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
-#include <immintrin.h>
+#include "kernels/search_avx512.hpp"
 #define THINWIRE_AVX512 1
 #endif
 
 namespace thinwire::THINWIRE_TARGET {
 namespace {
 
-constexpr float kSmallestMax = 0x1p-112F;
 constexpr std::uint32_t kPoison = 0x7fc00000;
 
 // ------------------------------------------------------------------------------------------------ largest value
@@ -86,312 +86,6 @@ void round_at_random(const float* x, std::int64_t numel, float factor, int level
         codes[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(bounded));
     }
 }
-
-// ------------------------------------------------------------------------------------------------ search
-
-// Rule 4 for one width: what a threshold makes of each of the 256 eight-bit codes. Indexed by the code's byte.
-struct Threshold {
-    alignas(64) std::uint8_t error[256];
-    alignas(64) std::int8_t code[256];
-};
-
-constexpr int kMostThresholds = 64;
-
-struct Search {
-    int first;  // the least threshold that the search can reach
-    int start;
-    int num_distances;
-    int distance[3];
-    Threshold threshold[kMostThresholds];
-};
-
-constexpr int floor_div(int numerator, int denominator) {
-    return numerator / denominator - (numerator % denominator < 0 ? 1 : 0);
-}
-
-void fill(Search& search, int bits) {
-    const int levels = 1 << (bits - 1);
-    const int unit = 256 / levels;
-    search.start = 13 * unit / 16;
-    search.num_distances = 0;
-    int reach = 0;
-    for (int part = 8; part <= 32; part *= 2) {
-        if (unit >= part) {
-            search.distance[search.num_distances++] = unit / part;
-            reach += unit / part;
-        }
-    }
-    search.first = search.start - reach;
-    for (int step = 0; step <= 2 * reach; ++step) {
-        const int threshold = search.first + step;
-        for (int a = -128; a < 128; ++a) {
-            int code = floor_div(4 * a + threshold, 2 * threshold);
-            code = code < -levels ? -levels : (code > levels - 1 ? levels - 1 : code);
-            int error = 2 * a - code * threshold;
-            error = error < 0 ? -error : error;
-            const auto at = static_cast<std::uint8_t>(a);
-            search.threshold[step].error[at] = static_cast<std::uint8_t>(error > 127 ? 127 : error);
-            search.threshold[step].code[at] = static_cast<std::int8_t>(code);
-        }
-    }
-}
-
-struct Searches {
-    Search of_bits[4];  // 2 to 5
-    Searches() {
-        for (int bits = 2; bits <= 5; ++bits) {
-            fill(of_bits[bits - 2], bits);
-        }
-    }
-};
-
-const Search& search_of(int bits) {
-    static const Searches searches;
-    return searches.of_bits[bits - 2];
-}
-
-struct Fit {
-    std::int32_t num;  // sum of a * code
-    std::int32_t den;  // sum of code * code
-};
-
-#ifdef THINWIRE_AVX512
-
-// 256-entry tables live in four registers; `a` selects in both halves and its sign bit chooses.
-struct Table {
-    __m512i part[4];
-    explicit Table(const void* memory) {
-        for (int i = 0; i < 4; ++i) {
-            part[i] = _mm512_load_si512(static_cast<const char*>(memory) + 64 * i);
-        }
-    }
-    __m512i operator[](__m512i a) const {
-        const __m512i positive = _mm512_permutex2var_epi8(part[0], a, part[1]);
-        const __m512i negative = _mm512_permutex2var_epi8(part[2], a, part[3]);
-        return _mm512_mask_blend_epi8(_mm512_movepi8_mask(a), positive, negative);
-    }
-};
-
-// `a` is completed with zeros to a multiple of 64.
-class Errors {
-public:
-    Errors(const std::int8_t* a, std::int64_t numel) : a_(a), numel_(numel) {}
-
-    std::int32_t operator()(const Threshold& threshold) const {
-        const Table table(threshold.error);
-        __m512i sum = _mm512_setzero_si512();
-        for (std::int64_t i = 0; i < numel_; i += 64) {
-            const __m512i error = table[_mm512_load_si512(a_ + i)];
-            sum = _mm512_dpbusd_epi32(sum, error, error);  // errors are at most 127, so either sign will do
-        }
-        return _mm512_reduce_add_epi32(sum);
-    }
-
-    Fit fit(const Threshold& threshold, std::int8_t* codes) const {
-        const Table table(threshold.code);
-        const __m512i ones = _mm512_set1_epi8(1);
-        const __m512i half = _mm512_set1_epi8(-128);
-        __m512i product = _mm512_setzero_si512();
-        __m512i plain = _mm512_setzero_si512();
-        __m512i square = _mm512_setzero_si512();
-        for (std::int64_t i = 0; i < numel_; i += 64) {
-            const __m512i a = _mm512_load_si512(a_ + i);
-            const __m512i code = table[a];
-            const __m512i magnitude = _mm512_abs_epi8(code);
-            // (a + 128) is unsigned, as the instruction wants it; the 128 are taken off at the end.
-            product = _mm512_dpbusd_epi32(product, _mm512_xor_si512(a, half), code);
-            plain = _mm512_dpbusd_epi32(plain, ones, code);
-            square = _mm512_dpbusd_epi32(square, magnitude, magnitude);
-            _mm512_store_si512(codes + i, code);
-        }
-        return {_mm512_reduce_add_epi32(product) - 128 * _mm512_reduce_add_epi32(plain),
-                _mm512_reduce_add_epi32(square)};
-    }
-
-private:
-    const std::int8_t* a_;
-    std::int64_t numel_;
-};
-
-#else
-
-// A block has at most 256 different codes, so errors are summed over those: plain loops that every compiler
-// vectorises.
-class Errors {
-public:
-    Errors(const std::int8_t* a, std::int64_t numel) : a_(a), numel_(numel) {
-        for (std::int64_t i = 0; i < numel; ++i) {
-            ++count_[static_cast<std::uint8_t>(a[i])];
-        }
-    }
-
-    std::int32_t operator()(const Threshold& threshold) const {
-        std::int32_t sum = 0;
-        for (int at = 0; at < 256; ++at) {
-            const auto error = static_cast<std::int16_t>(threshold.error[at]);
-            sum += static_cast<std::int32_t>(static_cast<std::int16_t>(error * error)) * count_[at];
-        }
-        return sum;
-    }
-
-    Fit fit(const Threshold& threshold, std::int8_t* codes) const {
-        Fit fit = {0, 0};
-        for (int at = 0; at < 256; ++at) {
-            const std::int32_t code = threshold.code[at];
-            fit.num += static_cast<std::int8_t>(at) * code * count_[at];
-            fit.den += code * code * count_[at];
-        }
-        for (std::int64_t i = 0; i < numel_; ++i) {
-            codes[i] = threshold.code[static_cast<std::uint8_t>(a_[i])];
-        }
-        return fit;
-    }
-
-private:
-    const std::int8_t* a_;
-    std::int64_t numel_;
-    std::int16_t count_[256] = {};
-};
-
-#endif
-
-// Narrow codes of the block whose eight-bit codes are `a`; returns the scale.
-float search_codes(const Search& search, const std::int8_t* a, std::int64_t numel, float max, std::int8_t* codes) {
-    const Errors errors(a, numel);
-    const auto error_at = [&](int threshold) { return errors(search.threshold[threshold - search.first]); };
-    int best = search.start;
-    std::int32_t least = error_at(best);
-    for (int i = 0; i < search.num_distances; ++i) {
-        const int below = best - search.distance[i];
-        const int above = best + search.distance[i];
-        const std::int32_t error_below = error_at(below);
-        const std::int32_t error_above = error_at(above);
-        if (error_below < least) {
-            least = error_below;
-            best = below;
-        }
-        if (error_above < least) {
-            least = error_above;
-            best = above;
-        }
-    }
-    const Fit fit = errors.fit(search.threshold[best - search.first], codes);
-    if (fit.den == 0) {
-        return 0.0F;
-    }
-    return (max * (-1.0F / 128)) * (static_cast<float>(fit.num) / static_cast<float>(fit.den));
-}
-
-#ifdef THINWIRE_AVX512
-
-// Four blocks of a multiple of 64 values side by side. Each step of a search waits for the one before; with four of
-// them under way, the processor has something to do meanwhile, and one tree of additions serves four sums.
-class FourBlocks {
-public:
-    FourBlocks(const Search& search, const std::int8_t* a, std::int64_t block)
-        : search_(search), a_(a), block_(block) {}
-
-    // Codes and scales of the blocks, as search_codes has them.
-    void operator()(const float* max, std::int8_t* codes, float* scales) const {
-        __m128i best = _mm_set1_epi32(search_.start);
-        __m128i least = errors(best);
-        for (int i = 0; i < search_.num_distances; ++i) {
-            const __m128i distance = _mm_set1_epi32(search_.distance[i]);
-            const __m128i below = _mm_sub_epi32(best, distance);
-            const __m128i above = _mm_add_epi32(best, distance);
-            take_better(below, errors(below), best, least);
-            take_better(above, errors(above), best, least);
-        }
-        fit(best, max, codes, scales);
-    }
-
-private:
-    const Search& search_;
-    const std::int8_t* a_;
-    std::int64_t block_;
-
-    static void take_better(__m128i tried, __m128i error, __m128i& best, __m128i& least) {
-        const __mmask8 better = _mm_cmplt_epi32_mask(error, least);
-        best = _mm_mask_mov_epi32(best, better, tried);
-        least = _mm_mask_mov_epi32(least, better, error);
-    }
-
-    // The sums of four registers' 32-bit lanes.
-    static __m128i sums(const __m512i* lanes) {
-        const __m512i first =
-            _mm512_add_epi32(_mm512_unpacklo_epi32(lanes[0], lanes[1]), _mm512_unpackhi_epi32(lanes[0], lanes[1]));
-        const __m512i second =
-            _mm512_add_epi32(_mm512_unpacklo_epi32(lanes[2], lanes[3]), _mm512_unpackhi_epi32(lanes[2], lanes[3]));
-        const __m512i all =
-            _mm512_add_epi32(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
-        const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
-        return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
-    }
-
-    const Threshold& threshold(const std::int32_t* thresholds, int row) const {
-        return search_.threshold[thresholds[row] - search_.first];
-    }
-
-    __m128i errors(__m128i thresholds) const {
-        alignas(16) std::int32_t threshold_of[4];
-        _mm_store_si128(reinterpret_cast<__m128i*>(threshold_of), thresholds);
-        __m512i sum[4];
-        for (int row = 0; row < 4; ++row) {
-            const Table table(threshold(threshold_of, row).error);
-            const std::int8_t* a = a_ + row * block_;
-            // Two sums of their own, so that one addition need not wait for the other.
-            __m512i even = _mm512_setzero_si512();
-            __m512i odd = _mm512_setzero_si512();
-            std::int64_t i = 0;
-            for (; i + 256 <= block_; i += 256) {
-                const __m512i error_0 = table[_mm512_load_si512(a + i)];
-                const __m512i error_1 = table[_mm512_load_si512(a + i + 64)];
-                const __m512i error_2 = table[_mm512_load_si512(a + i + 128)];
-                const __m512i error_3 = table[_mm512_load_si512(a + i + 192)];
-                even = _mm512_dpbusd_epi32(even, error_0, error_0);
-                odd = _mm512_dpbusd_epi32(odd, error_1, error_1);
-                even = _mm512_dpbusd_epi32(even, error_2, error_2);
-                odd = _mm512_dpbusd_epi32(odd, error_3, error_3);
-            }
-            for (; i < block_; i += 64) {
-                const __m512i error = table[_mm512_load_si512(a + i)];
-                even = _mm512_dpbusd_epi32(even, error, error);
-            }
-            sum[row] = _mm512_add_epi32(even, odd);
-        }
-        return sums(sum);
-    }
-
-    void fit(__m128i thresholds, const float* max, std::int8_t* codes, float* scales) const {
-        alignas(16) std::int32_t threshold_of[4];
-        _mm_store_si128(reinterpret_cast<__m128i*>(threshold_of), thresholds);
-        const __m512i ones = _mm512_set1_epi8(1);
-        const __m512i sign = _mm512_set1_epi8(-128);
-        __m512i product[4];
-        __m512i plain[4];
-        __m512i square[4];
-        for (int row = 0; row < 4; ++row) {
-            const Table table(threshold(threshold_of, row).code);
-            product[row] = plain[row] = square[row] = _mm512_setzero_si512();
-            for (std::int64_t i = 0; i < block_; i += 64) {
-                const __m512i a = _mm512_load_si512(a_ + row * block_ + i);
-                const __m512i code = table[a];
-                const __m512i magnitude = _mm512_abs_epi8(code);
-                product[row] = _mm512_dpbusd_epi32(product[row], _mm512_xor_si512(a, sign), code);
-                plain[row] = _mm512_dpbusd_epi32(plain[row], ones, code);
-                square[row] = _mm512_dpbusd_epi32(square[row], magnitude, magnitude);
-                _mm512_store_si512(codes + row * block_ + i, code);
-            }
-        }
-        const __m128i num = _mm_sub_epi32(sums(product), _mm_slli_epi32(sums(plain), 7));
-        const __m128i den = sums(square);
-        const __m128 unit = _mm_mul_ps(_mm_loadu_ps(max), _mm_set1_ps(-1.0F / 128));
-        const __m128 scale = _mm_mul_ps(unit, _mm_div_ps(_mm_cvtepi32_ps(num), _mm_cvtepi32_ps(den)));
-        _mm_storeu_ps(scales, _mm_maskz_mov_ps(_mm_test_epi32_mask(den, den), scale));
-    }
-};
-
-#endif
 
 // ------------------------------------------------------------------------------------------------ packing
 
@@ -572,54 +266,43 @@ float encode_block(const void* x, DType dtype, std::int64_t numel, const BlockFo
     if (format.bits == 8) {  // codes of eight bits are the bytes of the wire
         return quantize(block.x, numel, format, block.largest, position, seed, reinterpret_cast<std::int8_t*>(out));
     }
-    const float scale = quantize(block.x, numel, format, block.largest, position, seed, codes);
+    const float scale =
+        format.search ? search_codes(search_of(format.bits), block.x, numel, signed_max(block.largest), codes)
+                      : quantize(block.x, numel, format, block.largest, position, seed, codes);
     pack_codes(codes, numel, format.bits, out);
     return scale;
 }
 
-// Up to four blocks whose scales are searched for; only the last may be shorter.
-void encode_searched(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::uint8_t* out,
-                     char* scales) {
-    alignas(64) float widened[kMostBlock];
-    alignas(64) std::int8_t a[4 * kMostBlock];
-    alignas(64) std::int8_t codes[4 * kMostBlock];
-    const Search& search = search_of(format.bits);
-    const std::int64_t row = (format.block + 63) / 64 * 64;
-    float max[4];
-    float scale[4];
-    bool poisoned[4];
-    int num_blocks = 0;
-    for (std::int64_t at = 0; at < numel; at += format.block, ++num_blocks) {
-        const std::int64_t count = numel - at < format.block ? numel - at : format.block;
-        const Block block = load_block(offset(x, dtype, at), dtype, count, format, widened);
-        const bool rounds = !block.poisoned && block.largest.magnitude != 0;
-        std::int8_t* codes_of_8 = a + num_blocks * row;
-        poisoned[num_blocks] = block.poisoned;
-        max[num_blocks] = signed_max(block.largest);
-        if (rounds) {
-            round_values(block.x, count, -128.0F / max[num_blocks], 128, codes_of_8);
-        }
-        zero(codes_of_8 + (rounds ? count : 0), row - (rounds ? count : 0));
-    }
 #ifdef THINWIRE_AVX512
-    const bool together = num_blocks == 4 && row == format.block;
-    if (together) {
-        FourBlocks(search, a, row)(max, codes, scale);
+
+// Four whole blocks, if they are of a kind that can be encoded together; returns whether they were.
+bool encode_together(const void* x, DType dtype, const BlockFormat& format, std::uint8_t* out, float* scales) {
+    if (!format.search || format.bits != 4 || format.block % 128 != 0) {
+        return false;
     }
-#else
-    const bool together = false;
-#endif
-    for (int i = 0; i < num_blocks; ++i) {
-        const std::int64_t at = i * format.block;
-        const std::int64_t count = numel - at < format.block ? numel - at : format.block;
-        if (!together) {
-            scale[i] = search_codes(search, a + i * row, row, max[i], codes + i * row);
+    const Search& search = search_of(format.bits);
+    const std::int64_t numel = 4 * format.block;
+    if (dtype == DType::bfloat16 && !format.hadamard) {
+        return FourBlocks<BFloat16>(search, x, format.block).encode(out, scales);
+    }
+    if (dtype == DType::float32 && !format.hadamard) {
+        return FourBlocks<Float32>(search, x, format.block).encode(out, scales);
+    }
+    alignas(64) float widened[4 * kMostBlock];
+    const float* values = load_values(x, numel, dtype, widened);
+    if (format.hadamard) {
+        for (std::int64_t at = 0; at < numel; at += format.block) {
+            if (is_poisoned(largest_of(values + at, format.block))) {
+                return false;
+            }
+            rotate(values + at, format.block, widened + at);
         }
-        pack_codes(codes + i * row, count, format.bits, out + at * format.bits / 8);
-        const float written = poisoned[i] ? value_of(kPoison) : scale[i];
-        copy(scales + 4 * i, &written, sizeof written);
+        values = widened;
     }
+    return FourBlocks<Float32>(search, values, format.block).encode(out, scales);
 }
+
+#endif
 
 template <bool kAdd>
 void scale_codes(const std::int8_t* codes, std::int64_t numel, float scale, float* out) {
@@ -678,19 +361,25 @@ void decode_values(const std::uint8_t* in, std::int64_t numel, const BlockFormat
 
 void block_encode(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
                   std::uint32_t seed, void* codes, void* scales) {
-    auto* out = static_cast<std::uint8_t*>(codes);
-    auto* scale_at = static_cast<char*>(scales);
-    const std::int64_t step = format.search ? 4 * format.block : format.block;
-    for (std::int64_t at = 0; at < numel; at += step) {
-        const std::int64_t count = numel - at < step ? numel - at : step;
-        const void* values = offset(x, dtype, at);
-        std::uint8_t* to = out + at * format.bits / 8;
-        if (format.search) {
-            encode_searched(values, dtype, count, format, to, scale_at + at / format.block * 4);
-        } else {
-            const float scale = encode_block(values, dtype, count, format, position + at, seed, to);
-            copy(scale_at + at / format.block * 4, &scale, sizeof scale);
+    const std::int64_t step = 4 * format.block;
+    for (std::int64_t first = 0; first < numel; first += step) {
+        const std::int64_t end = numel - first < step ? numel : first + step;
+        auto* out = static_cast<std::uint8_t*>(codes) + first * format.bits / 8;
+        float scale_of[4];
+#ifdef THINWIRE_AVX512
+        const bool done = end == first + step && encode_together(offset(x, dtype, first), dtype, format, out, scale_of);
+#else
+        const bool done = false;
+#endif
+        int num_blocks = 0;
+        for (std::int64_t at = first; at < end; at += format.block, ++num_blocks) {
+            if (!done) {
+                const std::int64_t count = end - at < format.block ? end - at : format.block;
+                scale_of[num_blocks] = encode_block(offset(x, dtype, at), dtype, count, format, position + at, seed,
+                                                    out + (at - first) * format.bits / 8);
+            }
         }
+        copy(static_cast<char*>(scales) + first / format.block * 4, scale_of, 4 * num_blocks);
     }
 }
 

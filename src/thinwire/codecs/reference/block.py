@@ -86,20 +86,20 @@ class BlockCodec(Codec):
 
     def _search(self, x_BV: Tensor, max_B: Tensor) -> tuple[Tensor, Tensor]:
         """Rule 4."""
-        levels = 1 << (self._bits - 1)
-        a_BV = _codes(x_BV, max_B, 128)
+        w_BV = _codes(x_BV, max_B, 1 << 15)
+        a_BV = ((w_BV + 128) >> 8).clamp(max=127)
         start, distances = search_steps(self._bits)
         best_B = torch.full_like(max_B, start, dtype=torch.int32)
-        error_B = _error(a_BV, best_B, levels)
+        error_B = _error(a_BV, best_B, self._bits)
         for distance in distances:
             centre_B = best_B
             for step in (-distance, distance):
                 tried_B = centre_B + step
-                tried_error_B = _error(a_BV, tried_B, levels)
+                tried_error_B = _error(a_BV, tried_B, self._bits)
                 better_B = tried_error_B < error_B
                 best_B = torch.where(better_B, tried_B, best_B)
                 error_B = torch.where(better_B, tried_error_B, error_B)
-        codes_BV = _requantize(a_BV, best_B, levels)
+        codes_BV = _requantize(w_BV, best_B, self._bits)
         num_B = (a_BV * codes_BV).sum(1, dtype=torch.int32)
         den_B = (codes_BV * codes_BV).sum(1, dtype=torch.int32)
         scales_B = max_B * (-1.0 / 128) * (num_B.float() / den_B.clamp(min=1).float())
@@ -116,9 +116,9 @@ class BlockCodec(Codec):
 
 
 def search_steps(bits: int) -> tuple[int, tuple[int, ...]]:
-    """Where the search for T starts, and the distances it tries around the best so far (rule 4)."""
+    """Where the search for S starts, and the distances it tries around the best so far (rule 4)."""
     unit = 256 >> (bits - 1)
-    return 13 * unit // 16, tuple(unit // part for part in (8, 16, 32) if unit >= part)
+    return {2: 84, 3: 46, 4: 27, 5: 15}[bits], tuple(unit // part for part in (8, 16, 32) if unit >= part)
 
 
 def uniform(position: Tensor, seed: int) -> Tensor:
@@ -183,12 +183,16 @@ def _codes(x_BV: Tensor, max_B: Tensor, levels: int) -> Tensor:
     return torch.round(x_BV * factor_B[:, None]).clamp(-levels, levels - 1).to(torch.int32)
 
 
-def _requantize(a_BV: Tensor, threshold_B: Tensor, levels: int) -> Tensor:
-    threshold_B1 = threshold_B[:, None]
-    q_BV = torch.div(4 * a_BV + threshold_B1, 2 * threshold_B1, rounding_mode="floor")
-    return q_BV.clamp(-levels, levels - 1)
+def _error(a_BV: Tensor, step_B: Tensor, bits: int) -> Tensor:
+    levels = 1 << (bits - 1)
+    middle_BV = 4 * (a_BV >> 1) + 1
+    step_B1 = step_B[:, None]
+    q_BV = torch.div(2 * middle_BV + step_B1, 2 * step_B1, rounding_mode="floor").clamp(-levels, levels - 1)
+    return (middle_BV - q_BV * step_B1).abs().clamp(max=127).square().sum(1, dtype=torch.int32)
 
 
-def _error(a_BV: Tensor, threshold_B: Tensor, levels: int) -> Tensor:
-    difference_BV = 2 * a_BV - _requantize(a_BV, threshold_B, levels) * threshold_B[:, None]
-    return difference_BV.abs().clamp(max=127).square().sum(1, dtype=torch.int32)
+def _requantize(w_BV: Tensor, step_B: Tensor, bits: int) -> Tensor:
+    levels = 1 << (bits - 1)
+    reciprocal_B = torch.div((1 << (18 - bits)) + step_B, 2 * step_B, rounding_mode="floor")
+    finer_BV = (w_BV * reciprocal_B[:, None]) >> 16
+    return ((finer_BV + (1 << (7 - bits))) >> (8 - bits)).clamp(-levels, levels - 1)
