@@ -11,5 +11,4 @@ NB_MODULE(_native, module) {
     thinwire::bind_codec(module);
     thinwire::bind_exp3(module);
     thinwire::bind_mpc(module);
-    thinwire::bind_zfp(module);
 }

@@ -32,6 +32,5 @@ void bind_codec(nanobind::module_& module);
 void bind_exp3(nanobind::module_& module);
 void bind_mpc(nanobind::module_& module);
 void bind_target(nanobind::module_& module);
-void bind_zfp(nanobind::module_& module);
 
 }  // namespace thinwire

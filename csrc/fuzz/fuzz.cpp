@@ -11,7 +11,8 @@ namespace thinwire::fuzz {
 namespace {
 
 constexpr Property kProperties[] = {
-    lossless_any_message, lossless_truncated, lossless_round_trip, zfp_any_stream, zfp_wrong_size, zfp_round_trip,
+    fixed_any_message,    fixed_sum,          fixed_wrong_size,    fixed_round_trip,
+    lossless_any_message, lossless_truncated, lossless_round_trip,
 };
 
 }  // namespace

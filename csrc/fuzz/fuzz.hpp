@@ -1,4 +1,4 @@
-// What the fuzzed properties share. Each codec has a file fuzz_<name>.cpp with its properties and names them in
+// What the fuzzed properties share. Each kind of codec has a file fuzz_<kind>.cpp with its properties and names them in
 // kProperties (fuzz.cpp).
 #pragma once
 
@@ -76,9 +76,11 @@ void lossless_any_message(Input& input);
 void lossless_truncated(Input& input);
 void lossless_round_trip(Input& input);
 
-// zfp: any bytes decode; sizes that do not fit are refused; values survive an encode, a decode and a second encode.
-void zfp_any_stream(Input& input);
-void zfp_wrong_size(Input& input);
-void zfp_round_trip(Input& input);
+// Casts, block codecs and zfp: any bytes decode; sums of messages are what their values add up to; sizes that do not
+// fit are refused; what is not finite stays so. Whatever the instruction set, the results are the same.
+void fixed_any_message(Input& input);
+void fixed_sum(Input& input);
+void fixed_wrong_size(Input& input);
+void fixed_round_trip(Input& input);
 
 }  // namespace thinwire::fuzz

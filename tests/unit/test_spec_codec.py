@@ -28,11 +28,19 @@ VALID = [
     "zfp:10.25",
 ]
 
-INT = st.builds(
-    lambda bits, block, options: f"int{bits}:{block}{''.join(',' + option for option in options)}",
-    st.integers(2, 8),
-    st.integers(3, 20).map(lambda power: 2**power),
-    st.lists(st.sampled_from(["hadamard", "stochastic"]), unique=True),
+
+def block_codecs(blocks: st.SearchStrategy[int], options: tuple[str, ...]) -> st.SearchStrategy[str]:
+    return st.builds(
+        lambda bits, block, chosen: f"int{bits}:{block}{''.join(',' + option for option in chosen)}",
+        st.integers(2, 8),
+        blocks,
+        st.lists(st.sampled_from(options), unique=True),
+    )
+
+
+INT = st.one_of(
+    block_codecs(st.integers(1, 1024).map(lambda eights: 8 * eights), ("stochastic",)),
+    block_codecs(st.integers(3, 13).map(lambda power: 2**power), ("hadamard", "stochastic")),
 )
 CODECS = st.one_of(st.sampled_from(VALID), INT, st.integers(1, 128).map(lambda quarter: f"zfp:{quarter / 4}"))
 

@@ -56,20 +56,6 @@ class Codec:
         threads: int,
     ) -> None: ...
 
-def zfp_encode(
-    x_address: int, dtype: int, numel: int, maxbits: int, wire_address: int, wire_bytes: int, threads: int
-) -> None: ...
-def zfp_decode(
-    wire_address: int,
-    wire_bytes: int,
-    numel: int,
-    maxbits: int,
-    out_address: int,
-    dtype: int,
-    add: bool,
-    threads: int,
-) -> None: ...
-
 # Codecs of variable length. An encoder needs room for the largest message and returns how many bytes this one has; a
 # decoder takes the message, with other bytes after it if need be, and raises ValueError unless it is well formed.
 
