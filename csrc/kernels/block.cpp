@@ -283,10 +283,10 @@ bool encode_together(const void* x, DType dtype, const BlockFormat& format, std:
     const Search& search = search_of(format.bits);
     const std::int64_t numel = 4 * format.block;
     if (dtype == DType::bfloat16 && !format.hadamard) {
-        return FourBlocks<BFloat16>(search, x, format.block).encode(out, scales);
+        return encode_four<BFloat16>(search, x, format.block, out, scales);
     }
     if (dtype == DType::float32 && !format.hadamard) {
-        return FourBlocks<Float32>(search, x, format.block).encode(out, scales);
+        return encode_four<Float32>(search, x, format.block, out, scales);
     }
     alignas(64) float widened[4 * kMostBlock];
     const float* values = load_values(x, numel, dtype, widened);
@@ -299,7 +299,7 @@ bool encode_together(const void* x, DType dtype, const BlockFormat& format, std:
         }
         values = widened;
     }
-    return FourBlocks<Float32>(search, values, format.block).encode(out, scales);
+    return encode_four<Float32>(search, values, format.block, out, scales);
 }
 
 #endif

@@ -126,13 +126,24 @@ __m128i reduced(const __m512i (&lanes)[4]) {
     return _mm512_castsi512_si128(kJoin(halves, _mm512_shuffle_i64x2(halves, halves, 0xb1)));
 }
 
+// Four times, without a loop: what is kept for each row stays in registers.
+template <class Body>
+__attribute__((always_inline)) inline void for_rows(const Body& body) {
+    body(0);
+    body(1);
+    body(2);
+    body(3);
+}
+
 // Four blocks of a multiple of 128 values side by side: each step of a search waits for the one before, and with four
 // of them under way the processor has something to do meanwhile.
-template <class Source>
+//
+// With kBlock, which is then the blocks' size, loops are unrolled; 0 is any size.
+template <class Source, std::int64_t kBlock>
 class FourBlocks {
 public:
     FourBlocks(const Search& search, const void* values, std::int64_t block)
-        : search_(search), values_(static_cast<const char*>(values)), block_(block) {}
+        : search_(search), values_(static_cast<const char*>(values)), block_(kBlock != 0 ? kBlock : block) {}
 
     // Writes the bytes and scales of the blocks and returns true; or leaves them to others, if one of the blocks has a
     // value that is not finite or none but zeros.
@@ -157,9 +168,9 @@ private:
     bool find_largest() {
         __m512i magnitude[4];
         __m512i most[4];
-        for (int row = 0; row < 4; ++row) {
+        for_rows([&](int row) __attribute__((always_inline)) {
             Source::largest(values_ + row * block_ * Source::kBytes, block_, magnitude[row], most[row]);
-        }
+        });
         const __m128i magnitudes = reduced<larger>(magnitude);
         const __m128i unfit = _mm_or_si128(_mm_cmpeq_epi32(magnitudes, _mm_setzero_si128()),
                                            _mm_cmpgt_epi32(magnitudes, _mm_set1_epi32(0x7f7fffff)));
@@ -177,10 +188,10 @@ private:
         const __m128 factors = _mm_div_ps(_mm_set1_ps(-32768.0F), _mm_load_ps(max_));
         alignas(16) float factor_of[4];
         _mm_store_ps(factor_of, factors);
-        std::int64_t done = 0;
         for (int row = 0; row < 4; ++row) {
             const __m512 factor = _mm512_set1_ps(factor_of[row]);
-            for (std::int64_t i = 0; i < block_; i += kChunk, done += kChunk) {
+            const std::int64_t end = (row + 1) * block_;
+            for (std::int64_t done = row * block_; done < end; done += kChunk) {
                 const Halves x = Source::load(values_ + done * Source::kBytes);
                 const __m512i even = _mm512_packs_epi32(rounded(x.even[0], factor), rounded(x.even[1], factor));
                 const __m512i odd = _mm512_packs_epi32(rounded(x.odd[0], factor), rounded(x.odd[1], factor));
@@ -200,13 +211,15 @@ private:
     // Of each block, the step of least error; as indices.
     __m128i best_steps() const {
         __m128i best = _mm_set1_epi32(search_.start);
-        __m128i least = errors(best);
+        __m128i least;
+        errors<1>({best}, {&least});
         for (int i = 0; i < search_.num_distances; ++i) {
             const __m128i distance = _mm_set1_epi32(search_.distance[i]);
             const __m128i below = _mm_sub_epi32(best, distance);
             const __m128i above = _mm_add_epi32(best, distance);
-            const __m128i error_below = errors(below);
-            const __m128i error_above = errors(above);
+            __m128i error_below;
+            __m128i error_above;
+            errors<2>({below, above}, {&error_below, &error_above});
             take_better(below, error_below, best, least);
             take_better(above, error_above, best, least);
         }
@@ -219,36 +232,37 @@ private:
         least = _mm_mask_mov_epi32(least, better, error);
     }
 
-    __m128i errors(__m128i steps) const {
-        alignas(16) std::int32_t step_of[4];
-        _mm_store_si128(reinterpret_cast<__m128i*>(step_of), steps);
-        __m512i error[4];
-        const std::int8_t* coarse = coarse_;
-        for (int row = 0; row < 4; ++row, coarse += block_) {
-            const std::uint8_t* table = search_.step[step_of[row]].error;
-            const __m512i low = _mm512_load_si512(table);
-            const __m512i high = _mm512_load_si512(table + 64);
-            // Two sums of their own, so that one addition need not wait for the other.
-            __m512i first = _mm512_setzero_si512();
-            __m512i second = _mm512_setzero_si512();
-            for (std::int64_t i = 0; i < block_; i += 2 * kChunk) {
-                first = add_squares(first, errors_of(coarse + i, low, high));
-                second = add_squares(second, errors_of(coarse + i + kChunk, low, high));
-            }
-            error[row] = _mm512_add_epi32(first, second);
+    // The errors of kCount steps for each block.
+    template <int kCount>
+    void errors(const __m128i (&steps)[kCount], __m128i* const (&errors)[kCount]) const {
+        alignas(16) std::int32_t step_of[kCount][4];
+        for (int i = 0; i < kCount; ++i) {
+            _mm_store_si128(reinterpret_cast<__m128i*>(step_of[i]), steps[i]);
         }
-        return reduced<sum>(error);
-    }
-
-    static __m512i errors_of(const std::int8_t* coarse, __m512i low, __m512i high) {
-        // The look-up takes seven bits of each byte, so what comes down from the byte above does no harm.
-        const __m512i bin = _mm512_srli_epi16(_mm512_load_si512(coarse), 1);
-        return _mm512_permutex2var_epi8(low, bin, high);
-    }
-
-    // Of bytes up to 127, which either sign will do for.
-    static __m512i add_squares(__m512i total, __m512i bytes) {
-        return _mm512_dpbusd_epi32(total, bytes, bytes);
+        __m512i error[kCount][4];
+        for_rows([&](int row) __attribute__((always_inline)) {
+            __m512i low[kCount];
+            __m512i high[kCount];
+            for (int i = 0; i < kCount; ++i) {
+                const std::uint8_t* table = search_.step[step_of[i][row]].error;
+                low[i] = _mm512_load_si512(table);
+                high[i] = _mm512_load_si512(table + 64);
+                error[i][row] = _mm512_setzero_si512();
+            }
+            const std::int8_t* coarse = coarse_ + row * block_;
+            for (std::int64_t at = 0; at < block_; at += kChunk) {
+                // The look-up takes seven bits of each byte: what comes down from the byte above does no harm.
+                const __m512i bin = _mm512_srli_epi16(_mm512_load_si512(coarse + at), 1);
+                for (int i = 0; i < kCount; ++i) {
+                    // Errors are at most 127, which either sign will do for.
+                    const __m512i bytes = _mm512_permutex2var_epi8(low[i], bin, high[i]);
+                    error[i][row] = _mm512_dpbusd_epi32(error[i][row], bytes, bytes);
+                }
+            }
+        });
+        for (int i = 0; i < kCount; ++i) {
+            *errors[i] = reduced<sum>(error[i]);
+        }
     }
 
     void write(__m128i steps, std::uint8_t* out, float* scales) const {
@@ -258,12 +272,12 @@ private:
         const __m512i high_nibbles = _mm512_set1_epi8(-16);
         __m512i num[4];
         __m512i den[4];
-        std::int64_t done = 0;
-        for (int row = 0; row < 4; ++row) {
+        for_rows([&](int row) __attribute__((always_inline)) {
             const auto step = static_cast<std::int16_t>(search_.step[step_of[row]].reciprocal);
             const __m512i reciprocal = _mm512_set1_epi16(step);
             num[row] = den[row] = _mm512_setzero_si512();
-            for (std::int64_t i = 0; i < block_; i += 2 * kChunk, done += 2 * kChunk) {
+            const std::int64_t end = (row + 1) * block_;
+            for (std::int64_t done = row * block_; done < end; done += 2 * kChunk) {
                 const __m512i first = codes(fine_ + done, reciprocal);
                 const __m512i second = codes(fine_ + done + kChunk, reciprocal);
                 add_products(coarse_ + done, first, num[row], den[row]);
@@ -274,7 +288,7 @@ private:
                 const __m512i pairs = _mm512_ternarylogic_epi32(high_nibbles, odd, even, 0xca);
                 _mm512_storeu_si512(out + done / 2, _mm512_permutexvar_epi8(order, pairs));
             }
-        }
+        });
         const __m128i nums = reduced<sum>(num);
         const __m128i dens = reduced<sum>(den);
         const __m128 unit = _mm_mul_ps(_mm_load_ps(max_), _mm_set1_ps(-1.0F / 128));
@@ -297,6 +311,14 @@ private:
         den = _mm512_dpbusd_epi32(den, magnitude, magnitude);
     }
 };
+
+template <class Source>
+bool encode_four(const Search& search, const void* values, std::int64_t block, std::uint8_t* out, float* scales) {
+    if (block == 256) {
+        return FourBlocks<Source, 256>(search, values, block).encode(out, scales);
+    }
+    return FourBlocks<Source, 0>(search, values, block).encode(out, scales);
+}
 
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET
