@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.codecs.triton.tiles import MAGIC, butterflies, eighths, flip_signs
+from thinwire.codecs.triton.tiles import MAGIC, MAGIC_BITS, butterflies, eighths, flip_signs
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -73,80 +73,73 @@ def to_codes(x_RV, max_R, R: tl.constexpr, LEVELS: tl.constexpr):
 
 @triton.jit
 def search(x_RV, max_R, poisoned_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr):
-    """Rule 4, in fp32 that is exact throughout: numbers stay below 2^24, and see ``requantized``."""
+    """Rule 4. What its sums are of is fp32, but whole numbers below 2^24, so exact in any order."""
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     UNIT: tl.constexpr = 256 >> (BITS - 1)
-    a_RV = tl.where(poisoned_R[:, None], 0.0, to_codes(x_RV, max_R, R, 128) - MAGIC)
-    a = eighths(a_RV, R, V)
-    best_R = tl.full((R,), 13 * UNIT // 16, tl.float32)
-    error_R = error_of(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], best_R, LEVELS)
+    START: tl.constexpr = 84 if BITS == 2 else 46 if BITS == 3 else 27 if BITS == 4 else 15
+    fine_RV = tl.where(poisoned_R[:, None], MAGIC, to_codes(x_RV, max_R, R, 1 << 15)).to(tl.int32, bitcast=True)
+    fine_RV -= MAGIC_BITS
+    a_RV = tl.minimum((fine_RV + 128) >> 8, 127)
+    m = eighths((4 * (a_RV >> 1) + (1 + MAGIC_BITS)).to(tl.float32, bitcast=True) - MAGIC, R, V)
+    best_R = tl.full((R,), START, tl.float32)
+    error_R = error_of(m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], best_R, LEVELS)
     for part in tl.static_range(3):
         if UNIT >> (3 + part) >= 1:
             centre_R = best_R
             for sign in tl.static_range(2):
                 tried_R = centre_R + (2 * sign - 1) * (UNIT >> (3 + part))
-                tried_error_R = error_of(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], tried_R, LEVELS)
+                tried_error_R = error_of(m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], tried_R, LEVELS)
                 better_R = tried_error_R < error_R
                 best_R = tl.where(better_R, tried_R, best_R)
                 error_R = tl.where(better_R, tried_error_R, error_R)
-    f_RV = requantized(a_RV, best_R, LEVELS)
-    q = eighths(f_RV - MAGIC, R, V)
-    num_R = products_of(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], q[0], q[1], q[2], q[3], q[4], q[5], q[6], q[7])
-    den_R = products_of(q[0], q[1], q[2], q[3], q[4], q[5], q[6], q[7], q[0], q[1], q[2], q[3], q[4], q[5], q[6], q[7])
+    step_R = best_R.to(tl.int32)
+    reciprocal_R = ((1 << (18 - BITS)) + step_R) // (2 * step_R)
+    finer_RV = (fine_RV * reciprocal_R[:, None]) >> 16
+    code_RV = (finer_RV + (1 << (7 - BITS))) >> (8 - BITS)
+    code_RV = tl.maximum(tl.minimum(code_RV, LEVELS - 1), -LEVELS)
+    num_R = tl.sum(a_RV * code_RV, axis=1)
+    den_R = tl.sum(code_RV * code_RV, axis=1)
     ratio_R = tl.div_rn(num_R.to(tl.float32), tl.maximum(den_R, 1).to(tl.float32))
-    return f_RV, max_R * (-1.0 / 128) * tl.where(den_R == 0, 0.0, ratio_R)
+    scale_R = max_R * (-1.0 / 128) * ratio_R
+    return (code_RV + MAGIC_BITS).to(tl.float32, bitcast=True), tl.where(den_R == 0, 0.0, scale_R)
 
 
 @triton.jit
-def requantized(a, threshold_R, LEVELS: tl.constexpr):
-    """MAGIC + q(a, T).
-
-    floor((4a + T) / 2T) is 2a / T rounded, halves upwards; and so is (2a + 1/4) / T, rounded in any way: for whole a
-    and T this is at least 1 / 4T, more than 2^-10, away from every half, and fp32 is off by less than 2^-18. That
-    also goes for a fused product, which saves an operation and may be fused or not.
-    """
-    factor_R = tl.div_rn(tl.full(threshold_R.shape, 2.0, tl.float32), threshold_R)
-    f = tl.fma(a + 0.125, tl.broadcast_to(factor_R[:, None], a.shape), tl.full(a.shape, MAGIC, tl.float32))
-    return tl.maximum(tl.minimum(f, MAGIC + (LEVELS - 1)), MAGIC - LEVELS)
-
-
-@triton.jit
-def error_of(a0, a1, a2, a3, a4, a5, a6, a7, threshold_R, LEVELS: tl.constexpr):
-    """error(T) of rows, from their eighths."""
-    error_RG = add_error(tl.zeros(a0.shape, tl.float32), a0, threshold_R, LEVELS)
-    error_RG = add_error(error_RG, a1, threshold_R, LEVELS)
-    error_RG = add_error(error_RG, a2, threshold_R, LEVELS)
-    error_RG = add_error(error_RG, a3, threshold_R, LEVELS)
-    error_RG = add_error(error_RG, a4, threshold_R, LEVELS)
-    error_RG = add_error(error_RG, a5, threshold_R, LEVELS)
-    error_RG = add_error(error_RG, a6, threshold_R, LEVELS)
-    error_RG = add_error(error_RG, a7, threshold_R, LEVELS)
+def error_of(m0, m1, m2, m3, m4, m5, m6, m7, step_R, LEVELS: tl.constexpr):
+    """error(S) of rows, from the eighths of their values' middles."""
+    error_RG = add_error(tl.zeros(m0.shape, tl.float32), m0, step_R, LEVELS)
+    error_RG = add_error(error_RG, m1, step_R, LEVELS)
+    error_RG = add_error(error_RG, m2, step_R, LEVELS)
+    error_RG = add_error(error_RG, m3, step_R, LEVELS)
+    error_RG = add_error(error_RG, m4, step_R, LEVELS)
+    error_RG = add_error(error_RG, m5, step_R, LEVELS)
+    error_RG = add_error(error_RG, m6, step_R, LEVELS)
+    error_RG = add_error(error_RG, m7, step_R, LEVELS)
     return row_sums(error_RG)
 
 
 @triton.jit
-def add_error(error_RG, a_RG, threshold_R, LEVELS: tl.constexpr):
-    q_RG = requantized(a_RG, threshold_R, LEVELS) - MAGIC
-    difference_RG = tl.fma(q_RG, tl.broadcast_to(-threshold_R[:, None], a_RG.shape), a_RG * 2.0)
+def add_error(error_RG, m_RG, step_R, LEVELS: tl.constexpr):
+    # q is m / S rounded, halves upwards; and so is (m + 1/4) / S, rounded in any way: for whole m and S this is at
+    # least 1 / 4S, more than 2^-9, away from every half, and fp32 is off by less than 2^-14. That also goes for a fused
+    # product, which saves an operation and may be fused or not.
+    inverse_R = tl.div_rn(tl.full(step_R.shape, 1.0, tl.float32), step_R)
+    inverse_RG = tl.broadcast_to(inverse_R[:, None], m_RG.shape)
+    f_RG = tl.fma(m_RG + 0.25, inverse_RG, tl.full(m_RG.shape, MAGIC, tl.float32))
+    q_RG = tl.maximum(tl.minimum(f_RG, MAGIC + (LEVELS - 1)), MAGIC - LEVELS) - MAGIC
+    difference_RG = tl.fma(q_RG, tl.broadcast_to(-step_R[:, None], m_RG.shape), m_RG)
     if LEVELS < 8:
-        # With 4 bits T is at most 33 and at least 19, so that a difference is at most 33, or 254 - 7 * 19 = 121 at the
-        # ends; with 5 bits, at most 254 - 15 * 10 = 104. The limit only binds with fewer bits.
+        # With 4 bits S is at most 34 and at least 20, so that a difference is at most 34, or 253 - 7 * 20 = 113 at the
+        # ends; with 5 bits, at most 253 - 15 * 12 = 73. The limit only binds with fewer bits.
         difference_RG = tl.minimum(tl.abs(difference_RG), 127.0)
     return tl.fma(difference_RG, difference_RG, error_RG)
-
-
-@triton.jit
-def products_of(a0, a1, a2, a3, a4, a5, a6, a7, b0, b1, b2, b3, b4, b5, b6, b7):
-    """Sums of the products of two rows, from their eighths."""
-    low_RG = tl.fma(a3, b3, tl.fma(a2, b2, tl.fma(a1, b1, a0 * b0)))
-    return row_sums(tl.fma(a7, b7, tl.fma(a6, b6, tl.fma(a5, b5, tl.fma(a4, b4, low_RG)))))
 
 
 @triton.jit
 def row_sums(group_RG):
     """Sums of whole numbers of magnitude up to 2^17, int32: a long row's sum need not fit in fp32 (and a GPU can add
     integers across lanes in one instruction)."""
-    return tl.sum((group_RG + MAGIC).to(tl.int32, bitcast=True) - 0x4B400000, axis=1)
+    return tl.sum((group_RG + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS, axis=1)
 
 
 @triton.jit

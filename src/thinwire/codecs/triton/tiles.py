@@ -16,6 +16,8 @@ import triton.language as tl
 
 MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: x + MAGIC has rint(x) in its lowest mantissa bits, as two's complement, for abs(x) < 2^22."""
+MAGIC_BITS = tl.constexpr(0x4B400000)
+"""Its bits."""
 
 
 @triton.jit
@@ -103,7 +105,7 @@ def load_codes(codes, base, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.con
             word_RG |= (part_RG.to(tl.int64) & 255) << (8 * byte)
         unsigned = ((word_RG[:, :, None] >> (BITS * j)) & (2 * offset - 1)).to(tl.int32)
     # An integer to a float without the slow conversion: as the lowest bits of MAGIC.
-    return (unsigned ^ (0x4B400000 + offset)).to(tl.float32, bitcast=True) - (MAGIC + offset)
+    return (unsigned ^ (MAGIC_BITS + offset)).to(tl.float32, bitcast=True) - (MAGIC + offset)
 
 
 @triton.jit

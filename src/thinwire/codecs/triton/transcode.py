@@ -348,7 +348,7 @@ def _scales_at(numel, BITS: tl.constexpr):
 
 @triton.jit
 def _largest_keys(x, keys, numel, KIND: tl.constexpr, SIZE: tl.constexpr):
-    """The largest key of every PARTIALS-th tile."""
+    """The largest key of every tile whose number is the program's, or the program's and a multiple of their number."""
     best = tl.zeros((1,), tl.uint32)
     base = tl.program_id(0).to(tl.int64) * SIZE
     while base < numel:
@@ -362,6 +362,8 @@ def _largest_keys(x, keys, numel, KIND: tl.constexpr, SIZE: tl.constexpr):
 def largest_keys(x: Tensor) -> Tensor:
     """Partial maxima of a tensor, for one scale per message."""
     form = Form.of_tensor(x.dtype)
-    keys = torch.empty(PARTIALS, dtype=torch.int32, device=x.device)
-    launch(_largest_keys, (PARTIALS,), form.view(x), keys, x.numel(), KIND=form.kind, SIZE=LARGE_TILE)
+    # Programs that have no tile leave 0, the least key.
+    keys = torch.zeros(PARTIALS, dtype=torch.int32, device=x.device)
+    grid = (min(PARTIALS, ceil_div(x.numel(), LARGE_TILE)),)
+    launch(_largest_keys, grid, form.view(x), keys, x.numel(), KIND=form.kind, SIZE=LARGE_TILE)
     return keys

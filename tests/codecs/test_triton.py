@@ -1,0 +1,384 @@
+"""The Triton kernels under the interpreter: the reference's bytes and values, and no harm from any message.
+
+The kernels are defined for the interpreter or for a GPU when they are imported. So they are imported in a process of
+their own, where every check below runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import mmap
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from tests.codecs.process import own_process
+from torch import Tensor
+
+from thinwire import codecs
+from thinwire.codecs.codec import Codec
+from thinwire.errors import WireError
+from thinwire.spec import CodecSpec
+
+pytest.importorskip("triton")
+
+# Few values a tile, for the interpreter's sake, and yet more than one; blocks that are no power of two; every width.
+FIXED = [
+    *("none", "bf16", "fp16", "zfp:8", "zfp:15.3"),
+    *("int8:256", "int4:256", "int4:256,hadamard", "int4:256,stochastic", "int8:64,hadamard,stochastic"),
+    *("int8:tensor", "int4:tensor", "int3:24", "int5:128"),
+]
+MORE_FIXED = [
+    *("zfp:2.25", "zfp:4", "zfp:10", "zfp:16", "zfp:16.25", "zfp:24", "zfp:25", "zfp:32"),
+    *("int2:32", "int6:256", "int7:24", "int8:8,hadamard", "int3:2048", "int4:4104", "int8:8192,hadamard"),
+    *("int2:8192,hadamard", "int2:tensor", "int7:tensor,stochastic", "int2:32,stochastic"),
+]
+LOSSLESS = [("mpc", torch.float32), ("mpc", torch.bfloat16), ("mpc", torch.float16), ("exp3", torch.bfloat16)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+POISON = 0xA5
+Interpreter = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    with own_process(TRITON_INTERPRET="1") as call:
+        yield call
+
+
+# ------------------------------------------------------------------------------------------------------ what is sent
+
+
+def mixture(numel: int, dtype: torch.dtype, *, poisoned: bool) -> Tensor:
+    """Values of every kind one after the other, as far as there is room."""
+    generator = torch.Generator().manual_seed(numel)
+    length = -(-numel // (11 if poisoned else 9))
+    limits = torch.finfo(dtype)
+    normal = torch.randn(9, length, generator=generator).clamp(-4, 4)
+    parts = [
+        normal[0],
+        normal[1] / (torch.rand(length, generator=generator) + 1e-3),
+        normal[2] * (torch.rand(length, generator=generator) < 0.1),
+        normal[3] * (limits.max / 4),
+        torch.where(normal[4] > 0, 2.5, -2.5),
+        normal[5] * (limits.tiny * 4),
+        normal[6] * (limits.tiny / 16),
+        torch.full((length,), -3.7),
+        -torch.zeros(length),
+    ]
+    values = torch.cat([part.to(dtype) for part in parts])
+    if poisoned:
+        few = normal[7].to(dtype)
+        few[length // 2 : length // 2 + 1] = torch.inf
+        any_bits = torch.randint(0, 256, (length * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        values = torch.cat((values, few, any_bits.view(dtype)))
+    return values[:numel].clone()
+
+
+def same(got: Tensor, want: Tensor) -> bool:
+    """Bit for bit, except that every NaN is one."""
+    integer = torch.int32 if want.dtype == torch.float32 else torch.int16
+    return (
+        got.dtype == want.dtype
+        and torch.equal(got.isnan(), want.isnan())
+        and torch.equal(got.view(integer)[~got.isnan()], want.view(integer)[~want.isnan()])
+    )
+
+
+def pair(name: str) -> tuple[Codec, Codec]:
+    return codecs.get(name, backend="reference"), codecs.get(name, backend="triton")
+
+
+def encode(codec: Codec, x: Tensor, *, by: int = 0) -> Tensor:
+    """The message, made ``by`` bytes after an aligned address; what is around it must stay as it is."""
+    nbytes = codec.max_wire_bytes(x.numel(), x.dtype)
+    room = torch.full((nbytes + by + 64,), POISON, dtype=torch.uint8)
+    wire = codec.encode(x, seed=5, out=room[by : by + nbytes])
+    assert room[:by].eq(POISON).all(), (codec, x.numel(), x.dtype)
+    assert room[by + nbytes :].eq(POISON).all(), (codec, x.numel(), x.dtype)
+    return wire
+
+
+def decode(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    room = torch.full((numel * dtype.itemsize + 64,), POISON, dtype=torch.uint8)
+    values = codec.decode(wire, numel, dtype, out=room[: numel * dtype.itemsize].view(dtype))
+    assert room[numel * dtype.itemsize :].eq(POISON).all(), (codec, numel, dtype)
+    return values
+
+
+def before_a_wall(wire: Tensor) -> Tensor:
+    """A copy after whose last byte memory ends: what reads on does not live."""
+    page = mmap.PAGESIZE
+    room = -(-max(wire.numel(), 1) // page) * page
+    pages = mmap.mmap(-1, room + page)
+    libc = ctypes.CDLL(None, use_errno=True)
+    wall = ctypes.addressof(ctypes.c_char.from_buffer(pages, room))
+    assert libc.mprotect(ctypes.c_void_p(wall), page, 0) == 0
+    return torch.frombuffer(pages, dtype=torch.uint8, count=room)[room - wire.numel() :].copy_(wire)
+
+
+# ------------------------------------------------------------------------------------------------------ the same bits
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_messages_and_values_are_the_references(interpreter: Interpreter, name: str) -> None:
+    spec = CodecSpec(name)
+    if spec.family == "zfp" or spec.searches_clip:
+        interpreter(check_fixed, name, [torch.float32], [1030])  # many operations, each of them slow here
+    else:
+        interpreter(check_fixed, name, DTYPES, [2061])
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_short_messages(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_fixed, name, [torch.bfloat16], [1, 10])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*FIXED, *MORE_FIXED])
+def test_many_lengths(interpreter: Interpreter, name: str) -> None:
+    lengths = [*range(1, 11), 16, 31, 33, 255, 256, 257, 1023, 1027, 2048, 4099, 8192, 16385]
+    interpreter(check_fixed, name, DTYPES, lengths[::3] if name.startswith("zfp") else lengths)
+
+
+def check_fixed(name: str, dtypes: list[torch.dtype], lengths: list[int]) -> None:
+    reference, codec = pair(name)
+    for numel, dtype, poisoned in itertools.product(lengths, dtypes, (False, True)):
+        x = mixture(numel, dtype, poisoned=poisoned)
+        case = (name, numel, dtype, poisoned)
+        wire = reference.encode(x, seed=5)
+        assert torch.equal(encode(codec, x), wire), case
+        # What a message decodes to does not depend on the dtype that was encoded, except with `none`.
+        for to in (dtype,) if name == "none" else DTYPES if dtype == torch.float32 and poisoned else ():
+            assert same(decode(codec, wire, numel, to), reference.decode(wire, numel, to)), (*case, to)
+        total = torch.linspace(-1, 1, numel)
+        wanted = reference.decode_add(wire, total.clone(), encoded=dtype)
+        assert same(codec.decode_add(wire, total, encoded=dtype), wanted), case
+
+
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_lossless_messages_are_the_references(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
+    interpreter(check_lossless, name, dtype, [33, 2345 if dtype == torch.bfloat16 else 1100])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_lossless_messages_of_many_lengths(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
+    interpreter(check_lossless, name, dtype, [*range(1, 70), *range(205, 215), 511, 512, 513, 1024, 2047, 2049, 20001])
+
+
+def check_lossless(name: str, dtype: torch.dtype, lengths: list[int]) -> None:
+    reference, codec = pair(name)
+    for numel in lengths:
+        noise = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+        sorted_bits = (torch.arange(numel) * 37).to(torch.int16)
+        ordered = sorted_bits.view(dtype) if dtype.itemsize == 2 else sorted_bits.float()
+        for x in (mixture(numel, dtype, poisoned=True), noise, ordered, torch.zeros(numel, dtype=dtype)):
+            wire = encode(codec, x)
+            assert torch.equal(wire, reference.encode(x)), (name, dtype, numel)
+            back = decode(codec, torch.cat((wire, wire.new_full((37,), POISON))), numel, dtype)
+            assert torch.equal(back.view(torch.uint8), x.view(torch.uint8)), (name, dtype, numel)
+        total = torch.linspace(-1, 1, numel)
+        wire = reference.encode(mixture(numel, dtype, poisoned=True))
+        wanted = reference.decode_add(wire, total.clone(), encoded=dtype)
+        assert same(codec.decode_add(wire, total, encoded=dtype), wanted), (name, dtype, numel)
+
+
+# ------------------------------------------------------------------------------------------------------ fused forms
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "int8:256", "int4:256,stochastic", "int4:tensor", "zfp:8", "mpc"])
+def test_fused_forms_are_their_composition(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_fused, name, torch.float32, 700, ["int8:96"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numel", [1, 1000, 5001])
+@pytest.mark.parametrize("name", [*FIXED, "int8:8192,hadamard", "int7:24", "zfp:24", "zfp:16", "mpc", "exp3"])
+def test_fused_forms_of_every_codec(interpreter: Interpreter, name: str, numel: int) -> None:
+    to = ["int4:96", "int8:256,hadamard", "int8:tensor", "int8:64,stochastic", "bf16", "none", "zfp:9.5", "mpc"]
+    interpreter(check_fused, name, torch.bfloat16 if name == "exp3" else torch.float32, numel, to)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["none", "bf16", "fp16", "int8:256", "zfp:8", "mpc"])
+def test_fused_forms_of_narrow_values(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
+    interpreter(check_fused, name, dtype, 3001, ["int4:256"])
+
+
+def check_fused(name: str, dtype: torch.dtype, numel: int, to: list[str]) -> None:
+    reference, codec = pair(name)
+    x = mixture(numel * 3, dtype, poisoned=numel > 1)
+    everywhere = [
+        [(2 * numel, 3 * numel), (numel, 2 * numel), (0, numel)],
+        # In another order, one shorter, one of them empty, one that overlaps others.
+        [(2 * numel, 3 * numel), (0, numel), (5, 5), (numel, 2 * numel - numel // 3), (numel // 2, numel)],
+    ]
+    for bounds in everywhere:
+        want = reference.encode_slices(x, bounds, seed=9)
+        got = torch.full_like(want, POISON)
+        assert codec.encode_slices(x, bounds, seed=9, out=got).data_ptr() == got.data_ptr()
+        for row, (start, stop) in enumerate(bounds):
+            used = reference.max_wire_bytes(stop - start, dtype)
+            if codec.spec.is_variable_length:
+                used = reference.encode(x[start:stop]).numel()
+            assert torch.equal(got[row, :used], want[row, :used]), (name, numel, bounds[row])
+            # A codec of variable length may use the rest of its slot.
+            assert codec.spec.is_variable_length or got[row, used:].eq(POISON).all(), (name, numel, bounds[row])
+    rows = reference.encode_slices(x, everywhere[0], seed=9)
+    wide = torch.zeros(3, rows.shape[1] + 8, dtype=torch.uint8)[:, 8:].copy_(rows)  # rows at any address
+    for wires, wanted in ((rows, (torch.float32, torch.bfloat16)), (wide, (torch.float16,)), (rows[:1], DTYPES[:1])):
+        for out in wanted:
+            fused = codec.decode_sum(wires, numel, out, scale=1 / 3, encoded=dtype)
+            assert same(fused, reference.decode_sum(wires, numel, out, scale=1 / 3, encoded=dtype)), (name, numel, out)
+    for target in to:
+        between = codec.decode_sum_encode(rows, numel, pair(target)[1], scale=0.5, seed=3, encoded=dtype)
+        total = reference.decode_sum(rows, numel, scale=0.5, encoded=dtype)
+        assert torch.equal(between, pair(target)[0].encode(total, seed=3)), (name, numel, target)
+
+
+# ------------------------------------------------------------------------------------------------------ memory
+
+
+@pytest.mark.parametrize("name", ["none", "bf16", "int8:256", "int7:24", "int8:tensor", "zfp:8", "mpc", "exp3"])
+def test_any_alignment(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_alignment, name)
+
+
+def check_alignment(name: str) -> None:
+    dtype = torch.bfloat16 if name in {"bf16", "exp3"} else torch.float32
+    reference, codec = pair(name)
+    x = mixture(601, dtype, poisoned=False)[1:]
+    wire = reference.encode(x)
+    for by in (1, 2, 8):
+        assert torch.equal(encode(codec, x, by=by), wire), (name, by)
+        moved = torch.cat((wire.new_zeros(by), wire))[by:]
+        out = torch.zeros(601, dtype=dtype)[1:]
+        assert same(codec.decode(moved, 600, dtype, out=out), reference.decode(wire, 600, dtype)), (name, by)
+
+
+def test_empty_and_strided_tensors(interpreter: Interpreter) -> None:
+    interpreter(check_empty_and_strided)
+
+
+def check_empty_and_strided() -> None:
+    for name in [*FIXED, *MORE_FIXED, "mpc", "exp3"]:
+        codec = codecs.get(name, backend="triton")
+        dtype = torch.bfloat16 if name == "exp3" else torch.float32
+        wire = codec.encode(torch.empty(0, dtype=dtype), seed=1)
+        assert wire.numel() == 0
+        assert codec.decode(wire, 0, dtype).numel() == 0
+        assert codec.decode_sum(wire.view(1, 0), 0, encoded=dtype).numel() == 0
+    codec = codecs.get("int8:256", backend="triton")
+    x = torch.randn(20, 30).t()
+    assert torch.equal(codec.encode(x), codec.encode(x.contiguous()))
+
+
+# ------------------------------------------------------------------------------------------------------ bad messages
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8:256", "int4:tensor", "zfp:8"])
+def test_messages_of_another_length_are_refused(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_other_lengths, name)
+
+
+def check_other_lengths(name: str) -> None:
+    codec = codecs.get(name, backend="triton")
+    wire = codec.encode(torch.randn(300), seed=1)
+    for other in (wire[:-1], torch.cat((wire, wire[:16])), wire[:0]):
+        with pytest.raises(WireError, match="a message of 300 values has"):
+            codec.decode(other, 300, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["zfp:8", "zfp:15.3"])
+def test_any_bytes_decode_as_the_references(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_any_bytes, name, [1021])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", range(9, 129))
+def test_any_bytes_of_every_rate_decode_as_the_references(interpreter: Interpreter, bits: int) -> None:
+    interpreter(check_any_bytes, f"zfp:{bits / 4}", [1022])
+
+
+def check_any_bytes(name: str, lengths: list[int]) -> None:
+    reference, codec = pair(name)
+    for numel in lengths:
+        wire = torch.randint(0, 256, (codec.max_wire_bytes(numel, torch.float32),), dtype=torch.uint8)
+        wire[: wire.numel() // 2] &= torch.randint(0, 256, (wire.numel() // 2,), dtype=torch.uint8)  # few ones
+        want = reference.decode(wire, numel, torch.float32)
+        assert same(codec.decode(before_a_wall(wire), numel, torch.float32), want), (name, numel)
+
+
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_refuses_what_the_reference_refuses(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
+    interpreter(check_refusals, name, dtype)
+
+
+def check_refusals(name: str, dtype: torch.dtype) -> None:
+    reference, codec = pair(name)
+    numel = 1100
+    for x in (
+        torch.randn(numel).to(dtype),
+        torch.randint(0, 256, (numel * dtype.itemsize,)).to(torch.uint8).view(dtype),
+    ):
+        wire = reference.encode(x)
+        words = wire.numel() // 4
+        broken = [wire[:size] for size in (0, 4, 8, 16, wire.numel() // 32 * 16, wire.numel() - 1)]
+        broken += [with_word(wire, at, value) for at in (0, 1) for value in (0, 3, 0x7FFFFFFF, 0xFFFFFFFF)]
+        broken += [with_word(wire, 1, words - 1), with_word(torch.cat((wire, wire[:4])), 1, words + 1)]
+        for message in broken:
+            with pytest.raises(WireError, match=f"^{name}: "):
+                codec.decode(before_a_wall(message), numel, dtype)
+        for other in (numel - 600, numel + 600):
+            with pytest.raises(WireError, match=f"^{name}: "):
+                codec.decode(before_a_wall(wire), other, dtype)
+
+
+def with_word(wire: Tensor, index: int, value: int) -> Tensor:
+    changed = wire.clone()
+    changed[4 * index : 4 * index + 4] = torch.tensor(list(struct.pack("<I", value)), dtype=torch.uint8)
+    return changed
+
+
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_mutated_messages_do_no_harm(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
+    interpreter(check_mutations, name, dtype, 12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
+def test_many_mutated_messages_do_no_harm(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
+    interpreter(check_mutations, name, dtype, 500)
+
+
+def check_mutations(name: str, dtype: torch.dtype, runs: int) -> None:
+    """They decode, or are refused, as the reference does it."""
+    reference, codec = pair(name)
+    generator = torch.Generator().manual_seed(4)
+
+    def number(below: int) -> int:
+        return int(torch.randint(0, below, (1,), generator=generator))
+
+    refused = 0
+    for run in range(runs):
+        numel = 1 + number(3000)
+        wire = reference.encode(mixture(numel, dtype, poisoned=False))
+        for _ in range(number(3)):
+            # Half of the changes go to the first bytes, where sizes, bitmaps and counts are.
+            wire[number(min(wire.numel(), 64 if run % 2 else wire.numel()))] = number(256)
+        wire = torch.cat((wire, wire.new_full((-wire.numel() % 16,), POISON)))  # stays where it is: see before_a_wall
+        wire = wire[: 16 * number(wire.numel() // 16 + 1)] if run % 4 == 0 else wire
+        try:
+            want = reference.decode(wire, numel, dtype)
+        except WireError:
+            refused += 1
+            with pytest.raises(WireError, match=f"^{name}: "):
+                codec.decode(before_a_wall(wire), numel, dtype)
+            continue
+        got = decode(codec, before_a_wall(wire), numel, dtype)
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, numel, run)
+    assert 0 < refused < runs
