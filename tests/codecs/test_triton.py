@@ -6,16 +6,14 @@ their own, where every check below runs.
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import mmap
-import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from tests.codecs.process import own_process
+from tests.codecs.samples import LOSSLESS, POISON, before_a_wall, mixture, same, with_word
 from torch import Tensor
 
 from thinwire import codecs
@@ -36,9 +34,7 @@ MORE_FIXED = [
     *("int2:32", "int6:256", "int7:24", "int8:8,hadamard", "int3:2048", "int4:4104", "int8:8192,hadamard"),
     *("int2:8192,hadamard", "int2:tensor", "int7:tensor,stochastic", "int2:32,stochastic"),
 ]
-LOSSLESS = [("mpc", torch.float32), ("mpc", torch.bfloat16), ("mpc", torch.float16), ("exp3", torch.bfloat16)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-POISON = 0xA5
 Interpreter = Callable[..., Any]
 
 
@@ -46,45 +42,6 @@ Interpreter = Callable[..., Any]
 def interpreter() -> Iterator[Interpreter]:
     with own_process(TRITON_INTERPRET="1") as call:
         yield call
-
-
-# ------------------------------------------------------------------------------------------------------ what is sent
-
-
-def mixture(numel: int, dtype: torch.dtype, *, poisoned: bool) -> Tensor:
-    """Values of every kind one after the other, as far as there is room."""
-    generator = torch.Generator().manual_seed(numel)
-    length = -(-numel // (11 if poisoned else 9))
-    limits = torch.finfo(dtype)
-    normal = torch.randn(9, length, generator=generator).clamp(-4, 4)
-    parts = [
-        normal[0],
-        normal[1] / (torch.rand(length, generator=generator) + 1e-3),
-        normal[2] * (torch.rand(length, generator=generator) < 0.1),
-        normal[3] * (limits.max / 4),
-        torch.where(normal[4] > 0, 2.5, -2.5),
-        normal[5] * (limits.tiny * 4),
-        normal[6] * (limits.tiny / 16),
-        torch.full((length,), -3.7),
-        -torch.zeros(length),
-    ]
-    values = torch.cat([part.to(dtype) for part in parts])
-    if poisoned:
-        few = normal[7].to(dtype)
-        few[length // 2 : length // 2 + 1] = torch.inf
-        any_bits = torch.randint(0, 256, (length * dtype.itemsize,), generator=generator, dtype=torch.uint8)
-        values = torch.cat((values, few, any_bits.view(dtype)))
-    return values[:numel].clone()
-
-
-def same(got: Tensor, want: Tensor) -> bool:
-    """Bit for bit, except that every NaN is one."""
-    integer = torch.int32 if want.dtype == torch.float32 else torch.int16
-    return (
-        got.dtype == want.dtype
-        and torch.equal(got.isnan(), want.isnan())
-        and torch.equal(got.view(integer)[~got.isnan()], want.view(integer)[~want.isnan()])
-    )
 
 
 def pair(name: str) -> tuple[Codec, Codec]:
@@ -106,17 +63,6 @@ def decode(codec: Codec, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor
     values = codec.decode(wire, numel, dtype, out=room[: numel * dtype.itemsize].view(dtype))
     assert room[numel * dtype.itemsize :].eq(POISON).all(), (codec, numel, dtype)
     return values
-
-
-def before_a_wall(wire: Tensor) -> Tensor:
-    """A copy after whose last byte memory ends: what reads on does not live."""
-    page = mmap.PAGESIZE
-    room = -(-max(wire.numel(), 1) // page) * page
-    pages = mmap.mmap(-1, room + page)
-    libc = ctypes.CDLL(None, use_errno=True)
-    wall = ctypes.addressof(ctypes.c_char.from_buffer(pages, room))
-    assert libc.mprotect(ctypes.c_void_p(wall), page, 0) == 0
-    return torch.frombuffer(pages, dtype=torch.uint8, count=room)[room - wire.numel() :].copy_(wire)
 
 
 # ------------------------------------------------------------------------------------------------------ the same bits
@@ -336,12 +282,6 @@ def check_refusals(name: str, dtype: torch.dtype) -> None:
         for other in (numel - 600, numel + 600):
             with pytest.raises(WireError, match=f"^{name}: "):
                 codec.decode(before_a_wall(wire), other, dtype)
-
-
-def with_word(wire: Tensor, index: int, value: int) -> Tensor:
-    changed = wire.clone()
-    changed[4 * index : 4 * index + 4] = torch.tensor(list(struct.pack("<I", value)), dtype=torch.uint8)
-    return changed
 
 
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
