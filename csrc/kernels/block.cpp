@@ -1,4 +1,5 @@
 // Block quantisation (docs/wire-format.md). Rule numbers are those of that page.
+#include "kernels/block_rules.hpp"
 #include "kernels/kernels.hpp"
 #include "kernels/search.hpp"
 #include "kernels/values.hpp"
@@ -10,8 +11,6 @@
 
 namespace thinwire::THINWIRE_TARGET {
 namespace {
-
-constexpr std::uint32_t kPoison = 0x7fc00000;
 
 // ------------------------------------------------------------------------------------------------ largest value
 
@@ -261,45 +260,61 @@ float encode_block(const void* x, DType dtype, std::int64_t numel, const BlockFo
     const Block block = load_block(x, dtype, numel, format, widened);
     if (block.poisoned || block.largest.magnitude == 0) {
         zero(out, (numel * format.bits + 7) / 8);
-        return block.poisoned ? value_of(kPoison) : 0.0F;
+        return block.poisoned ? value_of(kPoisonedScale) : 0.0F;
     }
     if (format.bits == 8) {  // codes of eight bits are the bytes of the wire
         return quantize(block.x, numel, format, block.largest, position, seed, reinterpret_cast<std::int8_t*>(out));
     }
-    const float scale =
-        format.search ? search_codes(search_of(format.bits), block.x, numel, signed_max(block.largest), codes)
-                      : quantize(block.x, numel, format, block.largest, position, seed, codes);
+    const float scale = format.search
+                            ? search_codes(search_of(format.bits), block.x, numel, signed_max(block.largest), codes)
+                            : quantize(block.x, numel, format, block.largest, position, seed, codes);
     pack_codes(codes, numel, format.bits, out);
     return scale;
 }
 
+// So many blocks are encoded together where that is possible.
+constexpr int kTogether = 8;
+
 #ifdef THINWIRE_AVX512
 
-// Four whole blocks, if they are of a kind that can be encoded together; returns whether they were.
+template <class Source>
+void encode_eight(const void* x, const BlockFormat& format, std::uint8_t* out, float* scales) {
+    const auto* values = static_cast<const char*>(x);
+    if (format.bits == 4) {
+        encode_eight_int4<Source>(values, format.block, out, scales);
+        return;
+    }
+    encode_four_int8<Source>(values, format.block, out, scales);
+    encode_four_int8<Source>(values + 4 * format.block * Source::kBytes, format.block, out + 4 * format.block,
+                             scales + 4);
+}
+
+// Encodes kTogether whole blocks and returns true, or leaves them to encode_block.
 bool encode_together(const void* x, DType dtype, const BlockFormat& format, std::uint8_t* out, float* scales) {
-    if (!format.search || format.bits != 4 || format.block % 128 != 0) {
+    const bool is_fit = format.bits == 8 || (format.bits == 4 && format.search);
+    if (!is_fit || format.stochastic || format.block % 128 != 0) {
         return false;
     }
-    const Search& search = search_of(format.bits);
-    const std::int64_t numel = 4 * format.block;
     if (dtype == DType::bfloat16 && !format.hadamard) {
-        return encode_four<BFloat16>(search, x, format.block, out, scales);
+        encode_eight<BFloat16>(x, format, out, scales);
+        return true;
     }
-    if (dtype == DType::float32 && !format.hadamard) {
-        return encode_four<Float32>(search, x, format.block, out, scales);
-    }
-    alignas(64) float widened[4 * kMostBlock];
-    const float* values = load_values(x, numel, dtype, widened);
+    alignas(64) float widened[kTogether * kMostBlock];
+    const float* values = load_values(x, kTogether * format.block, dtype, widened);
     if (format.hadamard) {
-        for (std::int64_t at = 0; at < numel; at += format.block) {
-            if (is_poisoned(largest_of(values + at, format.block))) {
-                return false;
-            }
-            rotate(values + at, format.block, widened + at);
+        for (std::int64_t at = 0; at < kTogether * format.block; at += format.block) {
+            rotate(values + at, format.block, widened + at);  // all of a poisoned block turns into Inf and NaN
         }
         values = widened;
     }
-    return encode_four<Float32>(search, values, format.block, out, scales);
+    encode_eight<Float32>(values, format, out, scales);
+    return true;
+}
+
+#else
+
+bool encode_together(const void*, DType, const BlockFormat&, std::uint8_t*, float*) {
+    return false;
 }
 
 #endif
@@ -361,16 +376,12 @@ void decode_values(const std::uint8_t* in, std::int64_t numel, const BlockFormat
 
 void block_encode(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
                   std::uint32_t seed, void* codes, void* scales) {
-    const std::int64_t step = 4 * format.block;
+    const std::int64_t step = kTogether * format.block;
     for (std::int64_t first = 0; first < numel; first += step) {
         const std::int64_t end = numel - first < step ? numel : first + step;
         auto* out = static_cast<std::uint8_t*>(codes) + first * format.bits / 8;
-        float scale_of[4];
-#ifdef THINWIRE_AVX512
+        float scale_of[kTogether];
         const bool done = end == first + step && encode_together(offset(x, dtype, first), dtype, format, out, scale_of);
-#else
-        const bool done = false;
-#endif
         int num_blocks = 0;
         for (std::int64_t at = first; at < end; at += format.block, ++num_blocks) {
             if (!done) {
@@ -414,7 +425,7 @@ float block_encode_part(const void* x, DType dtype, std::int64_t numel, const Bl
     auto* out = static_cast<std::uint8_t*>(codes);
     if (is_poisoned(largest) || largest.magnitude == 0) {
         zero(out, (numel * format.bits + 7) / 8);
-        return is_poisoned(largest) ? value_of(kPoison) : 0.0F;
+        return is_poisoned(largest) ? value_of(kPoisonedScale) : 0.0F;
     }
     alignas(64) float widened[kMostBlock];
     alignas(64) std::int8_t rounded[kMostBlock];

@@ -10,9 +10,6 @@
 namespace thinwire::THINWIRE_TARGET {
 namespace {
 
-// Blocks with a smaller maximum are quantised as if this were it, so that no reciprocal overflows (rule 2).
-constexpr float kSmallestMax = 0x1p-112F;
-
 constexpr int kBins = 128;  // a block's 8-bit codes, two by two
 
 // A step that the search may try.
