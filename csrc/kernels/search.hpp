@@ -116,31 +116,41 @@ void round_finely(const float* x, std::int64_t numel, float factor, std::int16_t
     }
 }
 
-// The codes of values (up to kMostBlock of them) whose signed largest is `max`. Returns the scale.
+// The codes of values (up to kMostBlock of them) whose signed largest is `max`. Returns the scale. Loops over 16-bit
+// numbers throughout: twice as many fit in a vector, and the upper half of their products is one instruction.
 float search_codes(const Search& search, const float* x, std::int64_t numel, float max, std::int8_t* codes) {
     alignas(64) std::int16_t w[kMostBlock];
-    alignas(64) std::int8_t a[kMostBlock];
-    std::int16_t count[kBins] = {};
+    alignas(64) std::int16_t a[kMostBlock];
+    alignas(64) std::int16_t code[kMostBlock];
+    std::int16_t count[2][kBins] = {};
     round_finely(x, numel, -32768.0F / max, w);
     for (std::int64_t i = 0; i < numel; ++i) {
-        const int rounded = (w[i] + 128) >> 8;
-        a[i] = static_cast<std::int8_t>(rounded > 127 ? 127 : rounded);
+        const auto rounded = static_cast<std::int16_t>(((w[i] >> 7) + 1) >> 1);  // (w + 128) / 256, without overflow
+        a[i] = static_cast<std::int16_t>(rounded > 127 ? 127 : rounded);
     }
     for (std::int64_t i = 0; i < numel; ++i) {
-        ++count[(a[i] >> 1) & (kBins - 1)];
+        ++count[i & 1][(a[i] >> 1) & (kBins - 1)];  // in turn, for equal bins in a row would wait for one another
     }
-    const Step& step = best_step(search, count);
-    const int levels = 1 << (search.bits - 1);
-    const int half = 1 << (7 - search.bits);
+    for (int bin = 0; bin < kBins; ++bin) {
+        count[0][bin] = static_cast<std::int16_t>(count[0][bin] + count[1][bin]);
+    }
+    const Step& step = best_step(search, count[0]);
+    const auto reciprocal = static_cast<std::int16_t>(step.reciprocal);
+    const auto levels = static_cast<std::int16_t>(1 << (search.bits - 1));
+    const auto half = static_cast<std::int16_t>(1 << (7 - search.bits));
     const int shift = 8 - search.bits;
+    for (std::int64_t i = 0; i < numel; ++i) {
+        const auto finer = static_cast<std::int16_t>((w[i] * reciprocal) >> 16);
+        const auto nearest = static_cast<std::int16_t>(static_cast<std::int16_t>(finer + half) >> shift);
+        const auto bounded = nearest < levels ? nearest : static_cast<std::int16_t>(levels - 1);
+        code[i] = bounded < -levels ? static_cast<std::int16_t>(-levels) : bounded;
+    }
     std::int32_t num = 0;
     std::int32_t den = 0;
     for (std::int64_t i = 0; i < numel; ++i) {
-        std::int32_t code = (((w[i] * step.reciprocal) >> 16) + half) >> shift;
-        code = code < -levels ? -levels : (code > levels - 1 ? levels - 1 : code);
-        codes[i] = static_cast<std::int8_t>(code);
-        num += a[i] * code;
-        den += code * code;
+        num += a[i] * code[i];
+        den += code[i] * code[i];
+        codes[i] = static_cast<std::int8_t>(code[i]);
     }
     return den == 0 ? 0.0F : (max * (-1.0F / 128)) * (static_cast<float>(num) / static_cast<float>(den));
 }

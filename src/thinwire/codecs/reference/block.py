@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, store
 
-__all__ = ["SMALLEST_MAX", "BlockCodec", "search_steps", "signs", "uniform"]
+__all__ = ["BlockCodec"]
 
 SMALLEST_MAX = 2.0**-112
 """Blocks with a smaller maximum are quantised as if this were it, so that no reciprocal overflows."""
