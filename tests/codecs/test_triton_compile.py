@@ -73,7 +73,7 @@ def test_every_codec_compiles(compiler: Callable[..., Any], name: str) -> None:
     # A length of 1 is a constant to the compiler, and other lengths are not.
     assert compiler(compile_codecs, "hopper", [name], [torch.float32], [1, 4100], True)
     assert compiler(compile_codecs, "hopper", [name], [torch.bfloat16], [8192], True)
-    assert compiler(compile_codecs, "hopper", [name], [torch.float16], [4100], False) or name == "none"
+    assert compiler(compile_codecs, "hopper", [name], [torch.float16], [4100], False)
 
 
 def compile_codecs(

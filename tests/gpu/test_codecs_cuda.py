@@ -139,7 +139,7 @@ def test_fused_forms_are_their_composition(name: str, numel: int) -> None:
     x = mixture(numel * 3, dtype, poisoned=numel == 100_003)
     everywhere = [
         [(2 * numel, 3 * numel), (numel, 2 * numel), (0, numel)],
-        [(2 * numel, 3 * numel), (0, numel), (5, 5), (numel, 2 * numel - numel // 3), (numel // 2, numel)],
+        [(2 * numel, 3 * numel), (0, numel), (numel, numel), (numel, 2 * numel - numel // 3), (numel // 2, numel)],
     ]
     for bounds in everywhere:
         want = native.encode_slices(x, bounds, seed=9)
