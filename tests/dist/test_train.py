@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
-STEPS = 160
+STEPS = 80
 
 RECIPE = f"""
 plan = {{ preset = "zero1", compute_dtype = "float32" }}
@@ -34,14 +34,14 @@ steps = {STEPS}
 seq = 16
 micro_batch = 2
 global_batch = 8
-validate_every = 60
+validate_every = 30
 validation_samples = 12
 tensorboard = false
 [optimizer]
 lr = 1e-2
 warmup = 10
 [checkpoint]
-every = 40
+every = 20
 [cluster]
 nproc = 2
 timeout = "60s"
@@ -146,14 +146,14 @@ def test_a_run_leaves_everything_behind(runs: Runs, whole: list[float]) -> None:
     assert {"plan.toml", "recipe.toml", "versions.json", "tokenizer.json", "loss.png", "logs"} <= present
     assert "stop" not in present
     assert sorted(path.name for path in (directory / "checkpoints").iterdir()) == [
-        "step-00000120",
-        "step-00000160",
+        "step-00000060",
+        "step-00000080",
     ]
 
 
 def test_metrics_say_what_happened(runs: Runs, whole: list[float]) -> None:
     records = runs.records("whole")
-    assert [record["step"] for record in records if record["val_loss"] is not None] == [60, 120, 160]
+    assert [record["step"] for record in records if record["val_loss"] is not None] == [30, 60, 80]
     last = records[-1]
     assert last["samples"] == 8 * STEPS
     assert last["tokens"] == 8 * 16 * STEPS
@@ -168,7 +168,7 @@ def test_metrics_say_what_happened(runs: Runs, whole: list[float]) -> None:
 
 def test_a_killed_rank_restarts_the_run_and_changes_no_number(runs: Runs, whole: list[float]) -> None:
     process = runs.start("killed")
-    runs.wait_for_step("killed", 60, process)
+    runs.wait_for_step("killed", 30, process)
     os.kill(rank_process(process.pid, 1), signal.SIGKILL)
     output, errors = process.communicate(timeout=150)
     assert process.returncode == 0, output + errors
@@ -179,12 +179,12 @@ def test_a_killed_rank_restarts_the_run_and_changes_no_number(runs: Runs, whole:
 
 def test_ctrl_c_saves_and_other_ranks_under_another_plan_continue(runs: Runs, whole: list[float]) -> None:
     process = runs.start("stopped", "--plan", "preset:zero3", "--set", "plan.compute_dtype=float32")
-    runs.wait_for_step("stopped", 50, process)
+    runs.wait_for_step("stopped", 25, process)
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, output + errors
     stopped_at = len(runs.losses("stopped"))
-    assert 50 <= stopped_at < STEPS
+    assert 25 <= stopped_at < STEPS
     assert f"Ctrl-C: step {stopped_at} is saved; continue with --resume" in output
     assert (runs.directory / "stopped/checkpoints" / f"step-{stopped_at:08d}").is_dir()
     output, _ = runs.run("stopped", "--resume", "--nodes", "2", "--nproc", "2")
@@ -197,7 +197,7 @@ def test_ctrl_c_saves_and_other_ranks_under_another_plan_continue(runs: Runs, wh
 def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = runs.start("torchrun", command=(*torchrun, "-m", "thinwire.cli.main"))
-    runs.wait_for_step("torchrun", 20, process)
+    runs.wait_for_step("torchrun", 5, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=60)
     losses = runs.losses("torchrun")
@@ -206,7 +206,7 @@ def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
 
 
 def test_a_damaged_checkpoint_is_passed_over_and_two_are_an_error(runs: Runs, whole: list[float]) -> None:
-    short = ("--nproc", "1", "--set", "train.steps=50")
+    short = ("--nproc", "1", "--set", "train.steps=25")
     runs.run("damaged", *short)
     checkpoints = sorted((runs.directory / "damaged/checkpoints").iterdir())
     damage(checkpoints[1])

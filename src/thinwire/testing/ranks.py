@@ -79,8 +79,12 @@ class RankPool:
             self.close()
             self._start()
         port = free_port()
-        for pipe in self._pipes:
-            pipe.send((function, args, port, init, group_timeout or timeout))
+        call = (function, args, port, init, group_timeout or timeout)
+        self._pipes[0].send(call)
+        if init:
+            self._wait_for_store(port)
+        for pipe in self._pipes[1:]:
+            pipe.send(call)
         results: list[Any] = [None] * self.world
         tracebacks: list[str | None] = [None] * self.world
         pending = dict(enumerate(self._pipes))
@@ -112,6 +116,14 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+    def _wait_for_store(self, port: int, timeout: float = 10.0) -> None:
+        """Wait until rank 0 listens: whoever comes earlier sleeps for half a second before it tries again."""
+        deadline = time.monotonic() + timeout
+        while self._processes[0].is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
+                return
+            time.sleep(0.001)
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
