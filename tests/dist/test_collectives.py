@@ -10,7 +10,7 @@ import torch
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.group import Meter, control, recording
-from thinwire.collectives.moves import Stage
+from thinwire.collectives.moves import TRANSFERS
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
@@ -25,7 +25,7 @@ def world_group(nodes: int, local: int) -> tuple[AxisGroup, Meter, int]:
     mesh = Factor(local=local, nodes=nodes)
     plan = Plan(mesh=mesh, params=mesh, grads=mesh, optimizer=mesh)
     meter, rank = Meter(), control().rank
-    return AxisGroup(plan, Axis.PARAMS, Lane.REDUCE, rank, torch.device("cpu"), meter, tuple(Stage)), meter, rank
+    return AxisGroup(plan, Axis.PARAMS, Lane.REDUCE, rank, torch.device("cpu"), meter, TRANSFERS), meter, rank
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:

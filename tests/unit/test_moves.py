@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.moves import TRANSFERS, Move, Moves, Stage
 from thinwire.program import Scope
 
 
@@ -42,7 +42,7 @@ def test_where_nothing_is_exchanged_the_preparation_is_all() -> None:
 
 
 def test_stages_know_how_far_they_go() -> None:
-    assert {stage: stage.scope for stage in Stage} == {
+    assert {stage: stage.scope for stage in TRANSFERS} == {
         Stage.SCATTER_INSIDE: Scope.INSIDE,
         Stage.SCATTER_ACROSS: Scope.ACROSS,
         Stage.GATHER_ACROSS: Scope.ACROSS,

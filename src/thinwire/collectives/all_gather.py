@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 
 import torch
 
+from thinwire.codecs import Codec
+from thinwire.collectives.messages import Messages
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
@@ -15,19 +16,33 @@ __all__ = ["all_gather"]
 
 
 def all_gather(
-    group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int] | None = None, kind: Kind = Kind.ALL_GATHER
+    group: AxisGroup,
+    whole: torch.Tensor,
+    sizes: Sequence[int] | None = None,
+    kind: Kind = Kind.ALL_GATHER,
+    *,
+    codec: Codec | None = None,
+    residual: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> Moves:
     """Gather every member's piece into ``whole``, in place.
 
     1. Across nodes, each rank gathers the pieces of its peers: ``(nodes - 1) * own`` bytes sent.
     2. Inside the node, each rank gathers the columns of its neighbours: ``(local - 1) * column`` bytes sent.
 
+    With a codec (qwZ, arXiv 2306.10209 section 3.1), a piece is encoded once, its message travels both hops as it is,
+    and every member decodes every message, its own too: all end with the same values.
+
     Args:
         group: the axis.
-        whole: contiguous 1-D tensor, any dtype; when the first move begins, this rank's piece is at its place
-            (local-major order).
+        whole: contiguous 1-D tensor, any dtype (with a codec, a floating one); when the first move begins, this rank's
+            piece is at its place (local-major order).
         sizes: elements of every member's piece; equal by default.
         kind: ``ALL_GATHER``, or ``BROADCAST`` when each piece is the owner's to give (unequal pieces).
+        codec: encodes the pieces; ``None`` sends them as they are.
+        residual: fp32, contiguous, of the size of this rank's piece: error feedback, as in
+            :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`.
+        seed: for a codec that rounds at random; should differ from step to step and from rank to rank.
 
     Returns:
         The moves; none where the axis has one member.
@@ -35,18 +50,70 @@ def all_gather(
     if group.size == 1:
         return Moves()
     sizes = sizes or [whole.numel() // group.size] * group.size
-    column = group.columns(list(whole.split(list(sizes))))[group.local_index]
-    starts = [sum(sizes[: i * group.nodes]) for i in range(group.local + 1)]
-    columns = [whole[a:b] for a, b in pairwise(starts)]
+    columns = [range(i, i + group.nodes) for i in range(0, group.size, group.nodes)]
+    if codec is None:
+        return _exact(group, whole, sizes, columns, kind)
+    return _encoded(group, whole, sizes, columns, kind, codec, residual, seed)
+
+
+def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns: Sequence[range], kind: Kind) -> Moves:
+    starts = [sum(sizes[:i]) for i in range(group.size + 1)]
+    peers = columns[group.local_index]
 
     def across() -> None:
-        group.at(Stage.GATHER_ACROSS).gather(column, kind)
+        group.at(Stage.GATHER_ACROSS).gather([whole[starts[i] : starts[i + 1]] for i in peers], kind)
 
     def inside() -> None:
-        group.at(Stage.GATHER_INSIDE).gather(columns, kind)
+        group.at(Stage.GATHER_INSIDE).gather([whole[starts[c.start] : starts[c.stop]] for c in columns], kind)
 
+    return _hops(group, across, inside, (whole,))
+
+
+def _encoded(
+    group: AxisGroup,
+    whole: torch.Tensor,
+    sizes: Sequence[int],
+    columns: Sequence[range],
+    kind: Kind,
+    codec: Codec,
+    residual: torch.Tensor | None,
+    seed: int | None,
+) -> Moves:
+    pieces = whole.split(list(sizes))
+    messages = Messages(codec, sizes, whole.dtype if residual is None else torch.float32, whole.device)
+    peers = [range(i, i + 1) for i in columns[group.local_index]]
+
+    def encode() -> None:
+        if residual is None:
+            messages.encode(group.index, pieces[group.index], seed)
+        else:
+            messages.encode_with_feedback(group.index, pieces[group.index], residual, seed)
+
+    def across() -> None:
+        messages.gather(group.at(Stage.GATHER_ACROSS), peers, kind)
+
+    def inside() -> None:
+        messages.gather(group.at(Stage.GATHER_INSIDE), columns, kind)
+
+    def decode() -> None:
+        for i, piece in enumerate(pieces):
+            messages.decode(i, piece)
+
+    held = (whole, messages.buffer)
+    return Moves(
+        [
+            Move(Stage.ENCODE_GATHER, encode, held),
+            *_hops(group, across, inside, held),
+            Move(Stage.DECODE_GATHER, decode, held),
+        ]
+    )
+
+
+def _hops(
+    group: AxisGroup, across: Callable[[], None], inside: Callable[[], None], held: tuple[torch.Tensor, ...]
+) -> Moves:
     moves = [
-        (group.nodes, Move(Stage.GATHER_ACROSS, across, (whole,))),
-        (group.local, Move(Stage.GATHER_INSIDE, inside, (whole,))),
+        (group.nodes, Move(Stage.GATHER_ACROSS, across, held)),
+        (group.local, Move(Stage.GATHER_INSIDE, inside, held)),
     ]
     return Moves(move for ranks, move in moves if ranks > 1)

@@ -1,4 +1,5 @@
-"""A collective is a list of moves, one for each hop; a lane performs every stage of its collectives side by side.
+"""A collective is a list of moves, for each hop and a codec's work around it; a lane performs every stage of its
+collectives side by side.
 
 While the second hop of one collective crosses nodes, the first hop of the next can already run inside the node: the
 stages of a lane are queues of their own, and only the moves of one collective wait for each other.
@@ -14,26 +15,37 @@ import torch
 
 from thinwire.program import Scope
 
-__all__ = ["Move", "Moves", "Stage"]
+__all__ = ["TRANSFERS", "Move", "Moves", "Stage"]
 
 
 class Stage(StrEnum):
-    """Where in a collective a hop stands: what it does and how far it goes."""
+    """Where in a collective a move stands: a hop, and how far it goes, or a codec's work before or after one."""
 
+    ENCODE = "encode"
     SCATTER_INSIDE = "scatter-inside"
+    RECODE = "recode"
+    """Between the hops of a reduction: decode and add, encode the sum."""
     SCATTER_ACROSS = "scatter-across"
+    DECODE = "decode"
+    ENCODE_GATHER = "encode-gather"
     GATHER_ACROSS = "gather-across"
     GATHER_INSIDE = "gather-inside"
+    DECODE_GATHER = "decode-gather"
 
     @property
     def scope(self) -> Scope:
-        """Inside a node or across nodes."""
+        """Inside a node or across nodes, for one of :data:`TRANSFERS`."""
+        assert self in TRANSFERS
         return Scope.INSIDE if self in (Stage.SCATTER_INSIDE, Stage.GATHER_INSIDE) else Scope.ACROSS
+
+
+TRANSFERS = (Stage.SCATTER_INSIDE, Stage.SCATTER_ACROSS, Stage.GATHER_ACROSS, Stage.GATHER_INSIDE)
+"""The stages that send: the hops."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One hop of one collective: an exchange with what belongs to it (packing, adding up).
+    """One part of one collective: a hop with what belongs to it (packing, adding up), or a codec's work.
 
     Attributes:
         stage: the queue that performs it.

@@ -4,15 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
+from thinwire.codecs import Codec
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
+from thinwire.collectives.messages import Messages
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
 
-__all__ = ["reduce_scatter"]
+__all__ = ["EXACT", "HopCodecs", "reduce_scatter", "residual_numel"]
+
+
+@dataclass(frozen=True, slots=True)
+class HopCodecs:
+    """What encodes a reduction's messages, hop by hop; ``None`` sends values as they are."""
+
+    inside: Codec | None = None
+    across: Codec | None = None
+
+
+EXACT = HopCodecs()
 
 
 def reduce_scatter(
@@ -23,6 +37,9 @@ def reduce_scatter(
     scale: float = 1.0,
     accumulate: bool = False,
     sizes: Sequence[int] | None = None,
+    codecs: HopCodecs = EXACT,
+    residual: torch.Tensor | None = None,
+    seed: int | None = None,
 ) -> Moves:
     """``out (+)= scale * sum over members of their whole, at this rank's place``; always added in fp32.
 
@@ -30,6 +47,10 @@ def reduce_scatter(
        fp32: ``(local - 1) / local`` of the vector sent.
     2. Across nodes, the sums travel in the dtype of ``whole`` and are added in fp32 again: ``(nodes - 1) / nodes`` of
        a column sent. So a byte crosses nodes once, however many ranks a node has.
+
+    With a codec for a hop (qgZ, arXiv 2306.10209 section 3.3), a column is one message of the first hop and a piece one
+    of the second; what arrives is decoded and added. A rank's own column and piece stay as they are. The sums between
+    the hops are fp32 if the second has a codec.
 
     Args:
         group: the axis.
@@ -39,6 +60,11 @@ def reduce_scatter(
         scale: factor on the sum; ``1 / group.size`` for a mean.
         accumulate: add to ``out``, which is fp32, instead of overwriting it.
         sizes: elements of every member's piece; equal by default.
+        codecs: of the two hops.
+        residual: fp32, contiguous, of :func:`residual_numel` elements: what earlier messages of the last hop lost is
+            added to what it sends, and replaced by what is lost now (error feedback). The caller keeps it from step
+            to step.
+        seed: for codecs that round at random; should differ from step to step and from rank to rank.
 
     Returns:
         The moves; at least one.
@@ -46,41 +72,69 @@ def reduce_scatter(
     sizes = sizes or [whole.numel() // group.size] * group.size
     nodes, mine = group.nodes, group.local_index * group.nodes
     columns = [sum(sizes[i : i + nodes]) for i in range(0, len(sizes), nodes)]
+    row = sizes[mine : mine + nodes]
     inside, across = group.at(Stage.SCATTER_INSIDE), group.at(Stage.SCATTER_ACROSS)
+    last = _Merge(out, scale, accumulate=accumulate)
     if nodes == 1:
-        return Moves([_move(inside, whole, columns, out, scale, accumulate=accumulate)])
+        return _hop(inside, whole, columns, last, codecs.inside, residual, seed)
     if group.local == 1:
-        return Moves([_move(across, whole, sizes, out, scale, accumulate=accumulate)])
-    column = allocate(columns[group.local_index], whole.dtype, whole.device)
+        return _hop(across, whole, sizes, last, codecs.across, residual, seed)
+    column = allocate(columns[group.local_index], whole.dtype if codecs.across is None else torch.float32, whole.device)
     return Moves(
         [
-            _move(inside, whole, columns, column, 1.0, accumulate=False),
-            _move(across, column, sizes[mine : mine + nodes], out, scale, accumulate=accumulate),
+            *_hop(inside, whole, columns, _Merge(column), codecs.inside, None, seed, (Stage.ENCODE, Stage.RECODE)),
+            *_hop(across, column, row, last, codecs.across, residual, seed, (Stage.RECODE, Stage.DECODE)),
         ]
     )
 
 
-def _move(
-    subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], out: torch.Tensor, scale: float, *, accumulate: bool
-) -> Move:
-    def body() -> None:
-        if subgroup.size == 1:
-            _merge([whole], out, scale, accumulate=accumulate)
-        else:
-            _hop(subgroup, whole, sizes, out, scale, accumulate=accumulate)
+def residual_numel(group: AxisGroup, sizes: Sequence[int]) -> int:
+    """Elements of the error feedback that :func:`reduce_scatter` keeps: of what its last hop sends."""
+    if group.nodes == 1 or group.local == 1:
+        return sum(sizes)
+    mine = group.local_index * group.nodes
+    return sum(sizes[mine : mine + group.nodes])
 
-    return Move(subgroup.stage, body, held=(whole, out))
+
+@dataclass(frozen=True, slots=True)
+class _Merge:
+    """Where the sum of a hop goes: ``out (+)= scale * sum``."""
+
+    out: torch.Tensor
+    scale: float = 1.0
+    accumulate: bool = False
 
 
 def _hop(
-    subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], out: torch.Tensor, scale: float, *, accumulate: bool
-) -> None:
+    subgroup: Subgroup,
+    whole: torch.Tensor,
+    sizes: Sequence[int],
+    merge: _Merge,
+    codec: Codec | None,
+    residual: torch.Tensor | None,
+    seed: int | None,
+    stages: tuple[Stage, Stage] = (Stage.ENCODE, Stage.DECODE),
+) -> Moves:
+    if subgroup.size > 1 and codec is not None:
+        return _encoded_hop(subgroup, whole, sizes, merge, codec, residual, seed, stages)
+
+    def body() -> None:
+        if subgroup.size == 1:
+            _add_pieces([whole], merge)
+        else:
+            _exact_hop(subgroup, whole, sizes, merge)
+
+    return Moves([Move(subgroup.stage, body, held=(whole, merge.out))])
+
+
+def _exact_hop(subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], merge: _Merge) -> None:
     """One exchange and its fp32 addition."""
+    out = merge.out
     if subgroup.native and len(set(sizes)) == 1 and whole.dtype == torch.float32:
         # NCCL adds in the dtype it sends: right for fp32 only.
         part = allocate(out.numel(), whole.dtype, whole.device)
         subgroup.sum_scatter(part, whole)
-        _merge([part], out, scale, accumulate=accumulate)
+        _add_pieces([part], merge)
         return
     outgoing = list(whole.split(list(sizes)))
     own = outgoing[subgroup.index]
@@ -89,11 +143,60 @@ def _hop(
     subgroup.exchange(outgoing, incoming)
     others = [piece for i, piece in enumerate(incoming) if i != subgroup.index]
     # Own piece first: `out` may lie on top of it.
-    _merge([own, *others], out, scale, accumulate=accumulate)
+    _add_pieces([own, *others], merge)
 
 
-def _merge(pieces: Sequence[torch.Tensor], out: torch.Tensor, scale: float, *, accumulate: bool) -> None:
+def _encoded_hop(
+    subgroup: Subgroup,
+    whole: torch.Tensor,
+    sizes: Sequence[int],
+    merge: _Merge,
+    codec: Codec,
+    residual: torch.Tensor | None,
+    seed: int | None,
+    stages: tuple[Stage, Stage],
+) -> Moves:
+    """Encode; exchange; decode and add. Three queues, so that one collective's transfer hides another's codec."""
+    me, device = subgroup.index, whole.device
+    pieces = whole.split(list(sizes))
+    own, own_size = pieces[me], sizes[me]
+    encoded_dtype = whole.dtype if residual is None else torch.float32
+    outgoing = Messages(codec, sizes, encoded_dtype, device)
+    incoming = Messages(codec, [own_size] * subgroup.size, encoded_dtype, device)
+    others = [i for i in range(subgroup.size) if i != me]
+    total = merge.out
+    if merge.accumulate or merge.out.dtype != torch.float32:
+        total = allocate(own_size, torch.float32, device)
+
+    def encode() -> None:
+        lost = None if residual is None else residual.split(list(sizes))
+        for i in others:
+            own_seed = None if seed is None else seed * subgroup.size + i
+            if lost is None:
+                outgoing.encode(i, pieces[i], own_seed)
+            else:
+                outgoing.encode_with_feedback(i, pieces[i], lost[i], own_seed)
+
+    def transfer() -> None:
+        outgoing.exchange(subgroup, incoming)
+
+    def add() -> None:
+        total.copy_(own)
+        for i in others:
+            incoming.decode_add(i, total)
+        if total is not merge.out:
+            _add_pieces([total], merge)
+        elif merge.scale != 1.0:
+            total.mul_(merge.scale)
+
+    held = (whole, outgoing.buffer, incoming.buffer, total, merge.out)
+    before, after = stages
+    return Moves([Move(before, encode, held), Move(subgroup.stage, transfer, held), Move(after, add, held)])
+
+
+def _add_pieces(pieces: Sequence[torch.Tensor], merge: _Merge) -> None:
     """``out (+)= scale * sum(pieces)``, added in fp32 and rounded to the dtype of ``out`` once."""
+    out, scale, accumulate = merge.out, merge.scale, merge.accumulate
     if out.dtype == torch.float32:
         for start in range(0, out.numel(), CHUNK):
             part = slice(start, start + CHUNK)

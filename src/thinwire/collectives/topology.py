@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from thinwire.collectives.group import Meter, Subgroup
-from thinwire.collectives.moves import Stage
+from thinwire.collectives.moves import TRANSFERS, Stage
 from thinwire.program import Axis, Lane, axis_index, axis_members
 from thinwire.spec import Plan
 
@@ -16,7 +16,7 @@ __all__ = ["AxisGroup"]
 _STAGES = {
     Lane.GATHER: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
     Lane.REDUCE: (Stage.SCATTER_INSIDE, Stage.SCATTER_ACROSS),
-    Lane.SYNC: tuple(Stage),
+    Lane.SYNC: TRANSFERS,
     Lane.SPREAD: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
     Lane.CONTROL: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
 }

@@ -1,0 +1,91 @@
+"""Encoded pieces on their way: a buffer with room for one message of every member of an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.collectives.group import Subgroup
+from thinwire.collectives.memory import allocate
+from thinwire.program import Kind
+
+__all__ = ["Messages"]
+
+
+class Messages:
+    """Room for a message of each of so many pieces, one after the other.
+
+    Messages of a codec of variable length travel in two exchanges: first their lengths, then what there is of them.
+
+    Args:
+        codec: what encodes and decodes.
+        sizes: values of every piece; both sides know them.
+        dtype: of the values that are encoded.
+        device: where they are.
+    """
+
+    def __init__(self, codec: Codec, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
+        self.codec = codec
+        self._sizes, self._dtype = sizes, dtype
+        rooms = [codec.slot_bytes(size, dtype) for size in sizes]
+        self._starts = [sum(rooms[:i]) for i in range(len(rooms) + 1)]
+        self.buffer = allocate(self._starts[-1], torch.uint8, device)
+        self._lengths = torch.tensor([codec.max_wire_bytes(size, dtype) for size in sizes], device=device)
+        self._known = self._lengths.tolist()
+
+    def encode(self, index: int, piece: torch.Tensor, seed: int | None) -> None:
+        """Make the message of a piece."""
+        message = self.codec.encode(piece, seed=seed, out=self._room(index))
+        if self.codec.spec.is_variable_length:
+            self._known[index] = message.numel()
+            self._lengths[index] = message.numel()
+
+    def decode(self, index: int, out: torch.Tensor) -> None:
+        """Write a message's values to ``out``."""
+        self.codec.decode(self._message(index), self._sizes[index], out.dtype, out=out)
+
+    def decode_add(self, index: int, out: torch.Tensor) -> None:
+        """Add a message's values to ``out``, which is fp32."""
+        self.codec.decode_add(self._message(index), out, encoded=self._dtype)
+
+    def encode_with_feedback(self, index: int, piece: torch.Tensor, residual: torch.Tensor, seed: int | None) -> None:
+        """Make the message of a piece and of what earlier messages lost; keep what this one loses.
+
+        Args:
+            index: which message.
+            piece: contiguous 1-D, of any dtype.
+            residual: fp32, of the size of ``piece``, read and written.
+            seed: for the codec, if it needs one.
+        """
+        wanted = residual.add_(piece)
+        self.encode(index, wanted, seed)
+        self.decode_add(index, wanted.neg_())
+        residual.neg_()
+
+    def gather(self, subgroup: Subgroup, columns: Sequence[range], kind: Kind) -> None:
+        """Fill the messages ``columns[i]`` with member i's; its own column is this rank's to give."""
+        if not self.codec.spec.is_variable_length:
+            subgroup.gather([self.buffer[self._starts[c.start] : self._starts[c.stop]] for c in columns], kind)
+            return
+        subgroup.gather([self._lengths[c.start : c.stop] for c in columns], kind)
+        self._known = self._lengths.tolist()
+        for row in zip(*columns, strict=True):
+            subgroup.gather([self._message(index) for index in row], kind)
+
+    def exchange(self, subgroup: Subgroup, incoming: Messages) -> None:
+        """Send message i to member i, and fill ``incoming`` i from it; this rank's own are not touched."""
+        others = range(subgroup.size)
+        if self.codec.spec.is_variable_length:
+            subgroup.exchange(
+                [self._lengths[i : i + 1] for i in others], [incoming._lengths[i : i + 1] for i in others]
+            )
+            incoming._known = incoming._lengths.tolist()
+        subgroup.exchange([self._message(i) for i in others], [incoming._message(i) for i in others])
+
+    def _room(self, index: int) -> torch.Tensor:
+        return self.buffer[self._starts[index] : self._starts[index + 1]]
+
+    def _message(self, index: int) -> torch.Tensor:
+        return self._room(index)[: self._known[index]]

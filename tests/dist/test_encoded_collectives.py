@@ -1,0 +1,210 @@
+"""Collectives with codecs against a plain loop that encodes, decodes and adds: equal to the bit, on every mesh."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from thinwire import codecs
+from thinwire.codecs import Codec
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.all_reduce import Feedback, all_reduce
+from thinwire.collectives.group import Meter, control
+from thinwire.collectives.moves import TRANSFERS
+from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Kind, Lane, Scope, hops
+from thinwire.spec import Factor, Plan
+from thinwire.testing import run_ranks
+
+MESHES = [(1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
+
+
+class Everyone:
+    """What each rank holds, known to all, and where ranks stand along the axis: written here, not by thinwire."""
+
+    def __init__(self, nodes: int, local: int, sizes: list[int], dtype: torch.dtype) -> None:
+        self.nodes, self.local, self.sizes = nodes, local, sizes
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        generators = [torch.Generator().manual_seed(rank) for rank in range(nodes * local)]
+        self.held = [torch.randn(self.starts[-1], generator=generator).to(dtype) for generator in generators]
+
+    def rank(self, place: int, node: int) -> int:
+        return node * self.local + place
+
+    def piece(self, whole: torch.Tensor, place: int, node: int) -> torch.Tensor:
+        at = place * self.nodes + node
+        return whole[self.starts[at] : self.starts[at + 1]]
+
+    def column(self, whole: torch.Tensor, place: int) -> torch.Tensor:
+        return whole[self.starts[place * self.nodes] : self.starts[(place + 1) * self.nodes]]
+
+    def node_sum(self, place: int, node: int, inside: Codec | None, *, rounded: bool) -> torch.Tensor:
+        """What rank (place, node) holds of its column after the hop inside the node."""
+        mine = self.held[self.rank(place, node)]
+        total = self.column(mine, place).float()
+        for other in range(self.local):
+            if other != place:
+                sent = self.column(self.held[self.rank(other, node)], place)
+                total = total + (sent.float() if inside is None else through(inside, sent))
+        return total.to(mine.dtype).float() if rounded else total
+
+    def total(self, place: int, node: int, at_hops: HopCodecs, scale: float) -> torch.Tensor:
+        """What rank (place, node) ends with."""
+        if self.nodes == 1:
+            return self.node_sum(place, node, at_hops.inside, rounded=False) * scale
+        if self.local == 1:
+            sums = [self.held[other] for other in range(self.nodes)]
+        else:
+            exact = at_hops.across is None
+            sums = [self.node_sum(place, other, at_hops.inside, rounded=exact) for other in range(self.nodes)]
+        own = slice(sum(self.sizes[place * self.nodes : place * self.nodes + node]), None)
+        pieces = [column[own][: self.sizes[place * self.nodes + node]] for column in sums]
+        total = pieces[node].float()
+        for other in range(self.nodes):
+            if other != node:
+                sent = pieces[other]
+                total = total + (sent.float() if at_hops.across is None else through(at_hops.across, sent))
+        return total * scale
+
+
+def through(codec: Codec, x: torch.Tensor) -> torch.Tensor:
+    """A tensor's values after a journey, fp32."""
+    return codec.decode_add(codec.encode(x), torch.zeros(x.numel()), encoded=x.dtype)
+
+
+def world_group(nodes: int, local: int) -> tuple[AxisGroup, Meter]:
+    mesh = Factor(local=local, nodes=nodes)
+    plan = Plan(mesh=mesh, params=mesh, grads=mesh, optimizer=mesh)
+    meter = Meter()
+    group = AxisGroup(plan, Axis.PARAMS, Lane.SYNC, control().rank, torch.device("cpu"), meter, TRANSFERS)
+    return group, meter
+
+
+def named(name: str | None) -> Codec | None:
+    return None if name is None else codecs.get(name)
+
+
+def check_everything(nodes: int, local: int) -> None:
+    group, meter = world_group(nodes, local)
+    node, place = divmod(control().rank, local)
+    for sizes in ([600] * (nodes * local), [(397 * i) % 1000 for i in range(nodes * local)]):
+        for dtype in (torch.float32, torch.bfloat16):
+            everyone = Everyone(nodes, local, sizes, dtype)
+            for names in [("int8:256", "int4:256"), (None, "int4:64"), ("mpc", "zfp:8"), ("bf16", None)]:
+                check_reduction(group, meter, everyone, (place, node), HopCodecs(named(names[0]), named(names[1])))
+            check_reduction(group, meter, everyone, (place, node), HopCodecs(None, named("mpc")))
+            for name in ("int8:256", "mpc", "int4:256,stochastic", *(["exp3"] if dtype == torch.bfloat16 else [])):
+                check_gather(group, meter, everyone, codecs.get(name))
+
+
+def check_reduction(
+    group: AxisGroup, meter: Meter, everyone: Everyone, here: tuple[int, int], at_hops: HopCodecs
+) -> None:
+    place, node = here
+    mine = everyone.held[control().rank]
+    expected = everyone.total(place, node, at_hops, 0.25)
+    out = torch.full_like(expected, math.nan)
+    meter.take()
+    reduce_scatter(group, mine.clone(), out, scale=0.25, sizes=everyone.sizes, codecs=at_hops).perform()
+    assert torch.equal(out, expected)
+    check_bytes(group, meter, everyone, at_hops, mine.dtype)
+
+    added = torch.ones_like(expected)
+    reduce_scatter(
+        group, mine.clone(), added, scale=0.25, sizes=everyone.sizes, codecs=at_hops, accumulate=True
+    ).perform()
+    torch.testing.assert_close(added, expected + 1)
+
+
+def check_bytes(group: AxisGroup, meter: Meter, everyone: Everyone, at_hops: HopCodecs, dtype: torch.dtype) -> None:
+    sent = meter.take()[Lane.SYNC]
+    sums = dtype if at_hops.across is None or 1 in (group.nodes, group.local) else torch.float32
+    columns = [sum(everyone.sizes[i : i + group.nodes]) for i in range(0, group.size, group.nodes)]
+    inside = [message_bytes(at_hops.inside, n, dtype) for i, n in enumerate(columns) if i != group.local_index]
+    first = group.local_index * group.nodes
+    row = everyone.sizes[first : first + group.nodes]
+    across = [message_bytes(at_hops.across, n, sums) for i, n in enumerate(row) if first + i != group.index]
+    for codec, scope, most in ((at_hops.inside, Scope.INSIDE, inside), (at_hops.across, Scope.ACROSS, across)):
+        if codec is not None and codec.spec.is_variable_length:
+            assert sent[scope] <= sum(most) + 8 * len(most)
+        else:
+            assert sent[scope] == sum(most)
+
+
+def message_bytes(codec: Codec | None, numel: int, dtype: torch.dtype) -> int:
+    return numel * dtype.itemsize if codec is None else codec.max_wire_bytes(numel, dtype)
+
+
+def check_gather(group: AxisGroup, meter: Meter, everyone: Everyone, codec: Codec) -> None:
+    rank, seed = control().rank, 77
+    pieces = []
+    for place in range(everyone.local):
+        for node in range(everyone.nodes):
+            other = everyone.rank(place, node)
+            piece = everyone.piece(everyone.held[other], place, node)
+            message = codec.encode(piece, seed=seed + other)
+            pieces.append(codec.decode(message, piece.numel(), piece.dtype))
+    whole = torch.full_like(everyone.held[rank], math.nan)
+    node, place = divmod(rank, everyone.local)
+    everyone.piece(whole, place, node).copy_(everyone.piece(everyone.held[rank], place, node))
+    meter.take()
+    all_gather(group, whole, everyone.sizes, codec=codec, seed=seed + rank).perform()
+    assert torch.equal(whole, torch.cat(pieces))
+    if not codec.spec.is_variable_length:
+        slots = [codec.slot_bytes(size, whole.dtype) for size in everyone.sizes]
+        told = hops(Kind.ALL_GATHER, everyone.local, everyone.nodes, slots, group.index)
+        sent = meter.take()[Lane.SYNC]
+        assert sent == {scope: sum(hop.sent for hop in told if hop.scope is scope) for scope in Scope}
+
+
+@pytest.mark.parametrize(("nodes", "local"), MESHES)
+def test_encoded_collectives_equal_a_plain_loop(nodes: int, local: int) -> None:
+    run_ranks(nodes * local, check_everything, nodes, local)
+
+
+def feed_back(nodes: int, local: int) -> None:
+    group, _ = world_group(nodes, local)
+    at_hops = HopCodecs(codecs.get("int8:256"), codecs.get("int2:256"))
+    numel, steps = 1536, 30
+    world = nodes * local
+    everyone = Everyone(nodes, local, [numel // world] * world, torch.float32)
+    mean = torch.stack(everyone.held).mean(0)
+    feedback = Feedback(torch.zeros(residual_numel(group, everyone.sizes)), torch.zeros(numel // world))
+    totals = torch.zeros(2, numel)
+    for total, kept in zip(totals, (None, feedback), strict=True):
+        for _ in range(steps):
+            out = torch.full((numel,), math.nan)
+            vector = everyone.held[control().rank].clone()
+            all_reduce(group, vector, out, scale=1 / world, codecs=at_hops, feedback=kept).perform()
+            total += out
+    without, with_feedback = (total / steps - mean for total in totals)
+    # What is lost once comes back: the sum is off by one step's loss, however many steps there were.
+    assert with_feedback.norm() < 4 * without.norm() / steps
+    everyone_else = control().all_gather_object(totals.tolist())
+    assert all(other == everyone_else[0] for other in everyone_else), "replicas differ"
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 3)])
+def test_error_feedback_returns_what_was_lost(nodes: int, local: int) -> None:
+    run_ranks(nodes * local, feed_back, nodes, local)
+
+
+def poison(nodes: int, local: int) -> None:
+    group, _ = world_group(nodes, local)
+    for name in ("int4:256", "zfp:8", "mpc", "bf16"):
+        for bad in (math.nan, math.inf):
+            vector = torch.ones(nodes * local * 512)
+            if control().rank == 1:
+                vector[700] = bad
+            out = torch.zeros_like(vector)
+            codec = codecs.get(name)
+            all_reduce(group, vector, out, codecs=HopCodecs(codec, codec)).perform()
+            assert not math.isfinite(out[700])
+            assert torch.isfinite(out[1024:]).all()
+
+
+def test_nonfinite_values_never_turn_finite() -> None:
+    run_ranks(4, poison, 2, 2)
