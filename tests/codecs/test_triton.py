@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from thinwire.codecs.codec import Codec
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 # Few values a tile, for the interpreter's sake, and yet more than one; blocks that are no power of two; every width.
 FIXED = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from tests.codecs.process import own_process
 from thinwire import codecs
 from thinwire.errors import UsageError
 
-pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
 TARGETS = {
     "ampere": ("cuda", 80, 32),
