@@ -14,7 +14,7 @@ from thinwire.collectives.moves import TRANSFERS
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
-from thinwire.program import Axis, Kind, Lane, Scope, axis_index, hops
+from thinwire.program import Axis, Kind, Lane, MessageSizes, Scope, axis_index, hops
 from thinwire.spec import Factor, Plan
 from thinwire.testing import RankError, RankPool, run_ranks
 
@@ -68,7 +68,7 @@ def check_all(nodes: int, local: int) -> None:
                 assert torch.equal(out.double(), (total[mine] * 0.25).to(out_dtype).double())
                 sent = meter.take()[Lane.REDUCE]
                 itemsize = dtype.itemsize
-                told = hops(Kind.REDUCE_SCATTER, local, nodes, [n * itemsize for n in sizes], at)
+                told = hops(Kind.REDUCE_SCATTER, local, nodes, sizes, at, MessageSizes.plain(itemsize))
                 assert sent == {s: sum(hop.sent for hop in told if hop.scope is s) for s in Scope}
             added = torch.ones(sizes[at])
             reduce_scatter(

@@ -15,7 +15,7 @@ from thinwire.collectives.group import Meter, control
 from thinwire.collectives.moves import TRANSFERS
 from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Axis, Kind, Lane, Scope, hops
+from thinwire.program import Axis, Kind, Lane, MessageSizes, Scope, hops
 from thinwire.spec import Factor, Plan
 from thinwire.testing import run_ranks
 
@@ -155,7 +155,7 @@ def check_gather(group: AxisGroup, meter: Meter, everyone: Everyone, codec: Code
     assert torch.equal(whole, torch.cat(pieces))
     if not codec.spec.is_variable_length:
         slots = [codec.slot_bytes(size, whole.dtype) for size in everyone.sizes]
-        told = hops(Kind.ALL_GATHER, everyone.local, everyone.nodes, slots, group.index)
+        told = hops(Kind.ALL_GATHER, everyone.local, everyone.nodes, slots, group.index, MessageSizes.plain(1))
         sent = meter.take()[Lane.SYNC]
         assert sent == {scope: sum(hop.sent for hop in told if hop.scope is scope) for scope in Scope}
 

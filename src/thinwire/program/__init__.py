@@ -1,7 +1,18 @@
 """What a plan means: the ordered operations of one training step."""
 
 from thinwire.program.lower import buckets, control_bytes, default_trace, lower, padded
-from thinwire.program.mesh import Axis, Hop, Kind, Members, Scope, axis_extent, axis_index, axis_members, hops
+from thinwire.program.mesh import (
+    Axis,
+    Hop,
+    Kind,
+    Members,
+    MessageSizes,
+    Scope,
+    axis_extent,
+    axis_index,
+    axis_members,
+    hops,
+)
 from thinwire.program.step import (
     BufferInfo,
     Event,
@@ -12,6 +23,7 @@ from thinwire.program.step import (
     Trace,
     UnitInfo,
 )
+from thinwire.program.wire import idle_codecs
 
 __all__ = [
     "Axis",
@@ -21,6 +33,7 @@ __all__ = [
     "Kind",
     "Lane",
     "Members",
+    "MessageSizes",
     "Operation",
     "Phase",
     "Scope",
@@ -34,6 +47,7 @@ __all__ = [
     "control_bytes",
     "default_trace",
     "hops",
+    "idle_codecs",
     "lower",
     "padded",
 ]

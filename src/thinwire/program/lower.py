@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from thinwire.program.mesh import Axis, Kind, axis_extent, axis_index, hops
+from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_extent, axis_index, hops
 from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
-from thinwire.spec import Plan
+from thinwire.program.wire import axis_shape, gather_sizes, reduction_sizes
+from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["CONTROL_WORDS", "buckets", "control_bytes", "default_trace", "lower", "padded"]
 
@@ -170,36 +171,33 @@ class _Lowering:
     def _reduce_in_order(self, unit: int, micro_batch: int, ready: list[int], *, last: bool) -> None:
         ready.remove(unit)
         event = Event(Phase.GRADS_READY, unit, micro_batch)
-        itemsize = _ITEMSIZE[self.plan.effective_reduce_dtype]
         if self._extent(Axis.PARAMS) > 1:
             numel = sum(b.numel for b in self.units[unit].buffers if b.trainable)
-            self.reduced[unit] = self._even(
-                Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, (unit,), numel * itemsize, event
-            )
+            sizes = reduction_sizes(self.plan, Axis.PARAMS)
+            self.reduced[unit] = self._even(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, (unit,), numel, sizes, event)
             if not self.plan.overlap.reduce:
                 self._wait(event, self.reduced[unit])
         for bucket in self.buckets:
             if bucket[-1] == unit:
-                self._reduce_bucket(bucket, event, itemsize, last=last)
+                self._reduce_bucket(bucket, event, last=last)
 
-    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, itemsize: int, *, last: bool) -> None:
+    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, last: bool) -> None:
         """Reduce over the shard axis (each micro-batch if ``G`` is sharded like ``OS``), then over the replicas."""
         overlapped = self.plan.overlap.sync if last else self.plan.overlap.reduce
         after = tuple(self.reduced[unit] for unit in bucket if unit in self.reduced)
         every_micro_batch = self.plan.grads == self.plan.optimizer
         pieces = self._shares(bucket)
         if self._extent(Axis.SHARD) > 1 and (last or every_micro_batch):
-            scattered = self._add(
-                Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, [itemsize * n for n in pieces], event, after
-            )
+            sizes = reduction_sizes(self.plan, Axis.SHARD)
+            scattered = self._add(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, pieces, sizes, event, after)
             after = (scattered,)
             if not overlapped:
                 self._wait(event, scattered)
         replicas = self._extent(Axis.REPLICA)
         if last and replicas > 1:
             share = pieces[axis_index(self.plan, Axis.SHARD, self.rank)]
-            size = padded(share, replicas) * itemsize
-            synced = self._even(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, size, event, after)
+            numel, sizes = padded(share, replicas), reduction_sizes(self.plan, Axis.REPLICA)
+            synced = self._even(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, numel, sizes, event, after)
             if not overlapped:
                 self._wait(event, synced)
 
@@ -213,7 +211,8 @@ class _Lowering:
         world = self._extent(Axis.WORLD)
         if world > 1:
             size = control_bytes(self.units) * world
-            self._wait(event, self._even(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, (), size, event))
+            sizes = MessageSizes.plain(1)
+            self._wait(event, self._even(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, (), size, sizes, event))
         if self._extent(Axis.SHARD) > 1:
             for unit in dict.fromkeys((*self.trace.needed, *range(len(self.units)))):
                 self._spread(unit, event)
@@ -222,8 +221,8 @@ class _Lowering:
         kind = Kind.ALL_GATHER if self.plan.partition == "intra" else Kind.BROADCAST
         for buffer in self.units[unit].buffers:
             if buffer.trainable:
-                pieces = [buffer.itemsize * n for n in buffer.shares]
-                operation = self._add(kind, Lane.SPREAD, Axis.SHARD, (unit,), pieces, event)
+                sizes = gather_sizes(self.plan.wire.spread, buffer)
+                operation = self._add(kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.shares, sizes, event)
                 wait = Event(Phase.PRE_FORWARD, unit, 0) if self.plan.overlap.spread else event
                 self._wait(wait, operation)
 
@@ -238,8 +237,18 @@ class _Lowering:
         if not self.sharded or unit in self.gathers:
             return
         axis = Axis.SECONDARY if from_secondary and unit in self.secondary else Axis.PARAMS
+        # The secondary shard holds what a gather brought: decoded once, not encoded again.
+        codec = self.plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
         self.gathers[unit] = [
-            self._even(Kind.ALL_GATHER, Lane.GATHER, axis, (unit,), buffer.numel * buffer.itemsize, event)
+            self._even(
+                Kind.ALL_GATHER,
+                Lane.GATHER,
+                axis,
+                (unit,),
+                buffer.numel,
+                gather_sizes(codec, buffer),
+                event,
+            )
             for buffer in self.units[unit].buffers
             if self._extent(axis) > 1
         ]
@@ -259,13 +268,14 @@ class _Lowering:
         lane: Lane,
         axis: Axis,
         units: tuple[int, ...],
-        size: int,
+        numel: int,
+        sizes: MessageSizes,
         event: Event,
         after: tuple[int, ...] = (),
     ) -> int:
-        """An operation over a vector of ``size`` bytes, cut evenly among the members of the axis."""
+        """An operation over a vector of ``numel`` elements, cut evenly among the members of the axis."""
         count = self._extent(axis)
-        return self._add(kind, lane, axis, units, [size // count] * count, event, after)
+        return self._add(kind, lane, axis, units, [numel // count] * count, sizes, event, after)
 
     def _add(
         self,
@@ -274,12 +284,12 @@ class _Lowering:
         axis: Axis,
         units: tuple[int, ...],
         pieces: Sequence[int],
+        sizes: MessageSizes,
         event: Event,
         after: tuple[int, ...] = (),
     ) -> int:
-        inner, outer = axis_extent(self.plan, axis)
-        local, nodes = outer.local // inner.local, outer.nodes // inner.nodes
-        sent = hops(kind, local, nodes, pieces, axis_index(self.plan, axis, self.rank))
+        local, nodes = axis_shape(self.plan, axis)
+        sent = hops(kind, local, nodes, pieces, axis_index(self.plan, axis, self.rank), sizes)
         index = len(self.operations)
         self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after))
         return index

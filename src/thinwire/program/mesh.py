@@ -10,13 +10,24 @@ hops of an all-gather write contiguous pieces and need no reordering copy, and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from thinwire.spec import Factor, Plan
 
-__all__ = ["Axis", "Hop", "Kind", "Members", "Scope", "axis_extent", "axis_index", "axis_members", "hops"]
+__all__ = [
+    "Axis",
+    "Hop",
+    "Kind",
+    "Members",
+    "MessageSizes",
+    "Scope",
+    "axis_extent",
+    "axis_index",
+    "axis_members",
+    "hops",
+]
 
 
 class Axis(StrEnum):
@@ -115,29 +126,58 @@ def axis_index(plan: Plan, axis: Axis, rank: int) -> int:
     return members.inside.index(rank) * len(members.across) + members.across.index(rank)
 
 
-def hops(kind: Kind, local: int, nodes: int, pieces: Sequence[int], index: int) -> tuple[Hop, ...]:
+@dataclass(frozen=True, slots=True)
+class MessageSizes:
+    """Bytes that so many elements become as one message, by where they travel.
+
+    Attributes:
+        scatter_inside: a column, in the first hop of a reduction.
+        scatter_across: a piece, in its second hop.
+        gather: a piece, in both hops of an all-gather.
+    """
+
+    scatter_inside: Callable[[int], int]
+    scatter_across: Callable[[int], int]
+    gather: Callable[[int], int]
+
+    @classmethod
+    def plain(cls, itemsize: int) -> MessageSizes:
+        """Elements of ``itemsize`` bytes that travel as they are."""
+
+        def size(numel: int) -> int:
+            return numel * itemsize
+
+        return cls(size, size, size)
+
+
+def hops(
+    kind: Kind, local: int, nodes: int, pieces: Sequence[int], index: int, messages: MessageSizes
+) -> tuple[Hop, ...]:
     """The hops of one collective and the bytes that one rank sends in each.
 
     Args:
         kind: the collective.
         local: ranks of the axis inside a node.
         nodes: nodes the axis spans.
-        pieces: bytes of every member's piece, local-major; their sum is the whole vector.
+        pieces: elements of every member's piece, local-major; their sum is the whole vector.
         index: this rank's position along the axis.
+        messages: what pieces and columns weigh on the wire.
 
     Returns:
         Hops in the order in which they run; hops over a single rank are left out.
     """
-    local_index, node_index = divmod(index, nodes)
-    columns = [sum(pieces[i * nodes : (i + 1) * nodes]) for i in range(local)]
+    place, node = divmod(index, nodes)
+    columns = [pieces[i * nodes : (i + 1) * nodes] for i in range(local)]
+    others = [column for i, column in enumerate(columns) if i != place]
+    peers = [piece for i, piece in enumerate(columns[place]) if i != node]
     scatter: tuple[Hop, ...] = (
-        Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, sum(columns) - columns[local_index]),
-        Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, columns[local_index] - pieces[index]),
+        Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, sum(messages.scatter_inside(sum(column)) for column in others)),
+        Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, sum(messages.scatter_across(piece) for piece in peers)),
     )
     spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
     gather: tuple[Hop, ...] = (
-        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * pieces[local_index * nodes + node_index]),
-        Hop(spread, Scope.INSIDE, local, (local - 1) * columns[local_index]),
+        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(pieces[index])),
+        Hop(spread, Scope.INSIDE, local, (local - 1) * sum(map(messages.gather, columns[place]))),
     )
     match kind:
         case Kind.ALL_GATHER | Kind.BROADCAST:

@@ -54,12 +54,14 @@ class BufferInfo:
         itemsize: bytes of one element in compute dtype.
         trainable: whether gradients and optimizer states exist for it.
         shares: elements of each member's part of this rank's ``P`` shard along the shard axis, in axis order.
+        floating: whether its elements are numbers that a codec may round.
     """
 
     numel: int
     itemsize: int
     trainable: bool
     shares: tuple[int, ...]
+    floating: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -237,6 +237,7 @@ def _info(unit: UnitModules, flats: Iterable[_Flat]) -> UnitInfo:
                 itemsize=flat.layout.dtype.itemsize,
                 trainable=flat.layout.trainable,
                 shares=tuple(sum(run.length for run in share) for share in flat.shares),
+                floating=flat.layout.dtype.is_floating_point,
             )
             for flat in flats
         ),
