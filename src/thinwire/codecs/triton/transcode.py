@@ -123,7 +123,6 @@ def transcode(
         source_form.view(source),
         source.view(torch.int32) if source_form.kind == "int" else source,
         source.stride(0) // 16 if source.dim() == 2 and len(source) > 1 else 0,
-        len(source) if source.dim() == 2 else 1,
         target_form.view(target),
         target.view(torch.int32) if target_form.kind == "int" else target,
         target,
@@ -147,7 +146,7 @@ def transcode(
         TARGET_UNIT=16 // target_form.element.itemsize,
         SEARCH=target_form.searches,
         STOCHASTIC=target_form.stochastic,
-        MANY=source.dim() == 2 and len(source) > 1,
+        COUNT=len(source) if source.dim() == 2 else 1,
         SLICES=slices.mode,
         PARTIALS=0 if keys is None else PARTIALS,
         ADD=add,
@@ -171,12 +170,11 @@ def _tile(source: Form, target: Form) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------------------ device
 
 
-@triton.jit(do_not_specialize=["source_step", "source_count", "target_step", "seed"])
+@triton.jit(do_not_specialize=["source_step", "target_step", "seed"])
 def _transcode(
     source,
     source_words,
     source_step,
-    source_count,
     target,
     target_words,
     target_bytes,
@@ -200,7 +198,7 @@ def _transcode(
     TARGET_UNIT: tl.constexpr,
     SEARCH: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    MANY: tl.constexpr,
+    COUNT: tl.constexpr,
     SLICES: tl.constexpr,
     PARTIALS: tl.constexpr,
     ADD: tl.constexpr,
@@ -225,14 +223,13 @@ def _transcode(
             source, source_words, numel, base, rem,
             SOURCE_KIND, SOURCE_BITS, SOURCE_BLOCK, SOURCE_HADAMARD, R, V, BLOCK,
         )  # fmt: skip
-        if MANY:
-            source_at = row * 0
-            for _ in range(1, source_count):
-                source_at += source_step
-                x_RV += _values(
-                    source + source_at * SOURCE_UNIT, source_words + source_at * 4, numel, base, rem,
-                    SOURCE_KIND, SOURCE_BITS, SOURCE_BLOCK, SOURCE_HADAMARD, R, V, BLOCK,
-                )  # fmt: skip
+        source_at = row * 0
+        for _ in range(1, COUNT):
+            source_at += source_step
+            x_RV += _values(
+                source + source_at * SOURCE_UNIT, source_words + source_at * 4, numel, base, rem,
+                SOURCE_KIND, SOURCE_BITS, SOURCE_BLOCK, SOURCE_HADAMARD, R, V, BLOCK,
+            )  # fmt: skip
         x_RV *= scale
         target += target_at * TARGET_UNIT
         if TARGET_KIND == "int":

@@ -91,13 +91,13 @@ class ZfpCodec(Codec):
             _decode,
             (ceil_div(out.numel(), 4 * BLOCKS),),
             words,
-            len(words),
             words.stride(0) // 4 if len(words) > 1 else 0,
             words.shape[1],
             form.view(out),
             _plane_values(out.device),
             out.numel(),
             scale,
+            COUNT=len(words),
             KIND=form.kind,
             BLOCK_BITS=self.spec.zfp_block_bits,
             ADD=add,
@@ -312,16 +312,16 @@ def _magnitude(x_B):
     return x_B.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
 
 
-@triton.jit(do_not_specialize=["count", "row_step"])
+@triton.jit(do_not_specialize=["row_step"])
 def _decode(
     words,
-    count,
     row_step,
     num_words,
     out,
     planes,
     numel,
     scale,
+    COUNT: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
     ADD: tl.constexpr,
@@ -330,7 +330,7 @@ def _decode(
     first = tl.program_id(0).to(tl.int64) * B * 4
     left = tl.minimum(numel - first, B * 4).to(tl.int32)
     x_B4 = _values(words, num_words, planes, first, left, BLOCK_BITS, B)
-    for _ in range(1, count):
+    for _ in range(1, COUNT):
         words += row_step.to(tl.int64) * 4
         x_B4 += _values(words, num_words, planes, first, left, BLOCK_BITS, B)
     x_B4 *= scale
