@@ -81,19 +81,22 @@ def test_recompute() -> None:
     assert_parity(4, cases_of(options, ("zero1", "zero3", "amsp-30b", "hpz")))
 
 
-def test_bucket_sizes() -> None:
+@pytest.mark.parametrize(
+    "names", [("zero1", "amsp-30b"), pytest.param(("ddp", "zero2", "zero1-node"), marks=pytest.mark.slow)], ids=str
+)
+def test_bucket_sizes(names: tuple[str, ...]) -> None:
     options = {
         f"{partition}, {size}": {"bucket_bytes": size, "partition": partition}
         for size in (1, 6000, "1GiB")
         for partition in ("intra", "inter")
     }
-    assert_parity(4, cases_of(options, ("ddp", "zero1", "zero2", "zero1-node", "amsp-30b")))
+    assert_parity(4, cases_of(options, names))
 
 
-def test_secondary_reuse() -> None:
+@pytest.mark.parametrize("group", ["2x1", *(pytest.param(group, marks=pytest.mark.slow) for group in ("1x1", "2x2"))])
+def test_secondary_reuse(group: str) -> None:
     cases = {
-        f"{group} {options}": Case(plan("hpz", group=group, secondary_reuse=True, **options), 3)
-        for group in ("1x1", "2x1", "2x2")
+        str(options): Case(plan("hpz", group=group, secondary_reuse=True, **options), 3)
         for options in ({}, {"recompute": True}, {"keep_gathered": "none"}, {"granularity": "module"})
     }
     assert_parity(4, cases)
@@ -363,7 +366,9 @@ def is_freed(name: str) -> bool:
     return all(one() is None for one in left)
 
 
-@pytest.mark.parametrize("name", ["ddp", "zero3", "hpz", "zero1-node"])
+@pytest.mark.parametrize(
+    "name", ["zero3", "zero1-node", *(pytest.param(name, marks=pytest.mark.slow) for name in ("ddp", "hpz"))]
+)
 def test_a_model_nobody_needs_is_freed(name: str) -> None:
     assert all(run_ranks(4, is_freed, name))
 
@@ -371,13 +376,10 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 # -- sums, repeated backwards, clipping ------------------------------------------------------------------------
 
 
-def test_sum_instead_of_mean() -> None:
+@pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_sum_instead_of_mean(marked: bool) -> None:
     cases = {
-        f"{name} {'marked' if marked else 'unmarked'}": Case(
-            plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked
-        )
-        for name in SHAPES
-        for marked in (True, False)
+        name: Case(plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked) for name in SHAPES
     }
     assert_parity(4, cases)
 
@@ -464,7 +466,7 @@ def irregular_gaps(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("grad_reduce", ["mean", "sum"])
+@pytest.mark.parametrize("grad_reduce", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_irregular_steps(grad_reduce: str) -> None:
     plans = {name: plan(name, grad_reduce=grad_reduce) for name in SHAPES}
     results = run_ranks(4, irregular_gaps, plans)

@@ -45,8 +45,15 @@ def valid_plans(mesh: tw.Factor, partition: str) -> dict[str, tw.Plan]:
     return plans
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize(
+    ("partition", "micro_batches"),
+    [
+        ("intra", 1),
+        ("inter", 2),
+        pytest.param("intra", 2, marks=pytest.mark.slow),
+        pytest.param("inter", 1, marks=pytest.mark.slow),
+    ],
+)
 def test_presets_on_2x2(partition: str, micro_batches: int) -> None:
     cases = {name: Case(preset(name, 2, 2, partition=partition), micro_batches) for name in tw.Plan.preset_names()}
     assert len(cases) == 13
@@ -79,8 +86,15 @@ def test_free_factors_on_2x2(partition: str) -> None:
     assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items()})
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
-@pytest.mark.parametrize(("local", "nodes"), [(4, 1), (1, 4)])
+@pytest.mark.parametrize(
+    ("local", "nodes", "partition"),
+    [
+        (4, 1, "intra"),
+        (1, 4, "inter"),
+        pytest.param(4, 1, "inter", marks=pytest.mark.slow),
+        pytest.param(1, 4, "intra", marks=pytest.mark.slow),
+    ],
+)
 def test_free_factors_on_one_axis(local: int, nodes: int, partition: str) -> None:
     """One node of four ranks, and four nodes of one: every collective has one hop."""
     plans = valid_plans(tw.Factor(local=local, nodes=nodes), partition)

@@ -109,8 +109,15 @@ def variants(**changes: Any) -> list[str]:
     return [plan.with_(partition=partition, **changes).to_toml() for plan in plans for partition in ("intra", "inter")]
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
+@pytest.mark.parametrize(
+    ("num_micro_batches", "recompute"),
+    [
+        (1, False),
+        (3, True),
+        pytest.param(1, True, marks=pytest.mark.slow),
+        pytest.param(3, False, marks=pytest.mark.slow),
+    ],
+)
 def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -> None:
     plans = variants(recompute=recompute)
     for counts in run_ranks(4, follow_many, plans, num_micro_batches):
@@ -133,8 +140,10 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -
     ],
     ids=str,
 )
-def test_every_option_of_a_plan_is_in_the_program(changes: dict[str, Any]) -> None:
-    names = ("zero3", "hpz", "amsp-13b", "zero1-node", "zero2")
+@pytest.mark.parametrize(
+    "names", [("zero3", "zero1-node"), pytest.param(("hpz", "amsp-13b", "zero2"), marks=pytest.mark.slow)], ids=str
+)
+def test_every_option_of_a_plan_is_in_the_program(changes: dict[str, Any], names: tuple[str, ...]) -> None:
     plans = [Plan.preset(name, nodes=2, local=2, **changes).to_toml() for name in names]
     hpz = Plan.preset("hpz", nodes=2, local=2, secondary_reuse=True, **changes).to_toml()
     run_ranks(4, follow_many, [*plans, hpz], 2)
@@ -175,10 +184,13 @@ def test_no_gather_runs_ahead_without_overlap() -> None:
         assert ahead[2] == [0] * 6
 
 
-def test_a_program_of_three_ranks_of_two_nodes_matches_too() -> None:
+@pytest.mark.parametrize(
+    "names", [("zero3", "zero1-node"), pytest.param(("zero1", "hpz", "amsp-30b"), marks=pytest.mark.slow)], ids=str
+)
+def test_a_program_of_three_nodes_of_two_ranks_matches_too(names: tuple[str, ...]) -> None:
     plans = [
         Plan.preset(name, nodes=3, local=2, partition=partition).uncompressed().to_toml()
-        for name in ("zero3", "zero1", "zero1-node", "hpz", "amsp-30b")
+        for name in names
         for partition in ("intra", "inter")
     ]
     run_ranks(6, follow_many, plans, 2)

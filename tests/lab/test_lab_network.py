@@ -70,7 +70,9 @@ def test_the_rate_is_the_rate_in_both_directions_at_once(lab: Lab, bandwidth: fl
     def right() -> bool:
         both = [Transfer(lab, 0, 1, 4001), Transfer(lab, 1, 0, 4002)]
         rates = [transfer.rate() for transfer in both]
-        return all(abs(rate / bandwidth - 1) < 0.03 for rate in rates)
+        # Headers take 2% of a slow link, and what this machine does elsewhere a moment of the link's time now and then:
+        # only below. If the directions shared the link, they would share the rate.
+        return all(0.9 < rate / bandwidth < 1.02 for rate in rates)
 
     assert steadily(right)
 
@@ -80,7 +82,7 @@ def test_many_senders_share_the_link_of_one_receiver(lab: Lab) -> None:
 
     def right() -> bool:
         both = [Transfer(lab, 0, 2, 4003), Transfer(lab, 1, 2, 4004)]
-        return 0.9 < sum(transfer.rate() for transfer in both) / 100e6 < 1.1
+        return 0.85 < sum(transfer.rate() for transfer in both) / 100e6 < 1.1
 
     assert steadily(right)
 
@@ -129,7 +131,7 @@ def test_a_spine_is_slower_than_its_leaves() -> None:
         def right() -> bool:
             near = Transfer(lab, 0, 1, 4001, seconds=0.5).rate()
             far = Transfer(lab, 1, 2, 4002, seconds=0.5).rate()
-            return abs(near / 200e6 - 1) < 0.05 and abs(far / 50e6 - 1) < 0.05
+            return 0.9 < near / 200e6 < 1.02 and 0.9 < far / 50e6 < 1.02
 
         assert steadily(right)
 
