@@ -58,13 +58,14 @@ def all_gather(
 
 def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns: Sequence[range], kind: Kind) -> Moves:
     starts = [sum(sizes[:i]) for i in range(group.size + 1)]
-    peers = columns[group.local_index]
+    row = [whole[starts[i] : starts[i + 1]] for i in columns[group.local_index]]
+    wholes = [whole[starts[column.start] : starts[column.stop]] for column in columns]
 
     def across() -> None:
-        group.at(Stage.GATHER_ACROSS).gather([whole[starts[i] : starts[i + 1]] for i in peers], kind)
+        group.at(Stage.GATHER_ACROSS).gather(row, kind)
 
     def inside() -> None:
-        group.at(Stage.GATHER_INSIDE).gather([whole[starts[c.start] : starts[c.stop]] for c in columns], kind)
+        group.at(Stage.GATHER_INSIDE).gather(wholes, kind)
 
     return _hops(group, across, inside, (whole,))
 

@@ -16,11 +16,13 @@ from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
 from thinwire.shard import hooks
 from thinwire.shard.discover import Selection, UnitModules, discover
+from thinwire.shard.encoding import PlanCodecs, codec_problems
 from thinwire.shard.gradient import Topology, UnitGradient
 from thinwire.shard.lanes import Lanes
 from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.shard.memory import keep_freed_memory
 from thinwire.shard.runtime import Runtime, attach
+from thinwire.shard.seeds import Seeds
 from thinwire.shard.unit import FlatBuffer, Unit
 from thinwire.spec import Plan
 
@@ -64,6 +66,7 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
         keep_freed_memory()
     flats = _draw(modules, plan, control.rank)
     meter, lanes = Meter(), Lanes(device)
+    codecs, seeds = PlanCodecs.of(plan, device), Seeds(control.rank)
     groups.before_shutdown(lanes.close)
     axes = {
         (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter)
@@ -97,10 +100,12 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
             lanes,
             axes[Axis.PARAMS, Lane.GATHER],
             axes.get((Axis.SECONDARY, Lane.GATHER)),
+            codecs.gather,
+            seeds,
         )
         for number, unit in enumerate(modules)
     ]
-    runtime = Runtime(model, plan, units, gradients, arenas.gradients, lanes, meter, axes, control.rank)
+    runtime = Runtime(model, plan, units, gradients, arenas.gradients, lanes, meter, axes, control.rank, codecs, seeds)
     attach(model, runtime)
     hooks.install(runtime)
     if plan.recompute:
@@ -124,12 +129,7 @@ def check_supported(plan: Plan, world: int) -> None:
             f"mesh = {plan.mesh} has {plan.world} ranks, the job has {world}; start {plan.world} ranks, or make the "
             "plan for this mesh: Plan.preset(name, nodes=..., local=...)"
         )
-    for name, codec in plan.wire.codecs().items():
-        if not codec.is_none:
-            problems.append(
-                f"wire.{name} = {str(codec)!r}: this version of the runtime sends uncompressed data only; valid: "
-                f"'none'; run the same factors with plan.uncompressed(), or --set plan.wire.{name}=none"
-            )
+    problems += codec_problems(plan)
     problems += [
         f"{axis} = {ways}: only data-parallel ranks are supported; valid: 1"
         for axis, ways in (("tp", plan.tp), ("pp", plan.pp))

@@ -12,14 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from thinwire.collectives.all_reduce import all_reduce
+from thinwire.collectives.all_reduce import Feedback, all_reduce
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
-from thinwire.collectives.reduce_scatter import reduce_scatter
+from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Lane, UnitInfo, buckets, padded
 from thinwire.shard.gradient import Accumulator, Topology, UnitGradient
 from thinwire.shard.lanes import Lanes, Ticket
+from thinwire.shard.seeds import Seeds
 from thinwire.spec import Plan
 
 __all__ = ["Reducer"]
@@ -36,6 +37,8 @@ class Reducer:
         gradients: by unit, for units with trainable parameters.
         lanes: where reductions run.
         params, shard, replica: the axes.
+        codecs: what encodes gradients.
+        seeds: for codecs that round at random.
     """
 
     def __init__(
@@ -47,7 +50,11 @@ class Reducer:
         params: AxisGroup,
         shard: AxisGroup,
         replica: AxisGroup,
+        codecs: HopCodecs,
+        seeds: Seeds,
     ) -> None:
+        self._codecs, self._seeds = codecs, seeds
+        self._lost: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
         self.plan, self.gradients = plan, gradients
         self.topology = Topology(plan)
         self._infos, self._lanes = infos, lanes
@@ -130,6 +137,11 @@ class Reducer:
             ticket.wait()
         tickets.clear()
 
+    def forget_lost(self) -> None:
+        """Forget what codecs lost of earlier gradients."""
+        self.join()
+        self._lost.clear()
+
     def reset(self) -> None:
         """Forget every gradient."""
         for gradient in self.gradients.values():
@@ -159,7 +171,17 @@ class Reducer:
             target = gradient.local
         out, accumulate = target.values, target.claim()
         scale = topology.scale(topology.params)
-        moves = reduce_scatter(self._params, staging, out, scale=scale, accumulate=accumulate)
+        even_sizes = [out.numel()] * topology.params
+        moves = reduce_scatter(
+            self._params,
+            staging,
+            out,
+            scale=scale,
+            accumulate=accumulate,
+            codecs=self._codecs,
+            residual=self._lost_by_scatter("params", self._params, [(gradient, staging)], even_sizes),
+            seed=self._seeds.next(),
+        )
         overlapped = self.plan.overlap.reduce
         self._filling_after.append(
             self._submit(Lane.REDUCE, moves, "reduce", [(gradient, staging)], overlapped=overlapped)
@@ -193,7 +215,16 @@ class Reducer:
         mine = sizes[group.index]
         vector = allocate(padded(mine, self._replica.size), topology.wire_dtype, bucket[0][1].device)
         whole, pack = _packing(bucket, sizes, topology.wire_dtype)
-        moves = reduce_scatter(group, whole, vector[:mine], scale=topology.scale(group.size), sizes=sizes)
+        moves = reduce_scatter(
+            group,
+            whole,
+            vector[:mine],
+            scale=topology.scale(group.size),
+            sizes=sizes,
+            codecs=self._codecs,
+            residual=self._lost_by_scatter("shard", group, bucket, sizes),
+            seed=self._seeds.next(),
+        )
         moves = moves.after(pack).then(lambda: _zero(vector[mine:]))
         held = (vector, *(source for _, source in bucket))
         ticket = self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, held=held, overlapped=overlapped)
@@ -206,12 +237,20 @@ class Reducer:
         adds = [gradient.owned.claim() for gradient, _ in bucket]
         scale = topology.scale(group.size)
         whole, pack = _packing(bucket, sizes, topology.wire_dtype)
-        if len(bucket) == 1:
-            out = bucket[0][0].owned.values
-            moves = reduce_scatter(group, whole, out, scale=scale, accumulate=adds[0], sizes=sizes).after(pack)
-        else:
-            out = allocate(sizes[group.index], torch.float32, whole.device)
-            moves = reduce_scatter(group, whole, out, scale=scale, sizes=sizes).after(pack)
+        alone = len(bucket) == 1
+        out = bucket[0][0].owned.values if alone else allocate(sizes[group.index], torch.float32, whole.device)
+        moves = reduce_scatter(
+            group,
+            whole,
+            out,
+            scale=scale,
+            accumulate=alone and adds[0],
+            sizes=sizes,
+            codecs=self._codecs,
+            residual=self._lost_by_scatter("shard", group, bucket, sizes),
+            seed=self._seeds.next(),
+        ).after(pack)
+        if not alone:
             moves = moves.then(lambda: _distribute(bucket, out, adds))
         held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
         return self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, held=held, overlapped=overlapped)
@@ -239,15 +278,47 @@ class Reducer:
         whole, pack = (
             (vector, _nothing) if vector is not None else _concatenation(bucket, group.size, topology.wire_dtype)
         )
-        if len(bucket) == 1:
-            moves = all_reduce(group, whole, bucket[0][0].owned.values, scale=scale, accumulate=adds[0])
-        else:
-            total = sum(gradient.owned.values.numel() for gradient, _ in bucket)
-            summed = allocate(total, torch.float32, whole.device)
-            moves = all_reduce(group, whole, summed, scale=scale).then(lambda: _distribute(bucket, summed, adds))
+        alone = len(bucket) == 1
+        total = sum(gradient.owned.values.numel() for gradient, _ in bucket)
+        summed = bucket[0][0].owned.values if alone else allocate(total, torch.float32, whole.device)
+        piece = whole.numel() // group.size
+        moves = all_reduce(
+            group,
+            whole,
+            summed,
+            scale=scale,
+            accumulate=alone and adds[0],
+            codecs=self._codecs,
+            feedback=Feedback(
+                self._lost_by_scatter("replica", group, bucket, [piece] * group.size),
+                self._lost_of("replica-sum", group, bucket, piece),
+            ),
+            seed=self._seeds.next(),
+        )
+        if not alone:
+            moves = moves.then(lambda: _distribute(bucket, summed, adds))
         held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
         moves = moves.after(pack)
         self._submit(Lane.SYNC, moves, "sync", bucket, after=after, held=held, overlapped=overlapped)
+
+    # -- error feedback ----------------------------------------------------------------------------------------
+
+    def _lost_by_scatter(
+        self, what: str, group: AxisGroup, bucket: Sources, sizes: Sequence[int]
+    ) -> torch.Tensor | None:
+        """What a reduce-scatter's last hop lost of the bucket's gradients so far."""
+        return self._lost_of(what, group, bucket, residual_numel(group, sizes))
+
+    def _lost_of(self, what: str, group: AxisGroup, bucket: Sources, numel: int) -> torch.Tensor | None:
+        """fp32, kept from step to step, nothing at first; ``None`` without error feedback, or if nothing gets lost."""
+        codec = self._codecs.across if group.nodes > 1 else self._codecs.inside
+        if not self.plan.wire.error_feedback or codec is None or codec.spec.is_lossless:
+            return None
+        key = (what, tuple(gradient.unit for gradient, _ in bucket))
+        lost = self._lost.get(key)
+        if lost is None or lost.numel() != numel:
+            lost = self._lost[key] = torch.zeros(numel, device=bucket[0][1].device)
+        return lost
 
     # -- parts -------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd import Variable
 
+from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Meter
 from thinwire.collectives.memory import allocate
@@ -17,10 +18,12 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import Axis, Kind, Lane, Phase, Scope, control_bytes
+from thinwire.shard.encoding import PlanCodecs
 from thinwire.shard.gradient import UnitGradient
 from thinwire.shard.lanes import Lanes, Mark
 from thinwire.shard.reducer import Reducer
 from thinwire.shard.schedule import Schedule
+from thinwire.shard.seeds import Seeds
 from thinwire.shard.unit import FlatBuffer, Unit
 from thinwire.spec import Plan
 
@@ -60,6 +63,8 @@ class Runtime:
         meter: counts the bytes.
         axes: the groups, by axis and lane.
         rank: this rank.
+        codecs: what encodes messages.
+        seeds: for codecs that round at random.
     """
 
     def __init__(
@@ -73,7 +78,10 @@ class Runtime:
         meter: Meter,
         axes: dict[tuple[Axis, Lane], AxisGroup],
         rank: int,
+        codecs: PlanCodecs,
+        seeds: Seeds,
     ) -> None:
+        self.codecs, self.seeds = codecs, seeds
         self.model, self.plan, self.units, self.gradients = model, plan, tuple(units), gradients
         self.arena, self.lanes, self.meter, self.rank = arena, lanes, meter, rank
         self.axes = axes
@@ -87,9 +95,10 @@ class Runtime:
             axes[Axis.PARAMS, Lane.REDUCE],
             axes[Axis.SHARD, Lane.REDUCE],
             axes[Axis.REPLICA, Lane.SYNC],
+            codecs.reduce,
+            seeds,
         )
         self.agreement: Agreement | None = None
-        self.num_steps = 0
         self._first_bit = self._number_parameters()
         self._used = bytearray(sum(info.parameters for info in infos))
         self._used_before = bytes(self._used)
@@ -99,6 +108,15 @@ class Runtime:
         self._creates_graph = False
         self._graphs_of_graphs = False  # a backward with create_graph left nodes that read parameters unannounced
         self.whole = 0  # depth of full_parameters()
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps taken so far."""
+        return self.seeds.step
+
+    @num_steps.setter
+    def num_steps(self, value: int) -> None:
+        self.seeds.step = value
 
     # -- events, as hooks report them --------------------------------------------------------------------------
 
@@ -293,7 +311,8 @@ class Runtime:
             unit = self.units[index]
             for buffer in unit.buffers:
                 if buffer.layout.trainable:
-                    moves = _spread(group, buffer, self.plan)
+                    seed = self.seeds.of_unit(Lane.SPREAD, index)
+                    moves = _spread(group, buffer, self.plan, self.codecs.spread, seed)
                     unit.spread = self.lanes.submit(Lane.SPREAD, moves, label=f"spread {unit.name}")
             if not self.plan.overlap.spread:
                 unit.join_spread()
@@ -307,7 +326,8 @@ class Runtime:
         self.spread()
 
     def skipped(self) -> None:
-        """The step was taken without an update."""
+        """The step was taken without an update: what the codecs lost of its gradients is of no use to the next."""
+        self.reducer.forget_lost()
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -336,7 +356,9 @@ class Runtime:
             raise UsageError("full_parameters() cannot be entered inside a backward")
         self.whole += 1
         for unit in self.units:
-            unit.start_gather(from_secondary=False)
+            if not unit.exact:
+                unit.free()  # it was gathered through a codec
+            unit.start_gather(from_secondary=False, exact=True)
         for unit in self.units:
             unit.need(from_secondary=False)
 
@@ -414,10 +436,10 @@ def write_back(buffer: FlatBuffer, index: int) -> None:
         position += run.length
 
 
-def _spread(group: AxisGroup, buffer: FlatBuffer, plan: Plan) -> Moves:
+def _spread(group: AxisGroup, buffer: FlatBuffer, plan: Plan, codec: Codec | None, seed: int) -> Moves:
     """Gather all shares of a P shard: in place where they lie side by side, packed where they do not."""
     if plan.partition == "intra":
-        return all_gather(group, buffer.shard)
+        return all_gather(group, buffer.shard, codec=codec, seed=seed)
     sizes = [sum(run.length for run in share) for share in buffer.shares]
     whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
 
@@ -431,11 +453,12 @@ def _spread(group: AxisGroup, buffer: FlatBuffer, plan: Plan) -> Moves:
         offset = 0
         for owner, share in enumerate(buffer.shares):
             for run in share:
-                if owner != group.index:
+                if owner != group.index or codec is not None:
                     buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
                 offset += run.length
 
-    return all_gather(group, whole, sizes, Kind.BROADCAST).after(pack).then(unpack)
+    moves = all_gather(group, whole, sizes, Kind.BROADCAST, codec=codec, seed=seed)
+    return moves.after(pack).then(unpack)
 
 
 _RUNTIME = "_thinwire_runtime"

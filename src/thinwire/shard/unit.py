@@ -17,12 +17,14 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Lane, UnitInfo
 from thinwire.shard.lanes import Lanes, Ticket
 from thinwire.shard.layout import FlatLayout, Run
+from thinwire.shard.seeds import Seeds
 
 __all__ = ["FlatBuffer", "State", "Unit"]
 
@@ -97,6 +99,8 @@ class Unit:
         lanes: where its gathers run.
         params: the axis that holds one copy of its parameters.
         secondary: the axis that holds a secondary copy, if the plan keeps one.
+        codec: encodes what is gathered over ``params``; what is gathered from the secondary shard was encoded before.
+        seeds: for that codec.
     """
 
     def __init__(
@@ -108,13 +112,17 @@ class Unit:
         lanes: Lanes,
         params: AxisGroup,
         secondary: AxisGroup | None,
+        codec: Codec | None,
+        seeds: Seeds,
     ) -> None:
         self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
         self.sharded = params.size > 1
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.secondary_valid = False
+        self.exact = True  # what was gathered last travelled as it is
         self.spread: Ticket | None = None
         self._lanes, self._params, self._secondary = lanes, params, secondary
+        self._codec, self._seeds = codec, seeds
         self._gather: list[Ticket] = []
         self._label = f"gather {self.name}"
         self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if self.sharded else []
@@ -129,18 +137,27 @@ class Unit:
         """Dotted module name, for messages."""
         return self.info.name or "(root)"
 
-    def start_gather(self, *, from_secondary: bool) -> None:
+    def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
         """sharded -> gathering. Does nothing in any other state.
 
         Args:
             from_secondary: read the secondary shard when it is valid.
+            exact: send values as they are, whatever the plan's codec.
         """
         if self.state is not State.SHARDED:
             return
-        collectives = self._from_secondary if from_secondary and self.secondary_valid else self._from_shard
-        after = () if self.spread is None else (self.spread,)
-        for buffer, moves in zip(self.buffers, collectives, strict=True):
+        for buffer in self.buffers:
             buffer.restore()
+        self.exact = exact or self._codec is None
+        if from_secondary and self.secondary_valid:
+            collectives = self._from_secondary
+        elif self._codec is None or exact:
+            collectives = self._from_shard
+        else:
+            # Made anew each time: a unit that is not on its way keeps no memory for messages.
+            collectives = [self._encoded_gather(buffer, self._codec) for buffer in self.buffers]
+        after = () if self.spread is None else (self.spread,)
+        for moves in collectives:
             self._gather.append(self._lanes.submit(Lane.GATHER, moves, after=after, label=self._label))
         self.state = State.GATHERING
 
@@ -192,16 +209,23 @@ class Unit:
                 # An old graph that is still alive would compute with new values: make torch notice.
                 torch.autograd.graph.increment_version(parameter)
 
+    def _encoded_gather(self, buffer: FlatBuffer, codec: Codec) -> Moves:
+        if not buffer.layout.dtype.is_floating_point:
+            return _gather(self._params, buffer, buffer.shard)
+        return _gather(self._params, buffer, buffer.shard, codec, self._seeds.of_unit(Lane.GATHER, self.index))
+
 
 def _piece(full: torch.Tensor, group: AxisGroup) -> torch.Tensor:
     return full.view(group.size, -1)[group.index]
 
 
-def _gather(group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor) -> Moves:
+def _gather(
+    group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor, codec: Codec | None = None, seed: int | None = None
+) -> Moves:
     """Gather the whole buffer from what each member of the axis holds of it. The same memory every time, so that the
-    collective is made once."""
+    collective is made once, if there is no codec."""
 
     def place_own() -> None:
         _piece(buffer.full, group).copy_(source)
 
-    return all_gather(group, buffer.full).after(place_own)
+    return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)

@@ -1,0 +1,79 @@
+"""The codecs of a plan, made for a device; and the plans whose codecs this runtime cannot follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from thinwire import codecs
+from thinwire.codecs import Codec
+from thinwire.collectives.reduce_scatter import HopCodecs
+from thinwire.errors import SpecError
+from thinwire.program import Axis
+from thinwire.program.wire import axis_shape, sums_dtype
+from thinwire.spec import CodecSpec, Plan
+
+__all__ = ["PlanCodecs", "codec_problems"]
+
+
+@dataclass(frozen=True)
+class PlanCodecs:
+    """What encodes a plan's messages; ``None`` sends values as they are.
+
+    Attributes:
+        gather: parameters, before a unit runs.
+        reduce: gradients, hop by hop.
+        spread: parameters, after an update.
+    """
+
+    gather: Codec | None
+    reduce: HopCodecs
+    spread: Codec | None
+
+    @classmethod
+    def of(cls, plan: Plan, device: torch.device) -> PlanCodecs:
+        """The codecs of a plan, by the backend of a device."""
+
+        def made(spec: CodecSpec) -> Codec | None:
+            return None if spec.is_none else codecs.get(spec, device=device)
+
+        wire = plan.wire
+        hops = HopCodecs(made(wire.reduce_intra), made(wire.reduce_inter))
+        return cls(made(wire.gather), hops, made(wire.spread))
+
+
+def codec_problems(plan: Plan) -> Iterator[str]:
+    """What of a plan's ``wire`` this runtime cannot do, in one sentence each."""
+    wire = plan.wire
+    for name in ("tp", "pp"):
+        codec = wire.codecs()[name]
+        if not codec.is_none:
+            yield f"wire.{name} = {str(codec)!r}: only data-parallel messages are encoded; valid: 'none'"
+    if wire.exclude:
+        yield f"wire.exclude = {list(wire.exclude)}: this version encodes units whole; valid: []"
+    if wire.schedule != 1.0:
+        yield f"wire.schedule = {wire.schedule}: this version keeps its codecs throughout; valid: 1.0"
+    if not wire.spread.is_lossless and plan.compute_dtype == "float32" and axis_shape(plan, Axis.SHARD) != (1, 1):
+        yield (
+            f"wire.spread = {str(wire.spread)!r}: with compute_dtype = 'float32' the parameters are the optimizer's "
+            "own values, which must not be rounded; valid: 'none', 'mpc', or compute_dtype = 'bfloat16'"
+        )
+    yield from _dtype_problems(plan)
+
+
+def _dtype_problems(plan: Plan) -> Iterator[str]:
+    dtypes: dict[str, set[str]] = {
+        "gather": {plan.compute_dtype},
+        "spread": {plan.compute_dtype},
+        "reduce_intra": {plan.effective_reduce_dtype},
+        "reduce_inter": {plan.effective_reduce_dtype, sums_dtype(plan)},
+    }
+    codecs_by_name = plan.wire.codecs()
+    for name, needed in dtypes.items():
+        for dtype in sorted(needed):
+            try:
+                codecs_by_name[name].check_dtype(dtype)
+            except SpecError as error:
+                yield f"wire.{name}: {error.problems[0]}"

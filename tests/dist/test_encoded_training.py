@@ -1,0 +1,169 @@
+"""Training with codecs: what loses nothing changes nothing, what rounds stays near, and the program knows the bytes."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.dist.parity import LR, Case, Gap, alone, assert_parity, build, gap, loss_of, sharded
+from tests.dist.test_program import follow_many
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import SpecError
+from thinwire.program import idle_codecs
+from thinwire.shard.api import runtime
+from thinwire.testing import run_ranks
+
+EVERY_KIND = ("gather", "reduce_intra", "reduce_inter", "spread")
+
+
+def plan(name: str, codec: str | None = None, nodes: int = 2, local: int = 2, **fields: object) -> tw.Plan:
+    """A preset, with one codec for everything or its own."""
+    if codec is not None:
+        fields["wire"] = dict.fromkeys(EVERY_KIND, codec) | {"error_feedback": False}
+    return tw.Plan.preset(name, nodes=nodes, local=local, **fields)
+
+
+def lossless(nodes: int, local: int) -> dict[str, Case]:
+    cases = {}
+    for name in ("zero1", "zero3", "mics", "amsp-13b", "zeropp"):
+        for partition in ("intra", "inter"):
+            chosen = plan(name, "mpc", nodes, local, partition=partition, compute_dtype="float32")
+            cases[f"{name} {partition}"] = Case(chosen, micro_batches=2)
+    return cases
+
+
+def test_lossless_codecs_change_nothing() -> None:
+    assert_parity(4, lossless(2, 2))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("nodes", "local"), [(3, 2), (1, 4), (4, 1)])
+def test_lossless_codecs_change_nothing_on_any_mesh(nodes: int, local: int) -> None:
+    assert_parity(nodes * local, lossless(nodes, local))
+
+
+def rounded(cases: dict[str, tuple[tw.Plan, float]]) -> dict[str, Gap]:
+    world = next(iter(cases.values()))[0].world
+    return {name: gap(sharded(Case(chosen)), alone(world, 1)) for name, (chosen, _) in cases.items()}
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_rounded_messages_stay_near_means(nodes: int, local: int) -> None:
+    """The model has vectors and matrices. A sum in place of a mean, or a mean over nodes alone, would double the norm
+    and what vectors that start at zero become."""
+    bounds = {"int8:64": 0.05, "int4:64": 0.5, "zfp:16": 0.03}
+    cases = {
+        f"{name} {codec}": (
+            plan(name, None, nodes, local, compute_dtype="float32").with_(
+                wire={"gather": "int8:64", "reduce_intra": codec, "reduce_inter": codec, "spread": "none"}
+            ),
+            bound,
+        )
+        for name in ("zero1-node", "zero3", "mics", "ddp")
+        for codec, bound in bounds.items()
+    }
+    for rank, result in enumerate(run_ranks(nodes * local, rounded, cases)):
+        for name, found in result.items():
+            assert found.parameters < cases[name][1], (rank, name, found)
+            assert found.norms < 0.03, (rank, name, found)
+
+
+def test_the_program_knows_the_bytes() -> None:
+    plans = [plan(name, partition="intra", bucket_bytes=1 << 12) for name in ("zeropp", "zeropp-8bit", "thinwire")]
+    plans += [
+        plan("thinwire", partition="inter"),
+        plan("mics", "int4:64"),
+        plan("zero2", "zfp:8"),
+        plan("ddp", "bf16", reduce_dtype="float32"),
+    ]
+    run_ranks(4, follow_many, [chosen.to_toml() for chosen in plans], 2)
+
+
+def read_whole() -> None:
+    """What is read whole never went through a codec: with no update, the weights are the initial ones."""
+    initial = [parameter.detach().clone() for parameter in build().parameters()]
+    model = tw.shard(build(), plan("zeropp", compute_dtype="float32"))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=0.0)
+    tokens = torch.arange(18).view(2, 9)
+    loss_of(model, tokens).backward()
+    optim.step()
+    optim.zero_grad()
+    loss_of(model, tokens)  # gathered through the codec, and never let go by a backward
+    with tw.full_parameters(model):
+        for parameter, expected in zip(model.parameters(), initial, strict=True):
+            assert torch.equal(parameter, expected)
+
+
+def test_whole_parameters_are_exact() -> None:
+    run_ranks(4, read_whole)
+
+
+def poison(value: float) -> list[bool]:
+    """One rank's gradient is not finite for one step."""
+    model = tw.shard(build(), plan("thinwire", compute_dtype="bfloat16"))
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR, skip_nonfinite=True)
+    tokens = torch.arange(18).view(2, 9)
+    before = {}
+    finite = []
+    for step in range(3):
+        loss = loss_of(model, tokens)
+        if step == 1 and torch.distributed.get_rank() == 2:
+            loss = loss * value
+        loss.backward()
+        norm = tw.clip_grad_norm_(model, 1.0)
+        finite.append(bool(torch.isfinite(norm)))
+        with tw.full_parameters(model):
+            before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        optim.step()
+        optim.zero_grad()
+        with tw.full_parameters(model):
+            moved = any(not torch.equal(p, before[name]) for name, p in model.named_parameters())
+            assert all(torch.isfinite(p).all() for p in model.parameters())
+        assert moved == finite[-1]
+    return finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_skips_the_step_everywhere(value: float) -> None:
+    assert run_ranks(4, poison, value) == [[True, False, True]] * 4
+
+
+def train_with_feedback(chosen: tw.Plan) -> int:
+    model = tw.shard(build(), chosen)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+    loss_of(model, torch.arange(18).view(2, 9)).backward()
+    optim.step()
+    return sum(int(lost.count_nonzero()) for lost in runtime(model).reducer._lost.values())
+
+
+def test_error_feedback_is_kept_where_something_is_lost() -> None:
+    with_feedback, without = (
+        run_ranks(4, train_with_feedback, plan("thinwire", wire={"error_feedback": on})) for on in (True, False)
+    )
+    assert all(with_feedback)
+    assert not any(without)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"wire": {"tp": "int8:256"}}, "wire.tp = 'int8:256'"),
+        ({"wire": {"exclude": ["norm"]}}, "wire.exclude"),
+        ({"wire": {"reduce_intra": "int8:256", "schedule": 0.5}}, "wire.schedule = 0.5"),
+        ({"wire": {"gather": "exp3"}, "compute_dtype": "float32"}, "exp3 cannot encode float32"),
+        ({"wire": {"spread": "int8:256"}, "compute_dtype": "float32"}, "wire.spread = 'int8:256'"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(SpecError, match=message.replace(".", r"\.").replace("(", r"\(")):
+        tw.shard(nn.Linear(8, 8), tw.Plan.preset("zero1", nodes=1, local=2, **fields))
+
+
+def test_codecs_without_work_are_named() -> None:
+    alone_in_a_node = tw.Plan.preset("zeropp", nodes=1, local=4)
+    assert any("one node" in line for line in idle_codecs(alone_in_a_node))
+    assert idle_codecs(plan("zeropp")) == ()
+    assert any("wire.gather" in line for line in idle_codecs(plan("thinwire", "int8:256")))
