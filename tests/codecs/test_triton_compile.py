@@ -1,4 +1,4 @@
-"""The Triton kernels compile for GPUs that are not here: down to machine code, without fused products.
+"""The Triton kernels compile for GPUs that are not here: down to machine code, nothing fused, denormals kept.
 
 The interpreter runs Python, so it accepts much that the compiler does not. Kernels are compiled as they are launched,
 with the types, alignments and constants of real calls, in a process of its own without the interpreter.
@@ -93,6 +93,7 @@ def compile_codecs(
         kernel = run(self, *args, warmup=True, **kwargs)
         assert {"cubin", "hsaco"} & set(kernel.asm), f"{self.__name__} is no machine code"
         assert not kernel.metadata.enable_fp_fusion, f"{self.__name__} fuses products and sums"
+        assert ".ftz" not in kernel.asm.get("ptx", ""), f"{self.__name__} takes denormal values for zero"
         kernels.append(self.__name__)
 
     triton.runtime.driver.set_active(_Driver(GPUTarget(*TARGETS[target])))

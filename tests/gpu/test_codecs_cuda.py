@@ -205,14 +205,14 @@ def test_the_host_waits_for_sizes_only(name: str) -> None:
 
 def waits(function: Callable[[], object]) -> int:
     function()  # compiled, and its tables copied
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             function()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing" in str(warning.message) for warning in caught)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("called a synchronizing CUDA operation" in str(warning.message) for warning in caught)
 
 
 # ------------------------------------------------------------------------------------------------------ bad messages

@@ -170,7 +170,8 @@ def _tile(source: Form, target: Form) -> tuple[int, int, int]:
 # ------------------------------------------------------------------------------------------------------ device
 
 
-@triton.jit(do_not_specialize=["source_step", "target_step", "seed"])
+# Whole tiles are read and written without masks, so that kernels are no better for knowing anything of the lengths.
+@triton.jit(do_not_specialize=["source_step", "target_step", "numel", "seed"])
 def _transcode(
     source,
     source_words,
@@ -343,7 +344,7 @@ def _scales_at(numel, BITS: tl.constexpr):
     return ((numel * BITS + 7) // 8 + 15) // 16 * 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["numel"])
 def _largest_keys(x, keys, numel, KIND: tl.constexpr, SIZE: tl.constexpr):
     """The largest key of every tile whose number is the program's, or the program's and a multiple of their number."""
     best = tl.zeros((1,), tl.uint32)
