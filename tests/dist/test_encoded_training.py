@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +12,8 @@ from tests.dist.test_program import follow_many
 from torch import nn
 
 import thinwire as tw
-from thinwire.errors import SpecError
-from thinwire.program import idle_codecs
+from thinwire.errors import SpecError, UsageError
+from thinwire.program import Lane, idle_codecs
 from thinwire.shard.api import runtime
 from thinwire.testing import run_ranks
 
@@ -136,7 +137,7 @@ def train_with_feedback(chosen: tw.Plan) -> int:
     optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     loss_of(model, torch.arange(18).view(2, 9)).backward()
     optim.step()
-    return sum(int(lost.count_nonzero()) for lost in runtime(model).reducer._lost.values())
+    return sum(int(lost.count_nonzero()) for lost in runtime(model).reducer.lost.values())
 
 
 def test_error_feedback_is_kept_where_something_is_lost() -> None:
@@ -147,12 +148,80 @@ def test_error_feedback_is_kept_where_something_is_lost() -> None:
     assert not any(without)
 
 
+def half_encoded(chosen: tw.Plan) -> list[tuple[int, bool]]:
+    """Gradient bytes sent in each of four steps, and whether the program says so."""
+    model = tw.shard(build(), chosen)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+    with pytest.raises(UsageError, match=r"thinwire\.progress"):
+        loss_of(model, torch.arange(18).view(2, 9)).backward()
+    found = []
+    for step in range(4):
+        tw.progress(model, step / 4)
+        tw.traffic(model)
+        losses_of(model, optim, step, step + 1)
+        told = runtime(model).schedule.program(1).traffic()
+        sent = tw.traffic(model)
+        lanes = ("reduce", "sync")
+        total = sum(sum(sent[lane].values()) for lane in lanes)
+        found.append((total, total == sum(sum(told[Lane(lane)].values()) for lane in lanes)))
+    return found
+
+
+def test_gradients_are_encoded_for_a_share_of_training() -> None:
+    chosen = plan("zeropp").with_(wire={"schedule": 0.5})
+    for found in run_ranks(4, half_encoded, chosen):
+        sent = [total for total, _ in found]
+        assert all(told for _, told in found)
+        assert sent[0] == sent[1] < sent[2] / 3
+        assert sent[2] == sent[3]
+
+
+def losses_of(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:
+    losses = []
+    for step in range(first, last):
+        tokens = (torch.arange(18) * (step + 1) + torch.distributed.get_rank()).remainder(50).view(2, 9)
+        loss = loss_of(model, tokens)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def resume(path: str, chosen: tw.Plan, other: tw.Plan) -> tuple[list[float], list[float], list[float]]:
+    """Losses of a run, of its second half resumed, and of that under another plan."""
+
+    def started(a_plan: tw.Plan) -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = tw.shard(build(), a_plan)
+        return model, tw.optimizer(model, torch.optim.AdamW, lr=LR)
+
+    model, optim = started(chosen)
+    whole = losses_of(model, optim, 0, 3)
+    tw.save(model, optim, path)
+    whole += losses_of(model, optim, 3, 6)
+    resumed = []
+    for a_plan in (chosen, other):
+        model, optim = started(a_plan)
+        tw.load(model, optim, path)
+        resumed.append(losses_of(model, optim, 3, 6))
+    return whole[3:], resumed[0], resumed[1]
+
+
+def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
+    stochastic = {"spread": "int8:64,stochastic", "reduce_intra": "int8:64,stochastic", "reduce_inter": "int4:64"}
+    chosen = plan("thinwire").with_(wire={**stochastic, "error_feedback": True})
+    for rank, (whole, resumed, other) in enumerate(
+        run_ranks(4, resume, str(tmp_path / "checkpoint"), chosen, plan("zeropp"))
+    ):
+        assert resumed == whole, rank
+        assert other == pytest.approx(whole, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"wire": {"tp": "int8:256"}}, "wire.tp = 'int8:256'"),
         ({"wire": {"exclude": ["norm"]}}, "wire.exclude"),
-        ({"wire": {"reduce_intra": "int8:256", "schedule": 0.5}}, "wire.schedule = 0.5"),
         ({"wire": {"gather": "exp3"}, "compute_dtype": "float32"}, "exp3 cannot encode float32"),
         ({"wire": {"spread": "int8:256"}, "compute_dtype": "float32"}, "wire.spread = 'int8:256'"),
     ],

@@ -121,6 +121,7 @@ def _launch(
     recipe: Recipe, plan: Plan, directory: RunDirectory, resume: bool, stream: Stream, console: Console
 ) -> None:
     """Start this machine's ranks and wait for them."""
+    from thinwire.program import idle_codecs
     from thinwire.train.launch import launch
     from thinwire.train.packing import prepare
     from thinwire.train.versions import versions
@@ -132,7 +133,8 @@ def _launch(
     # Here rather than on the ranks: errors in the data are found before anything starts.
     dataset = prepare(recipe.data, report)
     directory.open(recipe, plan, versions())
-    report(plan.describe())
+    for line in (plan.describe(), *idle_codecs(plan)):
+        report(line)
     report(
         f"{len(dataset.train):,} tokens to train on, {len(dataset.validation):,} to validate, vocabulary "
         f"{dataset.vocab:,}, unigram entropy {dataset.unigram_entropy:.3f} nats"
@@ -160,6 +162,7 @@ def _join(
     """Be one rank of a run that someone else has started."""
     import os
 
+    from thinwire.program import idle_codecs
     from thinwire.train.versions import versions
     from thinwire.train.worker import recorded_failure, train
 
@@ -169,7 +172,8 @@ def _join(
             if not restarted:
                 directory.check(resume=resume)
             directory.open(recipe, plan, versions())
-            console.print(plan.describe(), markup=False, soft_wrap=True)
+            for line in (plan.describe(), *idle_codecs(plan)):
+                console.print(line, markup=False, soft_wrap=True)
         train(recipe, plan, directory, resume=resume or restarted, stream=stream, launched=False)
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "load",
     "micro_batches",
     "optimizer",
+    "progress",
     "save",
     "shard",
     "timeline",
@@ -156,6 +157,16 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> 
         CheckpointError: on every rank, if it is missing, incomplete or corrupt, or does not fit.
     """
     return snapshot.load(model, optim, Path(path))
+
+
+def progress(model: nn.Module, share: float) -> None:
+    """Say how much of training is done, before a step; asked for by plans with ``wire.schedule`` below 1.
+
+    Args:
+        model: sharded by :func:`shard`.
+        share: 0 at the start, 1 at the end; the same on every rank.
+    """
+    runtime_of(model).progress(share)
 
 
 @contextlib.contextmanager

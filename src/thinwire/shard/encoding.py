@@ -53,8 +53,6 @@ def codec_problems(plan: Plan) -> Iterator[str]:
             yield f"wire.{name} = {str(codec)!r}: only data-parallel messages are encoded; valid: 'none'"
     if wire.exclude:
         yield f"wire.exclude = {list(wire.exclude)}: this version encodes units whole; valid: []"
-    if wire.schedule != 1.0:
-        yield f"wire.schedule = {wire.schedule}: this version keeps its codecs throughout; valid: 1.0"
     if not wire.spread.is_lossless and plan.compute_dtype == "float32" and axis_shape(plan, Axis.SHARD) != (1, 1):
         yield (
             f"wire.spread = {str(wire.spread)!r}: with compute_dtype = 'float32' the parameters are the optimizer's "

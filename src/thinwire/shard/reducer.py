@@ -15,7 +15,7 @@ import torch
 from thinwire.collectives.all_reduce import Feedback, all_reduce
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
-from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Lane, UnitInfo, buckets, padded
 from thinwire.shard.gradient import Accumulator, Topology, UnitGradient
@@ -39,6 +39,10 @@ class Reducer:
         params, shard, replica: the axes.
         codecs: what encodes gradients.
         seeds: for codecs that round at random.
+
+    Attributes:
+        lost: what codecs rounded away of this rank's messages and the next step makes up for (error feedback), fp32,
+            by reduction; the same reductions on every rank, of sizes of their own.
     """
 
     def __init__(
@@ -53,8 +57,8 @@ class Reducer:
         codecs: HopCodecs,
         seeds: Seeds,
     ) -> None:
-        self._codecs, self._seeds = codecs, seeds
-        self._lost: dict[tuple[str, tuple[int, ...]], torch.Tensor] = {}
+        self._plan_codecs, self._codecs, self._seeds = codecs, codecs, seeds
+        self.lost: dict[str, torch.Tensor] = {}
         self.plan, self.gradients = plan, gradients
         self.topology = Topology(plan)
         self._infos, self._lanes = infos, lanes
@@ -137,10 +141,15 @@ class Reducer:
             ticket.wait()
         tickets.clear()
 
+    def encode(self, *, wanted: bool) -> None:
+        """Whether gradients are encoded from now on; ``True`` until said otherwise."""
+        self.forget_lost()
+        self._codecs = self._plan_codecs if wanted else EXACT
+
     def forget_lost(self) -> None:
         """Forget what codecs lost of earlier gradients."""
         self.join()
-        self._lost.clear()
+        self.lost.clear()
 
     def reset(self) -> None:
         """Forget every gradient."""
@@ -314,10 +323,10 @@ class Reducer:
         codec = self._codecs.across if group.nodes > 1 else self._codecs.inside
         if not self.plan.wire.error_feedback or codec is None or codec.spec.is_lossless:
             return None
-        key = (what, tuple(gradient.unit for gradient, _ in bucket))
-        lost = self._lost.get(key)
+        key = f"{what}/{'-'.join(str(gradient.unit) for gradient, _ in bucket)}"
+        lost = self.lost.get(key)
         if lost is None or lost.numel() != numel:
-            lost = self._lost[key] = torch.zeros(numel, device=bucket[0][1].device)
+            lost = self.lost[key] = torch.zeros(numel, device=bucket[0][1].device)
         return lost
 
     # -- parts -------------------------------------------------------------------------------------------------

@@ -108,6 +108,7 @@ class Runtime:
         self._creates_graph = False
         self._graphs_of_graphs = False  # a backward with create_graph left nodes that read parameters unannounced
         self.whole = 0  # depth of full_parameters()
+        self.encodes_gradients: bool | None = True if plan.wire.schedule == 1.0 else None  # None: nobody has said yet
 
     @property
     def num_steps(self) -> int:
@@ -216,6 +217,11 @@ class Runtime:
     def _enter_backward(self) -> None:
         if self._in_backward:
             return
+        if self.encodes_gradients is None:
+            raise UsageError(
+                f"wire.schedule = {self.plan.wire.schedule} needs to know how far training is: call "
+                "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
+            )
         self._in_backward = True
         self._used_before = bytes(self._used)
         self._creates_graph = torch.is_grad_enabled()
@@ -288,6 +294,8 @@ class Runtime:
                 used[i] |= byte
         flags = tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self._used)))
         self.agreement = Agreement(sum(row[0] for row in rows) ** 0.5, measure, flags)
+        if measure and not self.agreement.finite:
+            self.reducer.forget_lost()  # what codecs lost of such gradients is not finite either
         return self.agreement
 
     def update_order(self) -> Sequence[int]:
@@ -326,8 +334,7 @@ class Runtime:
         self.spread()
 
     def skipped(self) -> None:
-        """The step was taken without an update: what the codecs lost of its gradients is of no use to the next."""
-        self.reducer.forget_lost()
+        """The step was taken without an update."""
         self._begin_step()
 
     def _begin_step(self) -> None:
@@ -347,6 +354,15 @@ class Runtime:
         """Wait until every unit's parameters are up to date."""
         for unit in self.units:
             unit.join_spread()
+
+    def progress(self, share: float) -> None:
+        """How much of training is done: past ``wire.schedule`` gradients travel as they are."""
+        encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
+        if encodes == self.encodes_gradients:
+            return
+        self.encodes_gradients = encodes
+        self.reducer.encode(wanted=encodes)
+        self.schedule.replan(self.plan if encodes else self.plan.with_exact_gradients())
 
     # -- whole parameters --------------------------------------------------------------------------------------
 

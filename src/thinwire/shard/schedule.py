@@ -144,6 +144,12 @@ class Schedule:
             )
         return self._programs[key]
 
+    def replan(self, plan: Plan) -> None:
+        """Go by another plan, which differs in its codecs only."""
+        self.plan = plan
+        self._programs.clear()
+        self._tables.clear()
+
     def _adopt(self, trace: Trace) -> None:
         self.trace = trace
         self._tables.clear()

@@ -1,11 +1,13 @@
 """What of a sharded model goes into a checkpoint, and back under any other plan.
 
 Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, ``optimizer/NAME/KEY`` for state as long
-as the parameter. State that is one number per parameter (Adam's ``step``) is stored as a value.
+as the parameter. State that is one number per parameter (Adam's ``step``) is stored as a value. What error feedback
+owes belongs to the plan that made it: ``feedback/REDUCTION`` holds every rank's, one after the other.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -22,6 +24,8 @@ from thinwire.shard.runtime import Runtime, runtime_of
 from thinwire.shard.state import Chunk, ShardedVector
 
 __all__ = ["load", "save"]
+
+log = logging.getLogger("thinwire")
 
 Json = Any
 T = TypeVar("T")
@@ -57,6 +61,9 @@ def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Ma
                 vectors.add(name, entry.numel(), 0, entry.reshape(-1) if first_replica else None)
             else:
                 values[name] = entry.item() if isinstance(entry, torch.Tensor) else entry
+    values["feedback"] = sizes = _feedback_sizes(runtime)
+    for key, lost in runtime.reducer.lost.items():
+        vectors.add(f"feedback/{key}", sum(sizes[key]), sum(sizes[key][: runtime.rank]), lost)
     if optim is not None:
         values["optimizer"] = type(optim.inner).__name__
         values["groups"] = [
@@ -80,6 +87,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[s
         vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, owned.value.detach().view(-1))
     numbers = []
     made = _make_state(optim) if optim is not None else []
+    lost = _want_feedback(runtime, manifest, vectors)
     try:
         if optim is not None:
             numbers = _everywhere(lambda: _want_state(optim, manifest, vectors, path))
@@ -98,9 +106,10 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[s
             state[key] = value
     if optim is not None:
         _restore_groups(optim, manifest.values["groups"])
+    runtime.reducer.lost = lost
+    runtime.num_steps = int(manifest.values["num_steps"]) - 1  # the update that is about to be spread belongs to it
     runtime.updated()
     runtime.join_spreads()
-    runtime.num_steps = int(manifest.values["num_steps"])
     return dict(manifest.values["extra"])
 
 
@@ -220,6 +229,29 @@ class _Vectors:
     def sharded(self) -> dict[str, ShardedVector]:
         """The vectors."""
         return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
+
+
+def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
+    """Elements that each rank keeps for each reduction's error feedback."""
+    runtime.reducer.join()
+    everyone = control().all_gather_object({key: lost.numel() for key, lost in runtime.reducer.lost.items()})
+    return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.lost}
+
+
+def _want_feedback(runtime: Runtime, manifest: store.Manifest, vectors: _Vectors) -> dict[str, torch.Tensor]:
+    """Room for this rank's error feedback, if the checkpoint has it and it was made by the same plan."""
+    stored: dict[str, list[int]] = manifest.values.get("feedback", {})
+    if not runtime.plan.wire.error_feedback or not stored:
+        return {}
+    if manifest.values["plan"] != runtime.plan.to_toml():
+        if runtime.rank == 0:
+            log.warning("the checkpoint's error feedback belongs to another plan: it starts from nothing")
+        return {}
+    wanted = {}
+    for key, sizes in stored.items():
+        wanted[key] = torch.zeros(sizes[runtime.rank], device=runtime.arena.device)
+        vectors.add(f"feedback/{key}", sum(sizes), sum(sizes[: runtime.rank]), wanted[key])
+    return wanted
 
 
 def _shapes(model: nn.Module) -> dict[str, Json]:

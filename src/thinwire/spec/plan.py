@@ -62,7 +62,9 @@ class Wire(Spec):
     exclude: Annotated[
         tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
     ] = ()
-    schedule: Share = Field(default=1.0, description="share of training during which the codecs apply, from its start")
+    schedule: Share = Field(
+        default=1.0, description="share of training, from its start, during which gradients are encoded"
+    )
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -205,6 +207,10 @@ class Plan(Spec):
     def preset_names() -> tuple[str, ...]:
         """The names that :meth:`preset` takes."""
         return tuple(PRESETS)
+
+    def with_exact_gradients(self) -> Self:
+        """The same plan with gradients as they are: what holds after ``wire.schedule``."""
+        return self.with_(wire={"reduce_intra": "none", "reduce_inter": "none", "error_feedback": False})
 
     def uncompressed(self) -> Self:
         """The same plan with every codec ``none``."""

@@ -255,6 +255,7 @@ class Trainer:
 
     def _update(self) -> Update:
         rate = self._set_learning_rate()
+        api.progress(self.model, self.position.step / self.job.recipe.train.steps)
         loss = self._forward_backward()
         clip = self.job.recipe.optimizer.clip
         # One host synchronisation per step: nothing may be applied before the norm is known to be finite.
