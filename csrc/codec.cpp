@@ -234,6 +234,37 @@ void Codec::encode(const void* x, DType dtype, std::int64_t numel, void* wire, s
     });
 }
 
+void Codec::encode_feedback(const void* x, DType dtype, std::int64_t numel, float* lost, void* wire,
+                            std::int64_t nbytes, std::uint32_t seed, int threads) const {
+    check(numel, nbytes);
+    auto* to = static_cast<char*>(wire);
+    const auto add = [&](std::int64_t first, std::int64_t count) {
+        kernels().cast(static_cast<const char*>(x) + first * bytes_of(dtype), dtype, count, lost + first,
+                       DType::float32, true);
+    };
+    const auto take_off = [&](std::int64_t first, std::int64_t count) {
+        kernels().multiply(lost + first, count, -1.0F);
+        decode_range(to, first, count, numel, lost + first, DType::float32, true);
+        kernels().multiply(lost + first, count, -1.0F);
+    };
+    if (per_tensor_) {  // its scale depends on every value
+        for_pieces(numel, kPiece, threads, add);
+        encode(lost, DType::float32, numel, wire, nbytes, seed, threads);
+        for_pieces(numel, kPiece, threads, take_off);
+        return;
+    }
+    pad(numel, to);
+    const std::int64_t tile = multiple(granule(numel), kTile);
+    for_pieces(numel, multiple(tile, kPiece), threads, [&](std::int64_t first, std::int64_t count) {
+        for (std::int64_t at = first; at < first + count; at += tile) {
+            const std::int64_t here = std::min(tile, first + count - at);
+            add(at, here);
+            encode_range(lost + at, DType::float32, at, here, numel, to, seed);
+            take_off(at, here);
+        }
+    });
+}
+
 void Codec::decode(const void* wire, std::int64_t nbytes, std::int64_t numel, void* out, DType dtype, bool add,
                    int threads) const {
     check(numel, nbytes);

@@ -24,6 +24,10 @@ public:
     void encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t wire_bytes, std::uint32_t seed,
                 int threads) const;
 
+    // The message of `x` and of `lost`, added in float32, which becomes what of that sum is not in the message.
+    void encode_feedback(const void* x, DType dtype, std::int64_t numel, float* lost, void* wire,
+                         std::int64_t wire_bytes, std::uint32_t seed, int threads) const;
+
     // With `add`, which is for float32, values are added to what `out` holds.
     void decode(const void* wire, std::int64_t wire_bytes, std::int64_t numel, void* out, DType dtype, bool add,
                 int threads) const;

@@ -150,6 +150,15 @@ def test_fused_forms_are_their_composition(name: str, threads: int, target: str)
             between = native.decode_sum_encode(rows, numel, to[1], scale=0.5)
             composed = to[0].encode(reference.decode_sum(rows, numel, scale=0.5))
             assert torch.equal(between, composed)
+            for dtype in DTYPES:
+                piece, lost = x[:numel].to(dtype), x[numel : 2 * numel] / 9
+                wanted = lost + piece
+                left, left_natively = lost.clone(), lost.clone()
+                wire = native.encode_feedback(piece, left_natively, seed=9)
+                assert torch.equal(wire, reference.encode(wanted, seed=9))
+                assert torch.equal(wire, reference.encode_feedback(piece, left, seed=9))
+                assert torch.equal(left_natively, left)
+                assert torch.equal(left, wanted - reference.decode(wire, numel, torch.float32))
     finally:
         torch.set_num_threads(before)
 

@@ -74,6 +74,26 @@ class Codec(ABC):
             return wire[:0]
         return wire[: self._encode(x, wire, self._folded(seed))]
 
+    def encode_feedback(self, x: Tensor, lost: Tensor, *, seed: int | None = None, out: Tensor | None = None) -> Tensor:
+        """The message of ``x + lost``, and what of that sum is not in it: error feedback (Seide et al., 2014).
+
+        Args:
+            x: fp32, bf16 or fp16, any shape.
+            lost: contiguous fp32, as many values as ``x``; in, what earlier messages lost; out, what is lost now.
+            seed: as in :meth:`encode`.
+            out: as in :meth:`encode`, for fp32 values.
+
+        Returns:
+            Contiguous uint8, 1-D. It decodes as the message of a fp32 tensor.
+        """
+        x = self._checked(x)
+        self.spec.check_dtype(torch.float32)
+        self._check_out(lost, x.numel(), torch.float32, x.device)
+        wire = self._room(out, self.max_wire_bytes(x.numel(), torch.float32), x.device)
+        if x.numel() == 0:
+            return wire[:0]
+        return wire[: self._encode_feedback(x, lost.view(-1), wire, self._folded(seed))]
+
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
         """The ``numel`` values of a message.
 
@@ -219,6 +239,13 @@ class Codec(ABC):
     @abstractmethod
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         """Write, or add, a message's values to contiguous 1-D ``out`` (not empty)."""
+
+    def _encode_feedback(self, x: Tensor, lost: Tensor, wire: Tensor, seed: int) -> int:
+        wanted = lost.add_(x)
+        nbytes = self._encode(wanted, wire, seed)
+        self._decode(wire[:nbytes], wanted.neg_(), torch.float32, add=True)
+        lost.neg_()
+        return nbytes
 
     def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
         for row, (start, stop) in enumerate(bounds):

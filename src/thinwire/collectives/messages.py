@@ -37,7 +37,9 @@ class Messages:
 
     def encode(self, index: int, piece: torch.Tensor, seed: int | None) -> None:
         """Make the message of a piece."""
-        message = self.codec.encode(piece, seed=seed, out=self._room(index))
+        self._made(index, self.codec.encode(piece, seed=seed, out=self._room(index)))
+
+    def _made(self, index: int, message: torch.Tensor) -> None:
         if self.codec.spec.is_variable_length:
             self._known[index] = message.numel()
             self._lengths[index] = message.numel()
@@ -59,10 +61,8 @@ class Messages:
             residual: fp32, of the size of ``piece``, read and written.
             seed: for the codec, if it needs one.
         """
-        wanted = residual.add_(piece)
-        self.encode(index, wanted, seed)
-        self.decode_add(index, wanted.neg_())
-        residual.neg_()
+        message = self.codec.encode_feedback(piece, residual, seed=seed, out=self._room(index))
+        self._made(index, message)
 
     def gather(self, subgroup: Subgroup, columns: Sequence[range], kind: Kind) -> None:
         """Fill the messages ``columns[i]`` with member i's; its own column is this rank's to give."""

@@ -28,6 +28,17 @@ class Codec:
     def encode(
         self, x_address: int, dtype: int, numel: int, wire_address: int, wire_bytes: int, seed: int, threads: int
     ) -> None: ...
+    def encode_feedback(
+        self,
+        x_address: int,
+        dtype: int,
+        numel: int,
+        lost_address: int,
+        wire_address: int,
+        wire_bytes: int,
+        seed: int,
+        threads: int,
+    ) -> None: ...
     def decode(
         self, wire_address: int, wire_bytes: int, numel: int, out_address: int, dtype: int, add: bool, threads: int
     ) -> None: ...

@@ -36,6 +36,20 @@ class FixedCodec(Codec):
         )
         return nbytes
 
+    def _encode_feedback(self, x: Tensor, lost: Tensor, wire: Tensor, seed: int) -> int:
+        nbytes = self.max_wire_bytes(x.numel(), torch.float32)
+        self._native[torch.float32].encode_feedback(
+            _address(x),
+            _NUMBER[x.dtype],
+            x.numel(),
+            lost.data_ptr(),
+            wire.data_ptr(),
+            nbytes,
+            seed,
+            torch.get_num_threads(),
+        )
+        return nbytes
+
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         self._native[encoded].decode(
             _address(wire),
