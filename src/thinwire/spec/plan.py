@@ -235,6 +235,8 @@ class Plan(Spec):
         parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp)) if ways > 1]
         codecs = [f"{name} {codec}" for name, codec in self.wire.codecs().items() if not codec.is_none]
         parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
+        if self.wire.error_feedback:
+            parts.append("error feedback")
         return "; ".join(parts)
 
     @rule("mesh", "params", "grads", "optimizer")
