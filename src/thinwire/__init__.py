@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         shard,
         timeline,
         traffic,
+        worked,
     )
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
 
@@ -49,6 +50,7 @@ __all__ = [
     "shard",
     "timeline",
     "traffic",
+    "worked",
 ]
 
 _HOMES = {
@@ -65,6 +67,7 @@ _HOMES = {
         "shard",
         "timeline",
         "traffic",
+        "worked",
     ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}

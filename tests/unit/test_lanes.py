@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.program import Lane
 from thinwire.shard.lanes import Lanes
 
@@ -153,6 +154,16 @@ def test_time_is_exposed_only_where_computation_waits(lanes: Lanes) -> None:
     while not second.done():
         time.sleep(0.001)
     assert lanes.exposed()[Lane.GATHER] == 0.0, "a lane that waits for another exposes nothing"
+
+
+def test_codecs_and_transfers_are_timed_apart(lanes: Lanes) -> None:
+    moves = [Move(Stage.ENCODE, lambda: time.sleep(0.03)), Move(Stage.SCATTER_ACROSS, lambda: time.sleep(0.09))]
+    lanes.submit(Lane.REDUCE, Moves(moves)).wait()
+    found = lanes.worked()
+    assert found[Lane.REDUCE]["codec"] == pytest.approx(0.03, abs=0.025)
+    assert found[Lane.REDUCE]["transfer"] == pytest.approx(0.09, abs=0.025)
+    assert found[Lane.GATHER] == {"transfer": 0.0, "codec": 0.0}
+    assert lanes.worked()[Lane.REDUCE] == {"transfer": 0.0, "codec": 0.0}, "counted once"
 
 
 def test_models_take_turns_on_a_lane() -> None:

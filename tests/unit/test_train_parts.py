@@ -39,6 +39,7 @@ def record(step: int, loss: float = 1.0, val_loss: float | None = None) -> StepR
         memory={"rss": 1},
         sent={"reduce": {"inside": 3, "across": 4}},
         exposed={"reduce": 0.1},
+        codec={"reduce": 0.2},
     )
 
 
@@ -82,7 +83,15 @@ def test_tensorboard_gets_every_number(tmp_path: Path) -> None:
     events = accumulators.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
     tags = set(events.Tags()["scalars"])
-    assert {"loss", "val_loss", "grad_norm", "bytes/reduce/across", "exposed/reduce", "memory/rss"} <= tags
+    assert {
+        "loss",
+        "val_loss",
+        "grad_norm",
+        "bytes/reduce/across",
+        "exposed/reduce",
+        "codec/reduce",
+        "memory/rss",
+    } <= tags
     assert events.Scalars("val_loss")[0].value == 2.5
 
 

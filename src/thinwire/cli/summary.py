@@ -34,7 +34,9 @@ def summary_table(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any
         table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
     if records:
         table.add_row("sent per step", _sent(records))
-        table.add_row("exposed per step", _exposed(records))
+        table.add_row("exposed per step", _seconds(records, "exposed"))
+        if any(seconds for record in records for seconds in record.get("codec", {}).values()):
+            table.add_row("codecs per step", _seconds(records, "codec"))
     table.add_row("files", shown(directory.path))
     for path in (directory.metrics, directory.summary, directory.picture, directory.checkpoints):
         table.add_row("", shown(path))
@@ -64,8 +66,12 @@ def _sent(records: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts) or "nothing: there is one rank"
 
 
-def _exposed(records: Sequence[Mapping[str, Any]]) -> str:
+def _seconds(records: Sequence[Mapping[str, Any]], what: str) -> str:
+    """Seconds per step and kind; kinds that took none are left out."""
     steps = records[-1]["step"] - records[0]["step"] + 1
-    waits = {kind: sum(record["exposed"][kind] for record in records) / steps for kind in records[-1]["exposed"]}
-    parts = [f"{kind} {format_duration(seconds)}" for kind, seconds in waits.items() if seconds > 0]
+    total: dict[str, float] = {}
+    for record in records:
+        for kind, seconds in record.get(what, {}).items():
+            total[kind] = total.get(kind, 0.0) + seconds
+    parts = [f"{kind} {format_duration(seconds / steps)}" for kind, seconds in total.items() if seconds > 0]
     return ", ".join(parts) or "nothing"

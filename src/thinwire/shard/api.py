@@ -33,6 +33,7 @@ __all__ = [
     "shard",
     "timeline",
     "traffic",
+    "worked",
 ]
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -190,6 +191,12 @@ def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds computation stood still for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``."""
     return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
+
+
+def worked(model: nn.Module) -> dict[str, dict[str, float]]:
+    """Seconds each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``. Transfers
+    include waiting for peers; a lane may transfer and encode at the same time."""
+    return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from typing import ClassVar, final
 
 import torch
 
-from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.moves import TRANSFERS, Move, Moves, Stage
 from thinwire.program import Lane as LaneName
 from thinwire.program.timeline import COMPUTE, WAITING, Timeline
 
@@ -55,6 +55,10 @@ class _Worker(ABC):
         """Seconds computation stood still for this worker since the last call."""
 
     @abstractmethod
+    def worked(self) -> float:
+        """Seconds its bodies took since the last call, waiting for peers included."""
+
+    @abstractmethod
     def drain(self) -> None:
         """Block until everything submitted has run."""
 
@@ -82,6 +86,7 @@ class _ThreadTicket(Ticket):
                 ticket.join()
             started = time.perf_counter()
             self._body()
+            self._worker.spent += time.perf_counter() - started
             self._worker.note(self._worker.name, self._label, started)
         except BaseException as error:
             self._error = error
@@ -145,7 +150,7 @@ class _ThreadWorker(_Worker):
     """One model's use of a stage of a lane on CPU."""
 
     def __init__(self, name: str, recorder: _Recorder) -> None:
-        self.waited = 0.0
+        self.waited = self.spent = 0.0
         self.name = name
         self._recorder = recorder
         self._last: _ThreadTicket | None = None
@@ -165,6 +170,10 @@ class _ThreadWorker(_Worker):
 
     def exposed(self) -> float:
         taken, self.waited = self.waited, 0.0
+        return taken
+
+    def worked(self) -> float:
+        taken, self.spent = self.spent, 0.0
         return taken
 
     def drain(self) -> None:
@@ -205,6 +214,30 @@ class _StreamTicket(Ticket):
         return True
 
 
+class _Stopwatch:
+    """Adds up the time between pairs of events; what is over is added at once, so that nothing piles up unread."""
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._seconds = 0.0
+
+    def add(self, begun: torch.cuda.Event, ended: torch.cuda.Event) -> None:
+        """Count the time between two recorded events."""
+        while self._pairs and self._pairs[0][1].query():
+            first, last = self._pairs.popleft()
+            self._seconds += first.elapsed_time(last) / 1e3
+        self._pairs.append((begun, ended))
+
+    def take(self) -> float:
+        """Seconds since the last call; waits for what is under way."""
+        while self._pairs:
+            begun, ended = self._pairs.popleft()
+            ended.synchronize()
+            self._seconds += begun.elapsed_time(ended) / 1e3
+        taken, self._seconds = self._seconds, 0.0
+        return taken
+
+
 @final
 class _StreamWorker(_Worker):
     """A stage of a lane on CUDA: one stream of high priority, fed by the compute thread."""
@@ -212,8 +245,7 @@ class _StreamWorker(_Worker):
     def __init__(self, name: str, device: torch.device, recorder: _Recorder) -> None:
         self.name, self.device = name, device
         self._recorder = recorder
-        self._stalls: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
-        self._seconds = 0.0
+        self._stalls, self._bodies = _Stopwatch(), _Stopwatch()
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._flying: deque[_StreamTicket] = deque()
 
@@ -224,35 +256,27 @@ class _StreamWorker(_Worker):
         for other in after:
             assert isinstance(other, _StreamTicket)
             self._stream.wait_event(other.event)
-        timed = self._recorder.timeline is not None
         with torch.cuda.stream(self._stream), torch.no_grad():
-            begun = torch.cuda.Event(enable_timing=True) if timed else None
-            if begun is not None:
-                begun.record(self._stream)
+            begun, event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record(self._stream)
             body()
-            event = torch.cuda.Event(enable_timing=timed)
             event.record(self._stream)
-        if begun is not None:
-            self._recorder.measure(self.name, label, begun, event)
+        self._bodies.add(begun, event)
+        self._recorder.measure(self.name, label, begun, event)
         ticket = _StreamTicket(self, event, held, label)
         self._flying.append(ticket)
         return ticket
 
     def stalled(self, before: torch.cuda.Event, after: torch.cuda.Event, label: str) -> None:
-        """Computation waits between two events; what is over is added up, so that nothing piles up unread."""
+        """Computation waits between two events."""
         self._recorder.measure(WAITING, f"for {label}", before, after)
-        while self._stalls and self._stalls[0][1].query():
-            first, last = self._stalls.popleft()
-            self._seconds += first.elapsed_time(last) / 1e3
-        self._stalls.append((before, after))
+        self._stalls.add(before, after)
 
     def exposed(self) -> float:
-        while self._stalls:
-            before, after = self._stalls.popleft()
-            after.synchronize()
-            self._seconds += before.elapsed_time(after) / 1e3
-        taken, self._seconds = self._seconds, 0.0
-        return taken
+        return self._stalls.take()
+
+    def worked(self) -> float:
+        return self._bodies.take()
 
     def drain(self) -> None:
         self._stream.synchronize()
@@ -366,6 +390,16 @@ class Lanes:
         seconds = dict.fromkeys((LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD), 0.0)
         for (lane, _), worker in self._workers.items():
             seconds[lane] += worker.exposed()
+        return seconds
+
+    def worked(self) -> dict[LaneName, dict[str, float]]:
+        """Seconds each lane worked since the last call, transfers (waiting for peers included) and codecs apart."""
+        seconds: dict[LaneName, dict[str, float]] = {
+            lane: {"transfer": 0.0, "codec": 0.0}
+            for lane in (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD)
+        }
+        for (lane, stage), worker in self._workers.items():
+            seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()
         return seconds
 
     def start_timeline(self) -> Timeline:

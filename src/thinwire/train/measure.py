@@ -18,7 +18,7 @@ from torch import nn
 from thinwire.shard import api
 from thinwire.train.metrics import KINDS
 
-_PER_KIND: Final = 3
+_PER_KIND: Final = 4
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,13 @@ class Measured:
     Attributes:
         sent: bytes sent by all ranks, by kind, ``inside`` and ``across`` nodes.
         exposed: seconds that computation waited, by kind, mean over ranks.
+        codec: seconds that codecs took, by kind, mean over ranks.
         memory: bytes of the rank that has most: ``rss``, and ``cuda`` (peak allocated) on GPUs.
     """
 
     sent: Mapping[str, Mapping[str, int]]
     exposed: Mapping[str, float]
+    codec: Mapping[str, float]
     memory: Mapping[str, int]
 
 
@@ -48,11 +50,12 @@ def pack(model: nn.Module, rank: int, world: int, device: torch.device) -> list[
     Returns:
         As many on every rank.
     """
-    sent, waited = api.traffic(model), api.exposed(model)
+    sent, waited, worked = api.traffic(model), api.exposed(model), api.worked(model)
     words: list[float] = []
     for kind in KINDS:
         hops = sent.get(kind, {})
-        words += [float(hops.get("inside", 0)), float(hops.get("across", 0)), float(waited.get(kind, 0.0))]
+        words += [float(hops.get("inside", 0)), float(hops.get("across", 0)), waited.get(kind, 0.0)]
+        words.append(worked.get(kind, {}).get("codec", 0.0))
     memory = [0.0] * (2 * world)
     memory[rank] = float(resident_bytes())
     if device.type == "cuda":
@@ -72,15 +75,15 @@ def unpack(means: Sequence[float], world: int) -> Measured:
     """
     sent: dict[str, dict[str, int]] = {}
     waited: dict[str, float] = {}
+    codec: dict[str, float] = {}
     for index, kind in enumerate(KINDS):
-        inside, across, seconds = means[_PER_KIND * index : _PER_KIND * (index + 1)]
+        inside, across, waited[kind], codec[kind] = means[_PER_KIND * index : _PER_KIND * (index + 1)]
         sent[kind] = {"inside": round(inside * world), "across": round(across * world)}
-        waited[kind] = seconds
     memory = [round(mean * world) for mean in means[_PER_KIND * len(KINDS) :]]
     largest = {"rss": max(memory[:world])}
     if any(memory[world:]):
         largest["cuda"] = max(memory[world:])
-    return Measured(sent, waited, largest)
+    return Measured(sent, waited, codec, largest)
 
 
 def resident_bytes() -> int:

@@ -66,6 +66,7 @@ class StepRecord:
         memory: bytes of the rank that has most: ``rss``, and ``cuda`` (peak allocated) on GPUs.
         sent: bytes sent by all ranks since the last record, by kind, ``inside`` and ``across`` nodes.
         exposed: seconds that computation waited since the last record, by kind, mean over ranks.
+        codec: seconds that codecs took since the last record, by kind, mean over ranks.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepRecord:
     memory: Mapping[str, int]
     sent: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     exposed: Mapping[str, float] = field(default_factory=dict)
+    codec: Mapping[str, float] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
         """As written to ``metrics.jsonl``.

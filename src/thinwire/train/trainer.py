@@ -328,6 +328,7 @@ class Trainer:
             memory=measured.memory,
             sent=measured.sent,
             exposed=measured.exposed,
+            codec=measured.codec,
         )
         self.recent = Clock()
         return record

@@ -7,6 +7,7 @@ Shapes: B blocks of V = 512 values a program; W = 16 words of a bit plane.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
@@ -30,20 +31,37 @@ BLOCKS = 4
 
 @final
 class Exp3Codec(Codec):
-    """Lossless for bf16; variable length. The host waits for the size of each message."""
+    """Lossless for bf16; variable length. The host waits for the size of each message, except of slices."""
 
     backend: ClassVar[str] = "triton"
 
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         del seed
         check_device(x)
+        room = room_for(wire, self.max_wire_bytes(x.numel(), x.dtype))
+        num_escapes = self._write(x, room)
+        num_words = _escapes_at(x.numel()) + ceil_div(int(num_escapes), 4)
+        size = 4 * min(num_words, 2 + ceil_div(x.numel(), 2))
+        if room.data_ptr() != wire.data_ptr():
+            wire[:size].copy_(room[:size])
+        return size
+
+    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
+        check_device(x)
+        if wires.data_ptr() % 16:
+            super()._encode_slices(x, bounds, wires, seed)
+            return
+        # Nobody asks for sizes, so the host does not wait for them.
+        for row, (start, stop) in enumerate(bounds):
+            if stop > start:
+                self._write(x[start:stop], wires[row])
+
+    def _write(self, x: Tensor, room: Tensor) -> Tensor:
+        """The message to the start of ``room``; the number of its escapes, on the device."""
         numel, num_blocks = x.numel(), ceil_div(x.numel(), BLOCK)
-        raw_words, escapes_at = 2 + ceil_div(numel, 2), _escapes_at(numel)
-        values, room = x.view(torch.int16), room_for(wire, 4 * raw_words)
-        views = room.view(torch.int32), room.view(torch.int16), room
         grid = (ceil_div(num_blocks, BLOCKS),)
-        fits = escapes_at < raw_words
-        if fits:
+        values, views = x.view(torch.int16), (room.view(torch.int32), room.view(torch.int16), room)
+        if _escapes_at(numel) < 2 + ceil_div(numel, 2):
             counts = torch.empty(num_blocks, dtype=torch.int32, device=x.device)
             launch(_write_blocks, grid, values, *views, counts, numel, num_blocks, B=BLOCKS)
             offsets = offsets_of(counts)
@@ -51,12 +69,7 @@ class Exp3Codec(Codec):
             # Too few values to shorten, however many escapes there are; as many as values say so to the kernel.
             offsets = torch.full((num_blocks + 1,), numel, dtype=torch.int64, device=x.device)
         launch(_write_rest, grid, values, *views, offsets, numel, num_blocks, CODED=CODED, RAW=RAW, B=BLOCKS)
-        size = raw_words
-        if fits:
-            size = min(size, escapes_at + ceil_div(int(offsets[-1]), 4))
-        if room.data_ptr() != wire.data_ptr():
-            wire[: 4 * size].copy_(room[: 4 * size])
-        return 4 * size
+        return offsets[-1]
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         check_device(wire)

@@ -7,6 +7,7 @@ Shapes: a chunk of 1024 words as a tile of G = 32 groups and C = 32 columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar, final
 
 import torch
@@ -27,25 +28,39 @@ CHUNK = 1024
 
 @final
 class MpcCodec(Codec):
-    """Lossless for any words; variable length. The host waits for the size of each message."""
+    """Lossless for any words; variable length. The host waits for the size of each message, except of slices."""
 
     backend: ClassVar[str] = "triton"
 
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         del seed
         check_device(x)
-        words = _words_of(x)
-        num_words = words.numel()
-        num_chunks = ceil_div(num_words, CHUNK)
-        room = room_for(wire, self.max_wire_bytes(x.numel(), x.dtype)).view(torch.int32)
-        counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
-        launch(_count, (num_chunks,), words, room, counts, num_words)
-        offsets = offsets_of(counts)
-        launch(_compact, (num_chunks,), words, room, offsets, num_words, num_chunks, MAGIC)
-        size = 8 + 4 * ceil_div(num_words, 32) + 4 * int(offsets[-1])
+        room = room_for(wire, self.max_wire_bytes(x.numel(), x.dtype))
+        num_words, num_kept = self._write(x, room)
+        size = 8 + 4 * ceil_div(num_words, 32) + 4 * int(num_kept)
         if room.data_ptr() != wire.data_ptr():
-            wire[:size].copy_(room.view(torch.uint8)[:size])
+            wire[:size].copy_(room[:size])
         return size
+
+    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
+        check_device(x)
+        if wires.data_ptr() % 16:
+            super()._encode_slices(x, bounds, wires, seed)
+            return
+        # Nobody asks for sizes, so the host does not wait for them.
+        for row, (start, stop) in enumerate(bounds):
+            if stop > start:
+                self._write(x[start:stop], wires[row])
+
+    def _write(self, x: Tensor, room: Tensor) -> tuple[int, Tensor]:
+        """The message to the start of ``room``; its words before coding, and those that are kept, on the device."""
+        words, message = _words_of(x), room.view(torch.int32)
+        num_words, num_chunks = words.numel(), ceil_div(words.numel(), CHUNK)
+        counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
+        launch(_count, (num_chunks,), words, message, counts, num_words)
+        offsets = offsets_of(counts)
+        launch(_compact, (num_chunks,), words, message, offsets, num_words, num_chunks, MAGIC)
+        return num_words, offsets[-1]
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         check_device(wire)
