@@ -199,6 +199,7 @@ def test_the_host_waits_for_sizes_only(name: str) -> None:
     wire = codec.encode(x)
     allowed = 1 if codec.spec.is_variable_length else 0
     assert waits(lambda: codec.encode(x)) <= allowed
+    assert waits(lambda: codec.encode_slices(x, [(0, 50_000), (50_000, 90_000)])) == 0
     assert waits(lambda: codec.decode(wire, x.numel(), dtype)) <= allowed
     assert waits(lambda: codec.decode_add(wire, total, encoded=dtype)) <= allowed
 
