@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 
 import pytest
 import torch
-from tests.dist.parity import LR, Case, Gap, alone, assert_parity, build, gap, loss_of, sharded
+from tests.dist.parity import EPS, LR, Case, Gap, alone, assert_parity, build, gap, loss_of, sharded
 from tests.dist.test_program import follow_many
 from torch import nn
 
@@ -80,6 +81,8 @@ def test_the_program_knows_the_bytes() -> None:
         plan("zero2", "zfp:8"),
         plan("ddp", "bf16", reduce_dtype="float32"),
     ]
+    for name in ("zeropp", "thinwire"):
+        plans.append(plan(name).with_(wire={"exclude": ["embed*", "*norm*"]}))
     run_ranks(4, follow_many, [chosen.to_toml() for chosen in plans], 2)
 
 
@@ -176,6 +179,32 @@ def test_gradients_are_encoded_for_a_share_of_training() -> None:
         assert sent[2] == sent[3]
 
 
+def one_step(chosen: tw.Plan) -> dict[str, torch.Tensor]:
+    """Parameters after one step."""
+    model = tw.shard(build(), chosen)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR, eps=EPS)
+    losses_of(model, optim, 0, 1)
+    with tw.full_parameters(model):
+        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def leave_out(plans: list[tw.Plan]) -> list[str]:
+    """Parameters that a plan with codecs and exclusions leaves as they are without codecs."""
+    exact, encoded = (one_step(chosen) for chosen in plans)
+    return [name for name, value in encoded.items() if torch.equal(value, exact[name])]
+
+
+@pytest.mark.parametrize("name", ["zero1-node", "mics", "zero3"])
+def test_what_is_excluded_travels_as_it_is(name: str) -> None:
+    exact = plan(name, compute_dtype="float32")
+    codecs = {"reduce_intra": "int4:64", "reduce_inter": "int4:64", "gather": "none"}
+    encoded = exact.with_(wire={**codecs, "exclude": ["embedding.weight", "*norm*"]})
+    every = [name for name, _ in build().named_parameters()]
+    excluded = [name for name in every if name == "embedding.weight" or "norm" in name]
+    for same in run_ranks(4, leave_out, [exact, encoded]):
+        assert same == excluded
+
+
 def losses_of(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
@@ -221,14 +250,19 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"wire": {"tp": "int8:256"}}, "wire.tp = 'int8:256'"),
-        ({"wire": {"exclude": ["norm"]}}, "wire.exclude"),
         ({"wire": {"gather": "exp3"}, "compute_dtype": "float32"}, "exp3 cannot encode float32"),
         ({"wire": {"spread": "int8:256"}, "compute_dtype": "float32"}, "wire.spread = 'int8:256'"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(fields: dict[str, object], message: str) -> None:
-    with pytest.raises(SpecError, match=message.replace(".", r"\.").replace("(", r"\(")):
+    with pytest.raises(SpecError, match=re.escape(message)):
         tw.shard(nn.Linear(8, 8), tw.Plan.preset("zero1", nodes=1, local=2, **fields))
+
+
+def test_an_exclusion_that_matches_nothing_is_refused() -> None:
+    chosen = tw.Plan.preset("zero1", nodes=1, local=1, wire={"reduce_intra": "int8:256", "exclude": ["norm*"]})
+    with pytest.raises(SpecError, match=r"'norm\*' matches no parameter; names look like 'weight'"):
+        tw.shard(nn.Linear(8, 8), chosen)
 
 
 def test_codecs_without_work_are_named() -> None:

@@ -171,7 +171,9 @@ def distances(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     return {name: gap(sharded(Case(plan, 2)), alone(world, 2)) for name, plan in plans.items()}
 
 
-@pytest.mark.parametrize(("nodes", "reduce_dtype"), [(2, None), (2, "float32"), pytest.param(3, None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("nodes", "reduce_dtype"), [(2, None), (2, "float32"), pytest.param(3, None, marks=pytest.mark.slow)]
+)
 def test_bf16_stays_near_fp32(nodes: int, reduce_dtype: str | None) -> None:
     """Three steps of every preset. bf16 has a relative precision of 2^-8 = 0.004, which means over many terms undercut;
     parameters that start at zero are made of three gradients' errors. Measured: 0.0001, 0.001 and 0.012."""
@@ -289,7 +291,9 @@ def skipped_step(plans: dict[str, tw.Plan], value: float, clip: bool) -> dict[st
     return found
 
 
-@pytest.mark.parametrize(("value", "clip"), [(math.nan, False), (math.inf, True), pytest.param(-math.inf, False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("value", "clip"), [(math.nan, False), (math.inf, True), pytest.param(-math.inf, False, marks=pytest.mark.slow)]
+)
 def test_a_skipped_step_leaves_no_trace(value: float, clip: bool) -> None:
     for result in run_ranks(4, skipped_step, plans(compute_dtype="bfloat16"), value, clip):
         assert not any(result.values()), result

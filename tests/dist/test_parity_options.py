@@ -378,9 +378,7 @@ def test_a_model_nobody_needs_is_freed(name: str) -> None:
 
 @pytest.mark.parametrize("marked", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_sum_instead_of_mean(marked: bool) -> None:
-    cases = {
-        name: Case(plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked) for name in SHAPES
-    }
+    cases = {name: Case(plan(name, grad_reduce="sum"), 2, clip=1.0, scale=4.0, marked=marked) for name in SHAPES}
     assert_parity(4, cases)
 
 

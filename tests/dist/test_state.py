@@ -115,9 +115,7 @@ def save(control: Any, path: Path, salt: int = 0) -> None:
     for seed, key in enumerate(NUMEL):
         whole = truth(key, salt)
         spans = cut(NUMEL[key], control.rank, control.size, seed)
-        vectors[key] = ShardedVector(
-            NUMEL[key], tuple(Chunk(begin, whole[begin:end]) for begin, end in spans)
-        )
+        vectors[key] = ShardedVector(NUMEL[key], tuple(Chunk(begin, whole[begin:end]) for begin, end in spans))
     write(path, vectors, {"salt": salt, f"rng/{control.rank}": [control.rank, salt]}, control=control)
 
 
@@ -174,9 +172,7 @@ def test_errors_reach_all_ranks(tmp_path: Path) -> None:
             stream.seek(-1, os.SEEK_END)
             stream.write(b"\x7f")
     results = run(2, tmp_path, load, path)
-    assert all(isinstance(result, CheckpointError) and "corrupt" in str(result) for result in results), (
-        results
-    )
+    assert all(isinstance(result, CheckpointError) and "corrupt" in str(result) for result in results), results
 
 
 def save_limited(control: Any, path: Path, limited: int) -> None:

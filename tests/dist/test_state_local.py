@@ -120,9 +120,7 @@ def wishes(draw: st.DrawFn, numel: int, size: int) -> list[list[tuple[int, int]]
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_any_chunking_is_read_into_any_other(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_any_chunking_is_read_into_any_other(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("chunks") / "c"
     writers, readers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 4))
     limit = data.draw(st.sampled_from([8, 24, 100, 1 << 20]))
@@ -166,9 +164,7 @@ def test_any_chunking_is_read_into_any_other(
 
 @pytest.mark.parametrize("dtype", SAFETENSORS_CODES, ids=str)
 def test_every_element_type_is_stored_bit_by_bit(tmp_path: Path, dtype: torch.dtype) -> None:
-    bits = (
-        torch.arange(256, dtype=torch.uint8) % 2 if dtype == torch.bool else torch.arange(256).to(torch.uint8)
-    )
+    bits = torch.arange(256, dtype=torch.uint8) % 2 if dtype == torch.bool else torch.arange(256).to(torch.uint8)
     tensor = bits.view(dtype)
     write(tmp_path / "c", {"k": whole(tensor)}, {}, control=Alone())
     again = torch.zeros_like(tensor)
@@ -248,9 +244,7 @@ def test_lossless_conversion_and_no_other(tmp_path: Path) -> None:
     wide = torch.zeros(9)
     read(tmp_path / "c", {"k": whole(wide)}, control=Alone())
     assert torch.equal(wide, tensor.float())
-    message = (
-        r"vector 'k' is bfloat16 in the checkpoint, which does not fit losslessly into float16; load it as"
-    )
+    message = r"vector 'k' is bfloat16 in the checkpoint, which does not fit losslessly into float16; load it as"
     with pytest.raises(CheckpointError, match=message):
         read(tmp_path / "c", {"k": whole(torch.zeros(9).half())}, control=Alone())
 
@@ -395,9 +389,7 @@ def test_a_full_disk_on_one_rank_fails_all_and_changes_nothing(
     assert read_values(tmp_path / "c") == {}
 
 
-def test_everything_is_on_disk_before_it_gets_its_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, str, int]] = []
     fsync, rename = os.fsync, Path.rename
 

@@ -1,4 +1,5 @@
-"""A step in steady state: nothing large is allocated, the timeline shows what happened, units are updated as they come."""
+"""A step in steady state: nothing large is allocated, the timeline shows what happened, units are updated as they
+come."""
 
 from __future__ import annotations
 

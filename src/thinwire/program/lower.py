@@ -108,7 +108,7 @@ class _Lowering:
         self.buckets = buckets(plan, units, trace.reduction_order)
         self.gathers: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
         self.secondary: set[int] = set()  # units whose secondary shard is valid
-        self.reduced: dict[int, int] = {}  # unit -> its reduce-scatter over the params axis
+        self.reduced: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
 
     # -- forward -----------------------------------------------------------------------------------------------
 
@@ -172,23 +172,38 @@ class _Lowering:
         ready.remove(unit)
         event = Event(Phase.GRADS_READY, unit, micro_batch)
         if self._extent(Axis.PARAMS) > 1:
-            numel = sum(b.numel for b in self.units[unit].buffers if b.trainable)
-            sizes = reduction_sizes(self.plan, Axis.PARAMS)
-            self.reduced[unit] = self._even(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, (unit,), numel, sizes, event)
-            if not self.plan.overlap.reduce:
-                self._wait(event, self.reduced[unit])
+            self.reduced[unit] = [
+                self._even(
+                    Kind.REDUCE_SCATTER,
+                    Lane.REDUCE,
+                    Axis.PARAMS,
+                    (unit,),
+                    buffer.numel,
+                    reduction_sizes(self.plan, Axis.PARAMS, encoded=buffer.encoded),
+                    event,
+                )
+                for buffer in self.units[unit].buffers
+                if buffer.trainable
+            ]
+            for operation in self.reduced[unit] if not self.plan.overlap.reduce else ():
+                self._wait(event, operation)
         for bucket in self.buckets:
             if bucket[-1] == unit:
-                self._reduce_bucket(bucket, event, last=last)
+                for encoded in (True, False):
+                    self._reduce_bucket(bucket, event, encoded=encoded, last=last)
 
-    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, last: bool) -> None:
-        """Reduce over the shard axis (each micro-batch if ``G`` is sharded like ``OS``), then over the replicas."""
+    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, encoded: bool, last: bool) -> None:
+        """Reduce what is encoded, or what is not, over the shard axis (each micro-batch if ``G`` is sharded like
+        ``OS``), then over the replicas."""
+        buffers = [b for unit in bucket for b in self.units[unit].buffers if b.trainable and b.encoded is encoded]
+        if not buffers:
+            return
         overlapped = self.plan.overlap.sync if last else self.plan.overlap.reduce
-        after = tuple(self.reduced[unit] for unit in bucket if unit in self.reduced)
+        after = tuple(operation for unit in bucket for operation in self.reduced.get(unit, ()))
         every_micro_batch = self.plan.grads == self.plan.optimizer
-        pieces = self._shares(bucket)
+        pieces = [sum(column) for column in zip(*(buffer.shares for buffer in buffers), strict=True)]
         if self._extent(Axis.SHARD) > 1 and (last or every_micro_batch):
-            sizes = reduction_sizes(self.plan, Axis.SHARD)
+            sizes = reduction_sizes(self.plan, Axis.SHARD, encoded=encoded)
             scattered = self._add(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, pieces, sizes, event, after)
             after = (scattered,)
             if not overlapped:
@@ -196,7 +211,7 @@ class _Lowering:
         replicas = self._extent(Axis.REPLICA)
         if last and replicas > 1:
             share = pieces[axis_index(self.plan, Axis.SHARD, self.rank)]
-            numel, sizes = padded(share, replicas), reduction_sizes(self.plan, Axis.REPLICA)
+            numel, sizes = padded(share, replicas), reduction_sizes(self.plan, Axis.REPLICA, encoded=encoded)
             synced = self._even(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, numel, sizes, event, after)
             if not overlapped:
                 self._wait(event, synced)
@@ -257,10 +272,6 @@ class _Lowering:
         if unit in self.gathers:
             del self.gathers[unit]
             self.frees.setdefault(event, []).append(unit)
-
-    def _shares(self, bucket: Sequence[int]) -> list[int]:
-        shares = [b.shares for unit in bucket for b in self.units[unit].buffers if b.trainable]
-        return [sum(column) for column in zip(*shares, strict=True)]
 
     def _even(
         self,

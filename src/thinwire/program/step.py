@@ -54,14 +54,14 @@ class BufferInfo:
         itemsize: bytes of one element in compute dtype.
         trainable: whether gradients and optimizer states exist for it.
         shares: elements of each member's part of this rank's ``P`` shard along the shard axis, in axis order.
-        floating: whether its elements are numbers that a codec may round.
+        encoded: whether the plan's codecs apply to it.
     """
 
     numel: int
     itemsize: int
     trainable: bool
     shares: tuple[int, ...]
-    floating: bool = True
+    encoded: bool = True
 
 
 @dataclass(frozen=True, slots=True)

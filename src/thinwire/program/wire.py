@@ -23,14 +23,16 @@ def axis_shape(plan: Plan, axis: Axis) -> tuple[int, int]:
 
 def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
     """Messages of an all-gather or a grouped broadcast of parts of a flat buffer."""
-    if codec.is_none or not buffer.floating:
+    if codec.is_none or not buffer.encoded:
         return MessageSizes.plain(buffer.itemsize)
     size = _in_slots(codec, {2: "bfloat16", 4: "float32"}[buffer.itemsize])
     return MessageSizes(size, size, size)
 
 
-def reduction_sizes(plan: Plan, axis: Axis) -> MessageSizes:
+def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
     """Messages of a reduce-scatter or an all-reduce of gradients along an axis."""
+    if not encoded:
+        return MessageSizes.plain(_ITEMSIZE[plan.effective_reduce_dtype])
     local, nodes = axis_shape(plan, axis)
     dtype, intra, inter = plan.effective_reduce_dtype, plan.wire.reduce_intra, plan.wire.reduce_inter
     farther = inter if nodes > 1 else intra

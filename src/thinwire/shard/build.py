@@ -16,7 +16,7 @@ from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
 from thinwire.shard import hooks
 from thinwire.shard.discover import Selection, UnitModules, discover
-from thinwire.shard.encoding import PlanCodecs, codec_problems
+from thinwire.shard.encoding import PlanCodecs, check_exclusions, codec_problems, is_excluded
 from thinwire.shard.gradient import Topology, UnitGradient
 from thinwire.shard.lanes import Lanes
 from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
@@ -58,6 +58,7 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
         check_supported(plan, control.size)
         _check_parameters(model)
         modules = discover(model, selection, plan.granularity)
+        check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:
         problem = error  # the other ranks are waiting to compare
     _check_agreement(plan, model, modules, problem, control)
@@ -75,7 +76,7 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
     }
     arenas = _Arenas(flats, plan, axes, device)
     buffers: dict[int, list[FlatBuffer]] = {number: [] for number in range(len(modules))}
-    gradients: dict[int, UnitGradient] = {}
+    gradients: dict[int, list[UnitGradient]] = {}
     topology = Topology(plan)
     for flat in flats:
         initial = _initial_values(flat, control if sync_initial else None)
@@ -84,9 +85,17 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
         buffer.show(whole=plan.params.ranks == 1)
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
-            owned = arenas.carve_gradient(flat)
-            gradients[flat.unit] = UnitGradient(
-                flat.unit, modules[flat.unit].name or "(root)", flat.layout, flat.shares, owned, topology
+            parts = gradients.setdefault(flat.unit, [])
+            parts.append(
+                UnitGradient(
+                    flat.unit,
+                    modules[flat.unit].name or "(root)",
+                    sum(len(part.layout.slots) for part in parts),
+                    flat.layout,
+                    flat.shares,
+                    arenas.carve_gradient(flat),
+                    topology,
+                )
             )
     if sync_initial:
         for value in model.buffers():
@@ -209,12 +218,15 @@ def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
     compute: torch.dtype = getattr(torch, plan.compute_dtype)
     flats = []
     for number, unit in enumerate(modules):
-        kinds: dict[tuple[bool, torch.dtype], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
             dtype = compute if parameter.is_floating_point() else parameter.dtype
-            kinds.setdefault((parameter.requires_grad, dtype), []).append((name, parameter))
-        for (trainable, dtype), named in kinds.items():
-            layout = lay_out([(name, p.shape) for name, p in named], plan, dtype, trainable=trainable)
+            encoded = dtype.is_floating_point and not is_excluded(plan, name)
+            kinds.setdefault((parameter.requires_grad, dtype, encoded), []).append((name, parameter))
+        # What is encoded first: so do reductions go.
+        for (trainable, dtype, encoded), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
+            shapes = [(name, p.shape) for name, p in named]
+            layout = lay_out(shapes, plan, dtype, trainable=trainable, encoded=encoded)
             flats.append(_Flat(number, layout, [p for _, p in named]))
     trained = [flat for flat in flats if flat.layout.trainable]
     if plan.partition == "inter" and plan.optimizer != plan.params:
@@ -237,7 +249,7 @@ def _info(unit: UnitModules, flats: Iterable[_Flat]) -> UnitInfo:
                 itemsize=flat.layout.dtype.itemsize,
                 trainable=flat.layout.trainable,
                 shares=tuple(sum(run.length for run in share) for share in flat.shares),
-                floating=flat.layout.dtype.is_floating_point,
+                encoded=flat.layout.encoded,
             )
             for flat in flats
         ),

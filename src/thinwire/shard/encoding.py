@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import fnmatch
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,7 @@ from thinwire.program import Axis
 from thinwire.program.wire import axis_shape, sums_dtype
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["PlanCodecs", "codec_problems"]
+__all__ = ["PlanCodecs", "check_exclusions", "codec_problems", "is_excluded"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,26 @@ class PlanCodecs:
         return cls(made(wire.gather), hops, made(wire.spread))
 
 
+def is_excluded(plan: Plan, name: str) -> bool:
+    """Whether a parameter always travels as it is (``wire.exclude``: patterns as in a shell). Without codecs all do,
+    and none is set apart."""
+    return not plan.wire.is_none and any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
+
+
+def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
+    """Raise if a pattern of ``wire.exclude`` matches none of the model's parameters.
+
+    Raises:
+        SpecError: naming the patterns.
+    """
+    idle = [pattern for pattern in plan.wire.exclude if not fnmatch.filter(names, pattern)]
+    if idle:
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [f"wire.exclude: {pattern!r} matches no parameter; names look like {names[0]!r}" for pattern in idle],
+        )
+
+
 def codec_problems(plan: Plan) -> Iterator[str]:
     """What of a plan's ``wire`` this runtime cannot do, in one sentence each."""
     wire = plan.wire
@@ -51,8 +72,6 @@ def codec_problems(plan: Plan) -> Iterator[str]:
         codec = wire.codecs()[name]
         if not codec.is_none:
             yield f"wire.{name} = {str(codec)!r}: only data-parallel messages are encoded; valid: 'none'"
-    if wire.exclude:
-        yield f"wire.exclude = {list(wire.exclude)}: this version encodes units whole; valid: []"
     if not wire.spread.is_lossless and plan.compute_dtype == "float32" and axis_shape(plan, Axis.SHARD) != (1, 1):
         yield (
             f"wire.spread = {str(wire.spread)!r}: with compute_dtype = 'float32' the parameters are the optimizer's "

@@ -57,11 +57,12 @@ class Accumulator:
 
 
 class UnitGradient:
-    """The gradient of a unit's trainable buffer.
+    """The gradient of one of a unit's trainable buffers.
 
     Args:
         unit: number of the unit.
         name: of the unit, for timelines.
+        first_slot: number that the unit's parameters have before this buffer's.
         layout: the buffer.
         shares: the optimizer ranks' shares of this rank's P shard.
         owned: fp32 memory for this rank's share.
@@ -72,12 +73,13 @@ class UnitGradient:
         self,
         unit: int,
         name: str,
+        first_slot: int,
         layout: FlatLayout,
         shares: tuple[tuple[Run, ...], ...],
         owned: torch.Tensor,
         topology: Topology,
     ) -> None:
-        self.unit, self.name = unit, name
+        self.unit, self.name, self.first_slot = unit, name, first_slot
         self.layout, self.shares, self.topology = layout, shares, topology
         self.share_sizes = tuple(sum(run.length for run in share) for share in shares)
         # Dealt shares may also be one run each and cover the shard, but out of order or of unequal length.

@@ -67,10 +67,9 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     unit.module.register_forward_pre_hook(pre_forward, prepend=True)
     unit.module.register_forward_hook(post_forward, with_kwargs=True)
-    for buffer in unit.buffers:
-        if buffer.layout.trainable:
-            for slot, parameter in enumerate(buffer.parameters):
-                parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, index, slot))
+    trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]
+    for slot, parameter in enumerate(trained):
+        parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, index, slot))
 
 
 def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.Tensor], None]:

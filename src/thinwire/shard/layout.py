@@ -86,6 +86,7 @@ class FlatLayout:
         num_shards: ``s_p``, into how many P shards it is cut.
         dtype: compute dtype.
         trainable: whether it has gradients.
+        encoded: whether the plan's codecs apply to it: it has numbers, and they are not excluded.
     """
 
     slots: tuple[Slot, ...]
@@ -93,6 +94,7 @@ class FlatLayout:
     num_shards: int
     dtype: torch.dtype
     trainable: bool
+    encoded: bool
 
     @property
     def payload(self) -> int:
@@ -136,7 +138,12 @@ class FlatLayout:
 
 
 def lay_out(
-    parameters: Sequence[tuple[str, torch.Size]], plan: Plan, dtype: torch.dtype, *, trainable: bool
+    parameters: Sequence[tuple[str, torch.Size]],
+    plan: Plan,
+    dtype: torch.dtype,
+    *,
+    trainable: bool,
+    encoded: bool = True,
 ) -> FlatLayout:
     """Lay parameters end to end and pad, so that every shard of every factor is equal and aligned to 16 bytes."""
     slots, offset = [], 0
@@ -144,7 +151,7 @@ def lay_out(
         slots.append(Slot(name, shape, offset))
         offset += math.prod(shape)
     unit = plan.world * max(1, ALIGNMENT_BYTES // dtype.itemsize)
-    return FlatLayout(tuple(slots), padded(max(offset, 1), unit), plan.params.ranks, dtype, trainable)
+    return FlatLayout(tuple(slots), padded(max(offset, 1), unit), plan.params.ranks, dtype, trainable, encoded)
 
 
 def even_shares(layout: FlatLayout, plan: Plan) -> tuple[tuple[Run, ...], ...]:

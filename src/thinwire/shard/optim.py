@@ -207,10 +207,9 @@ def own_fragments(runtime: Runtime) -> list[OwnedFragment]:
     share_index = runtime.axes[Axis.SHARD, Lane.REDUCE].index
     owned = []
     for unit in runtime.units:
-        for buffer in unit.buffers:
-            if not buffer.layout.trainable:
-                continue
-            gradient = runtime.gradients[unit.index].owned.values
+        trained = [buffer for buffer in unit.buffers if buffer.layout.trainable]
+        for buffer, part in zip(trained, runtime.gradients.get(unit.index, ()), strict=True):
+            gradient = part.owned.values
             share = buffer.shares[share_index]
             position = 0
             for run in share:
@@ -224,7 +223,7 @@ def own_fragments(runtime: Runtime) -> list[OwnedFragment]:
                     grad = gradient[begin : begin + fragment.length]
                     if fragment.whole:
                         value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
-                    slot = buffer.layout.slots.index(fragment.slot)
+                    slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
                     owned.append(OwnedFragment(unit.index, slot, fragment, nn.Parameter(value), grad))
                 position += run.length
     return owned

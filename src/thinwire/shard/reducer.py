@@ -34,13 +34,14 @@ class Reducer:
     Args:
         plan: the plan.
         infos: what the program knows of the units; the source of the buckets.
-        gradients: by unit, for units with trainable parameters.
+        gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
         lanes: where reductions run.
         params, shard, replica: the axes.
         codecs: what encodes gradients.
         seeds: for codecs that round at random.
 
     Attributes:
+        parts: every gradient of every unit.
         lost: what codecs rounded away of this rank's messages and the next step makes up for (error feedback), fp32,
             by reduction; the same reductions on every rank, of sizes of their own.
     """
@@ -49,7 +50,7 @@ class Reducer:
         self,
         plan: Plan,
         infos: Sequence[UnitInfo],
-        gradients: Mapping[int, UnitGradient],
+        gradients: Mapping[int, Sequence[UnitGradient]],
         lanes: Lanes,
         params: AxisGroup,
         shard: AxisGroup,
@@ -60,6 +61,7 @@ class Reducer:
         self._plan_codecs, self._codecs, self._seeds = codecs, codecs, seeds
         self.lost: dict[str, torch.Tensor] = {}
         self.plan, self.gradients = plan, gradients
+        self.parts = tuple(part for parts in gradients.values() for part in parts)
         self.topology = Topology(plan)
         self._infos, self._lanes = infos, lanes
         self._params, self._shard, self._replica = params, shard, replica
@@ -68,8 +70,7 @@ class Reducer:
         self._reduced: set[int] = set()
         self._buckets: dict[int, tuple[int, ...]] = {}
         self._bucket_cache: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
-        self._filling: Sources = []
-        self._filling_after: list[Ticket] = []
+        self._filling = (_Filling(), _Filling())  # of what is encoded, and of what is not
         self._tickets: dict[int, list[Ticket]] = {unit: [] for unit in gradients}
         self._last = True
 
@@ -94,12 +95,13 @@ class Reducer:
 
     def collect(self, unit: int, index: int, grad: torch.Tensor) -> bool:
         """Take one parameter's gradient; whether its unit is complete now."""
-        gradient = self.gradients[unit]
+        parts = self.gradients[unit]
+        part = parts[0] if len(parts) == 1 else next(p for p in reversed(parts) if p.first_slot <= index)
         if unit in self._reduced:
             self.join()  # a late gradient must not be added to what a lane is reading
-        gradient.collect(index, grad, last=self._last)
-        gradient.unsynced = True
-        return gradient.complete
+        part.collect(index - part.first_slot, grad, last=self._last)
+        part.unsynced = True
+        return part.complete and _complete(parts)
 
     def ready(self, unit: int) -> None:
         """A unit is complete: reduce it, and those that waited for it, in order."""
@@ -109,14 +111,14 @@ class Reducer:
 
     def delivered(self, unit: int) -> bool:
         """Whether every parameter of a unit has delivered its gradient in this backward."""
-        return unit in self._reduced or self.gradients[unit].complete
+        return unit in self._reduced or _complete(self.gradients[unit])
 
     def end(self) -> None:
         """The backward has ended: reduce what never became complete, and what came late."""
         while self._pending:
             self._reduce(self._pending.popleft())
-        for unit, gradient in self.gradients.items():
-            if gradient.started or (self._last and gradient.unsynced):
+        for unit, parts in self.gradients.items():
+            if any(part.started or (self._last and part.unsynced) for part in parts):
                 self._buckets = {unit: (unit,)}
                 self._reduce(unit)
 
@@ -124,10 +126,11 @@ class Reducer:
         """The backward failed: what it has collected and not sent is dropped; what is under way arrives."""
         self._pending.clear()
         self._ready.clear()
-        self._filling, self._filling_after = [], []
+        for filling in self._filling:
+            filling.take()
         self.join()
-        for gradient in self.gradients.values():
-            gradient.drop()
+        for part in self.parts:
+            part.drop()
 
     def join(self) -> None:
         """Wait until every reduction has arrived."""
@@ -153,26 +156,30 @@ class Reducer:
 
     def reset(self) -> None:
         """Forget every gradient."""
-        for gradient in self.gradients.values():
-            gradient.reset()
+        for part in self.parts:
+            part.reset()
 
     # -- one unit, then its bucket -----------------------------------------------------------------------------
 
     def _reduce(self, unit: int) -> None:
-        gradient = self.gradients[unit]
-        topology = self.topology
-        source = gradient.finish(last=self._last)
         self._reduced.add(unit)
-        if topology.params > 1:
-            source = self._reduce_over_params(gradient, source)
-        self._filling.append((gradient, source))
+        for part in self.gradients[unit]:
+            source = part.finish(last=self._last)
+            filling = self._filling[0 if part.layout.encoded else 1]
+            if self.topology.params > 1:
+                source, ticket = self._reduce_over_params(part, source)
+                for other in self._filling:
+                    other.after.append(ticket)
+            filling.sources.append((part, source))
         if unit in self._buckets:
-            bucket, after = self._filling, self._filling_after
-            self._filling, self._filling_after = [], []
-            self._reduce_bucket(bucket, after)
+            for filling in self._filling:
+                bucket, after = filling.take()
+                if bucket:
+                    self._reduce_bucket(bucket, after)
 
-    def _reduce_over_params(self, gradient: UnitGradient, staging: torch.Tensor) -> torch.Tensor:
-        """Reduce-scatter the micro-batch's gradient over the ranks that share P; the fp32 P-shard gradient."""
+    def _reduce_over_params(self, gradient: UnitGradient, staging: torch.Tensor) -> tuple[torch.Tensor, Ticket]:
+        """Reduce-scatter the micro-batch's gradient over the ranks that share P; the fp32 P-shard gradient, and what
+        waits for it."""
         topology = self.topology
         if topology.scatter_always:
             target = Accumulator(allocate(gradient.layout.shard_numel, torch.float32, staging.device))
@@ -187,15 +194,12 @@ class Reducer:
             out,
             scale=scale,
             accumulate=accumulate,
-            codecs=self._codecs,
+            codecs=self._codecs_of([(gradient, staging)]),
             residual=self._lost_by_scatter("params", self._params, [(gradient, staging)], even_sizes),
             seed=self._seeds.next(),
         )
         overlapped = self.plan.overlap.reduce
-        self._filling_after.append(
-            self._submit(Lane.REDUCE, moves, "reduce", [(gradient, staging)], overlapped=overlapped)
-        )
-        return out
+        return out, self._submit(Lane.REDUCE, moves, "reduce", [(gradient, staging)], overlapped=overlapped)
 
     def _reduce_bucket(self, bucket: Sources, after: list[Ticket]) -> None:
         topology = self.topology
@@ -230,7 +234,7 @@ class Reducer:
             vector[:mine],
             scale=topology.scale(group.size),
             sizes=sizes,
-            codecs=self._codecs,
+            codecs=self._codecs_of(bucket),
             residual=self._lost_by_scatter("shard", group, bucket, sizes),
             seed=self._seeds.next(),
         )
@@ -255,7 +259,7 @@ class Reducer:
             scale=scale,
             accumulate=alone and adds[0],
             sizes=sizes,
-            codecs=self._codecs,
+            codecs=self._codecs_of(bucket),
             residual=self._lost_by_scatter("shard", group, bucket, sizes),
             seed=self._seeds.next(),
         ).after(pack)
@@ -297,7 +301,7 @@ class Reducer:
             summed,
             scale=scale,
             accumulate=alone and adds[0],
-            codecs=self._codecs,
+            codecs=self._codecs_of(bucket),
             feedback=Feedback(
                 self._lost_by_scatter("replica", group, bucket, [piece] * group.size),
                 self._lost_of("replica-sum", group, bucket, piece),
@@ -318,9 +322,13 @@ class Reducer:
         """What a reduce-scatter's last hop lost of the bucket's gradients so far."""
         return self._lost_of(what, group, bucket, residual_numel(group, sizes))
 
+    def _codecs_of(self, bucket: Sources) -> HopCodecs:
+        return self._codecs if bucket[0][0].layout.encoded else EXACT
+
     def _lost_of(self, what: str, group: AxisGroup, bucket: Sources, numel: int) -> torch.Tensor | None:
         """fp32, kept from step to step, nothing at first; ``None`` without error feedback, or if nothing gets lost."""
-        codec = self._codecs.across if group.nodes > 1 else self._codecs.inside
+        codecs = self._codecs_of(bucket)
+        codec = codecs.across if group.nodes > 1 else codecs.inside
         if not self.plan.wire.error_feedback or codec is None or codec.spec.is_lossless:
             return None
         key = f"{what}/{'-'.join(str(gradient.unit) for gradient, _ in bucket)}"
@@ -357,6 +365,30 @@ class Reducer:
         if order not in self._bucket_cache:
             self._bucket_cache[order] = {b[-1]: b for b in buckets(self.plan, self._infos, order)}
         return self._bucket_cache[order]
+
+
+class _Filling:
+    """A bucket that fills up: of gradients that are encoded, or of those that are not.
+
+    Attributes:
+        sources: gradients, and where their values are.
+        after: what has to finish first.
+    """
+
+    def __init__(self) -> None:
+        self.sources: Sources = []
+        self.after: list[Ticket] = []
+
+    def take(self) -> tuple[Sources, list[Ticket]]:
+        """What it holds; it is empty then."""
+        taken = self.sources, self.after
+        self.sources, self.after = [], []
+        return taken
+
+
+def _complete(parts: Sequence[UnitGradient]) -> bool:
+    """Whether every parameter of a unit has delivered its gradient in this backward."""
+    return all(part.complete for part in parts)
 
 
 def _finished(ticket: Ticket) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,7 +57,7 @@ class Runtime:
         model: the root module.
         plan: the plan.
         units: its units.
-        gradients: by unit, for units with trainable parameters.
+        gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
         arena: the fp32 memory all owned gradients are carved from.
         lanes: where communication runs.
         meter: counts the bytes.
@@ -72,7 +72,7 @@ class Runtime:
         model: nn.Module,
         plan: Plan,
         units: Sequence[Unit],
-        gradients: dict[int, UnitGradient],
+        gradients: Mapping[int, Sequence[UnitGradient]],
         arena: torch.Tensor,
         lanes: Lanes,
         meter: Meter,
@@ -270,7 +270,7 @@ class Runtime:
         if measure:
             self.reducer.join()
         squared = self._squared_norm() if measure else float("nan")
-        unfinished = int(any(gradient.unsynced for gradient in self.gradients.values()))
+        unfinished = int(any(gradient.unsynced for gradient in self.reducer.parts))
         words = struct.pack("<dqqq", squared, self.schedule.order_hash, unfinished, self.num_steps)
         bits = _to_bits(self._used)
         everyone = self._exchange(words + bits)
@@ -320,7 +320,8 @@ class Runtime:
             for buffer in unit.buffers:
                 if buffer.layout.trainable:
                     seed = self.seeds.of_unit(Lane.SPREAD, index)
-                    moves = _spread(group, buffer, self.plan, self.codecs.spread, seed)
+                    codec = self.codecs.spread if buffer.layout.encoded else None
+                    moves = _spread(group, buffer, self.plan, codec, seed)
                     unit.spread = self.lanes.submit(Lane.SPREAD, moves, label=f"spread {unit.name}")
             if not self.plan.overlap.spread:
                 unit.join_spread()
@@ -410,7 +411,7 @@ class Runtime:
         """Squared norm of what this rank owns; replicas of a share count once. One pass over memory."""
         if self.axes[Axis.REPLICA, Lane.SYNC].index != 0:
             return 0.0
-        held = [g.owned.values for g in self.gradients.values() if not g.owned.empty]
+        held = [g.owned.values for g in self.reducer.parts if not g.owned.empty]
         if not held:
             return 0.0
         norms = torch.stack(torch._foreach_norm(held)).double()

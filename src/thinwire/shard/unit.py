@@ -210,7 +210,7 @@ class Unit:
                 torch.autograd.graph.increment_version(parameter)
 
     def _encoded_gather(self, buffer: FlatBuffer, codec: Codec) -> Moves:
-        if not buffer.layout.dtype.is_floating_point:
+        if not buffer.layout.encoded:
             return _gather(self._params, buffer, buffer.shard)
         return _gather(self._params, buffer, buffer.shard, codec, self._seeds.of_unit(Lane.GATHER, self.index))
 
