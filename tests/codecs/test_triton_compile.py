@@ -44,6 +44,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         yield call
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles(compiler: Callable[..., Any]) -> None:
     compiled = compiler(compile_codecs, "hopper", FEW, [torch.float32], [4100], False)
     assert set(compiled) == KERNELS

@@ -215,7 +215,7 @@ def check_created_graphs() -> None:
     for name in PLANS:
         model = tw.shard(build(Differentiable), plan(name))
         train_sharded(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), steps=range(1), micro_batches=2)
-        held = [gradient.local.values for gradient in runtime(model).gradients.values()]
+        held = [part.local.values for part in runtime(model).reducer.parts]
         assert not any(values.requires_grad for values in (*held, runtime(model).arena)), "graphs pile up"
         close(model)
     parity(Differentiable)
@@ -393,6 +393,7 @@ def test_activation_checkpointing_by_the_user() -> None:
     run_ranks(4, every, CHECKPOINTED)
 
 
+@pytest.mark.slow
 def test_recomputation_by_the_plan() -> None:
     run_ranks(4, partial(every, changes={"recompute": True}), (Stack, LowRankStack, TiedAcrossBlocks, Dropping))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.edge import ADAMW, TOLERANCE, close, gap, plan, whole
@@ -86,5 +87,6 @@ def check_all() -> None:
         check("mixtral", "amsp-13b", reentrant=True)
 
 
+@pytest.mark.slow
 def test_adapters_checkpointing_and_generation() -> None:
     run_ranks(4, check_all)

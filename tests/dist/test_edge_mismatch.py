@@ -27,8 +27,9 @@ from thinwire.testing.ranks import RankPool, free_port
 TIMEOUT = 5.0
 """Seconds that a collective may take here, once the job has been joined."""
 
-GRACE = 3.0
-"""Seconds in which a rank has heard where the others failed."""
+GRACE = 6.0
+"""Seconds in which a rank has heard where the others failed, on a machine with other work. What a timeout finds is of
+another kind."""
 
 
 class Outcome(NamedTuple):
@@ -211,7 +212,7 @@ def test_units_of_equal_size_gathered_in_another_order(pool: RankPool) -> None:
     ("name", "what"),
     [
         ("zero3", "sizes"),
-        ("zero1-node", "skipped"),
+        pytest.param("zero1-node", "skipped", marks=pytest.mark.slow),
         pytest.param("zero3", "skipped", marks=pytest.mark.slow),
         pytest.param("zero3", "fewer", marks=pytest.mark.slow),
     ],

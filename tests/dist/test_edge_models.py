@@ -335,6 +335,9 @@ GROUPS: dict[str, tuple[type[nn.Module], ...]] = {
 }
 
 
-@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize(
+    "group",
+    [pytest.param(group, marks=pytest.mark.slow) if group in {"types", "frozen"} else group for group in GROUPS],
+)
 def test_trains_as_in_plain_torch(group: str) -> None:
     run_ranks(4, every, GROUPS[group])

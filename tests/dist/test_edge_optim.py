@@ -80,6 +80,7 @@ def check_optimizers() -> None:
             raise AssertionError(f"{label}: {error}") from error
 
 
+@pytest.mark.slow
 def test_elementwise_optimizers() -> None:
     run_ranks(4, check_optimizers)
 

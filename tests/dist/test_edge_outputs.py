@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.edge import ADAMW, PLANS, WIDTH, Place, close, every, plan, samples, train_sharded
@@ -170,6 +171,7 @@ class ParameterAsArgument(nn.Module):
             return super().forward(torch.tanh(self.frozen(x * position)))
 
 
+@pytest.mark.slow
 def test_inputs_and_outputs_of_all_kinds() -> None:
     run_ranks(4, every, (ByKeyword, Loss, InPlace, Auxiliary, ParameterAsArgument))
 

@@ -97,6 +97,7 @@ class Nested(Stack):
 STRUCTURES = (NoList, Plain, RootOnly, PairsOfLayers, Attention, Nested)
 
 
+@pytest.mark.slow
 def test_structures_of_all_kinds() -> None:
     run_ranks(4, every, STRUCTURES)
 

@@ -113,7 +113,7 @@ def variants(**changes: Any) -> list[str]:
     ("num_micro_batches", "recompute"),
     [
         (1, False),
-        (3, True),
+        pytest.param(3, True, marks=pytest.mark.slow),
         pytest.param(1, True, marks=pytest.mark.slow),
         pytest.param(3, False, marks=pytest.mark.slow),
     ],

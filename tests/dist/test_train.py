@@ -205,6 +205,7 @@ def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
     assert f"SIGTERM: step {len(losses)} is saved" in output
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_passed_over_and_two_are_an_error(runs: Runs, whole: list[float]) -> None:
     short = ("--nproc", "1", "--set", "train.steps=25")
     runs.run("damaged", *short)

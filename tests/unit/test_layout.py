@@ -206,5 +206,5 @@ def test_which_shard_a_rank_holds(rank: int) -> None:
 
 def test_slots_are_found_by_value() -> None:
     slots = (Slot("a", torch.Size([2]), 0), Slot("b", torch.Size([2]), 2))
-    layout = FlatLayout(slots, 8, 1, torch.float32, True)
+    layout = FlatLayout(slots, 8, 1, torch.float32, trainable=True, encoded=True)
     assert layout.slots.index(Slot("b", torch.Size([2]), 2)) == 1
