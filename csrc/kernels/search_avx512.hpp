@@ -23,6 +23,15 @@ struct HighBytes {
     }
 };
 
+// Asks for a chunk that will be read later; it may lie beyond the end. The processor itself looks ahead to the end of a
+// page only, which eight blocks of bf16 fill.
+template <class Source>
+void prefetch_chunk(const char* values) {
+    for (std::int64_t at = 0; at < kChunk * Source::kBytes; at += 64) {
+        _mm_prefetch(values + at, _MM_HINT_T0);
+    }
+}
+
 // Four blocks of a multiple of 128 values side by side. With kBlock, which is then the blocks' size, loops are
 // unrolled; 0 is any size. To be called: load, refine once for each distance of the search, write.
 template <class Source, std::int64_t kBlock>
@@ -83,7 +92,9 @@ private:
             const __m512 factor = _mm512_set1_ps(-32768.0F / maxima_.max[row]);
             const std::int64_t end = (row + 1) * block();
             for (std::int64_t done = row * block(); done < end; done += kChunk) {
-                const Words words = rounded(Source::load(values_ + done * Source::kBytes), factor);
+                const char* values = values_ + done * Source::kBytes;
+                prefetch_chunk<Source>(values + 8 * block() * Source::kBytes);
+                const Words words = rounded(Source::load(values), factor);
                 _mm512_store_si512(fine_ + done, words.even);
                 _mm512_store_si512(fine_ + done + kChunk / 2, words.odd);
                 const __m512i coarse = _mm512_permutex2var_epi8(_mm512_adds_epi16(words.even, half), high_bytes,
