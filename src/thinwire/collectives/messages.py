@@ -39,11 +39,6 @@ class Messages:
         """Make the message of a piece."""
         self._made(index, self.codec.encode(piece, seed=seed, out=self._room(index)))
 
-    def _made(self, index: int, message: torch.Tensor) -> None:
-        if self.codec.spec.is_variable_length:
-            self._known[index] = message.numel()
-            self._lengths[index] = message.numel()
-
     def decode(self, index: int, out: torch.Tensor) -> None:
         """Write a message's values to ``out``."""
         self.codec.decode(self._message(index), self._sizes[index], out.dtype, out=out)
@@ -83,6 +78,11 @@ class Messages:
             )
             incoming._known = incoming._lengths.tolist()
         subgroup.exchange([self._message(i) for i in others], [incoming._message(i) for i in others])
+
+    def _made(self, index: int, message: torch.Tensor) -> None:
+        if self.codec.spec.is_variable_length:
+            self._known[index] = message.numel()
+            self._lengths[index] = message.numel()
 
     def _room(self, index: int) -> torch.Tensor:
         return self.buffer[self._starts[index] : self._starts[index + 1]]
