@@ -32,8 +32,9 @@ class Messages:
         rooms = [codec.slot_bytes(size, dtype) for size in sizes]
         self._starts = [sum(rooms[:i]) for i in range(len(rooms) + 1)]
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
-        self._lengths = torch.tensor([codec.max_wire_bytes(size, dtype) for size in sizes], device=device)
-        self._known = self._lengths.tolist()
+        self._known = [codec.max_wire_bytes(size, dtype) for size in sizes]
+        # Only they travel, and only they are worth a copy to a device.
+        self._lengths = torch.tensor(self._known if codec.spec.is_variable_length else [], device=device)
 
     def encode(self, index: int, piece: torch.Tensor, seed: int | None) -> None:
         """Make the message of a piece."""
