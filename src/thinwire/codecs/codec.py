@@ -49,7 +49,7 @@ class Codec(ABC):
 
     def slot_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Room for a message among others: :meth:`max_wire_bytes` rounded up to a multiple of 16."""
-        return -(-self.max_wire_bytes(numel, dtype) // 16) * 16
+        return self.spec.slot_bytes(numel, dtype)
 
     # ------------------------------------------------------------------------------------------------ one message
 

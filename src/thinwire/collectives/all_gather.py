@@ -85,10 +85,7 @@ def _encoded(
     peers = [range(i, i + 1) for i in columns[group.local_index]]
 
     def encode() -> None:
-        if residual is None:
-            messages.encode(group.index, pieces[group.index], seed)
-        else:
-            messages.encode_with_feedback(group.index, pieces[group.index], residual, seed)
+        messages.encode(group.index, pieces[group.index], seed, residual)
 
     def across() -> None:
         messages.gather(group.at(Stage.GATHER_ACROSS), peers, kind)

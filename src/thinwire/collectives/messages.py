@@ -36,9 +36,23 @@ class Messages:
         # Only they travel, and only they are worth a copy to a device.
         self._lengths = torch.tensor(self._known if codec.spec.is_variable_length else [], device=device)
 
-    def encode(self, index: int, piece: torch.Tensor, seed: int | None) -> None:
-        """Make the message of a piece."""
-        self._made(index, self.codec.encode(piece, seed=seed, out=self._room(index)))
+    def encode(self, index: int, piece: torch.Tensor, seed: int | None, residual: torch.Tensor | None = None) -> None:
+        """Make the message of a piece.
+
+        Args:
+            index: which message.
+            piece: contiguous 1-D; of the dtype of the messages, or of any if there is a residual.
+            seed: for the codec, if it needs one.
+            residual: fp32, of the size of ``piece``: what earlier messages lost is added to it, and what this one
+                loses is kept (error feedback).
+        """
+        if residual is None:
+            message = self.codec.encode(piece, seed=seed, out=self._room(index))
+        else:
+            message = self.codec.encode_feedback(piece, residual, seed=seed, out=self._room(index))
+        if self.codec.spec.is_variable_length:
+            self._known[index] = message.numel()
+            self._lengths[index] = message.numel()
 
     def decode(self, index: int, out: torch.Tensor) -> None:
         """Write a message's values to ``out``."""
@@ -47,18 +61,6 @@ class Messages:
     def decode_add(self, index: int, out: torch.Tensor) -> None:
         """Add a message's values to ``out``, which is fp32."""
         self.codec.decode_add(self._message(index), out, encoded=self._dtype)
-
-    def encode_with_feedback(self, index: int, piece: torch.Tensor, residual: torch.Tensor, seed: int | None) -> None:
-        """Make the message of a piece and of what earlier messages lost; keep what this one loses.
-
-        Args:
-            index: which message.
-            piece: contiguous 1-D, of any dtype.
-            residual: fp32, of the size of ``piece``, read and written.
-            seed: for the codec, if it needs one.
-        """
-        message = self.codec.encode_feedback(piece, residual, seed=seed, out=self._room(index))
-        self._made(index, message)
 
     def gather(self, subgroup: Subgroup, columns: Sequence[range], kind: Kind) -> None:
         """Fill the messages ``columns[i]`` with member i's; its own column is this rank's to give."""
@@ -79,11 +81,6 @@ class Messages:
             )
             incoming._known = incoming._lengths.tolist()
         subgroup.exchange([self._message(i) for i in others], [incoming._message(i) for i in others])
-
-    def _made(self, index: int, message: torch.Tensor) -> None:
-        if self.codec.spec.is_variable_length:
-            self._known[index] = message.numel()
-            self._lengths[index] = message.numel()
 
     def _room(self, index: int) -> torch.Tensor:
         return self.buffer[self._starts[index] : self._starts[index + 1]]

@@ -169,13 +169,9 @@ def _encoded_hop(
         total = allocate(own_size, torch.float32, device)
 
     def encode() -> None:
-        lost = None if residual is None else residual.split(list(sizes))
+        lost = [None] * subgroup.size if residual is None else residual.split(list(sizes))
         for i in others:
-            own_seed = None if seed is None else seed * subgroup.size + i
-            if lost is None:
-                outgoing.encode(i, pieces[i], own_seed)
-            else:
-                outgoing.encode_with_feedback(i, pieces[i], lost[i], own_seed)
+            outgoing.encode(i, pieces[i], None if seed is None else seed * subgroup.size + i, lost[i])
 
     def transfer() -> None:
         outgoing.exchange(subgroup, incoming)

@@ -56,7 +56,3 @@ class AxisGroup:
     def at(self, stage: Stage) -> Subgroup:
         """The ranks that one hop joins: this rank's neighbours in the node, or its peers on the other nodes."""
         return self._subgroups[stage]
-
-    def columns(self, pieces: list[torch.Tensor]) -> list[list[torch.Tensor]]:
-        """Pieces by local index: ``columns[l][n]`` belongs to local rank ``l`` of node ``n``."""
-        return [pieces[i : i + self.nodes] for i in range(0, len(pieces), self.nodes)]

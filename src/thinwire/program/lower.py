@@ -7,19 +7,18 @@ the order of the forward, synchronisation goes in buckets, the updated parameter
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_extent, axis_index, hops
+from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, hops
 from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
-from thinwire.program.wire import axis_shape, gather_sizes, reduction_sizes
+from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["CONTROL_WORDS", "buckets", "control_bytes", "default_trace", "lower", "padded"]
 
 CONTROL_WORDS = 4
 """64-bit words of the step's one scalar exchange: squared norm, order hash, unfinished gradients, step number."""
-
-_ITEMSIZE = {"bfloat16": 2, "float32": 4}
 
 
 def padded(numel: int, multiple: int) -> int:
@@ -47,7 +46,7 @@ def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tupl
     What is left over makes a bucket of its own, or joins the one before when it is less than half of one: the step
     waits for the last bucket, and a small one costs as many messages as a large one.
     """
-    itemsize = _ITEMSIZE[plan.effective_reduce_dtype]
+    itemsize = ITEMSIZE[plan.effective_reduce_dtype]
     closed: list[tuple[int, ...]] = []
     open_: list[int] = []
     size = 0
@@ -306,8 +305,7 @@ class _Lowering:
         return index
 
     def _extent(self, axis: Axis) -> int:
-        inner, outer = axis_extent(self.plan, axis)
-        return outer.ranks // inner.ranks
+        return math.prod(axis_shape(self.plan, axis))
 
     def _wait(self, event: Event, operation: int) -> None:
         self.waits.setdefault(event, []).append(operation)

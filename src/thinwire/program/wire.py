@@ -8,9 +8,9 @@ from thinwire.program.mesh import Axis, MessageSizes, axis_extent
 from thinwire.program.step import BufferInfo
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["axis_shape", "gather_sizes", "idle_codecs", "reduction_sizes", "sums_dtype"]
+__all__ = ["ITEMSIZE", "axis_shape", "gather_sizes", "idle_codecs", "reduction_sizes", "sums_dtype"]
 
-_ITEMSIZE = {"bfloat16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _LENGTH_BYTES = 8
 """A message of variable length is announced by its length."""
 
@@ -32,14 +32,14 @@ def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
 def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
     """Messages of a reduce-scatter or an all-reduce of gradients along an axis."""
     if not encoded:
-        return MessageSizes.plain(_ITEMSIZE[plan.effective_reduce_dtype])
+        return MessageSizes.plain(ITEMSIZE[plan.effective_reduce_dtype])
     local, nodes = axis_shape(plan, axis)
     dtype, intra, inter = plan.effective_reduce_dtype, plan.wire.reduce_intra, plan.wire.reduce_inter
     farther = inter if nodes > 1 else intra
     return MessageSizes(
         _message(intra, dtype),
         _message(inter, sums_dtype(plan) if local > 1 else dtype),
-        _plain(_ITEMSIZE[dtype]) if farther.is_none else _in_slots(farther, "float32"),
+        _message(farther, dtype) if farther.is_none else _in_slots(farther, "float32"),
     )
 
 
@@ -67,18 +67,12 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
 
 
 def _message(codec: CodecSpec, dtype: str) -> Callable[[int], int]:
-    if codec.is_none:
-        return _plain(_ITEMSIZE[dtype])
     announced = _LENGTH_BYTES if codec.is_variable_length else 0
     return lambda numel: codec.max_wire_bytes(numel, dtype) + announced
 
 
 def _in_slots(codec: CodecSpec, dtype: str) -> Callable[[int], int]:
-    """A gather's messages keep their distance, so that each starts at a multiple of 16 bytes."""
+    """A gather's messages of fixed length keep their distance."""
     if codec.is_variable_length:
         return _message(codec, dtype)
-    return lambda numel: -(-codec.max_wire_bytes(numel, dtype) // 16) * 16
-
-
-def _plain(itemsize: int) -> Callable[[int], int]:
-    return lambda numel: numel * itemsize
+    return lambda numel: codec.slot_bytes(numel, dtype)

@@ -100,6 +100,10 @@ class CodecSpec:
             case "exp3":
                 return 8 + 4 * -(-raw // 4) if numel else 0
 
+    def slot_bytes(self, numel: int, dtype: object) -> int:
+        """Room for a message among others: :meth:`max_wire_bytes`, rounded up so that the next one stays aligned."""
+        return _aligned(self.max_wire_bytes(numel, dtype))
+
     @property
     def zfp_block_bits(self) -> int:
         """Bits that ``zfp:RATE`` gives to a block of four values: at least the 9 of the block's exponent."""
