@@ -39,14 +39,6 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 7, 64, 255, 257, 1000, 9001]
 
 
-@pytest.fixture(params=_native.targets())
-def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.target()
-    _native.use_target(request.param)
-    yield request.param
-    _native.use_target(before)
-
-
 def dtypes_of(name: str) -> list[torch.dtype]:
     """What a codec takes."""
     return [torch.bfloat16] if name == "exp3" else DTYPES

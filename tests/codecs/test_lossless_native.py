@@ -25,12 +25,7 @@ FEW_SIZES = [1, 31, 63, 64, 127, 512, 513, 1024, 1087, 2049, 100001]
 POISON = 0xA5
 
 
-@pytest.fixture(params=_native.targets(), autouse=True)
-def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.target()
-    _native.use_target(request.param)
-    yield request.param
-    _native.use_target(before)
+pytestmark = pytest.mark.usefixtures("target")
 
 
 @pytest.fixture(params=[1, 3])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -17,12 +17,7 @@ DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2}
 POISONED = np.uint32(0x7FC00000)
 
 
-@pytest.fixture(params=_native.targets(), autouse=True)
-def target(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = _native.target()
-    _native.use_target(request.param)
-    yield request.param
-    _native.use_target(before)
+pytestmark = pytest.mark.usefixtures("target")
 
 
 def maxbits(rate: float) -> int:

@@ -270,3 +270,10 @@ def test_codecs_without_work_are_named() -> None:
     assert any("one node" in line for line in idle_codecs(alone_in_a_node))
     assert idle_codecs(plan("zeropp")) == ()
     assert any("wire.gather" in line for line in idle_codecs(plan("thinwire", "int8:256")))
+
+
+def test_error_feedback_without_a_loss_at_the_last_hop_is_named() -> None:
+    wire = {"reduce_intra": "int8:256", "reduce_inter": "none", "error_feedback": True}
+    (line,) = idle_codecs(plan("ddp", wire=wire))
+    assert "error_feedback" in line
+    assert idle_codecs(plan("ddp", wire={**wire, "reduce_inter": "int4:256"})) == ()

@@ -49,7 +49,7 @@ def sums_dtype(plan: Plan) -> str:
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:
-    """The codecs of a plan that have nothing to encode, each with the reason, in one sentence each."""
+    """What of a plan's ``wire`` has nothing to do, each with the reason, in one sentence each."""
     shapes = {axis: axis_shape(plan, axis) for axis in Axis}
     reductions = [shapes[axis] for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)]
     reasons = {
@@ -59,11 +59,18 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
         "spread": "" if shapes[Axis.SHARD] != (1, 1) else "optimizer states are sharded like parameters: no spread",
     }
     codecs = plan.wire.codecs()
-    return tuple(
+    lines = [
         f"wire.{name} = {str(codecs[name])!r} is not used: {reason}"
         for name, reason in reasons.items()
         if reason and not codecs[name].is_none
-    )
+    ]
+    inner_loss = any(local > 1 and nodes > 1 for local, nodes in reductions) and not plan.wire.reduce_intra.is_lossless
+    if plan.wire.error_feedback and plan.wire.reduce_inter.is_lossless and inner_loss:
+        lines.append(
+            "wire.error_feedback = true does not reach reductions that go on to other nodes: it covers their last hop, "
+            f"and reduce_inter = {str(plan.wire.reduce_inter)!r} loses nothing there"
+        )
+    return tuple(lines)
 
 
 def _message(codec: CodecSpec, dtype: str) -> Callable[[int], int]:

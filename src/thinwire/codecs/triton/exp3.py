@@ -7,17 +7,15 @@ Shapes: B blocks of V = 512 values a program; W = 16 words of a bit plane.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, final
+from typing import final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.codecs.codec import Codec
-from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch, room_for
-from thinwire.codecs.triton.message import TOO_MANY, header_of, num_ones, offsets_of
+from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch
+from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of
 from thinwire.codecs.triton.tiles import widen
 from thinwire.errors import WireError
 
@@ -30,31 +28,12 @@ BLOCKS = 4
 
 
 @final
-class Exp3Codec(Codec):
-    """Lossless for bf16; variable length. The host waits for the size of each message, except of slices."""
+class Exp3Codec(VariableCodec):
+    """Lossless for bf16; variable length."""
 
-    backend: ClassVar[str] = "triton"
-
-    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
-        del seed
-        check_device(x)
-        room = room_for(wire, self.max_wire_bytes(x.numel(), x.dtype))
-        num_escapes = self._write(x, room)
-        num_words = _escapes_at(x.numel()) + ceil_div(int(num_escapes), 4)
-        size = 4 * min(num_words, 2 + ceil_div(x.numel(), 2))
-        if room.data_ptr() != wire.data_ptr():
-            wire[:size].copy_(room[:size])
-        return size
-
-    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
-        check_device(x)
-        if wires.data_ptr() % 16:
-            super()._encode_slices(x, bounds, wires, seed)
-            return
-        # Nobody asks for sizes, so the host does not wait for them.
-        for row, (start, stop) in enumerate(bounds):
-            if stop > start:
-                self._write(x[start:stop], wires[row])
+    def _size(self, x: Tensor, found: int) -> int:
+        num_words = _escapes_at(x.numel()) + ceil_div(found, 4)
+        return 4 * min(num_words, 2 + ceil_div(x.numel(), 2))
 
     def _write(self, x: Tensor, room: Tensor) -> Tensor:
         """The message to the start of ``room``; the number of its escapes, on the device."""

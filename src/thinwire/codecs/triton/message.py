@@ -3,18 +3,58 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import ClassVar
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.triton.launch import check_device, room_for
 from thinwire.errors import WireError
 
-__all__ = ["TOO_MANY", "header_of", "num_ones", "offsets_of"]
+__all__ = ["TOO_MANY", "VariableCodec", "header_of", "num_ones", "offsets_of"]
 
 TOO_MANY = 1 << 40
 """Added by kernels to a count of parts that contradicts the message elsewhere; no message has so many, and sums of
 these stay below 2^63."""
+
+
+class VariableCodec(Codec):
+    """Encoding of a codec of variable length. The host waits for the size of each message, except of slices."""
+
+    backend: ClassVar[str] = "triton"
+
+    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
+        del seed
+        check_device(x)
+        room = room_for(wire, self.max_wire_bytes(x.numel(), x.dtype))
+        size = self._size(x, int(self._write(x, room)))
+        if room.data_ptr() != wire.data_ptr():
+            wire[:size].copy_(room[:size])
+        return size
+
+    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
+        check_device(x)
+        if wires.data_ptr() % 16:
+            super()._encode_slices(x, bounds, wires, seed)
+            return
+        # Nobody asks for sizes, so the host does not wait for them.
+        for row, (start, stop) in enumerate(bounds):
+            if stop > start:
+                self._write(x[start:stop], wires[row])
+
+    @abstractmethod
+    def _write(self, x: Tensor, room: Tensor) -> Tensor:
+        """The message of ``x`` to the start of ``room``; how many parts of it there are whose number depends on the
+        values, on the device."""
+
+    @abstractmethod
+    def _size(self, x: Tensor, found: int) -> int:
+        """Bytes of a message with so many such parts."""
 
 
 def offsets_of(counts: Tensor) -> Tensor:

@@ -7,17 +7,15 @@ Shapes: a chunk of 1024 words as a tile of G = 32 groups and C = 32 columns.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar, final
+from typing import final
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.codecs.codec import Codec
-from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch, room_for
-from thinwire.codecs.triton.message import TOO_MANY, header_of, num_ones, offsets_of
+from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch
+from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of
 from thinwire.errors import WireError
 
 __all__ = ["MpcCodec"]
@@ -27,40 +25,22 @@ CHUNK = 1024
 
 
 @final
-class MpcCodec(Codec):
-    """Lossless for any words; variable length. The host waits for the size of each message, except of slices."""
+class MpcCodec(VariableCodec):
+    """Lossless for any words; variable length."""
 
-    backend: ClassVar[str] = "triton"
+    def _size(self, x: Tensor, found: int) -> int:
+        num_words = ceil_div(x.numel() * x.itemsize, 4)
+        return 8 + 4 * ceil_div(num_words, 32) + 4 * found
 
-    def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
-        del seed
-        check_device(x)
-        room = room_for(wire, self.max_wire_bytes(x.numel(), x.dtype))
-        num_words, num_kept = self._write(x, room)
-        size = 8 + 4 * ceil_div(num_words, 32) + 4 * int(num_kept)
-        if room.data_ptr() != wire.data_ptr():
-            wire[:size].copy_(room[:size])
-        return size
-
-    def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
-        check_device(x)
-        if wires.data_ptr() % 16:
-            super()._encode_slices(x, bounds, wires, seed)
-            return
-        # Nobody asks for sizes, so the host does not wait for them.
-        for row, (start, stop) in enumerate(bounds):
-            if stop > start:
-                self._write(x[start:stop], wires[row])
-
-    def _write(self, x: Tensor, room: Tensor) -> tuple[int, Tensor]:
-        """The message to the start of ``room``; its words before coding, and those that are kept, on the device."""
+    def _write(self, x: Tensor, room: Tensor) -> Tensor:
+        """The message to the start of ``room``; the number of words that are kept, on the device."""
         words, message = _words_of(x), room.view(torch.int32)
         num_words, num_chunks = words.numel(), ceil_div(words.numel(), CHUNK)
         counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
         launch(_count, (num_chunks,), words, message, counts, num_words)
         offsets = offsets_of(counts)
         launch(_compact, (num_chunks,), words, message, offsets, num_words, num_chunks, MAGIC)
-        return num_words, offsets[-1]
+        return offsets[-1]
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         check_device(wire)
