@@ -103,9 +103,11 @@ def codecs(
 
             draw(study, plot)
         if page is not None:
-            from thinwire.lab.bench.codecs.sheets import insert, markdown
+            from thinwire.lab.bench.codecs.sheets import markdown
+            from thinwire.report import insert
 
-            page.write_text(insert(page.read_text(encoding="utf-8"), markdown(study)), encoding="utf-8")
+            text = insert(page.read_text(encoding="utf-8"), markdown(study), "thinwire bench codecs --page")
+            page.write_text(text, encoding="utf-8")
         _refuse(study)
 
 
@@ -199,7 +201,8 @@ def _words(text: str, *, none: bool = False) -> list[str]:
 def _show(study: Study) -> None:
     from rich.console import Console
 
-    from thinwire.lab.bench.codecs.sheets import rich_table, sheets
+    from thinwire.lab.bench.codecs.sheets import sheets
+    from thinwire.report import rich_table
 
     console = Console(highlight=False)
     if not console.is_terminal:

@@ -9,6 +9,7 @@ import typer
 import thinwire
 from thinwire.cli.bench import bench
 from thinwire.cli.bench_codecs import codecs
+from thinwire.cli.bench_convergence import convergence
 from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
@@ -27,6 +28,7 @@ app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 bench.command()(overlap)
 bench.command()(codecs)
+bench.command()(convergence)
 app.add_typer(bench)
 
 

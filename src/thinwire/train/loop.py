@@ -129,6 +129,7 @@ def _summary(trainer: Trainer) -> dict[str, object]:
         "final_train_loss": position.loss,
         "final_val_loss": position.val_loss,
         "unigram_entropy": job.dataset.unigram_entropy,
+        "dataset": job.dataset.fingerprint,
         "tokens_per_second": tokens / total.seconds if total.steps else None,
         "steps": position.step,
         "parameters": trainer.num_parameters,

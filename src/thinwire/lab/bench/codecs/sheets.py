@@ -2,60 +2,22 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
 
-from rich.table import Table
-
-from thinwire.errors import UsageError
 from thinwire.lab.bench.codecs.data import DATA_SETS
 from thinwire.lab.bench.codecs.jobs import DIRECTIONS, FUSED
 from thinwire.lab.bench.codecs.study import Study
 from thinwire.lab.bench.codecs.timing import COPY, Speed
+from thinwire.report import Sheet, markdown_table
 from thinwire.units import format_bytes
 
-__all__ = ["Sheet", "insert", "markdown", "rich_table", "sheets"]
-
-_BEGIN: Final = "<!-- results: begin (written by `thinwire bench codecs --page`) -->"
-_END: Final = "<!-- results: end -->"
-
-
-@dataclass(frozen=True)
-class Sheet:
-    """One table as text.
-
-    Attributes:
-        title: above it.
-        columns: their names; the first ones hold words, the others numbers.
-        words: how many hold words.
-        rows: cells.
-        faint: rows that are there for comparison.
-    """
-
-    title: str
-    columns: Sequence[str]
-    words: int
-    rows: Sequence[Sequence[str]]
-    faint: frozenset[int] = frozenset()
+__all__ = ["markdown", "sheets"]
 
 
 def sheets(study: Study) -> list[Sheet]:
     """The tables of a run, in the order in which one reads them; without any row a table is left out."""
     made = [*_error_sheets(study), *_speed_sheets(study), _fused_sheet(study), _blocking_sheet(study)]
     return [sheet for sheet in [*made, _peer_sheet(study), _goal_sheet(study)] if sheet.rows]
-
-
-def rich_table(sheet: Sheet) -> Table:
-    """For a terminal."""
-    table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False)
-    for index, name in enumerate(sheet.columns):
-        table.add_column(name, justify="left" if index < sheet.words else "right", no_wrap=True)
-    for index, row in enumerate(sheet.rows):
-        style = "dim" if index in sheet.faint else None
-        table.add_row(*row, style="red" if row[-1] in {"missed", "red"} else style)
-    return table
 
 
 def markdown(study: Study) -> str:
@@ -71,31 +33,8 @@ def markdown(study: Study) -> str:
     ]
     lines += [f"- {note}" for note in study.notes] + ([""] if study.notes else [])
     for sheet in sheets(study):
-        lines += [f"**{sheet.title}**", "", _row(sheet.columns)]
-        lines.append(_row(["---" if index < sheet.words else "---:" for index in range(len(sheet.columns))]))
-        lines += [_row(row) for row in sheet.rows]
-        lines.append("")
+        lines += markdown_table(sheet)
     return "\n".join(lines)
-
-
-def insert(page: str, text: str) -> str:
-    """A page with its results replaced.
-
-    Args:
-        page: holds the two marks between which results stand.
-        text: that comes between them.
-
-    Raises:
-        UsageError: the page has no such place.
-    """
-    pattern = re.compile(f"{re.escape(_BEGIN)}\n.*?{re.escape(_END)}", re.DOTALL)
-    if not pattern.search(page):
-        raise UsageError(f"the page has no place for results; mark it with the lines\n{_BEGIN}\n{_END}")
-    return pattern.sub(lambda match: f"{_BEGIN}\n\n{text.strip()}\n\n{_END}", page)
-
-
-def _row(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
 
 
 def _error_sheets(study: Study) -> list[Sheet]:

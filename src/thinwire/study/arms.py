@@ -1,0 +1,137 @@
+"""What a convergence study compares, as its file says, and the runs that this means."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Count, Depth, Positive, Problem, Spec, rule
+from thinwire.spec.io import read_toml_file
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
+from thinwire.train.environment import resolve_plan
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._]*(-[A-Za-z0-9+._]+)*")
+
+
+class Arm(Spec):
+    """One way to train."""
+
+    name: str = Field(description="names files too: letters, digits and + . _ -")
+    about: str = Field(default="", description="in a few words, for the table")
+    plan: dict[str, Any] = Field(description="as in a recipe: a preset and what it changes, or a whole plan")
+
+    @rule("name")
+    def _names_a_file(self) -> Iterator[Problem]:
+        if not _NAME.fullmatch(self.name):
+            yield Problem("name", f"= {self.name!r} should be letters, digits and + . _, with single - between them")
+
+
+class Goal(Spec):
+    """What one arm should reach; reported, and no error where it is missed."""
+
+    arm: str = Field(description="of which arm")
+    within_percent: Positive | None = Field(default=None, description="mean loss at most so far above the baseline's")
+    better_than: str | None = Field(default=None, description="mean loss below this arm's")
+
+
+class StudySpec(Spec):
+    """A convergence study: one recipe, several arms, several seeds."""
+
+    recipe: str = Field(description="of every run, relative to the study's file")
+    tokens: Count = Field(description="of a run; whole steps, rounded up")
+    seeds: tuple[Depth, ...] = Field(min_length=1, description="each arm runs once with each")
+    baseline: str = Field(description="the arm that the others are compared with")
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="what is compared")
+    goals: tuple[Goal, ...] = Field(default=(), description="what arms should reach")
+
+    @rule("arms", "baseline", "goals", "seeds")
+    def _names_are_arms(self) -> Iterator[Problem]:
+        names = [arm.name for arm in self.arms]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield Problem("arms", f"has two arms {name!r}; name each once")
+        if len(set(self.seeds)) < len(self.seeds):
+            yield Problem("seeds", f"= {list(self.seeds)} names a seed twice")
+        used = [("baseline", self.baseline)]
+        for goal in self.goals:
+            used += [("goals", name) for name in (goal.arm, goal.better_than) if name is not None]
+        for key, name in used:
+            if name not in names:
+                yield Problem(key, f"names {name!r}, which is no arm; valid are {', '.join(names)}")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a study.
+
+    Attributes:
+        arm: its name.
+        seed: of weights and samples.
+        recipe: everything it is made of, but what a preset stands for.
+        plan: what the recipe's plan stands for now.
+    """
+
+    arm: str
+    seed: int
+    recipe: Recipe
+    plan: Plan
+
+    @property
+    def name(self) -> str:
+        """Names its directory and its file of metrics."""
+        return f"{self.arm}-seed{self.seed}"
+
+    @property
+    def steps(self) -> int:
+        """Optimizer updates."""
+        return self.recipe.train.steps
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study and its runs.
+
+    Attributes:
+        spec: as in its file, with the options of the command.
+        runs: all of them, the first seed of every arm before the second of any: an interrupted study has
+            whole comparisons.
+    """
+
+    spec: StudySpec
+    runs: Sequence[Run]
+
+    @classmethod
+    def read(cls, path: Path, changes: Mapping[str, Any], settings: Sequence[str] = ()) -> Self:
+        """Read a study.
+
+        Args:
+            path: of its TOML file.
+            changes: keys of the study to replace.
+            settings: ``dotted.key=value`` each, keys of the recipe.
+
+        Returns:
+            The study.
+
+        Raises:
+            SpecError: naming every problem of the study, or of the recipe of an arm.
+        """
+        spec = StudySpec.parse({**read_toml_file(path), **changes}, str(path))
+        recipe_path = path.resolve().parent / spec.recipe
+        base = Recipe.read(recipe_path, settings)
+        if base.train.global_batch is None:
+            raise SpecError(str(recipe_path), ["train.global_batch is not set; a study needs it to count tokens"])
+        steps = -(-spec.tokens // (base.train.global_batch * base.train.seq))
+        runs = [_run(base, arm, seed, steps) for seed in spec.seeds for arm in spec.arms]
+        return cls(spec, runs)
+
+
+def _run(base: Recipe, arm: Arm, seed: int, steps: int) -> Run:
+    """One run: the arm's plan and the seed; a mistake in an arm is found here, before anything runs."""
+    recipe = base.with_(plan=arm.plan, train=base.train.with_(steps=steps, seed=seed))
+    return Run(arm.name, seed, recipe, resolve_plan(recipe, None))
