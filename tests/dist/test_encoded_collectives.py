@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -10,10 +11,10 @@ import torch
 from thinwire import codecs
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.all_reduce import Feedback, all_reduce
+from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.group import Meter, control
 from thinwire.collectives.moves import TRANSFERS
-from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Kind, Lane, MessageSizes, Scope, hops
 from thinwire.spec import Factor, Plan
@@ -165,6 +166,36 @@ def test_encoded_collectives_equal_a_plain_loop(nodes: int, local: int) -> None:
     run_ranks(nodes * local, check_everything, nodes, local)
 
 
+def exchange(nodes: int, local: int) -> None:
+    """Two members: each vector is encoded once, whole, and both add up the same two messages."""
+    group, meter = world_group(nodes, local)
+    scope = Scope.ACROSS if nodes > 1 else Scope.INSIDE
+    for dtype in (torch.float32, torch.bfloat16):
+        everyone = Everyone(nodes, local, [350, 350], dtype)
+        for codec in map(codecs.get, ("int4:256", "int8:64", "mpc")):
+            expected = (through(codec, everyone.held[0]) + through(codec, everyone.held[1])) * 0.5
+            out = torch.full((690,), math.nan)
+            vector = everyone.held[group.index].clone()
+            meter.take()
+            all_reduce(group, vector, out, scale=0.5, codecs=HopCodecs(codec, codec)).perform()
+            assert torch.equal(out, expected[:690])
+            sent = meter.take()[Lane.SYNC][scope]
+            if codec.spec.is_variable_length:
+                assert sent <= codec.max_wire_bytes(700, dtype) + 8
+            else:
+                slot = MessageSizes(*[partial(codec.slot_bytes, dtype=dtype)] * 3, encoded=True)
+                told = hops(Kind.ALL_REDUCE, local, nodes, [350, 350], group.index, slot)
+                assert [(hop.scope, hop.sent) for hop in told] == [(scope, sent)]
+            added = torch.ones(700)
+            all_reduce(group, vector, added, scale=0.5, accumulate=True, codecs=HopCodecs(codec, codec)).perform()
+            assert torch.equal(added, 1 + expected)
+
+
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (1, 2)])
+def test_two_members_exchange_whole_vectors(nodes: int, local: int) -> None:
+    run_ranks(2, exchange, nodes, local)
+
+
 def feed_back(nodes: int, local: int) -> None:
     group, _ = world_group(nodes, local)
     at_hops = HopCodecs(codecs.get("int8:256"), codecs.get("int2:256"))
@@ -172,7 +203,8 @@ def feed_back(nodes: int, local: int) -> None:
     world = nodes * local
     everyone = Everyone(nodes, local, [numel // world] * world, torch.float32)
     mean = torch.stack(everyone.held).mean(0)
-    feedback = Feedback(torch.zeros(residual_numel(group, everyone.sizes)), torch.zeros(numel // world))
+    scattered, gathered = feedback_numels(group, numel)
+    feedback = Feedback(torch.zeros(scattered), torch.zeros(gathered) if gathered else None)
     totals = torch.zeros(2, numel)
     for total, kept in zip(totals, (None, feedback), strict=True):
         for _ in range(steps):
@@ -187,7 +219,7 @@ def feed_back(nodes: int, local: int) -> None:
     assert all(other == everyone_else[0] for other in everyone_else), "replicas differ"
 
 
-@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 3)])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 3), (2, 1), (1, 2)])
 def test_error_feedback_returns_what_was_lost(nodes: int, local: int) -> None:
     run_ranks(nodes * local, feed_back, nodes, local)
 

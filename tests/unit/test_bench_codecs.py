@@ -22,9 +22,10 @@ from thinwire.lab.bench.codecs.gate import check_sample, check_timed
 from thinwire.lab.bench.codecs.goals import Goal, goals
 from thinwire.lab.bench.codecs.picture import draw
 from thinwire.lab.bench.codecs.run import CODECS
-from thinwire.lab.bench.codecs.sheets import insert, markdown, sheets
+from thinwire.lab.bench.codecs.sheets import markdown, sheets
 from thinwire.lab.bench.codecs.study import Study
 from thinwire.lab.bench.codecs.timing import COPY, Job, Speed, interleave, is_noisy, speeds
+from thinwire.report import insert
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -219,7 +220,7 @@ def test_synthetic_data_sets_are_the_same_every_time() -> None:
 
 def test_a_page_without_a_place_for_results_is_refused() -> None:
     with pytest.raises(UsageError, match="no place for results"):
-        insert("# Page\n", "text")
+        insert("# Page\n", "text", "thinwire bench codecs --page")
 
 
 def test_an_empty_study_can_be_shown(tmp_path: Path) -> None:

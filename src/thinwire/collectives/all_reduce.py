@@ -1,4 +1,4 @@
-"""All-reduce along an axis: reduce-scatter, then all-gather."""
+"""All-reduce along an axis: reduce-scatter, then all-gather; or, of two members with a codec, an exchange."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ from dataclasses import dataclass
 
 import torch
 
+from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.moves import Moves
-from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
+from thinwire.collectives.messages import Messages
+from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Kind
 
-__all__ = ["Feedback", "all_reduce"]
+__all__ = ["Feedback", "all_reduce", "feedback_numels"]
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a reduction's messages lost and the next ones make up for; fp32.
+    """What a reduction's messages lost and the next ones make up for; fp32, of :func:`feedback_numels` elements.
 
     Attributes:
-        scatter: of the reduce-scatter's last hop
-            (:func:`~thinwire.collectives.reduce_scatter.residual_numel` elements).
+        scatter: of the last hop that carries what is added.
         gather: of this rank's piece of the sums.
     """
 
     scatter: torch.Tensor | None = None
     gather: torch.Tensor | None = None
+
+
+def feedback_numels(group: AxisGroup, numel: int) -> tuple[int, int]:
+    """Elements of ``Feedback.scatter`` and ``.gather`` for an encoded vector of so many; 0 where there is no such
+    message."""
+    if group.size == 2:
+        return numel, 0
+    piece = numel // group.size
+    return residual_numel(group, [piece] * group.size), piece
 
 
 def all_reduce(
@@ -45,6 +56,10 @@ def all_reduce(
     1. Reduce-scatter in two hops (see :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`), added in fp32.
     2. The scaled sums, rounded to the wire dtype once, are gathered in two hops; with codecs, they are encoded from
        fp32 by that of the farther hop.
+
+    Two members with a codec send each other one message of the whole vector instead, and both add up what the two
+    messages say, their own too. Those are as many bytes as the two steps above, but nothing is encoded twice: the error
+    is that of two vectors, not of half of one and of the sum, which is larger.
 
     Args:
         group: the axis.
@@ -71,8 +86,39 @@ def all_reduce(
             out.copy_(sums[: out.numel()])
 
     feedback = feedback or Feedback()
+    if group.size == 2 and codec is not None:
+        return _exchange(group, vector, sums, scale, codec, feedback.scatter, seed).then(deliver)
     scattered = reduce_scatter(
         group, vector, sums[own], scale=scale, codecs=codecs, residual=feedback.scatter, seed=seed
     )
     gathered = all_gather(group, sums, codec=codec, residual=feedback.gather, seed=seed)
     return Moves([*scattered, *gathered]).then(deliver)
+
+
+def _exchange(
+    group: AxisGroup,
+    vector: torch.Tensor,
+    sums: torch.Tensor,
+    scale: float,
+    codec: Codec,
+    residual: torch.Tensor | None,
+    seed: int | None,
+) -> Moves:
+    """``sums = scale * (message of member 0 + message of member 1)``, each of a whole vector."""
+    stage = Stage.GATHER_ACROSS if group.nodes > 1 else Stage.GATHER_INSIDE
+    dtype = vector.dtype if residual is None else torch.float32
+    messages = Messages(codec, [vector.numel()] * 2, dtype, vector.device)
+
+    def encode() -> None:
+        messages.encode(group.index, vector, seed, residual)
+
+    def transfer() -> None:
+        messages.gather(group.at(stage), [range(1), range(1, 2)], Kind.ALL_GATHER)
+
+    def add() -> None:
+        messages.decode_sum(sums, scale)
+
+    held = (vector, messages.buffer, sums)
+    return Moves(
+        [Move(Stage.ENCODE_GATHER, encode, held), Move(stage, transfer, held), Move(Stage.DECODE_GATHER, add, held)]
+    )

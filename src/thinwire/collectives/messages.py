@@ -62,6 +62,17 @@ class Messages:
         """Add a message's values to ``out``, which is fp32."""
         self.codec.decode_add(self._message(index), out, encoded=self._dtype)
 
+    def decode_sum(self, out: torch.Tensor, scale: float) -> None:
+        """Write ``scale`` times the sum of all messages, which are of one size, to ``out``, which is fp32."""
+        if not self.codec.spec.is_variable_length:
+            wires = self.buffer.view(len(self._sizes), -1)
+            self.codec.decode_sum(wires, out.numel(), scale=scale, encoded=self._dtype, out=out)
+            return
+        out.zero_()
+        for index in range(len(self._sizes)):
+            self.decode_add(index, out)
+        out.mul_(scale)
+
     def gather(self, subgroup: Subgroup, columns: Sequence[range], kind: Kind) -> None:
         """Fill the messages ``columns[i]`` with member i's; its own column is this rank's to give."""
         if not self.codec.spec.is_variable_length:

@@ -134,11 +134,13 @@ class MessageSizes:
         scatter_inside: a column, in the first hop of a reduction.
         scatter_across: a piece, in its second hop.
         gather: a piece, in both hops of an all-gather.
+        encoded: whether a codec makes the messages.
     """
 
     scatter_inside: Callable[[int], int]
     scatter_across: Callable[[int], int]
     gather: Callable[[int], int]
+    encoded: bool = False
 
     @classmethod
     def plain(cls, itemsize: int) -> MessageSizes:
@@ -174,6 +176,9 @@ def hops(
         Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, sum(messages.scatter_inside(sum(column)) for column in others)),
         Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, sum(messages.scatter_across(piece) for piece in peers)),
     )
+    if kind is Kind.ALL_REDUCE and local * nodes == 2 and messages.encoded:
+        # Two members exchange a message each of the whole vector, which is like gathering two such pieces.
+        return hops(Kind.ALL_GATHER, local, nodes, [sum(pieces)] * 2, index, messages)
     spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
     gather: tuple[Hop, ...] = (
         Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(pieces[index])),

@@ -26,7 +26,7 @@ def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
     if codec.is_none or not buffer.encoded:
         return MessageSizes.plain(buffer.itemsize)
     size = _in_slots(codec, {2: "bfloat16", 4: "float32"}[buffer.itemsize])
-    return MessageSizes(size, size, size)
+    return MessageSizes(size, size, size, encoded=True)
 
 
 def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
@@ -40,6 +40,7 @@ def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
         _message(intra, dtype),
         _message(inter, sums_dtype(plan) if local > 1 else dtype),
         _message(farther, dtype) if farther.is_none else _in_slots(farther, "float32"),
+        encoded=not farther.is_none,
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from thinwire.collectives.all_reduce import Feedback, all_reduce
+from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
@@ -294,7 +294,7 @@ class Reducer:
         alone = len(bucket) == 1
         total = sum(gradient.owned.values.numel() for gradient, _ in bucket)
         summed = bucket[0][0].owned.values if alone else allocate(total, torch.float32, whole.device)
-        piece = whole.numel() // group.size
+        scattered, gathered = feedback_numels(group, whole.numel())
         moves = all_reduce(
             group,
             whole,
@@ -303,8 +303,8 @@ class Reducer:
             accumulate=alone and adds[0],
             codecs=self._codecs_of(bucket),
             feedback=Feedback(
-                self._lost_by_scatter("replica", group, bucket, [piece] * group.size),
-                self._lost_of("replica-sum", group, bucket, piece),
+                self._lost_of("replica", group, bucket, scattered),
+                self._lost_of("replica-sum", group, bucket, gathered) if gathered else None,
             ),
             seed=self._seeds.next(),
         )

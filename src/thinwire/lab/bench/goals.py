@@ -11,7 +11,7 @@ from thinwire.lab.peers.interface import Kind
 
 __all__ = ["PAIRS", "Ratio", "best_ratios", "compare", "goals", "pair_ratios"]
 
-PAIRS = (("tw:zero3", "fsdp2"),)
+PAIRS = (("tw:zero3", "fsdp2"), ("tw:zeropp", "fsdp2"))
 """A plan and the peer that shards as it does."""
 
 

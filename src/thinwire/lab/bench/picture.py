@@ -16,8 +16,13 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-_COLOURS: Final = {Kind.PLAN: "#1f5fa8", Kind.PEER: "#9db7d5", Kind.BOUND: "#bbbbbb"}
-_NAMES: Final = {Kind.PLAN: "thinwire", Kind.PEER: "peers", Kind.BOUND: "computation alone"}
+_COLOURS: Final = {Kind.PLAN: "#1f5fa8", Kind.PEER: "#9db7d5", Kind.CHANGED: "#d9cbe6", Kind.BOUND: "#bbbbbb"}
+_NAMES: Final = {
+    Kind.PLAN: "thinwire",
+    Kind.PEER: "peers",
+    Kind.CHANGED: "peers that change the optimisation",
+    Kind.BOUND: "computation alone",
+}
 _FLOOR: Final = "#c4442b"
 
 

@@ -78,7 +78,8 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
     """
     losses = early_losses(samples)
     bounds = frozenset(system.label for system in systems if system.kind is Kind.BOUND)
-    refused = refusals(losses, exempt=bounds)
+    exempt = frozenset(system.label for system in systems if system.kind in (Kind.BOUND, Kind.CHANGED))
+    refused = refusals(losses, exempt=exempt)
     timed = [sample for sample in samples if sample.round is not None]
     rows = []
     for setting in dict.fromkeys(sample.setting for sample in timed):

@@ -16,7 +16,7 @@ __all__ = ["goals_table", "tables"]
 _NUMBERS = (
     "ms/step", "min", "max", "tokens/s", "exposed ms", "link/step", "CPU s", "bound ms", "x bound", "peak RSS", "loss",
 )  # fmt: skip
-_STYLES = {Kind.PLAN: "bold", Kind.PEER: "", Kind.BOUND: "dim"}
+_STYLES = {Kind.PLAN: "bold", Kind.PEER: "", Kind.CHANGED: "dim", Kind.BOUND: "dim"}
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:

@@ -35,16 +35,18 @@ class Peer:
         summary: what it is.
         package: that must be installed, besides torch.
         options: for the builder.
+        kind: its part in comparisons.
     """
 
     builder: str
     summary: str
     package: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
+    kind: Kind = Kind.PEER
 
 
-def _torch(name: str, summary: str) -> Peer:
-    return Peer(f"thinwire.lab.peers.pytorch:{name}", summary)
+def _torch(name: str, summary: str, kind: Kind = Kind.PEER) -> Peer:
+    return Peer(f"thinwire.lab.peers.pytorch:{name}", summary, kind=kind)
 
 
 def _deepspeed(stage: int, summary: str) -> Peer:
@@ -53,8 +55,10 @@ def _deepspeed(stage: int, summary: str) -> Peer:
 
 
 PEERS: Final[Mapping[str, Peer]] = {
-    REFERENCE: _torch("local", "the same ranks, computing without communication: the bound"),
+    REFERENCE: _torch("local", "the same ranks, computing without communication: the bound", Kind.BOUND),
     "ddp": _torch("ddp", "DistributedDataParallel"),
+    "ddp-bf16": _torch("ddp_bf16_hook", "DistributedDataParallel in fp32 with its bf16 hook"),
+    "powersgd": _torch("ddp_powersgd", "DistributedDataParallel with PowerSGD, rank 4", Kind.CHANGED),
     "zero1": _torch("zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
     "fsdp2": _torch("fsdp2", "fully_shard over all ranks"),
     "hsdp": _torch("hsdp", "fully_shard inside a node, replicas across nodes"),
@@ -119,5 +123,5 @@ def _plan(name: str, nodes: int, ranks: int) -> Plan:
 
 def _peer(name: str, workload: Mapping[str, Any]) -> SystemSpec:
     peer = PEERS[name]
-    kind = Kind.BOUND if name == REFERENCE else Kind.PEER
-    return SystemSpec(name, peer.builder, {**workload, **dict(peer.options)}, kind, joined=kind is not Kind.BOUND)
+    options = {**workload, **dict(peer.options)}
+    return SystemSpec(name, peer.builder, options, peer.kind, joined=peer.kind is not Kind.BOUND)

@@ -16,6 +16,8 @@ class Kind(StrEnum):
 
     PLAN = "plan"
     PEER = "peer"
+    CHANGED = "changed"
+    """A peer that changes the optimisation: shown, but no peer is the best by it, nor are its losses compared."""
     BOUND = "bound"
 
 

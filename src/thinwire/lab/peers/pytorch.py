@@ -12,7 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -21,10 +24,13 @@ from thinwire.lab.peers.interface import Place, System
 from thinwire.lab.peers.system import LEARNING_RATE, TorchSystem, fused_adamw
 from thinwire.lab.peers.workload import batches, make_model
 
-__all__ = ["ddp", "fsdp2", "hpz", "hsdp", "local", "zero1"]
+__all__ = ["ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "hpz", "hsdp", "local", "zero1"]
 
 _BUCKET_MIB = 5
 """Of DDP: its default, 25, starts so late on this model that a link of 1 Gbit/s makes a step a fifth longer."""
+
+_POWERSGD_RANK = 4
+"""Of its matrices; PyTorch's documentation advises 1 to 4."""
 
 
 def local(place: Place, options: Mapping[str, Any]) -> System:
@@ -35,13 +41,30 @@ def local(place: Place, options: Mapping[str, Any]) -> System:
 
 def ddp(place: Place, options: Mapping[str, Any]) -> System:
     """DistributedDataParallel."""
-    model = _replicated(options)
+    model = _replicated(make_model(options).bfloat16())
     return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))
+
+
+def ddp_bf16_hook(place: Place, options: Mapping[str, Any]) -> System:
+    """DDP with fp32 parameters under autocast, whose gradients its hook sends as bf16."""
+    replicated = _replicated(_Autocast(make_model(options)))
+    # A function of another name: by its name DDP refuses the hook without NCCL, though gloo adds bf16 as well.
+    replicated.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
+    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
+
+
+def ddp_powersgd(place: Place, options: Mapping[str, Any]) -> System:
+    """DDP that sends gradients as matrices of low rank, with error feedback (arXiv 1905.13727); fp32 under autocast."""
+    replicated = _replicated(_Autocast(make_model(options)))
+    # Two is the least number of ordinary steps before that PyTorch allows.
+    state = PowerSGDState(None, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2)
+    replicated.register_comm_hook(state, _powersgd_in_order)
+    return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
 
 
 def zero1(place: Place, options: Mapping[str, Any]) -> System:
     """DistributedDataParallel with ZeroRedundancyOptimizer: optimizer states over all ranks."""
-    model = _replicated(options)
+    model = _replicated(make_model(options).bfloat16())
     optim = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.AdamW, parameters_as_bucket_view=True, lr=LEARNING_RATE, fused=True
     )
@@ -63,8 +86,27 @@ def hpz(place: Place, options: Mapping[str, Any]) -> System:
     return _fully_sharded(place, options, (place.world,), place.local)
 
 
-def _replicated(options: Mapping[str, Any]) -> nn.Module:
-    model = make_model(options).bfloat16()
+def _powersgd_in_order(state: PowerSGDState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """PowerSGD's hook, bucket after bucket: its later collectives start in callbacks, in an order that differs between
+    ranks, which gloo pairs wrongly."""
+    reduced = powerSGD_hook(state, bucket)
+    reduced.wait()
+    return reduced
+
+
+class _Autocast(nn.Module):
+    """A model whose matrices multiply in bf16."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(*args, **kwargs)
+
+
+def _replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel:
     return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=_BUCKET_MIB)
 
 
