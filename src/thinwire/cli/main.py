@@ -11,6 +11,7 @@ from thinwire.cli.bench import bench
 from thinwire.cli.bench_codecs import codecs
 from thinwire.cli.bench_convergence import convergence
 from thinwire.cli.bench_overlap import overlap
+from thinwire.cli.bench_reductions import reductions
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
 from thinwire.cli.train import train
@@ -29,6 +30,7 @@ app.command(context_settings={"allow_interspersed_args": False})(lab)
 bench.command()(overlap)
 bench.command()(codecs)
 bench.command()(convergence)
+bench.command()(reductions)
 app.add_typer(bench)
 
 

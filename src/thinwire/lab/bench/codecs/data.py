@@ -12,7 +12,7 @@ from thinwire.train.data import Samples
 from thinwire.train.models.llama import Llama, LlamaConfig
 from thinwire.train.packing import prepare
 
-__all__ = ["DATA_SETS", "data_sets", "normal", "student"]
+__all__ = ["DATA_SETS", "data_sets", "gradients_by_rank", "normal", "student"]
 
 DATA_SETS: Mapping[str, str] = {
     "normal": "N(0,1)",
@@ -62,9 +62,45 @@ def student(num_values: int, seed: int = 1) -> Tensor:
     return torch.cat(pieces)
 
 
+def gradients_by_rank(ranks: int, report: Callable[[str], None] = lambda line: None) -> list[Tensor]:
+    """Gradients of one model on different samples: what that many ranks would add up.
+
+    Args:
+        ranks: how many.
+        report: told in one line what takes long.
+
+    Returns:
+        1-D fp32 on CPU, one for each rank.
+    """
+    report("training a small model for its gradients")
+    model, samples = _trained_model(report)
+    found = []
+    for rank in range(ranks):
+        model.zero_grad()
+        _backward(model, samples, _STEPS + rank)
+        found.append(_flat(parameter.grad for parameter in _matrices(model) if parameter.grad is not None))
+    return found
+
+
 def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:
     """Train a Llama of 5 million parameters and take it apart."""
     report("training a small model for its gradients, weights and activations")
+    model, samples = _trained_model(report)
+    outputs: list[Tensor] = []
+    handles = [layer.register_forward_hook(_keep(outputs)) for layer in model.layers]
+    _backward(model, samples, _STEPS)
+    for handle in handles:
+        handle.remove()
+    matrices = _matrices(model)
+    return {
+        "gradients": _flat(matrix.grad for matrix in matrices if matrix.grad is not None),
+        "weights": _flat(matrices),
+        "activations": _flat(outputs),
+    }
+
+
+def _trained_model(report: Callable[[str], None]) -> tuple[Llama, Samples]:
+    """The model after its training, without gradients, and the samples that go on."""
     tokens = prepare(DataRecipe(source="stdlib", max_bytes=_TEXT), report).train
     samples = Samples(tokens, _SEQ, seed=0)
     config = LlamaConfig(vocab=tokens.vocab, hidden=256, layers=4, heads=4, kv_heads=4, ffn=704, seq=_SEQ)
@@ -74,18 +110,12 @@ def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:
         _backward(model, samples, step)
         optim.step()
         optim.zero_grad()
-    outputs: list[Tensor] = []
-    handles = [layer.register_forward_hook(_keep(outputs)) for layer in model.layers]
-    _backward(model, samples, _STEPS)
-    for handle in handles:
-        handle.remove()
-    # The norms' weights, near 1, are one value in 2000 and would be half of the sum of squares.
-    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-    return {
-        "gradients": _flat(matrix.grad for matrix in matrices if matrix.grad is not None),
-        "weights": _flat(matrices),
-        "activations": _flat(outputs),
-    }
+    return model, samples
+
+
+def _matrices(model: Llama) -> list[nn.Parameter]:
+    """The norms' weights, near 1, are one value in 2000 and would be half of the sum of squares."""
+    return [parameter for parameter in model.parameters() if parameter.dim() == 2]
 
 
 def _backward(model: Llama, samples: Samples, step: int) -> None:
