@@ -10,6 +10,7 @@ import thinwire
 from thinwire.cli.bench import bench
 from thinwire.cli.bench_codecs import codecs
 from thinwire.cli.bench_convergence import convergence
+from thinwire.cli.bench_gains import kernels, techniques
 from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.bench_reductions import reductions
 from thinwire.cli.doctor import doctor
@@ -31,6 +32,8 @@ bench.command()(overlap)
 bench.command()(codecs)
 bench.command()(convergence)
 bench.command()(reductions)
+bench.command()(techniques)
+bench.command()(kernels)
 app.add_typer(bench)
 
 

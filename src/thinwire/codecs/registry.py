@@ -13,8 +13,9 @@ from thinwire.spec import CodecSpec
 
 __all__ = ["BACKENDS", "default_backend", "get"]
 
-BACKENDS = ("reference", "cpp", "triton")
-"""``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its interpreter."""
+BACKENDS = ("reference", "cpp", "triton", "unfused")
+"""``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its interpreter.
+``unfused``: the device's own without its fused forms, for measurements."""
 
 
 def get(spec: str | CodecSpec, *, backend: str | None = None, device: str | torch.device = "cpu") -> Codec:

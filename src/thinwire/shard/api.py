@@ -40,7 +40,14 @@ Module = TypeVar("Module", bound=nn.Module)
 Item = TypeVar("Item")
 
 
-def shard(model: Module, plan: Plan, *, units: Selection = None, sync_initial: bool = True) -> Module:
+def shard(
+    model: Module,
+    plan: Plan,
+    *,
+    units: Selection = None,
+    sync_initial: bool = True,
+    codec_backend: str | None = None,
+) -> Module:
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
     Call it on every rank, before the optimizer is made. Parameters keep their identity; they become views of flat
@@ -54,6 +61,7 @@ def shard(model: Module, plan: Plan, *, units: Selection = None, sync_initial: b
         units: what is gathered, freed and reduced together: modules or their names, or a predicate on ``(name,
             module)``. By default the elements of the model's module lists, large leaves outside them, and the rest.
         sync_initial: start from rank 0's parameters and buffers; otherwise ranks must have equal ones.
+        codec_backend: one of :data:`thinwire.codecs.BACKENDS`; the device's own unless said.
 
     Returns:
         The same object.
@@ -69,7 +77,7 @@ def shard(model: Module, plan: Plan, *, units: Selection = None, sync_initial: b
             raise UsageError(f"{what} is sharded already; build a new model to use another plan")
     if not groups.is_initialized():
         groups.init()
-    build(model, plan, units, sync_initial=sync_initial)
+    build(model, plan, units, sync_initial=sync_initial, codec_backend=codec_backend)
     return model
 
 

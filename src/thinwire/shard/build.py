@@ -49,7 +49,9 @@ class _Flat:
     shares: tuple[tuple[Run, ...], ...] = ()
 
 
-def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: bool) -> Runtime:
+def build(
+    model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: bool, codec_backend: str | None = None
+) -> Runtime:
     """Shard a model in place; see :func:`thinwire.shard.api.shard`."""
     control = groups.control()
     problem: ThinwireError | None = None
@@ -67,7 +69,7 @@ def build(model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: b
         keep_freed_memory()
     flats = _draw(modules, plan, control.rank)
     meter, lanes = Meter(), Lanes(device)
-    codecs, seeds = PlanCodecs.of(plan, device), Seeds(control.rank)
+    codecs, seeds = PlanCodecs.of(plan, device, codec_backend), Seeds(control.rank)
     groups.before_shutdown(lanes.close)
     axes = {
         (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter)

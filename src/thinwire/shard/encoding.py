@@ -34,11 +34,11 @@ class PlanCodecs:
     spread: Codec | None
 
     @classmethod
-    def of(cls, plan: Plan, device: torch.device) -> PlanCodecs:
-        """The codecs of a plan, by the backend of a device."""
+    def of(cls, plan: Plan, device: torch.device, backend: str | None = None) -> PlanCodecs:
+        """The codecs of a plan, by a backend or the device's own."""
 
         def made(spec: CodecSpec) -> Codec | None:
-            return None if spec.is_none else codecs.get(spec, device=device)
+            return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
 
         wire = plan.wire
         hops = HopCodecs(made(wire.reduce_intra), made(wire.reduce_inter))

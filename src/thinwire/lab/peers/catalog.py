@@ -12,7 +12,7 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.lab.peers.interface import Kind, SystemSpec
 from thinwire.spec import Plan
 
-__all__ = ["MODELS", "PEERS", "peer_systems", "plan_systems"]
+__all__ = ["MODELS", "PEERS", "peer_systems", "plan_system", "plan_systems"]
 
 REFERENCE: Final = "local"
 """The peer that does not communicate."""
@@ -109,10 +109,13 @@ def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: in
             raise SpecError(
                 name, [f"mesh = {plan.mesh} (local x nodes) is not that of --nodes {nodes} --ranks {ranks}"]
             )
-        options = {**workload, "plan": plan.to_toml()}
-        label = f"tw:{Path(name).stem if name.endswith('.toml') else name}"
-        systems.append(SystemSpec(label, "thinwire.lab.peers.plans:plan", options, Kind.PLAN))
+        systems.append(plan_system(Path(name).stem if name.endswith(".toml") else name, plan, workload))
     return systems
+
+
+def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
+    """One plan, labelled ``tw:NAME``; ``workload`` may name a ``codec_backend``."""
+    return SystemSpec(f"tw:{name}", "thinwire.lab.peers.plans:plan", {**workload, "plan": plan.to_toml()}, Kind.PLAN)
 
 
 def _plan(name: str, nodes: int, ranks: int) -> Plan:

@@ -42,7 +42,8 @@ def plan(place: Place, options: Mapping[str, Any]) -> System:
 
     Args:
         place: of this rank.
-        options: those of the workload, and ``plan``, the plan as TOML.
+        options: those of the workload; ``plan``, the plan as TOML; ``codec_backend``, if not the device's own.
     """
-    model = tw.shard(make_model(options), tw.Plan.from_toml(options["plan"]))
+    chosen = tw.Plan.from_toml(options["plan"])
+    model = tw.shard(make_model(options), chosen, codec_backend=options.get("codec_backend"))
     return PlanSystem(model, batches(options, place.rank))

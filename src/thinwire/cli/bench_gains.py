@@ -1,0 +1,173 @@
+"""``thinwire bench techniques`` and ``thinwire bench kernels``: what each part of compressed training is worth."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from thinwire.cli.bench import checked_model
+from thinwire.cli.errors import explained
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.rows import Row
+    from thinwire.lab.peers.interface import SystemSpec
+    from thinwire.report import Sheet
+
+_NODES = Annotated[int, typer.Option(min=1, help="Emulated hosts.")]
+_RANKS = Annotated[int, typer.Option(min=1, help="Ranks of each host.")]
+_ROUNDS = Annotated[int, typer.Option(min=1, help="Rounds; each plan runs under each setting once a round.")]
+_STEPS = Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")]
+_SEQ = Annotated[int, typer.Option("--seq", min=1, help="Tokens of a step on each rank.")]
+_MODEL = Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")]
+_JSON = Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write every figure.")]
+_PAGE = Annotated[
+    Path | None, typer.Option(metavar="PAGE.md", help="Replace the results in a page, between its two marks.")
+]
+
+
+def techniques(
+    slow: Annotated[str, typer.Option(metavar="RATE", help="Of each host's link.")] = "200mbit",
+    fast: Annotated[
+        str, typer.Option(metavar="RATE", help="The same; zero3 on it is compared with zeropp on the slow one.")
+    ] = "800mbit",
+    nodes: _NODES = 2,
+    ranks: _RANKS = 2,
+    rounds: _ROUNDS = 5,
+    steps: _STEPS = 2,
+    seq: _SEQ = 128,
+    model: _MODEL = "llama-17m",
+    json_path: _JSON = None,
+    page: _PAGE = None,
+) -> None:
+    """Time ZeRO-3 with each technique of ZeRO++ alone and with all: do their gains multiply, and is it worth four times
+    the bandwidth?
+
+    [bold]Examples[/bold]
+
+      thinwire bench techniques --json techniques.json
+
+      thinwire bench techniques --slow 100mbit --fast 400mbit --rounds 3
+    """
+    with explained():
+        from thinwire.study.gains import across_bandwidths, gains, product_of_single, sheet, technique_systems
+
+        systems = technique_systems({"model": checked_model(model), "seq": seq}, nodes, ranks)
+        rows = _timed(systems, [slow, fast], nodes, ranks, rounds, steps, seq)
+        found = gains(rows)
+        ratio, least, most = across_bandwidths(rows, slow, fast)
+        sentence = f"zeropp at {slow} is {ratio:.2f} times as fast as zero3 at {fast} ({least:.2f} to {most:.2f})."
+        _tell(
+            sheet(found, "Gain over zero3: median of rounds, least, most", product=True),
+            sentence,
+            {
+                "gains": [asdict(gain) for gain in found],
+                "product_of_single": {rate: product_of_single(found, rate) for rate in (slow, fast)},
+                "zeropp_slow_over_zero3_fast": [ratio, least, most],
+                "rounds": rounds,
+                "workload": {"model": model, "seq": seq, "nodes": nodes, "ranks": ranks},
+            },
+            "techniques",
+            json_path,
+            page,
+        )
+
+
+def kernels(
+    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose codecs.")] = "zeropp",
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit",
+    nodes: _NODES = 2,
+    ranks: _RANKS = 2,
+    rounds: _ROUNDS = 5,
+    steps: _STEPS = 2,
+    seq: _SEQ = 128,
+    model: _MODEL = "llama-17m",
+    json_path: _JSON = None,
+    page: _PAGE = None,
+) -> None:
+    """Time the same training step with codecs of plain PyTorch, with native ones whose fused forms are taken apart, and
+    with native ones. All three write the same bytes.
+
+    [bold]Examples[/bold]
+
+      thinwire bench kernels
+
+      thinwire bench kernels --plan thinwire --bandwidth none --model llama-5m
+    """
+    with explained():
+        from thinwire.spec import Plan
+        from thinwire.study.gains import backend_systems, gains, sheet
+
+        chosen = Plan.load(plan) if plan.endswith(".toml") else Plan.preset(plan, nodes=nodes, local=ranks)
+        systems = backend_systems(chosen, {"model": checked_model(model), "seq": seq})
+        found = gains(_timed(systems, [bandwidth], nodes, ranks, rounds, steps, seq))
+        content = {
+            "gains": [asdict(gain) for gain in found],
+            "plan": chosen.to_dict(),
+            "rounds": rounds,
+            "workload": {"model": model, "seq": seq, "nodes": nodes, "ranks": ranks},
+        }
+        title = f"Codecs of {plan}: gain over plain PyTorch, median of rounds, least, most"
+        _tell(sheet(found, title, product=False), "", content, "kernels", json_path, page)
+
+
+def _timed(
+    systems: Sequence[SystemSpec],
+    bandwidths: Sequence[str],
+    nodes: int,
+    ranks: int,
+    rounds: int,
+    steps: int,
+    seq: int,
+) -> list[Row]:
+    """Run the systems, interleaved, on an emulated cluster."""
+    from thinwire.lab.bench.environment import num_cores
+    from thinwire.lab.bench.interleave import Setting
+    from thinwire.lab.bench.messages import BenchError
+    from thinwire.lab.bench.rows import make_rows
+    from thinwire.lab.bench.run import run
+    from thinwire.units import parse_bandwidth
+
+    settings = [Setting(name, None if name == "none" else parse_bandwidth(name), None) for name in bandwidths]
+    samples = run(
+        systems,
+        settings,
+        nodes=nodes,
+        ranks=ranks,
+        rounds=rounds,
+        steps=steps,
+        timeout=600.0,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    rows = make_rows(samples, systems, tokens=seq * nodes * ranks, cores=num_cores())
+    if refused := {row.system: row.refused for row in rows if row.refused is not None}:
+        raise BenchError("; ".join(f"{system}: {reason}" for system, reason in refused.items()))
+    return rows
+
+
+def _tell(
+    table: Sheet, sentence: str, content: dict[str, Any], command: str, json_path: Path | None, page: Path | None
+) -> None:
+    from thinwire.lab.bench.environment import describe
+    from thinwire.report import insert, markdown_table, rich_table
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = 200
+    console.print(rich_table(table))
+    if sentence:
+        console.print(sentence)
+    if json_path is not None:
+        content |= {"environment": describe(), "command": shlex.join(["thinwire", *sys.argv[1:]])}
+        json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if page is not None:
+        text = "\n".join([*markdown_table(table), sentence])
+        text = insert(page.read_text(encoding="utf-8"), text, f"thinwire bench {command} --page")
+        page.write_text(text, encoding="utf-8")
