@@ -75,3 +75,26 @@ def test_every_system_trains_alike(tmp_path: Path) -> None:
     losses = [row["loss"] for row in json.loads(out.read_text())["rows"] if row["kind"] != "bound"]
     assert len(losses) == 2 * (len(peers) + 3)
     assert max(losses) / min(losses) < 1.01
+
+
+@pytest.mark.parametrize(
+    "plans",
+    [["zeropp", "thinwire"], pytest.param(["zero3", "hpz", "zero1-node", "zeropp-8bit"], marks=pytest.mark.slow)],
+)
+def test_links_carry_what_the_program_predicts(tmp_path: Path, plans: list[str]) -> None:
+    out = tmp_path / "step.json"
+    settings = ["--bandwidth", "none", "--rounds", "1", "--steps", "2", "--model", "llama-5m", "--json", str(out)]
+    done = subprocess.run(
+        [*THINWIRE, "bench", "step", "--plans", ",".join(plans), "--peers", "local", *settings],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stderr
+    rows = {row["system"]: row for row in json.loads(out.read_text())["rows"]}
+    assert rows["local"]["predicted_bytes"] is None
+    for plan in plans:
+        row = rows[f"tw:{plan}"]
+        # Headers of Ethernet, IP and TCP, and acknowledgements, come on top of what the program knows.
+        assert 1.0 < row["internode_bytes"] / row["predicted_bytes"] < 1.03, plan

@@ -77,6 +77,7 @@ class TurnResult:
         received: bytes each host received, likewise.
         values: what each step returned, mean over ranks, those of the warm-up first.
         peak_rss: bytes, of the rank that ever had most resident; pages shared between ranks count in each.
+        predicted: bytes each host should send to others; empty where the system does not tell.
     """
 
     label: str
@@ -88,6 +89,7 @@ class TurnResult:
     received: tuple[float, ...]
     values: tuple[float, ...]
     peak_rss: int
+    predicted: tuple[int, ...] = ()
 
 
 class Controller:
@@ -190,7 +192,15 @@ class Controller:
             ),
             values=tuple(sum(step) / len(step) for step in zip(*(r.values for r in settled), strict=True)),
             peak_rss=max(report.peak_rss for report in settled),
+            predicted=self._by_host([report.predicted for report in settled]),
         )
+
+    def _by_host(self, predicted: Sequence[int | None]) -> tuple[int, ...]:
+        """What ranks, in their order, say of themselves, added up for each host; nothing where one does not say."""
+        known = [value for value in predicted if value is not None]
+        if len(known) < len(predicted):
+            return ()
+        return tuple(sum(known[start : start + self._ranks]) for start in range(0, len(known), self._ranks))
 
     def close(self) -> None:
         """End every process; safe to call twice."""

@@ -113,6 +113,7 @@ class Settled:
         waited: seconds that computation waited during the timed steps, by lane.
         values: what each step returned, those of the warm-up first.
         peak_rss: bytes, the most it ever had resident.
+        predicted: bytes that it should send to other hosts in a step; None where its system does not tell.
     """
 
     finished: float
@@ -120,6 +121,7 @@ class Settled:
     waited: Mapping[str, float]
     values: tuple[float, ...]
     peak_rss: int
+    predicted: int | None
 
 
 @dataclass(frozen=True)

@@ -89,4 +89,4 @@ def _take(turn: Turn, system: System, pipe: Connection[Any, Any]) -> None:
     waited = system.waited()
     system.settle()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    pipe.send(Settled(finished, cpu_seconds, waited, tuple(values), peak))
+    pipe.send(Settled(finished, cpu_seconds, waited, tuple(values), peak, system.predicted()))

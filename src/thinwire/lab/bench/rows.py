@@ -32,6 +32,8 @@ class Row:
             that did not run.
         waited_ms: milliseconds per step that computation waited for each lane, mean over ranks, as our runtime counts.
         internode_bytes: per step, of the busiest host in its busier direction, counted by the kernel.
+        predicted_bytes: what the program predicts for ``internode_bytes``, without headers; None where the system does
+            not tell.
         internode_bytes_sum: per step, sent by all hosts.
         cpu_seconds: per step, of all threads of all ranks.
         bound_ms: no step can be faster on these cores and links: the longer of ``cpu_seconds`` over the cores and
@@ -54,6 +56,7 @@ class Row:
     exposed_ms: float | None
     waited_ms: Mapping[str, float]
     internode_bytes: float
+    predicted_bytes: float | None
     internode_bytes_sum: float
     cpu_seconds: float
     bound_ms: float
@@ -127,6 +130,7 @@ def _row(
         exposed_ms=None if alone is None else step_ms - alone,
         waited_ms={lane: 1e3 * statistics.median(result.waited[lane] for result in results) for lane in lanes},
         internode_bytes=busiest,
+        predicted_bytes=max(results[0].predicted, default=None),
         internode_bytes_sum=statistics.median(sum(result.sent) for result in results),
         cpu_seconds=cpu_seconds,
         bound_ms=bound_ms,

@@ -14,7 +14,8 @@ from thinwire.units import format_bytes
 __all__ = ["goals_table", "tables"]
 
 _NUMBERS = (
-    "ms/step", "min", "max", "tokens/s", "exposed ms", "link/step", "CPU s", "bound ms", "x bound", "peak RSS", "loss",
+    "ms/step", "min", "max", "tokens/s", "exposed ms", "link/step", "predicted", "CPU s", "bound ms", "x bound",
+    "peak RSS", "loss",
 )  # fmt: skip
 _STYLES = {Kind.PLAN: "bold", Kind.PEER: "", Kind.CHANGED: "dim", Kind.BOUND: "dim"}
 
@@ -82,6 +83,7 @@ def _add(table: Table, row: Row) -> None:
         f"{row.tokens_per_second:,.0f}",
         "" if row.exposed_ms is None else f"{row.exposed_ms:.1f}",
         format_bytes(row.internode_bytes),
+        "" if row.predicted_bytes is None else format_bytes(row.predicted_bytes),
         f"{row.cpu_seconds:.3f}",
         f"{row.bound_ms:.1f}",
         f"{row.bound_ratio:.2f}",

@@ -83,6 +83,10 @@ class System(ABC):
         """Wait until nothing of the last step is under way any more; not timed."""
         return
 
+    def predicted(self) -> int | None:
+        """Bytes that this rank should send to other nodes in a step; None where the system does not tell."""
+        return None
+
     def waited(self) -> dict[str, float]:
         """Seconds that computation waited since the last call, by lane; empty where the system does not tell."""
         return {}

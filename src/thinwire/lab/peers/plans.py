@@ -12,6 +12,7 @@ import thinwire as tw
 from thinwire.lab.peers.interface import Place, System
 from thinwire.lab.peers.system import LEARNING_RATE, TorchSystem
 from thinwire.lab.peers.workload import batches, make_model
+from thinwire.program import Scope
 from thinwire.shard.api import runtime
 
 __all__ = ["plan"]
@@ -32,6 +33,10 @@ class PlanSystem(System):
     def settle(self) -> None:
         # Updated parameters still travel after a step; they must not share the links with the next system.
         runtime(self._model).lanes.drain()
+
+    def predicted(self) -> int | None:
+        program = runtime(self._model).schedule.program(1)
+        return sum(sent[Scope.ACROSS] for sent in program.traffic().values())
 
     def waited(self) -> dict[str, float]:
         return tw.exposed(self._model)
