@@ -23,12 +23,12 @@ void bind_codec(nb::module_& module) {
             "x_address"_a, "dtype"_a, "numel"_a, "wire_address"_a, "wire_bytes"_a, "seed"_a, "threads"_a, Released())
         .def(
             "encode_feedback",
-            [](const Codec& codec, Address x, int dtype, std::int64_t numel, Address lost, Address wire,
+            [](const Codec& codec, Address x, int dtype, std::int64_t numel, Address lost, double gain, Address wire,
                std::int64_t wire_bytes, std::uint32_t seed, int threads) {
-                codec.encode_feedback(pointer(x), dtype_of(dtype), numel, static_cast<float*>(pointer(lost)),
+                codec.encode_feedback(pointer(x), dtype_of(dtype), numel, static_cast<float*>(pointer(lost)), gain,
                                       pointer(wire), wire_bytes, seed, threads);
             },
-            "x_address"_a, "dtype"_a, "numel"_a, "lost_address"_a, "wire_address"_a, "wire_bytes"_a, "seed"_a,
+            "x_address"_a, "dtype"_a, "numel"_a, "lost_address"_a, "gain"_a, "wire_address"_a, "wire_bytes"_a, "seed"_a,
             "threads"_a, Released())
         .def(
             "decode",

@@ -234,7 +234,7 @@ void Codec::encode(const void* x, DType dtype, std::int64_t numel, void* wire, s
     });
 }
 
-void Codec::encode_feedback(const void* x, DType dtype, std::int64_t numel, float* lost, void* wire,
+void Codec::encode_feedback(const void* x, DType dtype, std::int64_t numel, float* lost, double gain, void* wire,
                             std::int64_t nbytes, std::uint32_t seed, int threads) const {
     check(numel, nbytes);
     auto* to = static_cast<char*>(wire);
@@ -243,9 +243,15 @@ void Codec::encode_feedback(const void* x, DType dtype, std::int64_t numel, floa
                        DType::float32, true);
     };
     const auto take_off = [&](std::int64_t first, std::int64_t count) {
-        kernels().multiply(lost + first, count, -1.0F);
+        if (gain == 1.0) {
+            kernels().multiply(lost + first, count, -1.0F);
+        } else {  // a step further with every line: x + lost, ..., ((1 - gain) x - (x + lost)) / gain
+            kernels().multiply(lost + first, count, static_cast<float>(-1.0 / (1.0 - gain)));
+            add(first, count);
+            kernels().multiply(lost + first, count, static_cast<float>((1.0 - gain) / gain));
+        }
         decode_range(to, first, count, numel, lost + first, DType::float32, true);
-        kernels().multiply(lost + first, count, -1.0F);
+        kernels().multiply(lost + first, count, static_cast<float>(-gain));
     };
     if (per_tensor_) {  // its scale depends on every value
         for_pieces(numel, kPiece, threads, add);

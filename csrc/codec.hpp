@@ -24,8 +24,9 @@ public:
     void encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t wire_bytes, std::uint32_t seed,
                 int threads) const;
 
-    // The message of `x` and of `lost`, added in float32, which becomes what of that sum is not in the message.
-    void encode_feedback(const void* x, DType dtype, std::int64_t numel, float* lost, void* wire,
+    // The message of `x` and of `lost`, added in float32; `lost` becomes (1 - gain) of itself and `gain` times what of
+    // that sum is not in the message.
+    void encode_feedback(const void* x, DType dtype, std::int64_t numel, float* lost, double gain, void* wire,
                          std::int64_t wire_bytes, std::uint32_t seed, int threads) const;
 
     // With `add`, which is for float32, values are added to what `out` holds.

@@ -13,6 +13,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.group import Meter, control
+from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import TRANSFERS
 from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
@@ -196,32 +197,32 @@ def test_two_members_exchange_whole_vectors(nodes: int, local: int) -> None:
     run_ranks(2, exchange, nodes, local)
 
 
-def feed_back(nodes: int, local: int) -> None:
+def feed_back(nodes: int, local: int, gain: float, steps: int) -> None:
     group, _ = world_group(nodes, local)
     at_hops = HopCodecs(codecs.get("int8:256"), codecs.get("int2:256"))
-    numel, steps = 1536, 30
+    numel = 1536
     world = nodes * local
     everyone = Everyone(nodes, local, [numel // world] * world, torch.float32)
     mean = torch.stack(everyone.held).mean(0)
-    scattered, gathered = feedback_numels(group, numel)
-    feedback = Feedback(torch.zeros(scattered), torch.zeros(gathered) if gathered else None)
+    scatter, gather = (Residual(torch.zeros(count), gain) if count else None for count in feedback_numels(group, numel))
     totals = torch.zeros(2, numel)
-    for total, kept in zip(totals, (None, feedback), strict=True):
+    for total, kept in zip(totals, (None, Feedback(scatter, gather)), strict=True):
         for _ in range(steps):
             out = torch.full((numel,), math.nan)
             vector = everyone.held[control().rank].clone()
             all_reduce(group, vector, out, scale=1 / world, codecs=at_hops, feedback=kept).perform()
             total += out
     without, with_feedback = (total / steps - mean for total in totals)
-    # What is lost once comes back: the sum is off by one step's loss, however many steps there were.
-    assert with_feedback.norm() < 4 * without.norm() / steps
+    # What is lost once comes back: the sum is off by the loss of 1 / gain steps, however many steps there were.
+    assert with_feedback.norm() < 4 / gain * without.norm() / steps
     everyone_else = control().all_gather_object(totals.tolist())
     assert all(other == everyone_else[0] for other in everyone_else), "replicas differ"
 
 
 @pytest.mark.parametrize(("nodes", "local"), [(2, 2), (3, 1), (1, 3), (2, 1), (1, 2)])
 def test_error_feedback_returns_what_was_lost(nodes: int, local: int) -> None:
-    run_ranks(nodes * local, feed_back, nodes, local)
+    run_ranks(nodes * local, feed_back, nodes, local, 1.0, 30)
+    run_ranks(nodes * local, feed_back, nodes, local, 0.1, 200)
 
 
 def poison(nodes: int, local: int) -> None:

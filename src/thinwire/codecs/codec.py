@@ -74,25 +74,35 @@ class Codec(ABC):
             return wire[:0]
         return wire[: self._encode(x, wire, self._folded(seed))]
 
-    def encode_feedback(self, x: Tensor, lost: Tensor, *, seed: int | None = None, out: Tensor | None = None) -> Tensor:
+    def encode_feedback(
+        self, x: Tensor, lost: Tensor, *, gain: float = 1.0, seed: int | None = None, out: Tensor | None = None
+    ) -> Tensor:
         """The message of ``x + lost``, and what of that sum is not in it: error feedback (Seide et al., 2014).
+
+        With a gain g below 1 it comes back bit by bit: ``lost`` becomes ``(1 - g) lost + g (x + lost - message)``.
+        Over some 1 / g messages nothing is lost either, but each is less noisy: with independent errors of variance e
+        its own is ``(1 + g / (2 - g)) e``, which is 2 e at g = 1. Adam, which divides by the root of the mean square
+        of what it gets, moves by so much less.
 
         Args:
             x: fp32, bf16 or fp16, any shape.
-            lost: contiguous fp32, as many values as ``x``; in, what earlier messages lost; out, what is lost now.
+            lost: contiguous fp32, as many values as ``x``; in, what is to come back now; out, with the next message.
+            gain: above 0, at most 1.
             seed: as in :meth:`encode`.
             out: as in :meth:`encode`, for fp32 values.
 
         Returns:
             Contiguous uint8, 1-D. It decodes as the message of a fp32 tensor.
         """
+        if not 0 < gain <= 1:
+            raise UsageError(f"gain = {gain} should be above 0 and at most 1")
         x = self._checked(x)
         self.spec.check_dtype(torch.float32)
         self._check_out(lost, x.numel(), torch.float32, x.device)
         wire = self._room(out, self.max_wire_bytes(x.numel(), torch.float32), x.device)
         if x.numel() == 0:
             return wire[:0]
-        return wire[: self._encode_feedback(x, lost.view(-1), wire, self._folded(seed))]
+        return wire[: self._encode_feedback(x, lost.view(-1), gain, wire, self._folded(seed))]
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
         """The ``numel`` values of a message.
@@ -240,11 +250,17 @@ class Codec(ABC):
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         """Write, or add, a message's values to contiguous 1-D ``out`` (not empty)."""
 
-    def _encode_feedback(self, x: Tensor, lost: Tensor, wire: Tensor, seed: int) -> int:
+    def _encode_feedback(self, x: Tensor, lost: Tensor, gain: float, wire: Tensor, seed: int) -> int:
+        """In fp32, step by step as written here in every backend: results are equal to the bit."""
         wanted = lost.add_(x)
         nbytes = self._encode(wanted, wire, seed)
-        self._decode(wire[:nbytes], wanted.neg_(), torch.float32, add=True)
-        lost.neg_()
+        if gain != 1.0:
+            # (x + lost) becomes ((1 - g) x - (x + lost)) / g, from which the last line makes what is kept.
+            wanted.mul_(-1.0 / (1.0 - gain)).add_(x).mul_((1.0 - gain) / gain)
+        else:
+            wanted.neg_()
+        self._decode(wire[:nbytes], wanted, torch.float32, add=True)
+        lost.mul_(-gain)
         return nbytes
 
     def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:

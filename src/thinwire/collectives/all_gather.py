@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from thinwire.codecs import Codec
-from thinwire.collectives.messages import Messages
+from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
@@ -22,7 +22,7 @@ def all_gather(
     kind: Kind = Kind.ALL_GATHER,
     *,
     codec: Codec | None = None,
-    residual: torch.Tensor | None = None,
+    residual: Residual | None = None,
     seed: int | None = None,
 ) -> Moves:
     """Gather every member's piece into ``whole``, in place.
@@ -40,7 +40,7 @@ def all_gather(
         sizes: elements of every member's piece; equal by default.
         kind: ``ALL_GATHER``, or ``BROADCAST`` when each piece is the owner's to give (unequal pieces).
         codec: encodes the pieces; ``None`` sends them as they are.
-        residual: fp32, contiguous, of the size of this rank's piece: error feedback, as in
+        residual: of the size of this rank's piece: error feedback, as in
             :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`.
         seed: for a codec that rounds at random; should differ from step to step and from rank to rank.
 
@@ -77,7 +77,7 @@ def _encoded(
     columns: Sequence[range],
     kind: Kind,
     codec: Codec,
-    residual: torch.Tensor | None,
+    residual: Residual | None,
     seed: int | None,
 ) -> Moves:
     pieces = whole.split(list(sizes))

@@ -9,7 +9,7 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.messages import Messages
+from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
@@ -20,15 +20,15 @@ __all__ = ["Feedback", "all_reduce", "feedback_numels"]
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a reduction's messages lost and the next ones make up for; fp32, of :func:`feedback_numels` elements.
+    """What a reduction's messages lost and later ones make up for, of :func:`feedback_numels` elements.
 
     Attributes:
         scatter: of the last hop that carries what is added.
         gather: of this rank's piece of the sums.
     """
 
-    scatter: torch.Tensor | None = None
-    gather: torch.Tensor | None = None
+    scatter: Residual | None = None
+    gather: Residual | None = None
 
 
 def feedback_numels(group: AxisGroup, numel: int) -> tuple[int, int]:
@@ -101,7 +101,7 @@ def _exchange(
     sums: torch.Tensor,
     scale: float,
     codec: Codec,
-    residual: torch.Tensor | None,
+    residual: Residual | None,
     seed: int | None,
 ) -> Moves:
     """``sums = scale * (message of member 0 + message of member 1)``, each of a whole vector."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,24 @@ from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.program import Kind
 
-__all__ = ["Messages"]
+__all__ = ["Messages", "Residual"]
+
+
+@dataclass(frozen=True, slots=True)
+class Residual:
+    """What messages lost and later ones make up for (error feedback); the caller keeps it from step to step.
+
+    Attributes:
+        lost: fp32, contiguous: as many values as are encoded.
+        gain: how much of it comes back at a time; see :meth:`thinwire.codecs.Codec.encode_feedback`.
+    """
+
+    lost: torch.Tensor
+    gain: float = 1.0
+
+    def split(self, sizes: Sequence[int]) -> list[Residual]:
+        """Of every piece."""
+        return [Residual(part, self.gain) for part in self.lost.split(list(sizes))]
 
 
 class Messages:
@@ -36,20 +54,22 @@ class Messages:
         # Only they travel, and only they are worth a copy to a device.
         self._lengths = torch.tensor(self._known if codec.spec.is_variable_length else [], device=device)
 
-    def encode(self, index: int, piece: torch.Tensor, seed: int | None, residual: torch.Tensor | None = None) -> None:
+    def encode(self, index: int, piece: torch.Tensor, seed: int | None, residual: Residual | None = None) -> None:
         """Make the message of a piece.
 
         Args:
             index: which message.
             piece: contiguous 1-D; of the dtype of the messages, or of any if there is a residual.
             seed: for the codec, if it needs one.
-            residual: fp32, of the size of ``piece``: what earlier messages lost is added to it, and what this one
-                loses is kept (error feedback).
+            residual: of the size of ``piece``: what earlier messages lost is added to it, and what this one loses is
+                kept.
         """
         if residual is None:
             message = self.codec.encode(piece, seed=seed, out=self._room(index))
         else:
-            message = self.codec.encode_feedback(piece, residual, seed=seed, out=self._room(index))
+            message = self.codec.encode_feedback(
+                piece, residual.lost, gain=residual.gain, seed=seed, out=self._room(index)
+            )
         if self.codec.spec.is_variable_length:
             self._known[index] = message.numel()
             self._lengths[index] = message.numel()

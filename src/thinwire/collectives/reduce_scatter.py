@@ -11,7 +11,7 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.messages import Messages
+from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
 
@@ -38,7 +38,7 @@ def reduce_scatter(
     accumulate: bool = False,
     sizes: Sequence[int] | None = None,
     codecs: HopCodecs = EXACT,
-    residual: torch.Tensor | None = None,
+    residual: Residual | None = None,
     seed: int | None = None,
 ) -> Moves:
     """``out (+)= scale * sum over members of their whole, at this rank's place``; always added in fp32.
@@ -61,9 +61,8 @@ def reduce_scatter(
         accumulate: add to ``out``, which is fp32, instead of overwriting it.
         sizes: elements of every member's piece; equal by default.
         codecs: of the two hops.
-        residual: fp32, contiguous, of :func:`residual_numel` elements: what earlier messages of the last hop lost is
-            added to what it sends, and replaced by what is lost now (error feedback). The caller keeps it from step
-            to step.
+        residual: of :func:`residual_numel` elements: what earlier messages of the last hop lost, which is added to what
+            it sends (error feedback).
         seed: for codecs that round at random; should differ from step to step and from rank to rank.
 
     Returns:
@@ -111,7 +110,7 @@ def _hop(
     sizes: Sequence[int],
     merge: _Merge,
     codec: Codec | None,
-    residual: torch.Tensor | None,
+    residual: Residual | None,
     seed: int | None,
     stages: tuple[Stage, Stage] = (Stage.ENCODE, Stage.DECODE),
 ) -> Moves:
@@ -152,7 +151,7 @@ def _encoded_hop(
     sizes: Sequence[int],
     merge: _Merge,
     codec: Codec,
-    residual: torch.Tensor | None,
+    residual: Residual | None,
     seed: int | None,
     stages: tuple[Stage, Stage],
 ) -> Moves:
@@ -169,7 +168,7 @@ def _encoded_hop(
         total = allocate(own_size, torch.float32, device)
 
     def encode() -> None:
-        lost = [None] * subgroup.size if residual is None else residual.split(list(sizes))
+        lost = [None] * subgroup.size if residual is None else residual.split(sizes)
         for i in others:
             outgoing.encode(i, pieces[i], None if seed is None else seed * subgroup.size + i, lost[i])
 

@@ -14,6 +14,7 @@ import torch
 
 from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.memory import allocate
+from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
@@ -316,16 +317,14 @@ class Reducer:
 
     # -- error feedback ----------------------------------------------------------------------------------------
 
-    def _lost_by_scatter(
-        self, what: str, group: AxisGroup, bucket: Sources, sizes: Sequence[int]
-    ) -> torch.Tensor | None:
+    def _lost_by_scatter(self, what: str, group: AxisGroup, bucket: Sources, sizes: Sequence[int]) -> Residual | None:
         """What a reduce-scatter's last hop lost of the bucket's gradients so far."""
         return self._lost_of(what, group, bucket, residual_numel(group, sizes))
 
     def _codecs_of(self, bucket: Sources) -> HopCodecs:
         return self._codecs if bucket[0][0].layout.encoded else EXACT
 
-    def _lost_of(self, what: str, group: AxisGroup, bucket: Sources, numel: int) -> torch.Tensor | None:
+    def _lost_of(self, what: str, group: AxisGroup, bucket: Sources, numel: int) -> Residual | None:
         """fp32, kept from step to step, nothing at first; ``None`` without error feedback, or if nothing gets lost."""
         codecs = self._codecs_of(bucket)
         codec = codecs.across if group.nodes > 1 else codecs.inside
@@ -335,7 +334,7 @@ class Reducer:
         lost = self.lost.get(key)
         if lost is None or lost.numel() != numel:
             lost = self.lost[key] = torch.zeros(numel, device=bucket[0][1].device)
-        return lost
+        return Residual(lost, self.plan.wire.feedback_gain)
 
     # -- parts -------------------------------------------------------------------------------------------------
 

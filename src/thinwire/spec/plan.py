@@ -59,6 +59,11 @@ class Wire(Spec):
     error_feedback: Flag = Field(
         default=False, description="what a gradient codec rounded away is added to the next step's gradient"
     )
+    feedback_gain: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
+        default=0.1,
+        description="share of what was rounded away that comes back with each step; 1 is the classic error feedback, "
+        "less makes messages less noisy",
+    )
     exclude: Annotated[
         tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
     ] = ()

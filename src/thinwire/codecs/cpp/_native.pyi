@@ -34,6 +34,7 @@ class Codec:
         dtype: int,
         numel: int,
         lost_address: int,
+        gain: float,
         wire_address: int,
         wire_bytes: int,
         seed: int,

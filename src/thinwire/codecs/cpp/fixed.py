@@ -36,13 +36,14 @@ class FixedCodec(Codec):
         )
         return nbytes
 
-    def _encode_feedback(self, x: Tensor, lost: Tensor, wire: Tensor, seed: int) -> int:
+    def _encode_feedback(self, x: Tensor, lost: Tensor, gain: float, wire: Tensor, seed: int) -> int:
         nbytes = self.max_wire_bytes(x.numel(), torch.float32)
         self._native[torch.float32].encode_feedback(
             _address(x),
             _NUMBER[x.dtype],
             x.numel(),
             lost.data_ptr(),
+            gain,
             wire.data_ptr(),
             nbytes,
             seed,
