@@ -1,0 +1,49 @@
+"""``examples/trace.py`` in the lab: what the trace shows of compressed reductions on slow links."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from tests.lab.cluster import ROOT, THINWIRE, needs_lab
+
+pytestmark = needs_lab
+
+Piece = tuple[str, float, float]
+"""A span: which collective, from when to when, in microseconds."""
+
+
+def pieces(path: Path, rank: int) -> dict[str, list[Piece]]:
+    """The spans of one rank by track."""
+    events = json.loads(path.read_text())["traceEvents"]
+    tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank}
+    found: dict[str, list[Piece]] = {name: [] for name in tracks.values()}
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == rank:
+            found[tracks[event["tid"]]].append((event["name"], event["ts"], event["ts"] + event["dur"]))
+    return found
+
+
+def overlaps(some: list[Piece], others: list[Piece]) -> bool:
+    """Whether one of some runs while another collective's of others does."""
+    return any(a < d and c < b for name, a, b in some for other, c, d in others if name != other)
+
+
+@pytest.mark.slow
+def test_hop_one_runs_under_hop_two_of_the_bucket_before(tmp_path: Path) -> None:
+    out = tmp_path / "trace.json"
+    example = [str(ROOT / "examples/trace.py"), "zeropp", str(out), "--hidden", "128", "--bucket-bytes", "200000"]
+    subprocess.run(
+        [*THINWIRE, "lab", "--nodes", "2", "--ranks", "2", "--bandwidth", "30mbit", "--", "torchrun", *example],
+        check=True,
+        timeout=120,
+        capture_output=True,
+    )
+    for rank in range(4):
+        track = pieces(out, rank)
+        assert len(track["reduce scatter-across"]) > 3
+        assert overlaps(track["reduce scatter-inside"], track["reduce scatter-across"])
+        assert overlaps(track["reduce encode"], track["reduce scatter-across"])
+        assert overlaps(track["compute"], track["reduce scatter-across"])
