@@ -166,6 +166,21 @@ def test_codecs_and_transfers_are_timed_apart(lanes: Lanes) -> None:
     assert lanes.worked()[Lane.REDUCE] == {"transfer": 0.0, "codec": 0.0}, "counted once"
 
 
+@pytest.mark.parametrize("stages", [True, False])
+def test_stages_of_different_collectives_run_side_by_side_unless_told_otherwise(stages: bool) -> None:
+    lanes, gate, entered = Lanes(CPU, stages=stages), Gate(), threading.Event()
+    try:
+        lanes.submit(Lane.REDUCE, Moves([Move(Stage.SCATTER_INSIDE, lambda: None), Move(Stage.SCATTER_ACROSS, gate)]))
+        later = lanes.submit(Lane.REDUCE, Moves([Move(Stage.SCATTER_INSIDE, entered.set)]))
+        assert gate.entered.wait(SOON)
+        assert entered.wait(SOON if stages else 0.05) is stages
+        gate.opened.set()
+        later.wait()
+    finally:
+        gate.opened.set()
+        lanes.close()
+
+
 def test_models_take_turns_on_a_lane() -> None:
     """Ranks agree on the order of transfers over a process group only if all models share its thread."""
     notes: list[str] = []

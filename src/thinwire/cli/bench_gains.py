@@ -1,4 +1,4 @@
-"""``thinwire bench techniques`` and ``thinwire bench kernels``: what each part of compressed training is worth."""
+"""``thinwire bench techniques``, ``kernels`` and ``stages``: what each part of compressed training is worth."""
 
 from __future__ import annotations
 
@@ -116,6 +116,44 @@ def kernels(
         }
         title = f"Codecs of {plan}: gain over plain PyTorch, median of rounds, least, most"
         _tell(sheet(found, title, product=False), "", content, "kernels", json_path, page)
+
+
+def stages(
+    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose collectives.")] = "zeropp",
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit",
+    nodes: _NODES = 2,
+    ranks: _RANKS = 2,
+    rounds: _ROUNDS = 5,
+    steps: _STEPS = 2,
+    seq: _SEQ = 128,
+    model: _MODEL = "llama-17m",
+    json_path: _JSON = None,
+    page: _PAGE = None,
+) -> None:
+    """Time the same training step with collectives one at a time, and with the hops and codecs of different buckets
+    side by side, in buckets of several sizes.
+
+    [bold]Examples[/bold]
+
+      thinwire bench stages
+
+      thinwire bench stages --plan thinwire --bandwidth 50mbit --rounds 3
+    """
+    with explained():
+        from thinwire.spec import Plan
+        from thinwire.study.gains import gains, sheet, stage_systems
+
+        chosen = Plan.load(plan) if plan.endswith(".toml") else Plan.preset(plan, nodes=nodes, local=ranks)
+        systems = stage_systems(chosen, {"model": checked_model(model), "seq": seq})
+        found = gains(_timed(systems, [bandwidth], nodes, ranks, rounds, steps, seq))
+        content = {
+            "gains": [asdict(gain) for gain in found],
+            "plan": chosen.to_dict(),
+            "rounds": rounds,
+            "workload": {"model": model, "seq": seq, "nodes": nodes, "ranks": ranks},
+        }
+        title = f"Collectives of {plan}: gain over one bucket, one collective at a time; median of rounds, least, most"
+        _tell(sheet(found, title, product=False), "", content, "stages", json_path, page)
 
 
 def _timed(

@@ -10,7 +10,7 @@ import thinwire
 from thinwire.cli.bench import bench
 from thinwire.cli.bench_codecs import codecs
 from thinwire.cli.bench_convergence import convergence
-from thinwire.cli.bench_gains import kernels, techniques
+from thinwire.cli.bench_gains import kernels, stages, techniques
 from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.bench_reductions import reductions
 from thinwire.cli.doctor import doctor
@@ -34,6 +34,7 @@ bench.command()(convergence)
 bench.command()(reductions)
 bench.command()(techniques)
 bench.command()(kernels)
+bench.command()(stages)
 app.add_typer(bench)
 
 

@@ -68,7 +68,7 @@ def build(
     if device.type == "cpu":
         keep_freed_memory()
     flats = _draw(modules, plan, control.rank)
-    meter, lanes = Meter(), Lanes(device)
+    meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     codecs, seeds = PlanCodecs.of(plan, device, codec_backend), Seeds(control.rank)
     groups.before_shutdown(lanes.close)
     axes = {

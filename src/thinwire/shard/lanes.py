@@ -355,10 +355,12 @@ class Lanes:
 
     Args:
         device: where its tensors live; decides between threads and streams.
+        stages: whether the stages of different collectives of a lane run side by side.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, *, stages: bool = True) -> None:
+        self._device, self._stages = device, stages
+        self._newest: dict[LaneName, Ticket] = {}
         self._recorder = _Recorder(device)
         self._workers: dict[tuple[LaneName, Stage], _Worker] = {}
 
@@ -380,9 +382,13 @@ class Lanes:
             held: tensors it reads or writes, beside those its moves name; kept alive until it has finished.
             label: what to call it in timelines.
         """
+        if not self._stages and lane in self._newest:
+            after = (*after, self._newest[lane])
         for move in work if isinstance(work, Moves) else (Move(Stage.SCATTER_INSIDE, work),):
             ticket = self._worker(lane, move.stage).submit(move.body, after, (*held, *move.held), label)
             after = (ticket,)
+        if not self._stages:
+            self._newest[lane] = ticket
         return ticket
 
     def exposed(self) -> dict[LaneName, float]:

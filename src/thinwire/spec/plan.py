@@ -34,6 +34,10 @@ class Overlap(Spec):
     reduce: Flag = Field(default=True, description="gradient reductions inside a micro-batch run beside the backward")
     sync: Flag = Field(default=True, description="the last micro-batch's synchronisation runs beside the backward")
     spread: Flag = Field(default=True, description="updated parameters travel while the next forward runs")
+    stages: Flag = Field(
+        default=True,
+        description="hops and codecs of different collectives of a lane run side by side",
+    )
 
 
 def _policy_name(value: Any) -> Any:

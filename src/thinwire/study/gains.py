@@ -29,6 +29,9 @@ TOGETHER: Final = "zeropp"
 BACKENDS: Final = ("reference", "unfused", "cpp")
 """Ways to run the codecs, the first the baseline; on CPU."""
 
+BUCKETS: Final = {"one bucket": 1 << 30, "4 MiB": 4 << 20, "1 MiB": 1 << 20}
+"""Sizes of buckets by name: a reduction has as many stages to overlap as there are buckets."""
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -70,6 +73,15 @@ def technique_systems(workload: Mapping[str, Any], nodes: int, ranks: int) -> li
 def backend_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
     """One plan with each way to run its codecs."""
     return [plan_system(backend, plan, {**workload, "codec_backend": backend}) for backend in BACKENDS]
+
+
+def stage_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
+    """One plan with its collectives one at a time, and with their stages side by side, in buckets of several sizes."""
+    return [
+        plan_system(f"{label}, {name}", plan.with_(bucket_bytes=size, overlap={"stages": stages}), workload)
+        for label, stages in (("serial", False), ("stages", True))
+        for name, size in BUCKETS.items()
+    ]
 
 
 def gains(rows: Sequence[Row]) -> list[Gain]:
