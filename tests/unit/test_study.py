@@ -108,6 +108,10 @@ def test_a_curve_survives_its_file(study: Study, tmp_path: Path) -> None:
     made.save(curves.path(study.runs[0]))
     assert curves.read(study.runs) == [made]
     assert curves.read(study.runs)[0].final_loss == 3.5
+    older = dict(made.plan)
+    del older["overlap"]
+    dataclasses.replace(made, plan=older).save(curves.path(study.runs[0]))
+    assert curves.read(study.runs)[0].seed == 0, "a key that has its default since is no other plan"
 
 
 def test_curves_of_other_runs_are_not_mixed_in(study: Study, tmp_path: Path) -> None:

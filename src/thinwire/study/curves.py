@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Self
 
-from thinwire.errors import UsageError
+from thinwire.errors import SpecError, UsageError
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
 from thinwire.study.arms import Run
 from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.metrics import read as read_metrics
@@ -43,8 +45,11 @@ class Curve:
 
     @property
     def made_of(self) -> dict[str, Any]:
-        """Recipe and plan."""
-        return {"recipe": self.recipe, "plan": self.plan}
+        """Recipe and plan; keys that came to be since the run have their defaults."""
+        try:
+            return {"recipe": Recipe.parse(self.recipe).to_dict(), "plan": Plan.parse(self.plan).to_dict()}
+        except SpecError:  # a key or a value that is no more
+            return {"recipe": self.recipe, "plan": self.plan}
 
     @property
     def final_loss(self) -> float | None:

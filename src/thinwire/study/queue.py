@@ -16,6 +16,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from thinwire.errors import ThinwireError, UsageError
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
 from thinwire.study.arms import Run, Study
 from thinwire.study.curves import Curve, Curves
 from thinwire.train.directory import RunDirectory, write_atomically
@@ -117,8 +119,7 @@ class Queue:
         """Whether a directory holds this very run, perhaps not finished."""
         if not directory.recipe.is_file():
             return False
-        found = directory.recipe.read_text(), directory.plan.read_text()
-        if found != (run.recipe.to_toml(), run.plan.to_toml()):
+        if (Recipe.load(directory.recipe), Plan.load(directory.plan)) != (run.recipe, run.plan):
             raise UsageError(
                 f"{directory.path} holds another run than this study's; delete it, or choose another --work"
             )
