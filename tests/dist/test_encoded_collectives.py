@@ -14,7 +14,8 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.group import Meter, control
 from thinwire.collectives.messages import Residual
-from thinwire.collectives.moves import TRANSFERS
+from thinwire.collectives.moves import TRANSFERS, Stage
+from thinwire.collectives.point_to_point import point_to_point
 from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Kind, Lane, MessageSizes, Scope, hops
@@ -195,6 +196,36 @@ def exchange(nodes: int, local: int) -> None:
 @pytest.mark.parametrize(("nodes", "local"), [(2, 1), (1, 2)])
 def test_two_members_exchange_whole_vectors(nodes: int, local: int) -> None:
     run_ranks(2, exchange, nodes, local)
+
+
+def send(nodes: int, local: int, name: str | None) -> None:
+    """The last member to the first; whoever is between takes no part."""
+    group, meter = world_group(nodes, local)
+    stage = Stage.SCATTER_ACROSS if nodes > 1 else Stage.SCATTER_INSIDE
+    subgroup = group.at(stage)
+    source, target = subgroup.size - 1, 0
+    for dtype in (torch.float32, torch.bfloat16):
+        sent = torch.randn(1000, generator=torch.Generator().manual_seed(3)).to(dtype)
+        codec = None if name is None else codecs.get(name)
+        tensor = sent.clone() if subgroup.index == source else torch.full_like(sent, math.nan)
+        meter.take()
+        if subgroup.index in (source, target):
+            point_to_point(subgroup, tensor, source, target, codec=codec).perform()
+        counted = meter.take()[Lane.SYNC][stage.scope]
+        if subgroup.index == target:
+            assert torch.equal(tensor, sent if codec is None else codec.decode(codec.encode(sent), 1000, dtype))
+        if subgroup.index == source:
+            announced = 8 if codec is not None and codec.spec.is_variable_length else 0
+            assert torch.equal(tensor, sent)
+            assert counted == announced + (1000 * dtype.itemsize if codec is None else codec.encode(sent).numel())
+        else:
+            assert counted == 0
+
+
+@pytest.mark.parametrize("name", [None, "int8:256", "mpc"])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 1), (1, 3)])
+def test_a_tensor_goes_from_one_member_to_another(nodes: int, local: int, name: str | None) -> None:
+    run_ranks(nodes * local, send, nodes, local, name)
 
 
 def feed_back(nodes: int, local: int, gain: float, steps: int) -> None:

@@ -293,17 +293,23 @@ class Subgroup:
             else:
                 dist.all_gather(list(pieces), mine, group=self._group)
 
-    def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+    def exchange(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        kind: Kind = Kind.REDUCE_SCATTER,
+    ) -> None:
         """Send ``outgoing[i]`` to member i and fill ``incoming[i]`` from it; this rank's own pieces are not touched.
 
         Args:
             outgoing: contiguous 1-D tensors, one for each member.
-            incoming: contiguous 1-D tensors of the size of ``outgoing[self.index]``.
+            incoming: contiguous 1-D tensors of the sizes that are sent.
+            kind: what to call it in records.
         """
         if self._alone():
             return
-        self._note(Kind.REDUCE_SCATTER, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
-        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, sum(map(_nbytes, outgoing))):
+        self._note(kind, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
+        with _explained(kind, self.lane, self.ranks, sum(map(_nbytes, outgoing))):
             if not self.native:
                 self._send_and_receive(outgoing, incoming)
             else:

@@ -76,11 +76,11 @@ class Messages:
 
     def decode(self, index: int, out: torch.Tensor) -> None:
         """Write a message's values to ``out``."""
-        self.codec.decode(self._message(index), self._sizes[index], out.dtype, out=out)
+        self.codec.decode(self.message(index), self._sizes[index], out.dtype, out=out)
 
     def decode_add(self, index: int, out: torch.Tensor) -> None:
         """Add a message's values to ``out``, which is fp32."""
-        self.codec.decode_add(self._message(index), out, encoded=self._dtype)
+        self.codec.decode_add(self.message(index), out, encoded=self._dtype)
 
     def decode_sum(self, out: torch.Tensor, scale: float) -> None:
         """Write ``scale`` times the sum of all messages, which are of one size, to ``out``, which is fp32."""
@@ -101,7 +101,20 @@ class Messages:
         subgroup.gather([self._lengths[c.start : c.stop] for c in columns], kind)
         self._known = self._lengths.tolist()
         for row in zip(*columns, strict=True):
-            subgroup.gather([self._message(index) for index in row], kind)
+            subgroup.gather([self.message(index) for index in row], kind)
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Of the messages of a codec of variable length, int64, one for each; empty for others."""
+        return self._lengths
+
+    def announce(self, index: int) -> None:
+        """A length has been received into :attr:`lengths`."""
+        self._known[index] = int(self._lengths[index])
+
+    def message(self, index: int) -> torch.Tensor:
+        """The bytes of a message, as far as they are known."""
+        return self._room(index)[: self._known[index]]
 
     def exchange(self, subgroup: Subgroup, incoming: Messages) -> None:
         """Send message i to member i, and fill ``incoming`` i from it; this rank's own are not touched."""
@@ -111,10 +124,7 @@ class Messages:
                 [self._lengths[i : i + 1] for i in others], [incoming._lengths[i : i + 1] for i in others]
             )
             incoming._known = incoming._lengths.tolist()
-        subgroup.exchange([self._message(i) for i in others], [incoming._message(i) for i in others])
+        subgroup.exchange([self.message(i) for i in others], [incoming.message(i) for i in others])
 
     def _room(self, index: int) -> torch.Tensor:
         return self.buffer[self._starts[index] : self._starts[index + 1]]
-
-    def _message(self, index: int) -> torch.Tensor:
-        return self._room(index)[: self._known[index]]

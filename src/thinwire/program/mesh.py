@@ -53,6 +53,8 @@ class Kind(StrEnum):
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
     """A grouped call of broadcasts, one from every member of the axis, of pieces of unequal size."""
+    SEND = "send"
+    """From one member to another."""
 
 
 class Scope(StrEnum):
@@ -67,7 +69,7 @@ class Hop:
     """One exchange of a collective, within a node or across nodes.
 
     Attributes:
-        kind: what is exchanged; never ``ALL_REDUCE``, which is a reduce-scatter and an all-gather.
+        kind: what is exchanged; neither ``SEND`` nor ``ALL_REDUCE``, which is a reduce-scatter and an all-gather.
         scope: inside a node or across nodes.
         ranks: number of ranks that take part.
         sent: bytes this rank sends.
@@ -158,7 +160,7 @@ def hops(
     """The hops of one collective and the bytes that one rank sends in each.
 
     Args:
-        kind: the collective.
+        kind: the collective, none of ``SEND``.
         local: ranks of the axis inside a node.
         nodes: nodes the axis spans.
         pieces: elements of every member's piece, local-major; their sum is the whole vector.
@@ -191,6 +193,8 @@ def hops(
             steps = scatter
         case Kind.ALL_REDUCE:
             steps = scatter + gather
+        case Kind.SEND:
+            raise ValueError("a message from one member to another has no hops of a collective")
     return tuple(hop for hop in steps if hop.ranks > 1)
 
 
