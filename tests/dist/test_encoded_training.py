@@ -13,6 +13,7 @@ from tests.dist.test_program import follow_many
 from torch import nn
 
 import thinwire as tw
+from thinwire.collectives.group import control
 from thinwire.errors import SpecError, UsageError
 from thinwire.program import Lane, idle_codecs
 from thinwire.shard.api import runtime
@@ -236,6 +237,46 @@ def resume(path: str, chosen: tw.Plan, other: tw.Plan) -> tuple[list[float], lis
     return whole[3:], resumed[0], resumed[1]
 
 
+def distance_from_masters(chosen: tw.Plan) -> tuple[float, float, bool]:
+    """After some steps: how far what ranks hold is from the masters, relative to the masters and to the rounding of
+    masters to the compute dtype; and whether all ranks hold the same."""
+    model = tw.shard(build(), chosen)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+    losses_of(model, optim, 0, 8)
+    runtime(model).join_spreads()
+    squares = torch.zeros(3, dtype=torch.float64)
+    for owned in optim.fragments:
+        master = owned.value.detach().reshape(-1)
+        parts = (owned.held.float() - master, master.bfloat16().float() - master, master)
+        squares += torch.stack([part.double().square().sum() for part in parts])
+    lost, rounding, masters = squares.sqrt().tolist()
+    held = torch.cat([buffer.shard for unit in runtime(model).units for buffer in unit.buffers])
+    everyone = control().all_gather_object(held.float().tolist())
+    return lost / masters, lost / rounding, all(other == everyone[0] for other in everyone)
+
+
+@pytest.mark.parametrize("partition", ["intra", "inter"])
+def test_differences_are_spread_more_exactly_than_parameters(partition: str) -> None:
+    whole = plan("zero1", partition=partition).with_(wire={"spread": "int4:64"})
+    difference = whole.with_(wire={"spread_difference": True})
+    for lost, _, same in run_ranks(4, distance_from_masters, whole):
+        assert lost > 0.05
+        assert same
+    for _, roundings, same in run_ranks(4, distance_from_masters, difference):
+        assert roundings < 3, "not much more than what rounding to bf16 loses anyway"
+        assert same, "ranks hold different parameters"
+
+
+@pytest.mark.parametrize("partition", ["intra", "inter"])
+def test_a_run_that_spreads_differences_resumes_exactly(tmp_path: Path, partition: str) -> None:
+    chosen = plan("zero1", partition=partition).with_(wire={"spread": "int4:64", "spread_difference": True})
+    for rank, (whole, resumed, other) in enumerate(
+        run_ranks(4, resume, str(tmp_path / "checkpoint"), chosen, plan("zero3"))
+    ):
+        assert resumed == whole, rank
+        assert other == pytest.approx(whole, rel=0.05)
+
+
 def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
     stochastic = {"spread": "int8:64,stochastic", "reduce_intra": "int8:64,stochastic", "reduce_inter": "int4:64"}
     chosen = plan("thinwire").with_(wire={**stochastic, "error_feedback": True})
@@ -252,6 +293,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
         ({"wire": {"tp": "int8:256"}}, "wire.tp = 'int8:256'"),
         ({"wire": {"gather": "exp3"}, "compute_dtype": "float32"}, "exp3 cannot encode float32"),
         ({"wire": {"spread": "int8:256"}, "compute_dtype": "float32"}, "wire.spread = 'int8:256'"),
+        ({"wire": {"spread": "mpc", "spread_difference": True}}, "spread_difference = true has nothing to make up for"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(fields: dict[str, object], message: str) -> None:

@@ -23,6 +23,7 @@ def all_gather(
     *,
     codec: Codec | None = None,
     residual: Residual | None = None,
+    update: torch.Tensor | None = None,
     seed: int | None = None,
 ) -> Moves:
     """Gather every member's piece into ``whole``, in place.
@@ -42,6 +43,9 @@ def all_gather(
         codec: encodes the pieces; ``None`` sends them as they are.
         residual: of the size of this rank's piece: error feedback, as in
             :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`.
+        update: fp32, contiguous, of the size of this rank's piece: what its piece should become. All members hold the
+            same ``whole``; encoded is the difference, which every member adds to the piece. What the codec and the
+            rounding to the dtype of ``whole`` lose is part of the next difference.
         seed: for a codec that rounds at random; should differ from step to step and from rank to rank.
 
     Returns:
@@ -53,7 +57,7 @@ def all_gather(
     columns = [range(i, i + group.nodes) for i in range(0, group.size, group.nodes)]
     if codec is None:
         return _exact(group, whole, sizes, columns, kind)
-    return _encoded(group, whole, sizes, columns, kind, codec, residual, seed)
+    return _encoded(group, whole, sizes, columns, kind, codec, residual, update, seed)
 
 
 def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns: Sequence[range], kind: Kind) -> Moves:
@@ -78,14 +82,17 @@ def _encoded(
     kind: Kind,
     codec: Codec,
     residual: Residual | None,
+    update: torch.Tensor | None,
     seed: int | None,
 ) -> Moves:
     pieces = whole.split(list(sizes))
-    messages = Messages(codec, sizes, whole.dtype if residual is None else torch.float32, whole.device)
+    in_fp32 = residual is not None or update is not None
+    messages = Messages(codec, sizes, torch.float32 if in_fp32 else whole.dtype, whole.device)
     peers = [range(i, i + 1) for i in columns[group.local_index]]
 
     def encode() -> None:
-        messages.encode(group.index, pieces[group.index], seed, residual)
+        piece = pieces[group.index]
+        messages.encode(group.index, piece if update is None else update - piece, seed, residual)
 
     def across() -> None:
         messages.gather(group.at(Stage.GATHER_ACROSS), peers, kind)
@@ -95,7 +102,12 @@ def _encoded(
 
     def decode() -> None:
         for i, piece in enumerate(pieces):
-            messages.decode(i, piece)
+            if update is None:
+                messages.decode(i, piece)
+            else:
+                updated = piece.float()
+                messages.decode_add(i, updated)
+                piece.copy_(updated)
 
     held = (whole, messages.buffer)
     return Moves(

@@ -32,6 +32,7 @@ class OwnedFragment:
         slot: index of its parameter within the unit.
         fragment: which part of the parameter it is.
         value: what the optimizer updates, fp32; in the parameter's shape if whole, else 1-D.
+        held: the same elements of the P shard, 1-D: what ranks compute with.
         grad: its gradient, fp32, same shape.
     """
 
@@ -39,6 +40,7 @@ class OwnedFragment:
     slot: int
     fragment: Fragment
     value: nn.Parameter
+    held: torch.Tensor
     grad: torch.Tensor
 
 
@@ -214,17 +216,14 @@ def own_fragments(runtime: Runtime) -> list[OwnedFragment]:
             position = 0
             for run in share:
                 for fragment in buffer.layout.fragments(shard, [run]):
-                    begin = position + fragment.position
-                    if buffer.master is None:
-                        start = run.start + fragment.position
-                        value = buffer.shard[start : start + fragment.length]
-                    else:
-                        value = buffer.master[begin : begin + fragment.length]
+                    begin, start = position + fragment.position, run.start + fragment.position
+                    held = buffer.shard[start : start + fragment.length]
+                    value = held if buffer.master is None else buffer.master[begin : begin + fragment.length]
                     grad = gradient[begin : begin + fragment.length]
                     if fragment.whole:
                         value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
                     slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
-                    owned.append(OwnedFragment(unit.index, slot, fragment, nn.Parameter(value), grad))
+                    owned.append(OwnedFragment(unit.index, slot, fragment, nn.Parameter(value), held, grad))
                 position += run.length
     return owned
 

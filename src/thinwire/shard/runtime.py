@@ -304,15 +304,19 @@ class Runtime:
         return [index for index in reversed(order) if index in self.gradients]
 
     def write_back(self, index: int) -> None:
-        """A unit's masters have new values: cast them into its P shard."""
+        """A unit's masters have new values: cast them into its P shard, unless the difference is what is spread."""
         unit = self.units[index]
         unit.updated()
         for buffer in unit.buffers:
-            if buffer.layout.trainable:
+            if buffer.layout.trainable and not self._spreads_difference(buffer):
                 write_back(buffer, self.axes[Axis.SHARD, Lane.SPREAD].index)
 
-    def spread(self) -> None:
-        """Spread the updated P shards, in the order of the forward, and begin the next step."""
+    def spread(self, *, exactly: bool = False) -> None:
+        """Spread the updated P shards, in the order of the forward, and begin the next step.
+
+        Args:
+            exactly: where differences are spread, spread the values themselves, as they are.
+        """
         group = self.axes[Axis.SHARD, Lane.SPREAD]
         self._graphs_of_graphs = False
         for index in self.schedule.spread_order() if group.size > 1 else ():
@@ -321,18 +325,28 @@ class Runtime:
                 if buffer.layout.trainable:
                     seed = self.seeds.of_unit(Lane.SPREAD, index)
                     codec = self.codecs.spread if buffer.layout.encoded else None
-                    moves = _spread(group, buffer, self.plan, codec, seed)
+                    update = None
+                    if self._spreads_difference(buffer):
+                        codec, update = (None, None) if exactly else (codec, buffer.master)
+                    moves = _spread(group, buffer, self.plan, codec, update, seed)
                     unit.spread = self.lanes.submit(Lane.SPREAD, moves, label=f"spread {unit.name}")
             if not self.plan.overlap.spread:
                 unit.join_spread()
         self._begin_step()
 
-    def updated(self) -> None:
-        """All masters have new values: write them back and spread them."""
+    def loaded(self, *, with_replicas: bool) -> None:
+        """All masters have new values: write them back and spread them.
+
+        Args:
+            with_replicas: where differences are spread, what ranks held of their own shares has been loaded as well.
+        """
         self.join_spreads()
         for unit in self.units:
-            self.write_back(unit.index)
-        self.spread()
+            unit.updated()
+            for buffer in unit.buffers:
+                if buffer.layout.trainable and not (with_replicas and self._spreads_difference(buffer)):
+                    write_back(buffer, self.axes[Axis.SHARD, Lane.SPREAD].index)
+        self.spread(exactly=True)
 
     def skipped(self) -> None:
         """The step was taken without an update."""
@@ -396,6 +410,11 @@ class Runtime:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
+    def _spreads_difference(self, buffer: FlatBuffer) -> bool:
+        """Whether ranks hold something else of a buffer than its masters, and are told how far it is from them."""
+        spreads = self.axes[Axis.SHARD, Lane.SPREAD].size > 1 and buffer.layout.encoded and buffer.master is not None
+        return self.plan.wire.spread_difference and spreads
+
     def used_flag(self, index: int, slot: int) -> bool:
         """Whether any rank had a gradient for a parameter in this step."""
         return self.agree(measure=False).used[self._first_bit[index] + slot]
@@ -453,28 +472,34 @@ def write_back(buffer: FlatBuffer, index: int) -> None:
         position += run.length
 
 
-def _spread(group: AxisGroup, buffer: FlatBuffer, plan: Plan, codec: Codec | None, seed: int) -> Moves:
-    """Gather all shares of a P shard: in place where they lie side by side, packed where they do not."""
+def _spread(
+    group: AxisGroup, buffer: FlatBuffer, plan: Plan, codec: Codec | None, update: torch.Tensor | None, seed: int
+) -> Moves:
+    """Gather all shares of a P shard, or their differences from ``update``, this rank's masters: in place where shares
+    lie side by side, packed where they do not."""
     if plan.partition == "intra":
-        return all_gather(group, buffer.shard, codec=codec, seed=seed)
+        return all_gather(group, buffer.shard, codec=codec, update=update, seed=seed)
     sizes = [sum(run.length for run in share) for share in buffer.shares]
     whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
+    shares = list(enumerate(buffer.shares))
+    packed = shares if update is not None else [shares[group.index]]
+    unpacked = shares if codec is not None else [share for share in shares if share[0] != group.index]
 
     def pack() -> None:
-        offset = sum(sizes[: group.index])
-        for run in buffer.shares[group.index]:
-            whole[offset : offset + run.length].copy_(buffer.shard[run.start : run.start + run.length])
-            offset += run.length
-
-    def unpack() -> None:
-        offset = 0
-        for owner, share in enumerate(buffer.shares):
+        for owner, share in packed:
+            offset = sum(sizes[:owner])
             for run in share:
-                if owner != group.index or codec is not None:
-                    buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
+                whole[offset : offset + run.length].copy_(buffer.shard[run.start : run.start + run.length])
                 offset += run.length
 
-    moves = all_gather(group, whole, sizes, Kind.BROADCAST, codec=codec, seed=seed)
+    def unpack() -> None:
+        for owner, share in unpacked:
+            offset = sum(sizes[:owner])
+            for run in share:
+                buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
+                offset += run.length
+
+    moves = all_gather(group, whole, sizes, Kind.BROADCAST, codec=codec, update=update, seed=seed)
     return moves.after(pack).then(unpack)
 
 

@@ -2,7 +2,8 @@
 
 Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, ``optimizer/NAME/KEY`` for state as long
 as the parameter. State that is one number per parameter (Adam's ``step``) is stored as a value. What error feedback
-owes belongs to the plan that made it: ``feedback/REDUCTION`` holds every rank's, one after the other.
+owes belongs to the plan that made it: ``feedback/REDUCTION`` holds every rank's, one after the other. Where differences
+are spread, so does what ranks hold in place of the masters: ``held/NAME``, in compute dtype.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Ma
         slot = owned.fragment.slot
         value = owned.value.detach().reshape(-1)
         vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, value if first_replica else None)
+        if runtime.plan.wire.spread_difference:
+            vectors.add(f"held/{slot.name}", slot.numel, owned.fragment.offset, owned.held if first_replica else None)
         for key, entry in _state_of(optim, owned).items():
             name = f"optimizer/{slot.name}/{key}"
             if isinstance(entry, torch.Tensor) and entry.numel() == owned.value.numel() and entry.dim() > 0:
@@ -82,12 +85,16 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[s
     runtime.zero_grad()
     vectors = _Vectors()
     casts = _want_unoptimized(model, runtime, manifest, vectors)
+    same_plan = manifest.values["plan"] == runtime.plan.to_toml()
+    with_held = runtime.plan.wire.spread_difference and same_plan
     for owned in optim.fragments if optim is not None else own_fragments(runtime):
         slot = owned.fragment.slot
         vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, owned.value.detach().view(-1))
+        if with_held:
+            vectors.add(f"held/{slot.name}", slot.numel, owned.fragment.offset, owned.held)
     numbers = []
     made = _make_state(optim) if optim is not None else []
-    lost = _want_feedback(runtime, manifest, vectors)
+    lost = _want_feedback(runtime, manifest, vectors, same_plan=same_plan)
     try:
         if optim is not None:
             numbers = _everywhere(lambda: _want_state(optim, manifest, vectors, path))
@@ -108,7 +115,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[s
         _restore_groups(optim, manifest.values["groups"])
     runtime.reducer.lost = lost
     runtime.num_steps = int(manifest.values["num_steps"]) - 1  # the update that is about to be spread belongs to it
-    runtime.updated()
+    runtime.loaded(with_replicas=with_held)
     runtime.join_spreads()
     return dict(manifest.values["extra"])
 
@@ -238,12 +245,14 @@ def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
     return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.lost}
 
 
-def _want_feedback(runtime: Runtime, manifest: store.Manifest, vectors: _Vectors) -> dict[str, torch.Tensor]:
+def _want_feedback(
+    runtime: Runtime, manifest: store.Manifest, vectors: _Vectors, *, same_plan: bool
+) -> dict[str, torch.Tensor]:
     """Room for this rank's error feedback, if the checkpoint has it and it was made by the same plan."""
     stored: dict[str, list[int]] = manifest.values.get("feedback", {})
     if not runtime.plan.wire.error_feedback or not stored:
         return {}
-    if manifest.values["plan"] != runtime.plan.to_toml():
+    if not same_plan:
         if runtime.rank == 0:
             log.warning("the checkpoint's error feedback belongs to another plan: it starts from nothing")
         return {}

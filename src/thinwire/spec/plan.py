@@ -68,6 +68,10 @@ class Wire(Spec):
         description="share of what was rounded away that comes back with each step; 1 is the classic error feedback, "
         "less makes messages less noisy",
     )
+    spread_difference: Flag = Field(
+        default=False,
+        description="spread how far masters are from what all ranks hold, not parameters: exact enough at 4 bits",
+    )
     exclude: Annotated[
         tuple[str, ...], Field(description="parameter name patterns that always travel uncompressed")
     ] = ()
@@ -102,6 +106,16 @@ class Wire(Spec):
     def is_none(self) -> bool:
         """Whether no collective is compressed."""
         return all(codec.is_none for codec in self.codecs().values())
+
+    @rule("spread_difference", "spread")
+    def _differences_need_a_lossy_codec(self) -> Iterator[Problem]:
+        """``spread_difference`` needs a lossy ``spread``."""
+        if self.spread_difference and self.spread.is_lossless:
+            yield Problem(
+                "spread_difference",
+                f"= true has nothing to make up for: spread = {str(self.spread)!r} loses nothing; choose a lossy codec "
+                "such as 'int4:256', or set it to false",
+            )
 
     @rule("error_feedback", "reduce_intra", "reduce_inter")
     def _feedback_needs_loss(self) -> Iterator[Problem]:
