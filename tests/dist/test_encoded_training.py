@@ -255,7 +255,7 @@ def distance_from_masters(chosen: tw.Plan) -> tuple[float, float, bool]:
     return lost / masters, lost / rounding, all(other == everyone[0] for other in everyone)
 
 
-@pytest.mark.parametrize("partition", ["intra", "inter"])
+@pytest.mark.parametrize("partition", ["intra", pytest.param("inter", marks=pytest.mark.slow)])
 def test_differences_are_spread_more_exactly_than_parameters(partition: str) -> None:
     whole = plan("zero1", partition=partition).with_(wire={"spread": "int4:64"})
     difference = whole.with_(wire={"spread_difference": True})
@@ -267,7 +267,7 @@ def test_differences_are_spread_more_exactly_than_parameters(partition: str) -> 
         assert same, "ranks hold different parameters"
 
 
-@pytest.mark.parametrize("partition", ["intra", "inter"])
+@pytest.mark.parametrize("partition", [pytest.param("intra", marks=pytest.mark.slow), "inter"])
 def test_a_run_that_spreads_differences_resumes_exactly(tmp_path: Path, partition: str) -> None:
     chosen = plan("zero1", partition=partition).with_(wire={"spread": "int4:64", "spread_difference": True})
     for rank, (whole, resumed, other) in enumerate(
