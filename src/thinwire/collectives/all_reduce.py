@@ -77,12 +77,17 @@ def all_reduce(
     piece = vector.numel() // group.size
     own = slice(group.index * piece, (group.index + 1) * piece)
     codec = codecs.across if group.nodes > 1 else codecs.inside
-    sums = vector if codec is None else allocate(vector.numel(), torch.float32, vector.device)
+    if codec is None:
+        sums = vector
+    elif not accumulate and out.numel() == vector.numel():
+        sums = out
+    else:
+        sums = allocate(vector.numel(), torch.float32, vector.device)
 
     def deliver() -> None:
         if accumulate:
             out.add_(sums[: out.numel()])
-        else:
+        elif sums is not out:
             out.copy_(sums[: out.numel()])
 
     feedback = feedback or Feedback()
