@@ -19,7 +19,7 @@ PACKAGE = ROOT / "src" / "thinwire"
 
 DECIDING = {"errors", "units", "spec", "program", "cost", "sim", "plan", "report"}
 DOING = {"codecs", "collectives", "shard", "profile", "parallel", "train"}
-ABOVE = {"cli", "lab", "testing"}
+ABOVE = {"cli", "lab", "study", "testing"}
 
 
 def _modules() -> set[str]:
