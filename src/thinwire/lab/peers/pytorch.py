@@ -48,7 +48,7 @@ def ddp(place: Place, options: Mapping[str, Any]) -> System:
 def ddp_bf16_hook(place: Place, options: Mapping[str, Any]) -> System:
     """DDP with fp32 parameters under autocast, whose gradients its hook sends as bf16."""
     replicated = _replicated(_Autocast(make_model(options)))
-    # A function of another name: by its name DDP refuses the hook without NCCL, though gloo adds bf16 as well.
+    # Not the hook itself: by its name DDP refuses the hook without NCCL, though gloo adds bf16 as well.
     replicated.register_comm_hook(None, lambda state, bucket: bf16_compress_hook(state, bucket))
     return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
 
@@ -58,7 +58,8 @@ def ddp_powersgd(place: Place, options: Mapping[str, Any]) -> System:
     replicated = _replicated(_Autocast(make_model(options)))
     # Two is the least number of ordinary steps before that PyTorch allows.
     state = PowerSGDState(None, matrix_approximation_rank=_POWERSGD_RANK, start_powerSGD_iter=2)
-    replicated.register_comm_hook(state, _powersgd_in_order)
+    # Without annotations, which DDP would want as classes.
+    replicated.register_comm_hook(state, lambda state, bucket: _powersgd_in_order(state, bucket))
     return TorchSystem(replicated, fused_adamw(replicated.parameters()), batches(options, place.rank))
 
 
