@@ -41,9 +41,10 @@ def point_to_point(
         The moves.
     """
     me = subgroup.index
+    peer = target if me == source else source
     if codec is None:
         return Moves([Move(subgroup.stage, lambda: _send(subgroup, tensor, source, target), (tensor,))])
-    sizes = [tensor.numel() if i == (target if me == source else source) else 0 for i in range(subgroup.size)]
+    sizes = [tensor.numel() if i == peer else 0 for i in range(subgroup.size)]
     messages = Messages(codec, sizes, tensor.dtype, tensor.device)
 
     def encode() -> None:
@@ -51,11 +52,10 @@ def point_to_point(
 
     def transfer() -> None:
         if codec.spec.is_variable_length:
-            length = messages.lengths[target if me == source else source :][:1]
-            _send(subgroup, length, source, target)
+            _send(subgroup, messages.lengths[peer : peer + 1], source, target)
             if me == target:
                 messages.announce(source)
-        _send(subgroup, messages.message(target if me == source else source), source, target)
+        _send(subgroup, messages.message(peer), source, target)
 
     def decode() -> None:
         messages.decode(source, tensor)
