@@ -78,7 +78,7 @@ def step(
         from thinwire.lab.bench.run import run
 
         systems = _systems(_words(plans), _words(peers), {"model": checked_model(model), "seq": seq}, nodes, ranks)
-        settings = _settings(_words(bandwidth), _words(clip))
+        settings = settings_of(_words(bandwidth), _words(clip))
         samples = run(
             systems,
             settings,
@@ -107,7 +107,7 @@ def step(
             from thinwire.lab.bench.picture import draw
 
             draw(rows, png_path)
-        _refuse(rows)
+        refuse(rows)
 
 
 def _systems(
@@ -127,7 +127,7 @@ def _systems(
     return systems
 
 
-def _settings(bandwidths: Sequence[str], clips: Sequence[str]) -> list[Setting]:
+def settings_of(bandwidths: Sequence[str], clips: Sequence[str]) -> list[Setting]:
     """Every bandwidth with every clip, links changing as seldom as possible."""
     from thinwire.errors import SpecError
     from thinwire.lab.bench.interleave import Setting
@@ -180,7 +180,7 @@ def _show(rows: Sequence[Row], ratios: Mapping[str, Sequence[Ratio]]) -> None:
         console.print(goals_table(ratios))
 
 
-def _refuse(rows: Sequence[Row]) -> None:
+def refuse(rows: Sequence[Row]) -> None:
     """End with an error where a system did not train as the others did."""
     from thinwire.lab.bench.messages import BenchError
 

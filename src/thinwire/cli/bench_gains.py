@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from thinwire.cli.bench import checked_model
+from thinwire.cli.bench import checked_model, refuse, settings_of
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
     from thinwire.lab.bench.rows import Row
     from thinwire.lab.peers.interface import SystemSpec
     from thinwire.report import Sheet
+    from thinwire.spec import Plan
 
 _NODES = Annotated[int, typer.Option(min=1, help="Emulated hosts.")]
 _RANKS = Annotated[int, typer.Option(min=1, help="Ranks of each host.")]
@@ -102,20 +103,13 @@ def kernels(
       thinwire bench kernels --plan thinwire --bandwidth none --model llama-5m
     """
     with explained():
-        from thinwire.spec import Plan
-        from thinwire.study.gains import backend_systems, gains, sheet
+        from thinwire.study.gains import backend_systems
 
-        chosen = Plan.load(plan) if plan.endswith(".toml") else Plan.preset(plan, nodes=nodes, local=ranks)
-        systems = backend_systems(chosen, {"model": checked_model(model), "seq": seq})
-        found = gains(_timed(systems, [bandwidth], nodes, ranks, rounds, steps, seq))
-        content = {
-            "gains": [asdict(gain) for gain in found],
-            "plan": chosen.to_dict(),
-            "rounds": rounds,
-            "workload": {"model": model, "seq": seq, "nodes": nodes, "ranks": ranks},
-        }
         title = f"Codecs of {plan}: gain over plain PyTorch, median of rounds, least, most"
-        _tell(sheet(found, title, product=False), "", content, "kernels", json_path, page)
+        workload = {"model": checked_model(model), "seq": seq}
+        _vary(
+            plan, backend_systems, title, "kernels", bandwidth, workload, nodes, ranks, rounds, steps, json_path, page
+        )
 
 
 def stages(
@@ -140,20 +134,40 @@ def stages(
       thinwire bench stages --plan thinwire --bandwidth 50mbit --rounds 3
     """
     with explained():
-        from thinwire.spec import Plan
-        from thinwire.study.gains import gains, sheet, stage_systems
+        from thinwire.study.gains import stage_systems
 
-        chosen = Plan.load(plan) if plan.endswith(".toml") else Plan.preset(plan, nodes=nodes, local=ranks)
-        systems = stage_systems(chosen, {"model": checked_model(model), "seq": seq})
-        found = gains(_timed(systems, [bandwidth], nodes, ranks, rounds, steps, seq))
-        content = {
-            "gains": [asdict(gain) for gain in found],
-            "plan": chosen.to_dict(),
-            "rounds": rounds,
-            "workload": {"model": model, "seq": seq, "nodes": nodes, "ranks": ranks},
-        }
         title = f"Collectives of {plan}: gain over one bucket, one collective at a time; median of rounds, least, most"
-        _tell(sheet(found, title, product=False), "", content, "stages", json_path, page)
+        workload = {"model": checked_model(model), "seq": seq}
+        _vary(plan, stage_systems, title, "stages", bandwidth, workload, nodes, ranks, rounds, steps, json_path, page)
+
+
+def _vary(
+    plan: str,
+    variants: Callable[[Plan, Mapping[str, Any]], list[SystemSpec]],
+    title: str,
+    command: str,
+    bandwidth: str,
+    workload: dict[str, Any],
+    nodes: int,
+    ranks: int,
+    rounds: int,
+    steps: int,
+    json_path: Path | None,
+    page: Path | None,
+) -> None:
+    """Time variants of one plan, and tell their gains over the first."""
+    from thinwire.lab.peers.catalog import named_plan
+    from thinwire.study.gains import gains, sheet
+
+    chosen = named_plan(plan, nodes, ranks)
+    found = gains(_timed(variants(chosen, workload), [bandwidth], nodes, ranks, rounds, steps, workload["seq"]))
+    content = {
+        "gains": [asdict(gain) for gain in found],
+        "plan": chosen.to_dict(),
+        "rounds": rounds,
+        "workload": {**workload, "nodes": nodes, "ranks": ranks},
+    }
+    _tell(sheet(found, title, product=False), "", content, command, json_path, page)
 
 
 def _timed(
@@ -167,16 +181,12 @@ def _timed(
 ) -> list[Row]:
     """Run the systems, interleaved, on an emulated cluster."""
     from thinwire.lab.bench.environment import num_cores
-    from thinwire.lab.bench.interleave import Setting
-    from thinwire.lab.bench.messages import BenchError
     from thinwire.lab.bench.rows import make_rows
     from thinwire.lab.bench.run import run
-    from thinwire.units import parse_bandwidth
 
-    settings = [Setting(name, None if name == "none" else parse_bandwidth(name), None) for name in bandwidths]
     samples = run(
         systems,
-        settings,
+        settings_of(bandwidths, ["none"]),
         nodes=nodes,
         ranks=ranks,
         rounds=rounds,
@@ -185,8 +195,7 @@ def _timed(
         report=lambda line: print(line, file=sys.stderr),
     )
     rows = make_rows(samples, systems, tokens=seq * nodes * ranks, cores=num_cores())
-    if refused := {row.system: row.refused for row in rows if row.refused is not None}:
-        raise BenchError("; ".join(f"{system}: {reason}" for system, reason in refused.items()))
+    refuse(rows)
     return rows
 
 

@@ -12,7 +12,7 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.lab.peers.interface import Kind, SystemSpec
 from thinwire.spec import Plan
 
-__all__ = ["MODELS", "PEERS", "peer_systems", "plan_system", "plan_systems"]
+__all__ = ["MODELS", "PEERS", "named_plan", "peer_systems", "plan_system", "plan_systems"]
 
 REFERENCE: Final = "local"
 """The peer that does not communicate."""
@@ -102,15 +102,10 @@ def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: in
     Raises:
         SpecError: a plan is invalid, or its mesh is another.
     """
-    systems = []
-    for name in names:
-        plan = _plan(name, nodes, ranks)
-        if (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks):
-            raise SpecError(
-                name, [f"mesh = {plan.mesh} (local x nodes) is not that of --nodes {nodes} --ranks {ranks}"]
-            )
-        systems.append(plan_system(Path(name).stem if name.endswith(".toml") else name, plan, workload))
-    return systems
+    return [
+        plan_system(Path(name).stem if name.endswith(".toml") else name, named_plan(name, nodes, ranks), workload)
+        for name in names
+    ]
 
 
 def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
@@ -118,10 +113,16 @@ def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpe
     return SystemSpec(f"tw:{name}", "thinwire.lab.peers.plans:plan", {**workload, "plan": plan.to_toml()}, Kind.PLAN)
 
 
-def _plan(name: str, nodes: int, ranks: int) -> Plan:
-    if name.endswith(".toml"):
-        return Plan.load(name)
-    return Plan.preset(name, nodes=nodes, local=ranks)
+def named_plan(name: str, nodes: int, ranks: int) -> Plan:
+    """A preset on a mesh, or the plan of a ``.toml`` file.
+
+    Raises:
+        SpecError: the plan is invalid, or its mesh is another.
+    """
+    plan = Plan.load(name) if name.endswith(".toml") else Plan.preset(name, nodes=nodes, local=ranks)
+    if (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks):
+        raise SpecError(name, [f"mesh = {plan.mesh} (local x nodes) is not that of --nodes {nodes} --ranks {ranks}"])
+    return plan
 
 
 def _peer(name: str, workload: Mapping[str, Any]) -> SystemSpec:
