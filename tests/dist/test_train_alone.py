@@ -104,7 +104,7 @@ def test_a_skipped_step_changes_nothing_and_counts(tmp_path: Path, monkeypatch: 
 
 def test_skipping_for_ever_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, "train.on_nonfinite=skip")
-    monkeypatch.setattr("thinwire.train.trainer._MOST_SKIPPED", 2)
+    monkeypatch.setattr("thinwire.train.trainer.MOST_SKIPPED", 2)
     poison(trainer, monkeypatch, *range(10))
     for _ in range(2):
         trainer.step(wants_stop=False)

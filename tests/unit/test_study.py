@@ -135,7 +135,10 @@ def test_a_run_is_finished_or_diverged_or_neither(study: Study, tmp_path: Path) 
     record = dict(curve(run, 3.0).records[0], other=1)
     directory.metrics.write_text(json.dumps(record) + "\n")
     assert Curve.from_directory(run, directory) is None
-    directory.metrics.write_text(json.dumps(record | {"skipped": True, "loss": None}) + "\n")
+    skipped = json.dumps(record | {"skipped": True, "loss": None}) + "\n"
+    directory.metrics.write_text(19 * skipped)
+    assert Curve.from_directory(run, directory) is None, "it may have been interrupted, and recover"
+    directory.metrics.write_text(20 * skipped)
     diverged = Curve.from_directory(run, directory)
     assert diverged is not None
     assert diverged.diverged

@@ -14,6 +14,7 @@ from thinwire.spec.recipe import Recipe
 from thinwire.study.arms import Run
 from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.metrics import read as read_metrics
+from thinwire.train.trainer import MOST_SKIPPED
 
 _FIELDS: Final = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "skipped")
 """What a study keeps of each step; None stands for what was not finite or not measured."""
@@ -70,7 +71,10 @@ class Curve:
         """
         records = [{name: record[name] for name in _FIELDS} for record in read_metrics(directory.metrics)]
         finished = directory.summary.is_file()
-        if not finished and not (records and records[-1]["skipped"]):
+        # A run that skips fewer steps may have been interrupted while it did, and may recover.
+        newest = records[-MOST_SKIPPED:]
+        diverged = len(newest) == MOST_SKIPPED and all(record["skipped"] for record in newest)
+        if not finished and not diverged:
             return None
         summary = json.loads(directory.summary.read_text()) if finished else {}
         return cls(

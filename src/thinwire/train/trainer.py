@@ -34,7 +34,7 @@ from thinwire.train.packing import Dataset
 from thinwire.train.schedule import learning_rate_share
 from thinwire.train.versions import versions
 
-_MOST_SKIPPED: Final = 20
+MOST_SKIPPED: Final = 20
 """So many steps in a row that are not finite will not recover."""
 
 
@@ -266,7 +266,7 @@ class Trainer:
             self.num_skipped = 0
         else:
             self.num_skipped += 1
-            if self.job.recipe.train.on_nonfinite == "stop" or self.num_skipped > _MOST_SKIPPED:
+            if self.job.recipe.train.on_nonfinite == "stop" or self.num_skipped > MOST_SKIPPED:
                 self._raise_nonfinite(update)
         self.optimizer.zero_grad()
         self.position.step += 1
