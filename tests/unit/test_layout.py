@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.program import Axis, axis_index
+from thinwire.program.shares import ALIGNMENT_BYTES
 from thinwire.shard.layout import (
-    ALIGNMENT_BYTES,
     FlatLayout,
     Fragment,
     Run,

@@ -1,6 +1,6 @@
 """What a plan means: the ordered operations of one training step."""
 
-from thinwire.program.lower import buckets, control_bytes, default_trace, lower, padded
+from thinwire.program.lower import buckets, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
     Hop,
@@ -13,6 +13,7 @@ from thinwire.program.mesh import (
     axis_members,
     hops,
 )
+from thinwire.program.shares import deal, flat_numel, padded
 from thinwire.program.step import (
     BufferInfo,
     Event,
@@ -23,7 +24,7 @@ from thinwire.program.step import (
     Trace,
     UnitInfo,
 )
-from thinwire.program.wire import idle_codecs
+from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
     "Axis",
@@ -43,9 +44,12 @@ __all__ = [
     "axis_extent",
     "axis_index",
     "axis_members",
+    "axis_shape",
     "buckets",
     "control_bytes",
+    "deal",
     "default_trace",
+    "flat_numel",
     "hops",
     "idle_codecs",
     "lower",

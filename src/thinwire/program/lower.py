@@ -11,19 +11,15 @@ import math
 from collections.abc import Sequence
 
 from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, hops
+from thinwire.program.shares import padded
 from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["CONTROL_WORDS", "buckets", "control_bytes", "default_trace", "lower", "padded"]
+__all__ = ["CONTROL_WORDS", "buckets", "control_bytes", "default_trace", "lower"]
 
 CONTROL_WORDS = 4
 """64-bit words of the step's one scalar exchange: squared norm, order hash, unfinished gradients, step number."""
-
-
-def padded(numel: int, multiple: int) -> int:
-    """``numel`` rounded up to a multiple."""
-    return -(-numel // multiple) * multiple
 
 
 def control_bytes(units: Sequence[UnitInfo]) -> int:
@@ -180,6 +176,7 @@ class _Lowering:
                     buffer.numel,
                     reduction_sizes(self.plan, Axis.PARAMS, encoded=buffer.encoded),
                     event,
+                    encoded=buffer.encoded,
                 )
                 for buffer in self.units[unit].buffers
                 if buffer.trainable
@@ -203,7 +200,9 @@ class _Lowering:
         pieces = [sum(column) for column in zip(*(buffer.shares for buffer in buffers), strict=True)]
         if self._extent(Axis.SHARD) > 1 and (last or every_micro_batch):
             sizes = reduction_sizes(self.plan, Axis.SHARD, encoded=encoded)
-            scattered = self._add(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, pieces, sizes, event, after)
+            scattered = self._add(
+                Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, pieces, sizes, event, after, encoded=encoded
+            )
             after = (scattered,)
             if not overlapped:
                 self._wait(event, scattered)
@@ -211,7 +210,9 @@ class _Lowering:
         if last and replicas > 1:
             share = pieces[axis_index(self.plan, Axis.SHARD, self.rank)]
             numel, sizes = padded(share, replicas), reduction_sizes(self.plan, Axis.REPLICA, encoded=encoded)
-            synced = self._even(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, numel, sizes, event, after)
+            synced = self._even(
+                Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, numel, sizes, event, after, encoded=encoded
+            )
             if not overlapped:
                 self._wait(event, synced)
 
@@ -236,7 +237,9 @@ class _Lowering:
         for buffer in self.units[unit].buffers:
             if buffer.trainable:
                 sizes = gather_sizes(self.plan.wire.spread, buffer)
-                operation = self._add(kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.shares, sizes, event)
+                operation = self._add(
+                    kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.shares, sizes, event, encoded=buffer.encoded
+                )
                 wait = Event(Phase.PRE_FORWARD, unit, 0) if self.plan.overlap.spread else event
                 self._wait(wait, operation)
 
@@ -262,6 +265,7 @@ class _Lowering:
                 buffer.numel,
                 gather_sizes(codec, buffer),
                 event,
+                encoded=buffer.encoded and axis is Axis.PARAMS,
             )
             for buffer in self.units[unit].buffers
             if self._extent(axis) > 1
@@ -282,10 +286,12 @@ class _Lowering:
         sizes: MessageSizes,
         event: Event,
         after: tuple[int, ...] = (),
+        *,
+        encoded: bool = False,
     ) -> int:
         """An operation over a vector of ``numel`` elements, cut evenly among the members of the axis."""
         count = self._extent(axis)
-        return self._add(kind, lane, axis, units, [numel // count] * count, sizes, event, after)
+        return self._add(kind, lane, axis, units, [numel // count] * count, sizes, event, after, encoded=encoded)
 
     def _add(
         self,
@@ -297,11 +303,13 @@ class _Lowering:
         sizes: MessageSizes,
         event: Event,
         after: tuple[int, ...] = (),
+        *,
+        encoded: bool = False,
     ) -> int:
         local, nodes = axis_shape(self.plan, axis)
         sent = hops(kind, local, nodes, pieces, axis_index(self.plan, axis, self.rank), sizes)
         index = len(self.operations)
-        self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after))
+        self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after, encoded))
         return index
 
     def _extent(self, axis: Axis) -> int:

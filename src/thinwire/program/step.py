@@ -136,6 +136,7 @@ class Operation:
         hops: what this rank sends, inside and across nodes.
         start: the event that starts it.
         after: operations on other lanes whose result it needs.
+        encoded: whether the plan's codecs apply to what it carries.
     """
 
     index: int
@@ -146,6 +147,7 @@ class Operation:
     hops: tuple[Hop, ...]
     start: Event
     after: tuple[int, ...] = ()
+    encoded: bool = False
 
     def sent(self, scope: Scope) -> int:
         """Bytes this rank sends inside its node or across nodes."""

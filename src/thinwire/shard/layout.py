@@ -11,7 +11,6 @@ Coordinates, from the outside in:
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,12 +18,10 @@ from functools import cached_property
 
 import torch
 
-from thinwire.program import Axis, axis_extent, axis_index, padded
+from thinwire.program import Axis, axis_extent, axis_index, deal, flat_numel
 from thinwire.spec import Plan
 
 __all__ = ["FlatLayout", "Fragment", "Run", "Slot", "deal_shares", "even_shares", "lay_out"]
-
-ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -150,8 +147,8 @@ def lay_out(
     for name, shape in parameters:
         slots.append(Slot(name, shape, offset))
         offset += math.prod(shape)
-    unit = plan.world * max(1, ALIGNMENT_BYTES // dtype.itemsize)
-    return FlatLayout(tuple(slots), padded(max(offset, 1), unit), plan.params.ranks, dtype, trainable, encoded)
+    numel = flat_numel(offset, plan, dtype.itemsize)
+    return FlatLayout(tuple(slots), numel, plan.params.ranks, dtype, trainable, encoded)
 
 
 def even_shares(layout: FlatLayout, plan: Plan) -> tuple[tuple[Run, ...], ...]:
@@ -176,14 +173,10 @@ def deal_shares(layouts: Sequence[FlatLayout], plan: Plan, shard: int) -> list[t
     """
     inner, outer = axis_extent(plan, Axis.SHARD)
     count = outer.ranks // inner.ranks
-    items = [(run.length, b, run) for b, layout in enumerate(layouts) for _, _, run in layout.pieces(shard)]
-    items.sort(key=lambda item: (-item[0], item[1], item[2].start))
-    heap = [(0, owner) for owner in range(count)]
+    items = [(buffer, run) for buffer, layout in enumerate(layouts) for _, _, run in layout.pieces(shard)]
     dealt: list[list[list[Run]]] = [[[] for _ in range(count)] for _ in layouts]
-    for length, buffer, run in items:
-        load, owner = heapq.heappop(heap)
+    for (buffer, run), owner in zip(items, deal([run.length for _, run in items], count), strict=True):
         dealt[buffer][owner].append(run)
-        heapq.heappush(heap, (load + length, owner))
     return [tuple(_merged(runs) for runs in shares) for shares in dealt]
 
 

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field
 
+from thinwire.errors import SpecError
+from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
+
+INSIDE_LATENCY = 3e-6
+"""Seconds for a message between two accelerators of a node: typical of NVLink under NCCL."""
+
+NIC_LATENCY = 10e-6
+"""Seconds for a message between nodes: typical of RDMA under NCCL."""
 
 
 class Link(Spec):
@@ -38,6 +47,9 @@ class ClusterSpec(Spec):
     peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] = Field(
         description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
     )
+    memory_bandwidth: Bandwidth = Field(
+        default=8e12, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
+    )
     links: Links = Field(description="bandwidth and latency by class of link")
     nodes_per_leaf: Count | None = Field(default=None, description="nodes below one leaf switch")
     price_per_gpu_hour: Positive | None = Field(default=None, description="price of one accelerator for an hour")
@@ -46,6 +58,68 @@ class ClusterSpec(Spec):
     def gpus(self) -> int:
         """Accelerators of the whole cluster."""
         return self.nodes * self.gpus_per_node
+
+    @classmethod
+    def preset(cls, name: str, *, nodes: int, gpus_per_node: int | None = None, **overrides: Any) -> Self:
+        """Nodes of a published accelerator.
+
+        Args:
+            name: one of :meth:`preset_names`.
+            nodes: how many nodes.
+            gpus_per_node: accelerators of each; those of the usual machine by default.
+            **overrides: fields to change; a dictionary changes the named keys of a nested table only.
+
+        Raises:
+            SpecError: if the name is unknown or an override is invalid.
+        """
+        kind = ACCELERATORS.get(name)
+        what = f"cluster {name!r}"
+        if kind is None:
+            raise SpecError(what, [f"there is no accelerator {name!r}; valid are {', '.join(ACCELERATORS)}"])
+        count = kind.gpus_per_node if gpus_per_node is None else gpus_per_node
+        fields = {
+            "name": f"{name}:{nodes}x{count}",
+            "nodes": nodes,
+            "gpus_per_node": count,
+            "memory": kind.memory,
+            "peak_flops": kind.peak_flops,
+            "memory_bandwidth": kind.memory_bandwidth,
+            "links": {
+                "inside": {"bandwidth": kind.inside, "latency": INSIDE_LATENCY},
+                "nic": {"bandwidth": kind.nic, "latency": NIC_LATENCY},
+            },
+        }
+        return cls.parse(cls.parse(fields, what)._merged(overrides), what)
+
+    @staticmethod
+    def preset_names() -> tuple[str, ...]:
+        """The names that :meth:`preset` takes."""
+        return tuple(ACCELERATORS)
+
+    @classmethod
+    def named(cls, text: str, **overrides: Any) -> Self:
+        """A cluster as a command line names it: ``a800-80g:128x8`` (nodes x accelerators), or a TOML file.
+
+        Args:
+            text: accelerator and size, or a path.
+            **overrides: as for :meth:`preset`.
+
+        Raises:
+            SpecError: if it is neither, or an override is invalid.
+        """
+        name, colon, size = text.partition(":")
+        if not colon and (text.endswith(".toml") or Path(text).is_file()):
+            return cls.parse(cls.load(text)._merged(overrides), text)
+        nodes, times, gpus = size.partition("x")
+        if not (times and nodes.isdecimal() and gpus.isdecimal() and int(nodes) and int(gpus)):
+            raise SpecError(
+                f"cluster {text!r}",
+                [
+                    "it should be ACCELERATOR:NODESxGPUS, for example a800-80g:128x8, or a TOML file; accelerators "
+                    f"are {', '.join(ACCELERATORS)}"
+                ],
+            )
+        return cls.preset(name, nodes=int(nodes), gpus_per_node=int(gpus), **overrides)
 
     @rule("links", "nodes_per_leaf")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:

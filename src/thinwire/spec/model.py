@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Flag, Problem, Spec, rule
+from thinwire.spec.huggingface import huggingface_shape
 
 _FILLED_IN: Any = None  # no field keeps it: prepare() replaces it by a number
 
@@ -112,13 +114,34 @@ class ModelSpec(Spec):
         """
         if name not in _PRESETS:
             valid = ", ".join(_PRESETS)
-            raise SpecError(f"model {name!r}", [f"there is no model preset {name!r}; valid are {valid}"])
+            raise SpecError(
+                f"model {name!r}",
+                [f"there is no model preset {name!r}; valid are {valid}, a TOML file or a Hugging Face config.json"],
+            )
         return cls.parse({"name": name, **_PRESETS[name], **overrides}, f"model {name!r}")
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:
         """The names that :meth:`preset` takes."""
         return tuple(_PRESETS)
+
+    @classmethod
+    def named(cls, text: str, **overrides: Any) -> ModelSpec:
+        """A model as a command line names it: a preset, a TOML file, or a Hugging Face ``config.json`` (or its folder).
+
+        Args:
+            text: name or path.
+            **overrides: fields to change, for example ``seq``.
+
+        Raises:
+            SpecError: if it is none of these, or a field is invalid.
+        """
+        path = Path(text)
+        if text in _PRESETS or not (path.exists() or path.suffix in {".toml", ".json"}):
+            return cls.preset(text, **overrides)
+        if path.suffix == ".toml":
+            return cls.load(path).with_(**overrides)
+        return cls.parse({**huggingface_shape(path), **overrides}, text)
 
     @rule("hidden", "heads")
     def _heads_divide_hidden(self) -> Iterator[Problem]:
@@ -157,4 +180,11 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "internlm-7b": _llama(32, 4096, 32, 11008, 103168, seq=2048),
     "gpt-18b": _gpt(40, 6144, 32, 50257, seq=2048),
     "gpt-neox-20b": _gpt(44, 6144, 64, 50432, seq=2048),
+    # ZeRO++ publishes the sizes of these, not the shapes: blocks of the usual widths that give the size.
+    "gpt-49b": _gpt(60, 8192, 64, 50257, seq=2048),
+    "gpt-91b": _gpt(50, 12288, 96, 50257, seq=2048),
+    "gpt-138b": _gpt(76, 12288, 96, 50257, seq=2048),
+    # Likewise for those of the EFA work; vocabulary and sequence are published (DeepSpeed PR 1453).
+    "roberta-10b": _gpt(48, 4096, 32, 53000, seq=512, tied_embedding=True),
+    "roberta-50b": _gpt(64, 8192, 64, 53000, seq=512, tied_embedding=True),
 }

@@ -1,0 +1,242 @@
+"""What a model is made of, as the runtime cuts it: units, their tensors, their work and what they keep.
+
+The names, shapes and order are those of the built-in Llama and GPT, so that units, padding and dealt shares are the
+runtime's own; a test compares them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from thinwire.program import Axis, BufferInfo, UnitInfo, axis_shape, deal, flat_numel
+from thinwire.program.wire import ITEMSIZE
+from thinwire.spec import ModelSpec, Plan
+
+__all__ = ["LARGE_LEAF", "Part", "Tensor", "parts", "units"]
+
+LARGE_LEAF = 100
+"""A part outside the blocks is a unit of its own when it holds at least 1/LARGE_LEAF of the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One parameter.
+
+    Attributes:
+        name: as ``named_parameters`` gives it.
+        numel: elements.
+    """
+
+    name: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A module of the model that becomes a unit.
+
+    Attributes:
+        name: dotted module name; empty for the root.
+        kind: ``"embedding"``, ``"block"`` (or a module of one), ``"head"`` (with the loss) or ``"rest"``.
+        block: number of the block it belongs to.
+        tensors: its parameters, in order.
+        matrix_flops: FLOPs of one token's forward through its matrices.
+        attention_width: summed width of its attention heads, whose FLOPs depend on the sequence too.
+    """
+
+    name: str
+    kind: str
+    block: int
+    tensors: tuple[Tensor, ...]
+    matrix_flops: int
+    attention_width: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(tensor.numel for tensor in self.tensors)
+
+    def forward_flops(self, tokens: int, seq: int) -> int:
+        """FLOPs of the forward of so many tokens in sequences of ``seq``; attention is not halved for causality."""
+        return tokens * (self.matrix_flops + 4 * seq * self.attention_width)
+
+
+def parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
+    """The model's parts in the runtime's order: the root first if it owns any parameter.
+
+    Args:
+        model: its shape.
+        granularity: ``"block"`` or ``"module"``, as in a plan.
+    """
+    return _parts(model, granularity)
+
+
+def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
+    """What the program must know of the parts, under a plan.
+
+    Args:
+        model: its shape.
+        plan: factors, dtype and exclusions.
+        shard: which ``P`` shard; shares of unequal size differ between them.
+    """
+    itemsize = ITEMSIZE[plan.compute_dtype]
+    buffers = [
+        (part, encoded, tensors) for part in parts(model, plan.granularity) for encoded, tensors in _kinds(part, plan)
+    ]
+    numels = [flat_numel(sum(t.numel for t in tensors), plan, itemsize) for _, _, tensors in buffers]
+    shares = _shares(plan, [tensors for _, _, tensors in buffers], numels, shard)
+    infos = {
+        part.name: UnitInfo(part.name, (), len(part.tensors), part.block) for part in parts(model, plan.granularity)
+    }
+    for (part, encoded, _), numel, share in zip(buffers, numels, shares, strict=True):
+        info = infos[part.name]
+        buffer = BufferInfo(numel, itemsize, True, share, encoded)
+        infos[part.name] = UnitInfo(info.name, (*info.buffers, buffer), info.parameters, info.block)
+    return tuple(infos.values())
+
+
+def _kinds(part: Part, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
+    """Encoded tensors, and those that always travel as they are."""
+    if plan.wire.is_none or not plan.wire.exclude:
+        return [(True, part.tensors)]
+    excluded = {
+        tensor: any(fnmatch.fnmatchcase(tensor.name, pattern) for pattern in plan.wire.exclude)
+        for tensor in part.tensors
+    }
+    kinds = [(True, tuple(t for t, out in excluded.items() if not out))]
+    kinds.append((False, tuple(t for t, out in excluded.items() if out)))
+    return [(encoded, tensors) for encoded, tensors in kinds if tensors]
+
+
+def _shares(plan: Plan, buffers: list[tuple[Tensor, ...]], numels: list[int], shard: int) -> list[tuple[int, ...]]:
+    local, nodes = axis_shape(plan, Axis.SHARD)
+    owners = local * nodes
+    lengths = [numel // plan.params.ranks for numel in numels]
+    if plan.partition == "intra" or owners == 1:
+        return [(length // owners,) * owners for length in lengths]
+    pieces = [
+        (index, piece)
+        for index, (tensors, length) in enumerate(zip(buffers, lengths, strict=True))
+        for piece in _pieces(tensors, shard * length, (shard + 1) * length)
+    ]
+    shares = [[0] * owners for _ in buffers]
+    for (index, piece), owner in zip(pieces, deal([piece for _, piece in pieces], owners), strict=True):
+        shares[index][owner] += piece
+    return [tuple(share) for share in shares]
+
+
+def _pieces(tensors: Iterable[Tensor], begin: int, end: int) -> Iterable[int]:
+    """Lengths of what parameters, laid end to end, contribute to elements ``[begin, end)``."""
+    offset = 0
+    for tensor in tensors:
+        length = min(offset + tensor.numel, end) - max(offset, begin)
+        if length > 0:
+            yield length
+        offset += tensor.numel
+
+
+# -- the built-in models -----------------------------------------------------------------------------------------
+
+_Module = tuple[str, tuple[tuple[str, int], ...], int, int]
+"""Module name below its block, its parameters, FLOPs of a token through its matrices, width of its attention."""
+
+
+@lru_cache(maxsize=16)
+def _parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
+    names = _NAMES[model.kind]
+    outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
+    embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])
+    head_tensors = _tensors("lm_head", [("weight", model.head_parameters)]) if model.head_parameters else ()
+    embedding = Part(names.embedding, "embedding", next(outside), embedding_tensors, 0)
+    norm = Part(names.norm, "rest", next(outside), _tensors(names.norm, _norm(model)), 0)
+    head = Part("lm_head", "head", next(outside), head_tensors, 2 * model.hidden * model.vocab)
+    blocks = [part for layer in range(model.layers) for part in _block_parts(model, layer, granularity)]
+    if model.tied_embedding:
+        alone: tuple[Part, ...] = (norm,) if granularity == "module" else ()
+    elif granularity == "module":
+        alone = (embedding, norm, head)
+    else:
+        alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= model.parameters)
+    # The root owns what is too small to be a unit, and what two units share.
+    rest = [part for part in (embedding, norm, head) if part not in alone]
+    root = Part(
+        "",
+        "head" if head in rest else "rest",
+        0,
+        tuple(tensor for part in rest for tensor in part.tensors),
+        sum(part.matrix_flops for part in rest),
+    )
+    first = [part for part in (root, embedding) if part.tensors and (part is root or part in alone)]
+    return (*first, *blocks, *(part for part in (norm, head) if part in alone))
+
+
+def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[Part]:
+    path = f"layers.{layer}"
+    modules = [
+        Part(f"{path}.{name}", "block", layer + 1, _tensors(f"{path}.{name}", tensors), flops, width)
+        for name, tensors, flops, width in _block_modules(model)
+    ]
+    if granularity == "module":
+        return modules
+    tensors = tuple(tensor for module in modules for tensor in module.tensors)
+    flops, width = sum(m.matrix_flops for m in modules), sum(m.attention_width for m in modules)
+    return [Part(path, "block", layer + 1, tensors, flops, width)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    embedding: str
+    norm: str
+
+
+_NAMES = {
+    "llama": _Names("embed_tokens", "norm"),
+    "gpt": _Names("embed_in", "final_layer_norm"),
+}
+
+
+def _tensors(path: str, named: Iterable[tuple[str, int]]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(f"{path}.{name}", numel) for name, numel in named)
+
+
+def _norm(model: ModelSpec) -> tuple[tuple[str, int], ...]:
+    weight = (("weight", model.hidden),)
+    return (*weight, ("bias", model.hidden)) if model.kind == "gpt" else weight
+
+
+def _linear(rows: int, columns: int, *, bias: bool) -> tuple[tuple[str, int], ...]:
+    weight = (("weight", rows * columns),)
+    return (*weight, ("bias", rows)) if bias else weight
+
+
+def _block_modules(model: ModelSpec) -> tuple[_Module, ...]:
+    h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
+    norm = _norm(model)
+    if model.kind == "llama":
+        linears = {
+            "self_attn.q_proj": (h, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+            "self_attn.o_proj": (h, h),
+            "mlp.gate_proj": (ffn, h), "mlp.up_proj": (ffn, h), "mlp.down_proj": (h, ffn),
+        }  # fmt: skip
+        order = ["input_layernorm", *list(linears)[:4], "post_attention_layernorm", *list(linears)[4:]]
+        attends = "self_attn.o_proj"
+    else:
+        linears = {
+            "attention.query_key_value": (h + 2 * kv, h), "attention.dense": (h, h),
+            "mlp.dense_h_to_4h": (ffn, h), "mlp.dense_4h_to_h": (h, ffn),
+        }  # fmt: skip
+        order = ["input_layernorm", "post_attention_layernorm", *linears]
+        attends = "attention.dense"
+    modules: list[_Module] = []
+    for name in order:
+        if name in linears:
+            rows, columns = linears[name]
+            tensors = _linear(rows, columns, bias=model.kind == "gpt")
+            modules.append((name, tensors, 2 * rows * columns, h if name == attends else 0))
+        else:
+            modules.append((name, norm, 0, 0))
+    return tuple(modules)

@@ -1,0 +1,117 @@
+"""What one operation of a program consists of: transfers, and a codec's work around them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.cost.rates import Rates, Work, wire_bytes_per_value
+from thinwire.program import Hop, Kind, Lane, Operation, Scope, axis_shape
+from thinwire.program.wire import sums_dtype
+from thinwire.spec import CodecSpec, Plan
+
+__all__ = ["Move", "moves"]
+
+_NONE = CodecSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """One part of a collective.
+
+    Attributes:
+        stage: the queue it waits in; moves of one stage of a lane run one after another.
+        scope: the links it uses; ``None`` for a codec's work.
+        seconds: alone.
+    """
+
+    stage: str
+    scope: Scope | None
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """One hop with the codec of its messages."""
+
+    hop: Hop
+    codec: CodecSpec
+    dtype: str
+
+    @property
+    def values(self) -> float:
+        """Values that this rank sends."""
+        return self.hop.sent / wire_bytes_per_value(self.codec, self.dtype)
+
+
+def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
+    """The moves of an operation in order, as ``collectives/`` performs them.
+
+    Args:
+        plan: whose codecs apply.
+        operation: one of its program.
+        rates: how long each takes.
+    """
+    is_scatter = [hop.kind is Kind.REDUCE_SCATTER for hop in operation.hops]
+    steps = [
+        _Step(hop, *_codec(plan, operation, hop, scatter=scatter))
+        for hop, scatter in zip(operation.hops, is_scatter, strict=True)
+    ]
+    scatters = [step for step, scatter in zip(steps, is_scatter, strict=True) if scatter]
+    gathers = [step for step, scatter in zip(steps, is_scatter, strict=True) if not scatter]
+    return [*_scattered(scatters, rates), *_gathered(gathers, rates)]
+
+
+def _codec(plan: Plan, operation: Operation, hop: Hop, *, scatter: bool) -> tuple[CodecSpec, str]:
+    """The codec of a hop's messages, and the dtype of its values."""
+    wire = plan.wire if operation.encoded else None
+    if operation.lane in (Lane.GATHER, Lane.SPREAD):
+        chosen = wire and (wire.spread if operation.lane is Lane.SPREAD else wire.gather)
+        return chosen or _NONE, plan.compute_dtype
+    if operation.lane is Lane.CONTROL or wire is None:
+        return _NONE, plan.effective_reduce_dtype
+    local, nodes = axis_shape(plan, operation.axis)
+    farther = wire.reduce_inter if nodes > 1 else wire.reduce_intra
+    if not scatter:
+        return farther, plan.effective_reduce_dtype if farther.is_none else "float32"
+    if hop.scope is Scope.INSIDE:
+        return wire.reduce_intra, plan.effective_reduce_dtype
+    return wire.reduce_inter, sums_dtype(plan) if local > 1 else plan.effective_reduce_dtype
+
+
+def _scattered(steps: Sequence[_Step], rates: Rates) -> list[Move]:
+    """Encode, send, decode and add; between two hops decoding and encoding are one move."""
+    found: list[Move] = []
+    waiting = 0.0  # a codec's work before the next hop
+    for number, step in enumerate(steps):
+        waiting += _work(rates, step, encoded=step.values)
+        if waiting:
+            found.append(Move("encode" if number == 0 else "recode", None, waiting))
+        found.append(_transfer("scatter", step, rates))
+        waiting = _work(rates, step, decoded=step.values)
+    if waiting:
+        found.append(Move("decode", None, waiting))
+    return found
+
+
+def _gathered(steps: Sequence[_Step], rates: Rates) -> list[Move]:
+    """A piece is encoded once, travels both hops as it is, and all others are decoded at the end."""
+    if not steps:
+        return []
+    first = steps[0]
+    transfers = [_transfer("gather", step, rates) for step in steps]
+    encoding = _work(rates, first, encoded=first.values / (first.hop.ranks - 1))
+    decoding = _work(rates, first, decoded=sum(step.values for step in steps))
+    before = [Move("encode-gather", None, encoding)] if encoding else []
+    after = [Move("decode-gather", None, decoding)] if decoding else []
+    return [*before, *transfers, *after]
+
+
+def _transfer(what: str, step: _Step, rates: Rates) -> Move:
+    hop = step.hop
+    seconds = rates.hop(hop.kind, hop.scope, hop.ranks, hop.sent, encoded=not step.codec.is_none)
+    return Move(f"{what}-{hop.scope}", hop.scope, seconds)
+
+
+def _work(rates: Rates, step: _Step, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
+    return 0.0 if step.codec.is_none else rates.codec(Work(step.codec, step.dtype, encoded, decoded))

@@ -1,0 +1,179 @@
+"""How long the parts of a step take on a cluster, each alone: the alpha-beta figures of published hardware.
+
+``cost/measured.py`` gives the same answers from a profile.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from thinwire.cost.anatomy import Part
+from thinwire.errors import SpecError
+from thinwire.program import Kind, Scope
+from thinwire.spec import ClusterSpec, CodecSpec, Plan
+
+__all__ = ["Efficiency", "NominalRates", "Rates", "Work"]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A codec's work on messages.
+
+    Attributes:
+        codec: which.
+        dtype: of the values, ``"bfloat16"`` or ``"float32"``.
+        encoded: values encoded.
+        decoded: values decoded.
+    """
+
+    codec: CodecSpec
+    dtype: str
+    encoded: float
+    decoded: float
+
+
+class Rates(Protocol):
+    """Seconds of everything a step consists of, each alone on its resource, all ranks of the cluster at it at once."""
+
+    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
+        """One exchange of a collective, as :class:`thinwire.program.Hop` describes it."""
+        ...
+
+    def codec(self, work: Work) -> float:
+        """Encoding and decoding."""
+        ...
+
+    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+        """The forward of one part on one micro-batch."""
+        ...
+
+    def backward(self, part: Part, plan: Plan, seq: int) -> float:
+        """Its backward, without recomputation."""
+        ...
+
+    def update(self, numel: int) -> float:
+        """The optimizer on so many elements of a shard."""
+        ...
+
+    @property
+    def step(self) -> float:
+        """Fixed time of a step."""
+        ...
+
+    def computing_beside(self, scope: Scope) -> float:
+        """How many times longer computation takes beside a transfer; 1 is not at all."""
+        ...
+
+    def transferring_beside(self, scope: Scope) -> float:
+        """How many times longer a transfer takes beside computation."""
+        ...
+
+    @property
+    def extrapolated(self) -> bool:
+        """Whether any answer so far lies outside of what was measured."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Shares of nominal rates that software reaches, where no profile says better.
+
+    Attributes:
+        compute: of peak FLOP/s, in the matrix products of a transformer of usual widths.
+        inside: of the links inside a node, by collectives of large messages.
+        nic: of the network cards, likewise.
+        memory: of memory bandwidth, by element-wise kernels.
+        beside: how many times longer computation and transfers take when both run (gamma).
+        step: seconds of a step that belong to nothing else.
+    """
+
+    compute: float = 0.68
+    inside: float = 0.75
+    nic: float = 0.80
+    memory: float = 0.70
+    beside: float = 1.06
+    step: float = 0.01
+
+
+_ADAM_BYTES = 30
+"""Bytes that AdamW moves per element: master, two moments and gradient read, the first three and bf16 written."""
+
+
+class NominalRates:
+    """Rates from a cluster's published figures.
+
+    Args:
+        cluster: the cluster.
+        plan_dtype: compute dtype; a cluster without a peak for ``bfloat16`` computes it as ``float16``.
+        efficiency: shares of the nominal rates.
+
+    Raises:
+        SpecError: if the cluster has no peak for the dtype.
+    """
+
+    extrapolated = True
+
+    def __init__(
+        self, cluster: ClusterSpec, plan_dtype: str = "bfloat16", efficiency: Efficiency | None = None
+    ) -> None:
+        self._cluster, self._efficiency = cluster, efficiency or Efficiency()
+        peaks = cluster.peak_flops
+        half = peaks.get("bfloat16", peaks.get("float16"))
+        peak = half if plan_dtype in {"bfloat16", "float16"} else peaks.get(plan_dtype)
+        if peak is None:
+            raise SpecError(
+                f"cluster {cluster.name or ''}".strip(),
+                [f"peak_flops has no figure for {plan_dtype}; it has {', '.join(peaks)}"],
+            )
+        self._flops = peak * self._efficiency.compute
+        self._memory = cluster.memory_bandwidth / 8 * self._efficiency.memory
+
+    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
+        """Latency of ``ranks - 1`` rounds, and the bytes over this rank's part of the links.
+
+        Across nodes every rank of a node sends at the same time, each in a group of its own: they share the node's
+        cards (the NIC contention that AMSP's sums leave out).
+        """
+        del kind, encoded
+        links = self._cluster.links
+        if scope is Scope.INSIDE:
+            link, share = links.inside, self._efficiency.inside
+        else:
+            link, share = links.nic, self._efficiency.nic / self._cluster.gpus_per_node
+        return link.latency * (ranks - 1) + 8 * sent / (link.bandwidth * share)
+
+    def codec(self, work: Work) -> float:
+        """Bound by memory: values and messages are read and written once each."""
+        size = {"bfloat16": 2, "float32": 4}[work.dtype]
+        return (work.encoded + work.decoded) * (size + wire_bytes_per_value(work.codec, work.dtype)) / self._memory
+
+    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+        """FLOPs at the usual share of the peak; what has no matrix costs nothing."""
+        return part.forward_flops(plan.micro_batch * seq, seq) / self._flops
+
+    def backward(self, part: Part, plan: Plan, seq: int) -> float:
+        """Twice the forward."""
+        return 2 * self.forward(part, plan, seq)
+
+    def update(self, numel: int) -> float:
+        """Bound by memory."""
+        return numel * _ADAM_BYTES / self._memory
+
+    @property
+    def step(self) -> float:
+        """The efficiency's."""
+        return self._efficiency.step
+
+    def computing_beside(self, scope: Scope) -> float:
+        """The efficiency's gamma."""
+        del scope
+        return self._efficiency.beside
+
+    transferring_beside = computing_beside
+
+
+def wire_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
+    """Bytes of a long message per value."""
+    numel = 1 << 20
+    return codec.max_wire_bytes(numel, dtype) / numel

@@ -1,0 +1,412 @@
+"""Prices a :class:`~thinwire.program.StepProgram`: the very operations that the runtime performs, on a clock.
+
+One rank stands for all: it computes, and its lanes carry out operations in program order, every stage of a lane beside
+the others. A step is played twice, because updated parameters of one travel under the forward of the next; the second
+counts. Of many micro-batches three are played and the rest follow from the difference between two and three.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from thinwire.cost import Move, Part, Rates, moves
+from thinwire.program import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo, default_trace, lower
+from thinwire.program.timeline import COMPUTE, WAITING, Span
+from thinwire.sim.engine import Clock, Resource
+from thinwire.spec import Plan
+
+__all__ = ["Simulated", "Workload", "simulate"]
+
+PLAYED = 3
+"""Micro-batches that are played; further ones repeat the last of the middle ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What a step trains.
+
+    Attributes:
+        parts: of the model, in the order of ``units``.
+        units: what the program knows of them.
+        seq: tokens of a sequence.
+        clip: whether the gradient norm must be known before anything is updated.
+    """
+
+    parts: tuple[Part, ...]
+    units: tuple[UnitInfo, ...]
+    seq: int
+    clip: bool = False
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """One step in steady state.
+
+    Attributes:
+        seconds: of the step.
+        computing: seconds of computation in it, undisturbed.
+        exposed: seconds that computation waited, by lane.
+        busy: seconds of work by resource, undisturbed.
+        spans: what ran when, in the step that counted; empty unless asked for.
+        extrapolated: whether any rate lies outside of what was measured.
+    """
+
+    seconds: float
+    computing: float
+    exposed: Mapping[Lane, float]
+    busy: Mapping[Resource, float]
+    spans: tuple[Span, ...] = ()
+    extrapolated: bool = False
+
+
+def simulate(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int = 1, trace: bool = False) -> Simulated:
+    """Play one step in steady state.
+
+    Args:
+        plan: the plan.
+        workload: the model and its batch.
+        rates: how long each part takes, alone.
+        micro_batches: of a step (``M``).
+        trace: whether to keep the spans.
+    """
+    if micro_batches <= PLAYED:
+        return _play(plan, workload, rates, micro_batches, trace)
+    two, three = (_play(plan, workload, rates, count, trace and count == PLAYED) for count in (PLAYED - 1, PLAYED))
+    more = micro_batches - PLAYED
+
+    def further(at_three: float, at_two: float) -> float:
+        return at_three + more * (at_three - at_two)
+
+    return Simulated(
+        further(three.seconds, two.seconds),
+        further(three.computing, two.computing),
+        {lane: max(0.0, further(three.exposed[lane], two.exposed[lane])) for lane in Lane},
+        {resource: further(three.busy[resource], two.busy[resource]) for resource in Resource},
+        three.spans,
+        three.extrapolated,
+    )
+
+
+def _play(plan: Plan, workload: Workload, rates: Rates, micro_batches: int, trace: bool) -> Simulated:
+    program = lower(plan, workload.units, micro_batches=micro_batches)
+    return _Player(plan, workload, rates, program, trace).play()
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One operation of one step on its way."""
+
+    operation: Operation
+    moves: deque[Move]
+    needs: int
+    """Operations that must end first."""
+    ended: bool = False
+    then: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _Compute:
+    seconds: float
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    operations: tuple[int, ...]
+    previous: bool = False
+    """Whether they are the step before's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    operations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _EndOfStep:
+    pass
+
+
+_Instruction = _Compute | _Wait | _Start | _EndOfStep
+
+
+class _Player:
+    """Computation as a list of instructions, lanes as queues of moves."""
+
+    def __init__(self, plan: Plan, workload: Workload, rates: Rates, program: StepProgram, trace: bool) -> None:
+        self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
+        self._clock = Clock(rates)
+        self._moves = _memoised_moves(plan, program, rates)
+        self._spread_of = _by_unit(op for op in program.operations if op.lane is Lane.SPREAD)
+        self._runs: dict[tuple[int, int], _Run] = {}
+        self._queues: dict[tuple[Lane, str], deque[_Run]] = {}
+        self._busy_queues: set[tuple[Lane, str]] = set()
+        self._exposed = dict.fromkeys(Lane, 0.0)
+        self._spans: list[Span] | None = [] if trace else None
+        self._script: Iterator[_Instruction] = iter(())
+        self._step = 0
+        self._ends: list[float] = []
+        self._counters: list[tuple[dict[Lane, float], dict[Resource, float]]] = []
+
+    def play(self) -> Simulated:
+        instructions = list(_script(self._plan, self._workload, self._rates, self._program))
+        step: list[_Instruction] = [*instructions, _EndOfStep()]
+        self._script = iter(step * 2)
+        self._compute_on()
+        self._clock.run()
+        assert len(self._ends) == 2, "the program waits for what never starts"
+        (exposed_before, busy_before), (exposed, busy) = self._counters
+        begin = self._ends[0]
+        return Simulated(
+            seconds=self._ends[1] - begin,
+            computing=busy[Resource.COMPUTE] - busy_before[Resource.COMPUTE],
+            exposed={lane: exposed[lane] - exposed_before[lane] for lane in Lane},
+            busy={resource: busy[resource] - busy_before[resource] for resource in Resource},
+            spans=tuple(span for span in self._spans or () if span.end > begin),
+            extrapolated=self._rates.extrapolated,
+        )
+
+    # -- computation -------------------------------------------------------------------------------------------
+
+    def _compute_on(self) -> None:
+        """Follow the script until computation is busy or waits."""
+        for instruction in self._script:
+            match instruction:
+                case _Compute(seconds, name):
+                    if seconds <= 0:
+                        continue
+                    self._compute(seconds, name)
+                    return
+                case _Wait(operations, previous):
+                    step = self._step - previous
+                    run = next((r for i in operations if (r := self._runs.get((step, i))) and not r.ended), None)
+                    if run is not None:
+                        self._wait_for(run, instruction)
+                        return
+                case _Start(operations):
+                    for index in operations:
+                        self._enqueue(index)
+                case _EndOfStep():
+                    self._ends.append(self._clock.now)
+                    self._counters.append((dict(self._exposed), dict(self._clock.busy)))
+                    self._step += 1
+
+    def _compute(self, seconds: float, name: str) -> None:
+        begin = self._clock.now
+
+        def computed() -> None:
+            self._note(COMPUTE, name, begin)
+            self._compute_on()
+
+        self._clock.begin(Resource.COMPUTE, seconds, computed)
+
+    def _wait_for(self, run: _Run, instruction: _Wait) -> None:
+        begin = self._clock.now
+
+        def resume() -> None:
+            self._exposed[run.operation.lane] += self._clock.now - begin
+            self._note(WAITING, f"for {run.operation.lane}", begin)
+            remaining = (instruction,)  # others of the same wait may not have ended yet
+            self._script = _chained(remaining, self._script)
+            self._compute_on()
+
+        run.then.append(resume)
+
+    # -- lanes -------------------------------------------------------------------------------------------------
+
+    def _enqueue(self, index: int) -> None:
+        operation = self._program.operations[index]
+        run = _Run(operation, deque(self._moves[index]), 0)
+        self._runs[self._step, index] = run
+        needed = [self._runs[self._step, other] for other in operation.after]
+        if operation.lane is Lane.GATHER:
+            spreads = (self._spread_of.get(unit, ()) for unit in operation.units)
+            needed += [r for found in spreads for i in found if (r := self._runs.get((self._step - 1, i)))]
+        for other in needed:
+            if not other.ended:
+                run.needs += 1
+                other.then.append(lambda: self._freed(run))
+        stages = [move.stage for move in run.moves] or [""]
+        if not self._plan.overlap.stages:
+            stages = [""]
+        for stage in stages:
+            self._queues.setdefault((operation.lane, stage), deque()).append(run)
+        for stage in stages:
+            self._pull((operation.lane, stage))
+
+    def _freed(self, run: _Run) -> None:
+        run.needs -= 1
+        for key in [key for key in self._queues if key[0] is run.operation.lane]:
+            self._pull(key)
+
+    def _pull(self, key: tuple[Lane, str]) -> None:
+        """Let a queue's first operation go on, if it is its turn there."""
+        queue = self._queues.get(key)
+        if not queue or key in self._busy_queues:
+            return
+        run = queue[0]
+        if run.needs:
+            return
+        if not run.moves:
+            queue.popleft()
+            self._ended(run)
+            self._pull(key)
+            return
+        move = run.moves[0]
+        if key[1] and move.stage != key[1]:
+            return
+        self._busy_queues.add(key)
+        begin = self._clock.now
+        self._clock.begin(Resource.of(move.scope), move.seconds, lambda: self._moved(run, move, key, begin))
+
+    def _moved(self, run: _Run, move: Move, key: tuple[Lane, str], begin: float) -> None:
+        self._busy_queues.discard(key)
+        self._note(f"{run.operation.lane} {move.stage}", f"{run.operation.kind} {run.operation.axis}", begin)
+        run.moves.popleft()
+        if key[1] or not run.moves:
+            self._queues[key].popleft()
+        if run.moves:
+            self._pull((key[0], run.moves[0].stage) if key[1] else key)
+        else:
+            self._ended(run)
+        self._pull(key)
+
+    def _ended(self, run: _Run) -> None:
+        run.ended = True
+        for callback in run.then:
+            callback()
+        run.then.clear()
+
+    def _note(self, track: str, name: str, begin: float) -> None:
+        if self._spans is not None:
+            self._spans.append(Span(track, name, begin, self._clock.now))
+
+
+def _chained(first: Iterable[_Instruction], rest: Iterator[_Instruction]) -> Iterator[_Instruction]:
+    yield from first
+    yield from rest
+
+
+def _memoised_moves(plan: Plan, program: StepProgram, rates: Rates) -> list[list[Move]]:
+    """The moves of every operation; blocks repeat, so most of them are priced once."""
+    known: dict[tuple[object, ...], list[Move]] = {}
+    found = []
+    for op in program.operations:
+        key = (op.kind, op.lane, op.axis, op.hops, op.encoded)
+        if key not in known:
+            known[key] = moves(plan, op, rates)
+        found.append(known[key])
+    return found
+
+
+def _by_unit(operations: Iterable[Operation]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for operation in operations:
+        for unit in operation.units:
+            found.setdefault(unit, []).append(operation.index)
+    return found
+
+
+# -- what computation does ---------------------------------------------------------------------------------------
+
+
+def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:
+    """One step as the runtime's hooks drive it."""
+    trace = default_trace(workload.units)
+    forward = [rates.forward(part, plan, workload.seq) for part in workload.parts]
+    backward = [rates.backward(part, plan, workload.seq) for part in workload.parts]
+    if plan.recompute:
+        for index, part in enumerate(workload.parts):
+            if part.kind == "block":
+                backward[index] += forward[index]
+    yield _Compute(rates.step, "step")
+    for micro_batch in range(program.micro_batches):
+        yield from _forward(program, trace, forward, micro_batch)
+        yield from _backward(program, trace, backward, micro_batch)
+    yield from _update(workload, rates, program)
+
+
+def _forward(program: StepProgram, trace: Trace, seconds: Sequence[float], micro_batch: int) -> Iterator[_Instruction]:
+    for phase, unit in trace.forward:
+        yield from _reach(program, Event(phase, unit, micro_batch))
+        if phase is Phase.PRE_FORWARD and program.units[unit].name:
+            yield _Compute(seconds[unit], f"forward {program.units[unit].name}")
+        elif phase is Phase.POST_FORWARD and not program.units[unit].name:
+            yield _Compute(seconds[unit], "forward (root)")  # what is the root's own comes last: norm, head, loss
+
+
+def _backward(program: StepProgram, trace: Trace, seconds: Sequence[float], micro_batch: int) -> Iterator[_Instruction]:
+    enclosing = [unit for unit in trace.backward if unit in trace.tail and unit != trace.needed[-1]]
+    for unit in trace.backward:
+        yield from _reach(program, Event(Phase.PRE_BACKWARD, unit, micro_batch))
+        yield _Compute(seconds[unit], f"backward {program.units[unit].name or '(root)'}")
+        if unit not in enclosing:
+            yield from _reach(program, Event(Phase.GRADS_READY, unit, micro_batch))
+    for unit in enclosing:
+        yield from _reach(program, Event(Phase.GRADS_READY, unit, micro_batch))
+
+
+def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:
+    """Units are updated as their gradients arrive, or all at once behind the norm."""
+    end = Event(Phase.STEP, -1, 0)
+    control = tuple(op.index for op in program.starts(end) if op.lane is Lane.CONTROL)
+    spreads = tuple(op.index for op in program.starts(end) if op.lane is Lane.SPREAD)
+    yield _Start(control)
+    shares = _update_shares(workload.units)
+    last = _last_reductions(program)
+    awaited = [op for op in program.operations if op.index in set(last.values())]
+    if workload.clip:
+        yield _Wait(tuple(op.index for op in awaited))
+        yield _Wait(control)
+        yield _Compute(rates.update(sum(shares)), "update")
+    else:
+        for op in awaited:
+            yield _Wait((op.index,))
+            yield _Compute(rates.update(sum(shares[u] for u in op.units if last[u] == op.index)), "update")
+        if not awaited:
+            yield _Compute(rates.update(sum(shares)), "update")
+        yield _Wait(control)
+    yield _Start(spreads)
+    yield _Wait(tuple(index for index in program.waits.get(end, ()) if index in set(spreads)))
+
+
+def _last_reductions(program: StepProgram) -> dict[int, int]:
+    """The operation after which a unit's gradients are complete."""
+    last: dict[int, int] = {}
+    for op in program.operations:
+        if op.lane in (Lane.REDUCE, Lane.SYNC):
+            last.update(dict.fromkeys(op.units, op.index))
+    return last
+
+
+def _update_shares(units: Sequence[UnitInfo]) -> list[int]:
+    """Elements that the rank with most to update has of each unit."""
+    owners = max((len(buffer.shares) for unit in units for buffer in unit.buffers), default=1)
+    totals = [0] * owners
+    for unit in units:
+        for buffer in unit.buffers:
+            for owner, share in enumerate(buffer.shares):
+                totals[owner] += share
+    busiest = totals.index(max(totals))
+    return [sum(buffer.shares[busiest] for buffer in unit.buffers) for unit in units]
+
+
+def _reach(program: StepProgram, event: Event) -> Iterator[_Instruction]:
+    """An event: operations start, and computation waits for what it needs.
+
+    The first forward also waits for the parameters that the step before has spread.
+    """
+    starts = program.starts(event)
+    if starts:
+        yield _Start(tuple(op.index for op in starts))
+    needed = program.waits.get(event, ())
+    if not needed:
+        return
+    spreads = tuple(i for i in needed if program.operations[i].lane is Lane.SPREAD)
+    others = tuple(i for i in needed if program.operations[i].lane is not Lane.SPREAD)
+    if spreads:
+        yield _Wait(spreads, previous=True)
+    if others:
+        yield _Wait(others)

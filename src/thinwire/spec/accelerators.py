@@ -1,0 +1,76 @@
+"""Published figures of accelerators and of the machines they are sold in.
+
+Memory is what the driver reports as the device's total, peaks are dense (without sparsity), links are one direction.
+``nic`` is all network cards of the usual machine together; clusters differ, and ``--internode-gbps`` says by how much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ACCELERATORS", "Accelerator"]
+
+_GBIT = 10**9
+_GB_PER_S = 8 * 10**9
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """One kind of accelerator in its usual machine.
+
+    Attributes:
+        summary: what it is.
+        memory: bytes of one accelerator.
+        peak_flops: FLOP/s of one accelerator by dtype.
+        inside: bits per second between two accelerators of a node, one direction.
+        memory_bandwidth: bits per second of its memory.
+        nic: bits per second of a node's network cards together, one direction.
+        gpus_per_node: accelerators of the usual machine.
+    """
+
+    summary: str
+    memory: int
+    peak_flops: dict[str, float]
+    memory_bandwidth: float
+    inside: float
+    nic: float
+    gpus_per_node: int
+
+
+_A100_PEAKS = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12}
+_V100_PEAKS = {"float16": 125e12, "float32": 15.7e12}
+_H100_PEAKS = {"bfloat16": 989.4e12, "float16": 989.4e12, "float32": 66.9e12}
+_MIB = 1 << 20
+
+ACCELERATORS: Final[dict[str, Accelerator]] = {
+    "a800-80g": Accelerator(
+        "A800 80GB SXM: an A100 with NVLink at 400 GB/s both ways; four 200 Gbit/s cards (AMSP's nodes)",
+        81_251 * _MIB, _A100_PEAKS, 2039 * _GB_PER_S, 200 * _GB_PER_S, 800 * _GBIT, 8,
+    ),
+    "a100-80g": Accelerator(
+        "A100 80GB SXM, NVLink 600 GB/s both ways; eight 200 Gbit/s cards (DGX A100)",
+        81_251 * _MIB, _A100_PEAKS, 2039 * _GB_PER_S, 300 * _GB_PER_S, 1600 * _GBIT, 8,
+    ),
+    "a100-40g": Accelerator(
+        "A100 40GB SXM, NVLink 600 GB/s both ways; 400 Gbit/s of EFA (p4d.24xlarge)",
+        40_536 * _MIB, _A100_PEAKS, 1555 * _GB_PER_S, 300 * _GB_PER_S, 400 * _GBIT, 8,
+    ),
+    "v100-32g": Accelerator(
+        "V100 32GB SXM3, NVLink 300 GB/s both ways through NVSwitch; eight 100 Gbit/s cards (DGX-2)",
+        32_510 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 150 * _GB_PER_S, 800 * _GBIT, 16,
+    ),
+    "v100-16g": Accelerator(
+        "V100 16GB SXM2, NVLink 300 GB/s both ways; two 100 Gbit/s cards (Lassen)",
+        16_160 * _MIB, _V100_PEAKS, 900 * _GB_PER_S, 75 * _GB_PER_S, 200 * _GBIT, 4,
+    ),
+    "h100-80g": Accelerator(
+        "H100 80GB SXM, NVLink 900 GB/s both ways; eight 400 Gbit/s cards (DGX H100)",
+        81_079 * _MIB, _H100_PEAKS, 3352 * _GB_PER_S, 450 * _GB_PER_S, 3200 * _GBIT, 8,
+    ),
+    "h200-141g": Accelerator(
+        "H200 141GB SXM, NVLink 900 GB/s both ways; eight 400 Gbit/s cards (DGX H200)",
+        143_167 * _MIB, _H100_PEAKS, 4800 * _GB_PER_S, 450 * _GB_PER_S, 3200 * _GBIT, 8,
+    ),
+}  # fmt: skip
+"""Accelerators by the name that ``--cluster NAME:NODESxGPUS`` takes."""

@@ -1,0 +1,78 @@
+"""A model's shape from the ``config.json`` of a Hugging Face model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import SpecError
+
+__all__ = ["huggingface_shape"]
+
+# Our key: the names under which configurations carry it, the usual one first.
+_KEYS = {
+    "layers": ("num_hidden_layers", "n_layer", "num_layers"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "heads": ("num_attention_heads", "n_head"),
+    "vocab": ("vocab_size",),
+}
+_OPTIONAL = {
+    "kv_heads": ("num_key_value_heads",),
+    "ffn": ("intermediate_size", "n_inner", "ffn_dim"),
+    "seq": ("max_position_embeddings", "n_positions", "n_ctx"),
+    "tied_embedding": ("tie_word_embeddings",),
+}
+_TWO_MATRICES = ("gpt2", "gpt_neox", "gptj", "gpt_bigcode", "opt", "bloom", "phi", "roberta", "bert")
+"""Families whose feed-forward is two matrices with biases; all others have SwiGLU's three."""
+
+_TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "opt", "bloom", "roberta", "bert", "gemma", "gemma2")
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def huggingface_shape(path: str | Path) -> dict[str, Any]:
+    """The fields of a ``ModelSpec``.
+
+    Args:
+        path: the file, or the folder that holds ``config.json``.
+
+    Raises:
+        SpecError: if the file cannot be read, lacks a size, or describes what a ``ModelSpec`` cannot (mixtures of
+            experts, heads whose widths do not add up to the hidden width).
+    """
+    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(str(file), [f"cannot be read as a Hugging Face configuration: {error}"]) from error
+    if not isinstance(config, dict):
+        raise SpecError(str(file), ["should be a JSON object, as Hugging Face's config.json is"])
+    config = config.get("text_config", config)  # of a model that also sees
+    problems = [
+        f"has none of the keys {', '.join(names)}, from which {key} is read"
+        for key, names in _KEYS.items()
+        if _first(config, names) is None
+    ]
+    if experts := next((name for name in _EXPERTS if (config.get(name) or 0) > 1), None):
+        problems.append(f"{experts} = {config[experts]}: mixtures of experts are not modelled; give a dense model")
+    if problems:
+        raise SpecError(str(file), problems)
+    family = str(config.get("model_type", "llama"))
+    shape = {key: _first(config, names) for key, names in (_KEYS | _OPTIONAL).items()}
+    head_dim = config.get("head_dim")
+    if head_dim and head_dim * shape["heads"] != shape["hidden"]:
+        raise SpecError(
+            str(file),
+            [f"head_dim = {head_dim} times {shape['heads']} heads is not hidden_size = {shape['hidden']}, which is "
+             "not modelled; describe the nearest shape in a TOML file"],
+        )  # fmt: skip
+    if shape["tied_embedding"] is None:
+        shape["tied_embedding"] = family in _TIED_BY_DEFAULT
+    shape["kind"] = "gpt" if family in _TWO_MATRICES else "llama"
+    shape["name"] = str(config.get("_name_or_path") or file.resolve().parent.name)
+    return {key: value for key, value in shape.items() if value is not None}
+
+
+def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:
+    return next((config[name] for name in names if config.get(name) is not None), None)

@@ -1,0 +1,120 @@
+"""What was measured on a cluster: the file that ``thinwire profile`` writes and the planner reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
+
+__all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "OverlapRow", "Profile"]
+
+NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
+
+
+class CollectiveRow(Spec):
+    """One collective of one size over one shape of group."""
+
+    kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"] = Field(
+        description="the collective"
+    )
+    local: Count = Field(description="ranks of a group inside a node")
+    nodes: Count = Field(description="nodes a group spans")
+    groups: Literal["all", "one"] = Field(
+        default="all", description="all: every disjoint group of the cluster at once, as in training; one: one alone"
+    )
+    sent: Bytes = Field(description="bytes that one rank sends")
+    seconds: Positive = Field(description="median time, of the slowest rank")
+    low: Positive = Field(description="lower quartile")
+    high: Positive = Field(description="upper quartile")
+    samples: Count = Field(description="how many times")
+
+
+class CodecRow(Spec):
+    """A codec's work on one message, all ranks of a node at it at once."""
+
+    codec: str = Field(description="as a plan names it")
+    dtype: Literal["bfloat16", "float32"] = Field(description="of the values")
+    work: Literal["encode", "decode"] = Field(description="which way")
+    numel: Count = Field(description="values of the message")
+    seconds: Positive = Field(description="median time")
+    low: Positive = Field(description="lower quartile")
+    high: Positive = Field(description="upper quartile")
+
+
+class ComputeRow(Spec):
+    """Forward and backward of one part of the model on one micro-batch, all ranks of a node at it at once."""
+
+    part: Literal["block", "head", "embedding"] = Field(description="which part: head includes the loss")
+    hidden: Count = Field(description="width of the residual stream")
+    ffn: Count = Field(description="width of the feed-forward")
+    heads: Count = Field(description="attention heads")
+    kv_heads: Count = Field(description="key and value heads")
+    vocab: Count = Field(description="tokens of the vocabulary")
+    seq: Count = Field(description="tokens of a sequence")
+    micro_batch: Count = Field(description="sequences")
+    dtype: Literal["bfloat16", "float32"] = Field(description="compute dtype")
+    forward: Positive = Field(description="median seconds of the forward")
+    backward: Positive = Field(description="median seconds of the backward")
+    flops: NonNegative = Field(description="FLOPs of the forward")
+
+
+class OverlapRow(Spec):
+    """How computation and a transfer slow each other down when both run; 1 is not at all."""
+
+    scope: Literal["inside", "across"] = Field(description="which links the transfer uses")
+    compute: Annotated[float, Field(strict=True, ge=1)] = Field(description="time of computation beside a transfer")
+    transfer: Annotated[float, Field(strict=True, ge=1)] = Field(description="time of a transfer beside computation")
+
+
+class Profile(Spec):
+    """Everything measured on one cluster."""
+
+    version: Literal[1] = Field(default=1, description="of this format")
+    device: str = Field(description="kind of accelerator, or of processor")
+    backend: str = Field(description="of torch.distributed")
+    torch: str = Field(description="version of torch")
+    nodes: Count = Field(description="nodes")
+    gpus_per_node: Count = Field(description="ranks of a node")
+    memory: Bytes = Field(description="bytes that one rank may use")
+    base_memory: Depth = Field(description="bytes a rank has in use before it holds any model")
+    update_seconds: NonNegative = Field(description="of the optimizer, per element of a shard")
+    step_seconds: NonNegative = Field(description="fixed time of a step: data, hooks, control exchange")
+    collectives: tuple[CollectiveRow, ...] = Field(default=(), description="collectives by shape and size")
+    codecs: tuple[CodecRow, ...] = Field(default=(), description="codecs by size")
+    compute: tuple[ComputeRow, ...] = Field(default=(), description="parts of models")
+    overlap: tuple[OverlapRow, ...] = Field(default=(), description="how computation and transfers meet")
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """Reads a profile.
+
+        Raises:
+            SpecError: if the file cannot be read, is not JSON, or is not a profile.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise SpecError(
+                str(path), [f"cannot be read as a profile: {error}; make one with thinwire profile --out {path}"]
+            ) from error
+        if not isinstance(data, Mapping):
+            raise SpecError(str(path), ["should be a JSON object, as thinwire profile writes it"])
+        return cls.parse(data, str(path))
+
+    def write(self, path: str | Path) -> None:
+        """Writes it as JSON, one row a line."""
+        table: dict[str, Any] = self.to_dict()
+        lines = []
+        for key, value in table.items():
+            if isinstance(value, list) and value:
+                rows = ",\n".join(f"    {json.dumps(row)}" for row in value)
+                lines.append(f'  "{key}": [\n{rows}\n  ]')
+            else:
+                lines.append(f'  "{key}": {json.dumps(value)}')
+        Path(path).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
