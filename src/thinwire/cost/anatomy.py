@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import fnmatch
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from thinwire.program import Axis, BufferInfo, UnitInfo, axis_shape, deal, flat_numel
+from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
@@ -112,12 +112,12 @@ def _kinds(part: Part, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
     return [(encoded, tensors) for encoded, tensors in kinds if tensors]
 
 
-def _shares(plan: Plan, buffers: list[tuple[Tensor, ...]], numels: list[int], shard: int) -> list[tuple[int, ...]]:
+def _shares(plan: Plan, buffers: list[tuple[Tensor, ...]], numels: list[int], shard: int) -> list[Sequence[int]]:
     local, nodes = axis_shape(plan, Axis.SHARD)
     owners = local * nodes
     lengths = [numel // plan.params.ranks for numel in numels]
     if plan.partition == "intra" or owners == 1:
-        return [(length // owners,) * owners for length in lengths]
+        return [Even(length // owners, owners) for length in lengths]
     pieces = [
         (index, piece)
         for index, (tensors, length) in enumerate(zip(buffers, lengths, strict=True))

@@ -10,7 +10,7 @@ from thinwire.program import Hop, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.wire import sums_dtype
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Move", "moves"]
+__all__ = ["CodedHop", "Move", "moves", "moves_of"]
 
 _NONE = CodecSpec()
 
@@ -31,8 +31,14 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
-    """One hop with the codec of its messages."""
+class CodedHop:
+    """One hop with the codec of its messages.
+
+    Attributes:
+        hop: the exchange.
+        codec: what makes its messages.
+        dtype: of the values, ``"bfloat16"`` or ``"float32"``.
+    """
 
     hop: Hop
     codec: CodecSpec
@@ -52,17 +58,18 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
         operation: one of its program.
         rates: how long each takes.
     """
-    is_scatter = [hop.kind is Kind.REDUCE_SCATTER for hop in operation.hops]
-    steps = [
-        _Step(hop, *_codec(plan, operation, hop, scatter=scatter))
-        for hop, scatter in zip(operation.hops, is_scatter, strict=True)
-    ]
-    scatters = [step for step, scatter in zip(steps, is_scatter, strict=True) if scatter]
-    gathers = [step for step, scatter in zip(steps, is_scatter, strict=True) if not scatter]
+    coded = [CodedHop(hop, *_codec(plan, operation, hop)) for hop in operation.hops]
+    return moves_of(coded, rates)
+
+
+def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[Move]:
+    """The moves of one collective: hops that scatter, then hops that gather."""
+    scatters = [step for step in hops if step.hop.kind is Kind.REDUCE_SCATTER]
+    gathers = [step for step in hops if step.hop.kind is not Kind.REDUCE_SCATTER]
     return [*_scattered(scatters, rates), *_gathered(gathers, rates)]
 
 
-def _codec(plan: Plan, operation: Operation, hop: Hop, *, scatter: bool) -> tuple[CodecSpec, str]:
+def _codec(plan: Plan, operation: Operation, hop: Hop) -> tuple[CodecSpec, str]:
     """The codec of a hop's messages, and the dtype of its values."""
     wire = plan.wire if operation.encoded else None
     if operation.lane in (Lane.GATHER, Lane.SPREAD):
@@ -72,14 +79,14 @@ def _codec(plan: Plan, operation: Operation, hop: Hop, *, scatter: bool) -> tupl
         return _NONE, plan.effective_reduce_dtype
     local, nodes = axis_shape(plan, operation.axis)
     farther = wire.reduce_inter if nodes > 1 else wire.reduce_intra
-    if not scatter:
+    if hop.kind is not Kind.REDUCE_SCATTER:
         return farther, plan.effective_reduce_dtype if farther.is_none else "float32"
     if hop.scope is Scope.INSIDE:
         return wire.reduce_intra, plan.effective_reduce_dtype
     return wire.reduce_inter, sums_dtype(plan) if local > 1 else plan.effective_reduce_dtype
 
 
-def _scattered(steps: Sequence[_Step], rates: Rates) -> list[Move]:
+def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
     """Encode, send, decode and add; between two hops decoding and encoding are one move."""
     found: list[Move] = []
     waiting = 0.0  # a codec's work before the next hop
@@ -94,7 +101,7 @@ def _scattered(steps: Sequence[_Step], rates: Rates) -> list[Move]:
     return found
 
 
-def _gathered(steps: Sequence[_Step], rates: Rates) -> list[Move]:
+def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
     """A piece is encoded once, travels both hops as it is, and all others are decoded at the end."""
     if not steps:
         return []
@@ -107,11 +114,11 @@ def _gathered(steps: Sequence[_Step], rates: Rates) -> list[Move]:
     return [*before, *transfers, *after]
 
 
-def _transfer(what: str, step: _Step, rates: Rates) -> Move:
+def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
     hop = step.hop
     seconds = rates.hop(hop.kind, hop.scope, hop.ranks, hop.sent, encoded=not step.codec.is_none)
     return Move(f"{what}-{hop.scope}", hop.scope, seconds)
 
 
-def _work(rates: Rates, step: _Step, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
+def _work(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
     return 0.0 if step.codec.is_none else rates.codec(Work(step.codec, step.dtype, encoded, decoded))

@@ -13,7 +13,7 @@ from thinwire.program.mesh import (
     axis_members,
     hops,
 )
-from thinwire.program.shares import deal, flat_numel, padded
+from thinwire.program.shares import Even, deal, flat_numel, padded, together
 from thinwire.program.step import (
     BufferInfo,
     Event,
@@ -29,6 +29,7 @@ from thinwire.program.wire import axis_shape, idle_codecs
 __all__ = [
     "Axis",
     "BufferInfo",
+    "Even",
     "Event",
     "Hop",
     "Kind",
@@ -54,4 +55,5 @@ __all__ = [
     "idle_codecs",
     "lower",
     "padded",
+    "together",
 ]

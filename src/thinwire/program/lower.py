@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, hops
-from thinwire.program.shares import padded
+from thinwire.program.shares import Even, padded, together
 from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
@@ -197,7 +197,7 @@ class _Lowering:
         overlapped = self.plan.overlap.sync if last else self.plan.overlap.reduce
         after = tuple(operation for unit in bucket for operation in self.reduced.get(unit, ()))
         every_micro_batch = self.plan.grads == self.plan.optimizer
-        pieces = [sum(column) for column in zip(*(buffer.shares for buffer in buffers), strict=True)]
+        pieces = together([buffer.shares for buffer in buffers])
         if self._extent(Axis.SHARD) > 1 and (last or every_micro_batch):
             sizes = reduction_sizes(self.plan, Axis.SHARD, encoded=encoded)
             scattered = self._add(
@@ -291,7 +291,7 @@ class _Lowering:
     ) -> int:
         """An operation over a vector of ``numel`` elements, cut evenly among the members of the axis."""
         count = self._extent(axis)
-        return self._add(kind, lane, axis, units, [numel // count] * count, sizes, event, after, encoded=encoded)
+        return self._add(kind, lane, axis, units, Even(numel // count, count), sizes, event, after, encoded=encoded)
 
     def _add(
         self,

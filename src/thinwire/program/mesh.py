@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from thinwire.program.shares import Even, summed
 from thinwire.spec import Factor, Plan
 
 __all__ = [
@@ -173,18 +174,20 @@ def hops(
     place, node = divmod(index, nodes)
     columns = [pieces[i * nodes : (i + 1) * nodes] for i in range(local)]
     others = [column for i, column in enumerate(columns) if i != place]
-    peers = [piece for i, piece in enumerate(columns[place]) if i != node]
+    to_columns = sum(messages.scatter_inside(summed(column)) for column in others)
+    own = columns[place]
+    to_peers = summed(own, messages.scatter_across) - messages.scatter_across(own[node])
     scatter: tuple[Hop, ...] = (
-        Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, sum(messages.scatter_inside(sum(column)) for column in others)),
-        Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, sum(messages.scatter_across(piece) for piece in peers)),
+        Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, to_columns),
+        Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, to_peers),
     )
     if kind is Kind.ALL_REDUCE and local * nodes == 2 and messages.encoded:
         # Two members exchange a message each of the whole vector, which is like gathering two such pieces.
-        return hops(Kind.ALL_GATHER, local, nodes, [sum(pieces)] * 2, index, messages)
+        return hops(Kind.ALL_GATHER, local, nodes, Even(summed(pieces), 2), index, messages)
     spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
     gather: tuple[Hop, ...] = (
-        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(pieces[index])),
-        Hop(spread, Scope.INSIDE, local, (local - 1) * sum(map(messages.gather, columns[place]))),
+        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(own[node])),
+        Hop(spread, Scope.INSIDE, local, (local - 1) * summed(own, messages.gather)),
     )
     match kind:
         case Kind.ALL_GATHER | Kind.BROADCAST:

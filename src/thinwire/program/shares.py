@@ -3,13 +3,57 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import overload
 
 from thinwire.spec import Plan
 
-__all__ = ["ALIGNMENT_BYTES", "deal", "flat_numel", "padded"]
+__all__ = ["ALIGNMENT_BYTES", "Even", "compact", "deal", "flat_numel", "padded", "summed", "together"]
 
 ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Even(Sequence[int]):
+    """``number`` pieces of ``size`` elements each, in constant space: plans are priced for 100,000 ranks too."""
+
+    size: int
+    number: int
+
+    def __len__(self) -> int:
+        return self.number
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> Even: ...
+    def __getitem__(self, index: int | slice) -> int | Even:
+        if isinstance(index, slice):
+            return Even(self.size, len(range(*index.indices(self.number))))
+        if not -self.number <= index < self.number:
+            raise IndexError(index)
+        return self.size
+
+
+def compact(pieces: Sequence[int]) -> Sequence[int]:
+    """The same sizes, as :class:`Even` if they are equal, else as a tuple."""
+    if isinstance(pieces, Even):
+        return pieces
+    even = len(set(pieces)) == 1
+    return Even(pieces[0], len(pieces)) if even else tuple(pieces)
+
+
+def summed(pieces: Sequence[int], size_of: Callable[[int], int] = int) -> int:
+    """The sum of ``size_of`` each piece."""
+    return pieces.number * size_of(pieces.size) if isinstance(pieces, Even) else sum(map(size_of, pieces))
+
+
+def together(shares: Sequence[Sequence[int]]) -> Sequence[int]:
+    """What each owner has of several buffers in all."""
+    if all(isinstance(of_buffer, Even) for of_buffer in shares):
+        return Even(sum(of_buffer[0] for of_buffer in shares), len(shares[0]))
+    return tuple(sum(column) for column in zip(*shares, strict=True))
 
 
 def padded(numel: int, multiple: int) -> int:

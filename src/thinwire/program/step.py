@@ -6,13 +6,14 @@ it, and a test holds the one against the other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 from typing import NamedTuple
 
 from thinwire.program.mesh import Axis, Hop, Kind, Scope
+from thinwire.program.shares import compact
 
 __all__ = ["BufferInfo", "Event", "Lane", "Operation", "Phase", "StepProgram", "Trace", "UnitInfo"]
 
@@ -60,8 +61,12 @@ class BufferInfo:
     numel: int
     itemsize: int
     trainable: bool
-    shares: tuple[int, ...]
+    shares: Sequence[int]
     encoded: bool = True
+
+    def __post_init__(self) -> None:
+        # One form for equal content, and a small one for many ranks.
+        object.__setattr__(self, "shares", compact(self.shares))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from thinwire.cost import Move, Part, Rates, moves
-from thinwire.program import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo, default_trace, lower
+from thinwire.program import (
+    Even,
+    Event,
+    Lane,
+    Operation,
+    Phase,
+    StepProgram,
+    Trace,
+    UnitInfo,
+    default_trace,
+    lower,
+    together,
+)
 from thinwire.program.timeline import COMPUTE, WAITING, Span
 from thinwire.sim.engine import Clock, Resource
 from thinwire.spec import Plan
@@ -383,13 +395,8 @@ def _last_reductions(program: StepProgram) -> dict[int, int]:
 
 def _update_shares(units: Sequence[UnitInfo]) -> list[int]:
     """Elements that the rank with most to update has of each unit."""
-    owners = max((len(buffer.shares) for unit in units for buffer in unit.buffers), default=1)
-    totals = [0] * owners
-    for unit in units:
-        for buffer in unit.buffers:
-            for owner, share in enumerate(buffer.shares):
-                totals[owner] += share
-    busiest = totals.index(max(totals))
+    totals = together([buffer.shares for unit in units for buffer in unit.buffers])
+    busiest = 0 if isinstance(totals, Even) else totals.index(max(totals))
     return [sum(buffer.shares[busiest] for buffer in unit.buffers) for unit in units]
 
 

@@ -1,0 +1,215 @@
+"""Busy seconds of every resource in one step, in closed form: what the search sorts plans by before it simulates.
+
+A step cannot be shorter than what its busiest resource has to do. Blocks are alike, so the sums price one of each kind
+of unit instead of lowering a program, and every collective once for each codec it may have; a test holds them against
+what the simulator adds up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from thinwire.cost.operations import CodedHop, moves_of
+from thinwire.cost.rates import Rates
+from thinwire.program import Even, Kind, MessageSizes, Scope, hops
+from thinwire.program.wire import ITEMSIZE
+from thinwire.spec import CodecSpec, Factor
+
+__all__ = ["Busy", "Pricer", "Traffic", "UnitKind"]
+
+_NONE = CodecSpec()
+
+
+@dataclass(frozen=True, slots=True)
+class Busy:
+    """Seconds of work, alone, by resource.
+
+    Attributes:
+        codec: of encoding and decoding.
+        inside: of links inside a node.
+        across: of links between nodes.
+    """
+
+    codec: float = 0.0
+    inside: float = 0.0
+    across: float = 0.0
+
+    def plus(self, other: Busy, count: float = 1.0) -> Busy:
+        """This and ``count`` times the other."""
+        return Busy(
+            self.codec + count * other.codec, self.inside + count * other.inside, self.across + count * other.across
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitKind:
+    """Units that are alike.
+
+    Attributes:
+        count: how many.
+        numel: elements of one, before padding.
+        kept: whether it stays gathered between its forward and its backward.
+    """
+
+    count: int
+    numel: int
+    kept: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Which collective a plan's factors ask for, over which mesh; ``None`` where there is none.
+
+    Attributes:
+        params: mesh of ``P``: gathers, and a reduce-scatter for each micro-batch.
+        secondary: mesh from which the backward gathers instead.
+        shard: mesh between ``P`` and ``OS``: a reduce-scatter and the spread.
+        replica: mesh of ranks with the same ``OS`` shard: the all-reduce of a step.
+        every_micro_batch: whether the reduce-scatter over ``shard`` runs in every micro-batch (``G`` is cut like
+            ``OS``).
+    """
+
+    params: Factor | None
+    secondary: Factor | None
+    shard: Factor | None
+    replica: Factor | None
+    every_micro_batch: bool
+
+    @classmethod
+    def of(cls, mesh: Factor, params: Factor, grads: Factor, optimizer: Factor, secondary: Factor | None) -> Traffic:
+        """From the factors of a plan."""
+
+        def unless_one(factor: Factor) -> Factor | None:
+            return factor if factor.ranks > 1 else None
+
+        return cls(
+            unless_one(params),
+            secondary,
+            unless_one(params.quotient(optimizer)),
+            unless_one(optimizer.quotient(mesh)),
+            grads == optimizer,
+        )
+
+
+class Pricer:
+    """Prices single collectives over even pieces, each once.
+
+    Args:
+        rates: how long everything takes.
+        compute_dtype: of parameters.
+        reduce_dtype: of gradients on the wire.
+    """
+
+    def __init__(self, rates: Rates, compute_dtype: str, reduce_dtype: str) -> None:
+        self._rates, self._compute, self._reduce = rates, compute_dtype, reduce_dtype
+        self.gather = cache(self._gather)
+        self.scatter = cache(self._scatter)
+        self.all_reduce = cache(self._all_reduce)
+
+    def _gather(self, mesh: Factor, numel: int, codec: CodecSpec) -> Busy:
+        """An all-gather (or a grouped broadcast) of ``numel`` elements in all."""
+        return self._price(Kind.ALL_GATHER, mesh, numel, {None: (codec, self._compute)})
+
+    def _scatter(self, mesh: Factor, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+        """A reduce-scatter of ``numel`` elements."""
+        return self._price(Kind.REDUCE_SCATTER, mesh, numel, self._gradient_codecs(mesh, intra, inter))
+
+    def _all_reduce(self, mesh: Factor, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+        """An all-reduce of ``numel`` elements."""
+        return self._price(Kind.ALL_REDUCE, mesh, numel, self._gradient_codecs(mesh, intra, inter))
+
+    def _gradient_codecs(
+        self, mesh: Factor, intra: CodecSpec, inter: CodecSpec
+    ) -> dict[Scope | None, tuple[CodecSpec, str]]:
+        farther = inter if mesh.nodes > 1 else intra
+        sums = self._reduce if inter.is_none or mesh.local == 1 else "float32"
+        return {
+            Scope.INSIDE: (intra, self._reduce),
+            Scope.ACROSS: (inter, sums),
+            None: (farther, self._reduce if farther.is_none else "float32"),
+        }
+
+    def _price(self, kind: Kind, mesh: Factor, numel: int, codecs: dict[Scope | None, tuple[CodecSpec, str]]) -> Busy:
+        def sizes(codec: CodecSpec, dtype: str) -> MessageSizes:
+            if codec.is_none:
+                return MessageSizes.plain(ITEMSIZE[dtype])
+            size = lambda elements: codec.max_wire_bytes(elements, dtype)  # noqa: E731
+            return MessageSizes(size, size, size, encoded=True)
+
+        gather = sizes(*codecs[None])
+        inside, across = (sizes(*codecs.get(scope, codecs[None])) for scope in (Scope.INSIDE, Scope.ACROSS))
+        messages = MessageSizes(inside.scatter_inside, across.scatter_across, gather.gather, gather.encoded)
+        pieces = Even(math.ceil(numel / mesh.ranks), mesh.ranks)
+        coded = [
+            CodedHop(hop, *(codecs[hop.scope] if hop.kind is Kind.REDUCE_SCATTER else codecs[None]))
+            for hop in hops(kind, mesh.local, mesh.nodes, pieces, 0, messages)
+        ]
+        busy = Busy()
+        for move in moves_of(coded, self._rates):
+            if move.scope is None:
+                busy = busy.plus(Busy(codec=move.seconds))
+            elif move.scope is Scope.INSIDE:
+                busy = busy.plus(Busy(inside=move.seconds))
+            else:
+                busy = busy.plus(Busy(across=move.seconds))
+        return busy
+
+    # -- what a step needs -----------------------------------------------------------------------------------------
+
+    def gathers(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
+        """Parameter gathers of one micro-batch: for the forward, and again for the backward."""
+        total = Busy()
+        if traffic.params is None:
+            return total
+        for kind in kinds:
+            once = self.gather(traffic.params, kind.numel, codec)
+            again = once if traffic.secondary is None else Busy()
+            if traffic.secondary is not None and traffic.secondary.ranks > 1:
+                again = self.gather(traffic.secondary, kind.numel, _NONE)
+            total = total.plus(once, kind.count)
+            if not kind.kept:
+                total = total.plus(again, kind.count)
+        return total
+
+    def reductions(
+        self,
+        traffic: Traffic,
+        kinds: Sequence[UnitKind],
+        intra: CodecSpec,
+        inter: CodecSpec,
+        bucket_bytes: int,
+    ) -> tuple[Busy, Busy]:
+        """Gradient reductions: those of every micro-batch, and those of the last one besides."""
+        every, last = Busy(), Busy()
+        shards = 1
+        if traffic.params is not None:
+            shards = traffic.params.ranks
+            for kind in kinds:
+                every = every.plus(self.scatter(traffic.params, kind.numel, intra, inter), kind.count)
+        largest = max(kind.numel for kind in kinds) // shards
+        total = sum(kind.count * kind.numel for kind in kinds) // shards
+        bucket = min(total, max(largest, bucket_bytes // ITEMSIZE[self._reduce]))
+        count = total / bucket
+        if traffic.shard is not None:
+            scattered = self.scatter(traffic.shard, bucket, intra, inter)
+            if traffic.every_micro_batch:
+                every = every.plus(scattered, count)
+            else:
+                last = last.plus(scattered, count)
+            bucket //= traffic.shard.ranks
+        if traffic.replica is not None:
+            last = last.plus(self.all_reduce(traffic.replica, bucket, intra, inter), count)
+        return every, last
+
+    def spread(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
+        """Updated parameters, once a step."""
+        total = Busy()
+        if traffic.shard is None:
+            return total
+        shards = traffic.params.ranks if traffic.params else 1
+        for kind in kinds:
+            total = total.plus(self.gather(traffic.shard, kind.numel // shards, codec), kind.count)
+        return total

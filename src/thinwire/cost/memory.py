@@ -1,0 +1,175 @@
+"""Bytes of one rank at the peak of a step, by what they hold.
+
+Model states as the runtime keeps them: ``P`` in the compute dtype, ``G`` in the accumulate dtype, fp32 masters and
+AdamW's two moments; the largest share counts where whole tensors are dealt. Activations follow Korthikanti et al. 2022
+("Reducing Activation Recomputation", section 4) for the built-in models without dropout and with fused attention, which
+drops the term in the square of the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.cost.anatomy import Part
+from thinwire.program import Even, UnitInfo, together
+from thinwire.program.wire import ITEMSIZE
+from thinwire.spec import ModelSpec, Plan
+
+__all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "memory"]
+
+OVERHEAD = 1_500 << 20
+"""Bytes of a GPU that hold no tensor: contexts, communicators, libraries, fragments. A profile measures it."""
+
+_LOSS_CHUNK = 2 * (16 << 20)
+"""Working copies of the loss: two chunks of logits in fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class States:
+    """Bytes per parameter of what a rank keeps.
+
+    Attributes:
+        params: of ``P``.
+        grads: of ``G``.
+        optimizer: of ``OS``: master and moments.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> States:
+        """As thinwire's runtime keeps them, with AdamW; fp32 parameters are their own master."""
+        master = 0 if plan.compute_dtype == "float32" and plan.params == plan.optimizer else 4
+        return cls(ITEMSIZE[plan.compute_dtype], ITEMSIZE[plan.accumulate_dtype], master + 8)
+
+
+AMSP_STATES = States(2, 2, 12)
+"""As AMSP counts (section 3): gradients in bf16."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of one rank, by what they hold.
+
+    Attributes:
+        params: the ``P`` shard.
+        grads: the ``G`` shard.
+        optimizer: the ``OS`` shard.
+        secondary: the secondary parameter shard.
+        gathered: whole units during their computation.
+        buffers: gradients on their way, codecs' messages.
+        activations: kept from forward to backward.
+        logits: logits, their gradient and the loss.
+        overhead: what is in use without any model.
+    """
+
+    params: int
+    grads: int
+    optimizer: int
+    secondary: int
+    gathered: int
+    buffers: int
+    activations: int
+    logits: int
+    overhead: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(self.by_part().values())
+
+    def by_part(self) -> dict[str, int]:
+        """Bytes by name."""
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}
+
+
+def memory(
+    model: ModelSpec,
+    plan: Plan,
+    parts: Sequence[Part],
+    units: Sequence[UnitInfo],
+    *,
+    seq: int,
+    states: States | None = None,
+    overhead: int = OVERHEAD,
+) -> Memory:
+    """Bytes of a rank under a plan.
+
+    Args:
+        model: its shape.
+        plan: factors, dtypes, micro-batch and recomputation.
+        parts: of the model.
+        units: what the program knows of them.
+        seq: tokens of a sequence.
+        states: bytes per parameter; thinwire's by default.
+        overhead: bytes in use without any model.
+    """
+    states = states or States.of(plan)
+    padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
+    itemsize = ITEMSIZE[plan.compute_dtype]
+    tokens = plan.micro_batch * seq
+    return Memory(
+        params=states.params * padded // plan.params.ranks,
+        grads=states.grads * (_largest_share(units) if plan.grads == plan.optimizer else padded // plan.grads.ranks),
+        optimizer=states.optimizer * _largest_share(units),
+        secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
+        gathered=_gathered(plan, units),
+        buffers=_buffers(plan, units),
+        activations=_activations(model, plan, tokens, itemsize),
+        logits=_logits(model, tokens, itemsize),
+        overhead=overhead,
+    )
+
+
+def _largest_share(units: Sequence[UnitInfo]) -> int:
+    """Elements of the rank that owns most."""
+    shares = together([buffer.shares for unit in units for buffer in unit.buffers])
+    return shares[0] if isinstance(shares, Even) else max(shares)
+
+
+def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
+    """The units that computation and prefetch hold at once, and those that stay gathered until backward."""
+    if plan.params.ranks == 1:
+        return 0
+    sizes = [sum(b.numel * b.itemsize for b in unit.buffers) for unit in units]
+    around = sizes[0] if units[0].name == "" else 0
+    inner = sizes[1:] if units[0].name == "" else sizes
+    ahead = 1 + max(1, plan.prefetch)
+    window = max(sum(inner[i : i + ahead]) for i in range(len(inner)))
+    return around + max(window, inner[-1] + max((sum(inner[i : i + 2]) for i in range(len(inner) - 1)), default=0))
+
+
+def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
+    """Gradients of one unit before they are reduced and of another that is being reduced; a bucket and its messages."""
+    reduce_size = ITEMSIZE[plan.effective_reduce_dtype]
+    largest = max(sum(b.numel for b in unit.buffers) for unit in units)
+    produced = largest * ITEMSIZE[plan.compute_dtype]
+    if plan.world == 1:
+        return produced
+    sent = largest * reduce_size if plan.params.ranks > 1 else 0
+    bucket = max(plan.bucket_bytes, largest * reduce_size // plan.params.ranks)
+    return produced + sent + 2 * bucket
+
+
+def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
+    """What one block keeps of so many tokens from its forward to its backward."""
+    h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
+    # Input and output of both norms, rotated queries and keys, values, attention's output twice (as it is and
+    # flattened); then gate, up, silu(gate) and their product, or GELU's input and output.
+    width = 7 * h + 2 * kv + (4 if model.kind == "llama" else 2) * ffn
+    softmax = 4 * model.heads  # one fp32 normaliser for each head
+    return tokens * (itemsize * width + softmax)
+
+
+def _activations(model: ModelSpec, plan: Plan, tokens: int, itemsize: int) -> int:
+    block = activation_bytes(model, tokens, itemsize)
+    inputs = tokens * model.hidden * itemsize
+    ends = 3 * inputs  # the embedding's output, the final norm's input and output
+    return (model.layers * inputs + block if plan.recompute else model.layers * block) + ends
+
+
+def _logits(model: ModelSpec, tokens: int, itemsize: int) -> int:
+    return 2 * tokens * model.vocab * itemsize + _LOSS_CHUNK
