@@ -1,7 +1,33 @@
 """What things take: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
+from thinwire.cost.amsp import AmspTimes, FlatCollectives, amsp_times
 from thinwire.cost.anatomy import Part, parts, units
+from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
+from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, memory, working_memory
 from thinwire.cost.operations import Move, moves
 from thinwire.cost.rates import Efficiency, NominalRates, Rates, Work
 
-__all__ = ["Efficiency", "Move", "NominalRates", "Part", "Rates", "Work", "moves", "parts", "units"]
+__all__ = [
+    "AMSP_STATES",
+    "OVERHEAD",
+    "AmspTimes",
+    "Busy",
+    "Efficiency",
+    "FlatCollectives",
+    "Memory",
+    "Move",
+    "NominalRates",
+    "Part",
+    "Pricer",
+    "Rates",
+    "States",
+    "Traffic",
+    "UnitKind",
+    "Work",
+    "amsp_times",
+    "memory",
+    "moves",
+    "parts",
+    "units",
+    "working_memory",
+]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import fnmatch
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel
@@ -46,6 +46,7 @@ class Part:
         tensors: its parameters, in order.
         matrix_flops: FLOPs of one token's forward through its matrices.
         attention_width: summed width of its attention heads, whose FLOPs depend on the sequence too.
+        numel: elements of all its parameters.
     """
 
     name: str
@@ -55,10 +56,10 @@ class Part:
     matrix_flops: int
     attention_width: int = 0
 
-    @property
-    def numel(self) -> int:
-        """Elements of all its parameters."""
-        return sum(tensor.numel for tensor in self.tensors)
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
 
     def forward_flops(self, tokens: int, seq: int) -> int:
         """FLOPs of the forward of so many tokens in sequences of ``seq``; attention is not halved for causality."""
@@ -84,28 +85,33 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         shard: which ``P`` shard; shares of unequal size differ between them.
     """
     itemsize = ITEMSIZE[plan.compute_dtype]
-    buffers = [
-        (part, encoded, tensors) for part in parts(model, plan.granularity) for encoded, tensors in _kinds(part, plan)
+    exclude = () if plan.wire.is_none else plan.wire.exclude
+    cut = [(part, _kinds(part, exclude)) for part in parts(model, plan.granularity)]
+    payloads = [
+        part.numel if tensors is part.tensors else sum(t.numel for t in tensors)
+        for part, kinds in cut
+        for _, tensors in kinds
     ]
-    numels = [flat_numel(sum(t.numel for t in tensors), plan, itemsize) for _, _, tensors in buffers]
-    shares = _shares(plan, [tensors for _, _, tensors in buffers], numels, shard)
-    infos = {
-        part.name: UnitInfo(part.name, (), len(part.tensors), part.block) for part in parts(model, plan.granularity)
-    }
-    for (part, encoded, _), numel, share in zip(buffers, numels, shares, strict=True):
-        info = infos[part.name]
-        buffer = BufferInfo(numel, itemsize, True, share, encoded)
-        infos[part.name] = UnitInfo(info.name, (*info.buffers, buffer), info.parameters, info.block)
-    return tuple(infos.values())
+    numels = [flat_numel(payload, plan, itemsize) for payload in payloads]
+    shares = iter(_shares(plan, [tensors for _, kinds in cut for _, tensors in kinds], numels, shard))
+    lengths = iter(numels)
+    return tuple(
+        UnitInfo(
+            part.name,
+            tuple(BufferInfo(next(lengths), itemsize, True, next(shares), encoded) for encoded, _ in kinds),
+            len(part.tensors),
+            part.block,
+        )
+        for part, kinds in cut
+    )
 
 
-def _kinds(part: Part, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
+def _kinds(part: Part, exclude: tuple[str, ...]) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
     """Encoded tensors, and those that always travel as they are."""
-    if plan.wire.is_none or not plan.wire.exclude:
+    if not exclude:
         return [(True, part.tensors)]
     excluded = {
-        tensor: any(fnmatch.fnmatchcase(tensor.name, pattern) for pattern in plan.wire.exclude)
-        for tensor in part.tensors
+        tensor: any(fnmatch.fnmatchcase(tensor.name, pattern) for pattern in exclude) for tensor in part.tensors
     }
     kinds = [(True, tuple(t for t, out in excluded.items() if not out))]
     kinds.append((False, tuple(t for t, out in excluded.items() if out)))

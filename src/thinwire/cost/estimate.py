@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 from thinwire.cost.operations import CodedHop, moves_of
 from thinwire.cost.rates import Rates
@@ -37,6 +38,11 @@ class Busy:
     inside: float = 0.0
     across: float = 0.0
 
+    @property
+    def total(self) -> float:
+        """Seconds if nothing runs beside anything else."""
+        return self.codec + self.inside + self.across
+
     def plus(self, other: Busy, count: float = 1.0) -> Busy:
         """This and ``count`` times the other."""
         return Busy(
@@ -59,6 +65,18 @@ class UnitKind:
     kept: bool
 
 
+class Shape(NamedTuple):
+    """Ranks of a group inside a node, and nodes it spans; a light key."""
+
+    local: int
+    nodes: int
+
+    @property
+    def ranks(self) -> int:
+        """Of the whole group."""
+        return self.local * self.nodes
+
+
 @dataclass(frozen=True, slots=True)
 class Traffic:
     """Which collective a plan's factors ask for, over which mesh; ``None`` where there is none.
@@ -72,24 +90,26 @@ class Traffic:
             ``OS``).
     """
 
-    params: Factor | None
-    secondary: Factor | None
-    shard: Factor | None
-    replica: Factor | None
+    params: Shape | None
+    secondary: Shape | None
+    shard: Shape | None
+    replica: Shape | None
     every_micro_batch: bool
 
     @classmethod
     def of(cls, mesh: Factor, params: Factor, grads: Factor, optimizer: Factor, secondary: Factor | None) -> Traffic:
         """From the factors of a plan."""
 
-        def unless_one(factor: Factor) -> Factor | None:
-            return factor if factor.ranks > 1 else None
+        def between(inner: Factor, outer: Factor) -> Shape | None:
+            shape = Shape(outer.local // inner.local, outer.nodes // inner.nodes)
+            return shape if shape.ranks > 1 else None
 
+        one = Factor()
         return cls(
-            unless_one(params),
-            secondary,
-            unless_one(params.quotient(optimizer)),
-            unless_one(optimizer.quotient(mesh)),
+            between(one, params),
+            between(one, secondary) if secondary else None,
+            between(params, optimizer),
+            between(optimizer, mesh),
             grads == optimizer,
         )
 
@@ -109,20 +129,20 @@ class Pricer:
         self.scatter = cache(self._scatter)
         self.all_reduce = cache(self._all_reduce)
 
-    def _gather(self, mesh: Factor, numel: int, codec: CodecSpec) -> Busy:
+    def _gather(self, mesh: Shape, numel: int, codec: CodecSpec) -> Busy:
         """An all-gather (or a grouped broadcast) of ``numel`` elements in all."""
         return self._price(Kind.ALL_GATHER, mesh, numel, {None: (codec, self._compute)})
 
-    def _scatter(self, mesh: Factor, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def _scatter(self, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """A reduce-scatter of ``numel`` elements."""
         return self._price(Kind.REDUCE_SCATTER, mesh, numel, self._gradient_codecs(mesh, intra, inter))
 
-    def _all_reduce(self, mesh: Factor, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def _all_reduce(self, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """An all-reduce of ``numel`` elements."""
         return self._price(Kind.ALL_REDUCE, mesh, numel, self._gradient_codecs(mesh, intra, inter))
 
     def _gradient_codecs(
-        self, mesh: Factor, intra: CodecSpec, inter: CodecSpec
+        self, mesh: Shape, intra: CodecSpec, inter: CodecSpec
     ) -> dict[Scope | None, tuple[CodecSpec, str]]:
         farther = inter if mesh.nodes > 1 else intra
         sums = self._reduce if inter.is_none or mesh.local == 1 else "float32"
@@ -132,7 +152,7 @@ class Pricer:
             None: (farther, self._reduce if farther.is_none else "float32"),
         }
 
-    def _price(self, kind: Kind, mesh: Factor, numel: int, codecs: dict[Scope | None, tuple[CodecSpec, str]]) -> Busy:
+    def _price(self, kind: Kind, mesh: Shape, numel: int, codecs: dict[Scope | None, tuple[CodecSpec, str]]) -> Busy:
         def sizes(codec: CodecSpec, dtype: str) -> MessageSizes:
             if codec.is_none:
                 return MessageSizes.plain(ITEMSIZE[dtype])
@@ -213,3 +233,33 @@ class Pricer:
         for kind in kinds:
             total = total.plus(self.gather(traffic.shard, kind.numel // shards, codec), kind.count)
         return total
+
+    # -- what no overlap hides -------------------------------------------------------------------------------------
+    #
+    # The unit that the forward needs first is the last whose gradients are ready: it is reduced after the backward,
+    # and its parameters are spread and gathered before the next forward.
+
+    def first_gather(self, traffic: Traffic, numel: int, codec: CodecSpec) -> float:
+        """Seconds of gathering the first unit of ``numel`` elements."""
+        return self.gather(traffic.params, numel, codec).total if traffic.params else 0.0
+
+    def last_reduction(
+        self, traffic: Traffic, numel: int, intra: CodecSpec, inter: CodecSpec, bucket_bytes: int
+    ) -> float:
+        """Seconds of reducing it, with whatever else is in the last bucket: half of one at least."""
+        seconds = 0.0
+        if traffic.params is not None:
+            seconds += self.scatter(traffic.params, numel, intra, inter).total
+            numel //= traffic.params.ranks
+        numel = max(numel, bucket_bytes // ITEMSIZE[self._reduce] // 2)
+        if traffic.shard is not None:
+            seconds += self.scatter(traffic.shard, numel, intra, inter).total
+            numel //= traffic.shard.ranks
+        if traffic.replica is not None:
+            seconds += self.all_reduce(traffic.replica, numel, intra, inter).total
+        return seconds
+
+    def first_spread(self, traffic: Traffic, numel: int, codec: CodecSpec) -> float:
+        """Seconds of spreading it."""
+        shards = traffic.params.ranks if traffic.params else 1
+        return self.gather(traffic.shard, numel // shards, codec).total if traffic.shard else 0.0

@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.anatomy import Part
 from thinwire.program import Even, UnitInfo, together
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "memory"]
+__all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "memory", "working_memory"]
 
 OVERHEAD = 1_500 << 20
 """Bytes of a GPU that hold no tensor: contexts, communicators, libraries, fragments. A profile measures it."""
@@ -89,7 +88,6 @@ class Memory:
 def memory(
     model: ModelSpec,
     plan: Plan,
-    parts: Sequence[Part],
     units: Sequence[UnitInfo],
     *,
     seq: int,
@@ -101,8 +99,7 @@ def memory(
     Args:
         model: its shape.
         plan: factors, dtypes, micro-batch and recomputation.
-        parts: of the model.
-        units: what the program knows of them.
+        units: of the model.
         seq: tokens of a sequence.
         states: bytes per parameter; thinwire's by default.
         overhead: bytes in use without any model.
@@ -122,6 +119,12 @@ def memory(
         logits=_logits(model, tokens, itemsize),
         overhead=overhead,
     )
+
+
+def working_memory(model: ModelSpec, plan: Plan, *, seq: int) -> int:
+    """Bytes that depend on the micro-batch: activations, logits and the loss."""
+    tokens, itemsize = plan.micro_batch * seq, ITEMSIZE[plan.compute_dtype]
+    return _activations(model, plan, tokens, itemsize) + _logits(model, tokens, itemsize)
 
 
 def _largest_share(units: Sequence[UnitInfo]) -> int:

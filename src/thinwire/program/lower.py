@@ -104,6 +104,8 @@ class _Lowering:
         self.gathers: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
         self.secondary: set[int] = set()  # units whose secondary shard is valid
         self.reduced: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
+        self.shapes = {axis: axis_shape(plan, axis) for axis in Axis}
+        self.places = {axis: axis_index(plan, axis, rank) for axis in Axis}
 
     # -- forward -----------------------------------------------------------------------------------------------
 
@@ -208,7 +210,7 @@ class _Lowering:
                 self._wait(event, scattered)
         replicas = self._extent(Axis.REPLICA)
         if last and replicas > 1:
-            share = pieces[axis_index(self.plan, Axis.SHARD, self.rank)]
+            share = pieces[self.places[Axis.SHARD]]
             numel, sizes = padded(share, replicas), reduction_sizes(self.plan, Axis.REPLICA, encoded=encoded)
             synced = self._even(
                 Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, numel, sizes, event, after, encoded=encoded
@@ -306,14 +308,14 @@ class _Lowering:
         *,
         encoded: bool = False,
     ) -> int:
-        local, nodes = axis_shape(self.plan, axis)
-        sent = hops(kind, local, nodes, pieces, axis_index(self.plan, axis, self.rank), sizes)
+        local, nodes = self.shapes[axis]
+        sent = hops(kind, local, nodes, pieces, self.places[axis], sizes)
         index = len(self.operations)
         self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after, encoded))
         return index
 
     def _extent(self, axis: Axis) -> int:
-        return math.prod(axis_shape(self.plan, axis))
+        return math.prod(self.shapes[axis])
 
     def _wait(self, event: Event, operation: int) -> None:
         self.waits.setdefault(event, []).append(operation)

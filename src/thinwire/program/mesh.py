@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+_ONE = Factor()
+
+
 class Axis(StrEnum):
     """A direction of the mesh along which collectives run."""
 
@@ -97,18 +100,17 @@ class Members:
 
 def axis_extent(plan: Plan, axis: Axis) -> tuple[Factor, Factor]:
     """The inner and the outer factor between which an axis lies."""
-    one = Factor(local=1, nodes=1)
     match axis:
         case Axis.PARAMS:
-            return one, plan.params
+            return _ONE, plan.params
         case Axis.SECONDARY:
-            return one, plan.secondary or one
+            return _ONE, plan.secondary or _ONE
         case Axis.SHARD:
             return plan.params, plan.optimizer
         case Axis.REPLICA:
             return plan.optimizer, plan.mesh
         case Axis.WORLD:
-            return one, plan.mesh
+            return _ONE, plan.mesh
 
 
 def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:

@@ -1,8 +1,9 @@
 """Prices a :class:`~thinwire.program.StepProgram`: the very operations that the runtime performs, on a clock.
 
 One rank stands for all: it computes, and its lanes carry out operations in program order, every stage of a lane beside
-the others. A step is played twice, because updated parameters of one travel under the forward of the next; the second
-counts. Of many micro-batches three are played and the rest follow from the difference between two and three.
+the others. The program is a cycle; a step is played from the moment at which the one before has updated its parameters,
+so that they travel under its forward, to the same moment of its own. Of many micro-batches three are played; the rest
+follows from the difference between two and three.
 """
 
 from __future__ import annotations
@@ -127,8 +128,6 @@ class _Compute:
 @dataclass(frozen=True, slots=True)
 class _Wait:
     operations: tuple[int, ...]
-    previous: bool = False
-    """Whether they are the step before's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +135,7 @@ class _Start:
     operations: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _EndOfStep:
-    pass
-
-
-_Instruction = _Compute | _Wait | _Start | _EndOfStep
+_Instruction = _Compute | _Wait | _Start
 
 
 class _Player:
@@ -152,31 +146,24 @@ class _Player:
         self._clock = Clock(rates)
         self._moves = _memoised_moves(plan, program, rates)
         self._spread_of = _by_unit(op for op in program.operations if op.lane is Lane.SPREAD)
-        self._runs: dict[tuple[int, int], _Run] = {}
+        self._runs: dict[int, _Run] = {}
         self._queues: dict[tuple[Lane, str], deque[_Run]] = {}
         self._busy_queues: set[tuple[Lane, str]] = set()
         self._exposed = dict.fromkeys(Lane, 0.0)
         self._spans: list[Span] | None = [] if trace else None
-        self._script: Iterator[_Instruction] = iter(())
-        self._step = 0
-        self._ends: list[float] = []
-        self._counters: list[tuple[dict[Lane, float], dict[Resource, float]]] = []
+        self._script = _script(plan, workload, rates, program)
+        self._end: float | None = None
 
     def play(self) -> Simulated:
-        instructions = list(_script(self._plan, self._workload, self._rates, self._program))
-        step: list[_Instruction] = [*instructions, _EndOfStep()]
-        self._script = iter(step * 2)
         self._compute_on()
         self._clock.run()
-        assert len(self._ends) == 2, "the program waits for what never starts"
-        (exposed_before, busy_before), (exposed, busy) = self._counters
-        begin = self._ends[0]
+        assert self._end is not None, "the program waits for what never starts"
         return Simulated(
-            seconds=self._ends[1] - begin,
-            computing=busy[Resource.COMPUTE] - busy_before[Resource.COMPUTE],
-            exposed={lane: exposed[lane] - exposed_before[lane] for lane in Lane},
-            busy={resource: busy[resource] - busy_before[resource] for resource in Resource},
-            spans=tuple(span for span in self._spans or () if span.end > begin),
+            seconds=self._end,
+            computing=self._clock.busy[Resource.COMPUTE],
+            exposed=self._exposed,
+            busy=self._clock.busy,
+            spans=tuple(self._spans or ()),
             extrapolated=self._rates.extrapolated,
         )
 
@@ -191,19 +178,15 @@ class _Player:
                         continue
                     self._compute(seconds, name)
                     return
-                case _Wait(operations, previous):
-                    step = self._step - previous
-                    run = next((r for i in operations if (r := self._runs.get((step, i))) and not r.ended), None)
+                case _Wait(operations):
+                    run = next((r for i in operations if not (r := self._runs[i]).ended), None)
                     if run is not None:
                         self._wait_for(run, instruction)
                         return
                 case _Start(operations):
                     for index in operations:
                         self._enqueue(index)
-                case _EndOfStep():
-                    self._ends.append(self._clock.now)
-                    self._counters.append((dict(self._exposed), dict(self._clock.busy)))
-                    self._step += 1
+        self._end = self._clock.now
 
     def _compute(self, seconds: float, name: str) -> None:
         begin = self._clock.now
@@ -231,11 +214,11 @@ class _Player:
     def _enqueue(self, index: int) -> None:
         operation = self._program.operations[index]
         run = _Run(operation, deque(self._moves[index]), 0)
-        self._runs[self._step, index] = run
-        needed = [self._runs[self._step, other] for other in operation.after]
+        self._runs[index] = run
+        needed = [self._runs[other] for other in operation.after]
         if operation.lane is Lane.GATHER:
             spreads = (self._spread_of.get(unit, ()) for unit in operation.units)
-            needed += [r for found in spreads for i in found if (r := self._runs.get((self._step - 1, i)))]
+            needed += [self._runs[i] for found in spreads for i in found]
         for other in needed:
             if not other.ended:
                 run.needs += 1
@@ -333,6 +316,10 @@ def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) 
         for index, part in enumerate(workload.parts):
             if part.kind == "block":
                 backward[index] += forward[index]
+    end = Event(Phase.STEP, -1, 0)
+    spreads = tuple(op.index for op in program.starts(end) if op.lane is Lane.SPREAD)
+    yield _Start(spreads)
+    yield _Wait(tuple(index for index in program.waits.get(end, ()) if index in set(spreads)))
     yield _Compute(rates.step, "step")
     for micro_batch in range(program.micro_batches):
         yield from _forward(program, trace, forward, micro_batch)
@@ -364,7 +351,6 @@ def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[
     """Units are updated as their gradients arrive, or all at once behind the norm."""
     end = Event(Phase.STEP, -1, 0)
     control = tuple(op.index for op in program.starts(end) if op.lane is Lane.CONTROL)
-    spreads = tuple(op.index for op in program.starts(end) if op.lane is Lane.SPREAD)
     yield _Start(control)
     shares = _update_shares(workload.units)
     last = _last_reductions(program)
@@ -380,8 +366,6 @@ def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[
         if not awaited:
             yield _Compute(rates.update(sum(shares)), "update")
         yield _Wait(control)
-    yield _Start(spreads)
-    yield _Wait(tuple(index for index in program.waits.get(end, ()) if index in set(spreads)))
 
 
 def _last_reductions(program: StepProgram) -> dict[int, int]:
@@ -401,19 +385,8 @@ def _update_shares(units: Sequence[UnitInfo]) -> list[int]:
 
 
 def _reach(program: StepProgram, event: Event) -> Iterator[_Instruction]:
-    """An event: operations start, and computation waits for what it needs.
-
-    The first forward also waits for the parameters that the step before has spread.
-    """
-    starts = program.starts(event)
-    if starts:
+    """An event: operations start, and computation waits for what it needs."""
+    if starts := program.starts(event):
         yield _Start(tuple(op.index for op in starts))
-    needed = program.waits.get(event, ())
-    if not needed:
-        return
-    spreads = tuple(i for i in needed if program.operations[i].lane is Lane.SPREAD)
-    others = tuple(i for i in needed if program.operations[i].lane is not Lane.SPREAD)
-    if spreads:
-        yield _Wait(spreads, previous=True)
-    if others:
-        yield _Wait(others)
+    if needed := program.waits.get(event):
+        yield _Wait(needed)

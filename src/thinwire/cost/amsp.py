@@ -1,0 +1,114 @@
+"""AMSP's own cost model (arXiv 2311.00257, section 4): flat collectives in sequence, none of them hidden.
+
+The sums are the paper's, corrected where ``docs/planner.md`` says so: every unit counts, a node's cards are shared by
+all groups that cross nodes at the same time, and latency grows with the group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from thinwire.cost.anatomy import Part
+from thinwire.cost.rates import Efficiency
+from thinwire.spec import ClusterSpec, Factor
+
+__all__ = ["AmspTimes", "FlatCollectives", "amsp_times"]
+
+_ITEMSIZE = 2
+
+BUCKET_BYTES = 512 << 20
+"""Of AMSP's engine (InternLM's default): what is synchronised in one call."""
+
+
+@dataclass(frozen=True, slots=True)
+class AmspTimes:
+    """Seconds of one step's communication, by what is synchronised.
+
+    Attributes:
+        params: gathers and reduce-scatters of every micro-batch (T_p).
+        grads: reductions of gradients between micro-batches (T_g).
+        sync: synchronisation of gradients at the end (T_os0).
+        spread: updated parameters (T_os1).
+    """
+
+    params: float
+    grads: float
+    sync: float
+    spread: float
+
+    @property
+    def total(self) -> float:
+        """What AMSP minimises."""
+        return self.params + self.grads + self.sync + self.spread
+
+
+class FlatCollectives:
+    """Ring collectives over a sub-mesh, every group of the cluster at once.
+
+    Args:
+        cluster: links.
+        efficiency: share of the links that software reaches.
+    """
+
+    def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
+        self._cluster, self._efficiency = cluster, efficiency or Efficiency()
+
+    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor) -> float:
+        """Time of one collective.
+
+        Args:
+            kind: all-gather, reduce-scatter, all-reduce or broadcast.
+            size: bytes of the whole vector.
+            mesh: the group.
+        """
+        ranks = mesh.ranks
+        if ranks == 1:
+            return 0.0
+        links, share = self._cluster.links, self._efficiency
+        inside = links.inside.bandwidth * share.inside
+        if mesh.nodes == 1:
+            bandwidth, latency = inside, links.inside.latency
+        else:
+            # R / local groups cross each node's cards at the same time (NIC contention).
+            sharing = self._cluster.gpus_per_node / mesh.local
+            bandwidth, latency = min(inside, links.nic.bandwidth * share.nic / sharing), links.nic.latency
+        if kind == "BC":
+            return latency * math.log2(ranks) + 8 * size / bandwidth
+        ring = latency * (ranks - 1) + 8 * size * (ranks - 1) / ranks / bandwidth
+        if kind != "AR":
+            return ring
+        tree = latency * math.log2(ranks) + 8 * size / bandwidth  # what NCCL takes where latency would dominate
+        return 2 * min(ring, tree)
+
+
+def amsp_times(
+    parts: Sequence[Part],
+    flat: FlatCollectives,
+    mesh: Factor,
+    chain: tuple[Factor, Factor, Factor],
+    micro_batches: int,
+) -> AmspTimes:
+    """The four sums.
+
+    Args:
+        parts: units of the model.
+        flat: times of collectives.
+        mesh: all ranks.
+        chain: factors of ``P``, ``G`` and ``OS``.
+        micro_batches: of a step (``M``).
+    """
+    params, grads, optimizer = chain
+    sizes = [_ITEMSIZE * part.numel for part in parts if part.numel]
+    share = sum(sizes) / params.ranks
+    gathers = [1 if index == len(sizes) - 1 else 2 for index in range(len(sizes))]  # the last unit stays gathered
+    gathering = sum(n * flat.seconds("AG", size, params) for n, size in zip(gathers, sizes, strict=True))
+    scattering = sum(flat.seconds("RS", size, params) for size in sizes)
+    buckets = max(1.0, share / BUCKET_BYTES)
+    between = (micro_batches - 1) * buckets * flat.seconds("RS", share / buckets, params.quotient(grads))
+    sync = buckets * flat.seconds("AR", share / buckets, params.quotient(mesh))
+    owners = params.quotient(optimizer)
+    spread = owners.ranks * flat.seconds("BC", share / owners.ranks, owners) if owners.ranks > 1 else 0.0
+    return AmspTimes(micro_batches * (gathering + scattering), between, sync, spread)

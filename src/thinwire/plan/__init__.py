@@ -1,0 +1,1 @@
+"""The planner: rules, search, placement and explanation. Never imports torch."""

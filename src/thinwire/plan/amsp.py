@@ -1,0 +1,118 @@
+"""``--objective amsp``: the plan that AMSP's own model picks, beside the plan its paper printed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from thinwire.cost import AMSP_STATES, OVERHEAD, AmspTimes, FlatCollectives, Memory, amsp_times, memory
+from thinwire.plan.job import Job
+from thinwire.plan.rules import Chain, chain_ends
+from thinwire.spec import Factor, Plan
+
+__all__ = ["PAPER_PLANS", "AmspPlan", "amsp_search"]
+
+PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
+"""The presets that hold AMSP's Table IV, by model."""
+
+TIE = 0.001
+"""Sums that differ by less are a tie: s_g = s_p is preferred, then a larger s_os (section 4.3)."""
+
+
+@dataclass(frozen=True)
+class AmspPlan:
+    """One plan under AMSP's objective.
+
+    Attributes:
+        plan: factors, batch and recomputation; whole tensors are dealt.
+        times: communication, in sequence.
+        recomputing: seconds of computation that recomputation adds to a step.
+        memory: bytes of a rank, as AMSP counts states.
+        fits: whether that is within the accelerator's.
+        label: ``amsp-paper`` for the plan of Table IV.
+    """
+
+    plan: Plan
+    times: AmspTimes
+    recomputing: float
+    memory: Memory
+    fits: bool
+    label: str | None = None
+
+    @property
+    def objective(self) -> float:
+        """What is minimised: communication, and the price of recomputation where the search may choose it."""
+        return self.times.total + self.recomputing
+
+
+def amsp_search(job: Job) -> list[AmspPlan]:
+    """Every plan that fits, best first by AMSP's objective; the paper's own is labelled, whether it fits or not.
+
+    Args:
+        job: model, cluster and batch; codecs do not exist here.
+    """
+    flat = FlatCollectives(job.cluster)
+    base = Plan(mesh=job.mesh, params=Factor(), grads=Factor(), optimizer=Factor(), partition="inter")
+    found = [_priced(job, flat, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes]
+    paper = _paper_chain(job)
+    ranked = _ranked([plan for plan in found if plan.fits])
+    marked = [_labelled(plan) if _chain_of(plan.plan) == paper else plan for plan in ranked]
+    # One row of the paper's plan: with the recomputation that suits it better.
+    first = next((plan for plan in marked if plan.label), None)
+    rows = [plan if plan is first or not plan.label else _labelled(plan, None) for plan in marked]
+    if paper is not None and first is None:
+        rows += [_labelled(min((p for p in found if _chain_of(p.plan) == paper), key=lambda p: p.memory.total))]
+    return rows
+
+
+def _chains(job: Job) -> Iterator[Chain]:
+    for params, optimizer in chain_ends(job.mesh):
+        yield from dict.fromkeys(((params, params, optimizer), (params, optimizer, optimizer)))
+
+
+def _priced(job: Job, flat: FlatCollectives, base: Plan, chain: Chain, recompute: bool) -> AmspPlan:
+    micro_batch, micro_batches = job.batches[0]
+    params, grads, optimizer = chain
+    plan = base.with_(
+        params=params,
+        grads=grads,
+        optimizer=optimizer,
+        micro_batch=micro_batch,
+        micro_batches=micro_batches,
+        recompute=recompute,
+    )
+    parts = job.parts(plan)
+    times = amsp_times(parts, flat, job.mesh, chain, micro_batches)
+    again = sum(job.rates.forward(part, plan, job.seq) for part in parts if part.kind == "block")
+    overhead = OVERHEAD if job.overhead is None else job.overhead
+    needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=overhead)
+    return AmspPlan(
+        plan, times, micro_batches * again if recompute else 0.0, needed, needed.total <= job.cluster.memory
+    )
+
+
+def _ranked(plans: list[AmspPlan]) -> list[AmspPlan]:
+    """Best first. What ties with the best of what is left goes by s_g = s_p, then by the larger s_os."""
+    left = sorted(plans, key=lambda plan: plan.objective)
+    ranked = []
+    while left:
+        limit = left[0].objective * (1 + TIE)
+        tied = [plan for plan in left if plan.objective <= limit]
+        ranked += sorted(tied, key=lambda p: (p.plan.grads != p.plan.params, -p.plan.optimizer.ranks, p.objective))
+        left = left[len(tied) :]
+    return ranked
+
+
+def _paper_chain(job: Job) -> Chain | None:
+    preset = PAPER_PLANS.get(job.model.name or "")
+    if preset is None:
+        return None
+    return _chain_of(Plan.preset(preset, nodes=job.mesh.nodes, local=job.mesh.local))
+
+
+def _chain_of(plan: Plan) -> Chain:
+    return plan.params, plan.grads, plan.optimizer
+
+
+def _labelled(plan: AmspPlan, label: str | None = "amsp-paper") -> AmspPlan:
+    return AmspPlan(plan.plan, plan.times, plan.recomputing, plan.memory, plan.fits, label)
