@@ -81,6 +81,19 @@ def parse_duration(value: float | str) -> float:
     return float(number * _SECONDS[unit or "s"])
 
 
+def parse_count(value: int | str) -> int:
+    """A number of tokens or the like: ``4096``, ``"256k"``, ``"4M"``; k, M and G are powers of 1024, as batches are.
+
+    Raises:
+        SpecError: if the text is not a whole number of at least 1.
+    """
+    number, unit = _split(value, "a count", '"4M", "256k" or a whole number')
+    factor = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30}.get(unit.lower())
+    if factor is None or not float(number * factor).is_integer() or number * factor < 1:
+        raise _bad("a count", value, "it should be a whole number of at least 1; valid suffixes are k, M and G")
+    return int(number * factor)
+
+
 def format_bytes(size: float) -> str:
     """``16777216`` as ``"16 MiB"``: three significant digits, binary prefixes."""
     return _scaled(size, {"B": 1} | {prefix.title() + "B": factor for prefix, factor in _BINARY.items()})

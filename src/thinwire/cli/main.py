@@ -15,6 +15,7 @@ from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.bench_reductions import reductions
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
+from thinwire.cli.plan import plan
 from thinwire.cli.train import train
 
 app = typer.Typer(
@@ -26,6 +27,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(train)
+app.command()(plan)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 bench.command()(overlap)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.cost import AMSP_STATES, OVERHEAD, AmspTimes, FlatCollectives, Memory, amsp_times, memory
 from thinwire.plan.job import Job
 from thinwire.plan.rules import Chain, chain_ends
-from thinwire.spec import Factor, Plan
+from thinwire.spec import Factor, Link, Plan
+from thinwire.units import format_bandwidth, format_bytes
 
-__all__ = ["PAPER_PLANS", "AmspPlan", "amsp_search"]
+__all__ = ["PAPER_PLANS", "AmspPlan", "amsp_flips", "amsp_search"]
 
 PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
 """The presets that hold AMSP's Table IV, by model."""
@@ -63,6 +64,41 @@ def amsp_search(job: Job) -> list[AmspPlan]:
     if paper is not None and first is None:
         rows += [_labelled(min((p for p in found if _chain_of(p.plan) == paper), key=lambda p: p.memory.total))]
     return rows
+
+
+def amsp_flips(job: Job, rows: list[AmspPlan]) -> list[str]:
+    """Circumstances under which the paper's plan would be the optimum, each tried; one sentence each.
+
+    Args:
+        job: what the search was for.
+        rows: what it found.
+    """
+    paper = next((row for row in rows if row.label), None)
+    if paper is None:
+        return []
+    if rows[0] is paper:
+        return ["it is the optimum"]
+    if not paper.fits:
+        lacking = paper.memory.total - job.cluster.memory
+        return [f"it lacks {format_bytes(lacking)} of memory"]
+    found = []
+    tightest = min(row.memory.total for row in rows if row.objective < paper.objective)
+    if tightest > paper.memory.total:
+        found.append(f"memory below {format_bytes(tightest)}, where everything better no longer fits")
+    links = job.cluster.links
+    for scale in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 2, 4, 8, 16):
+        for name, link in (("between nodes", links.nic), ("inside a node", links.inside)):
+            changed = Link(bandwidth=link.bandwidth * scale, latency=link.latency)
+            key = "nic" if link is links.nic else "inside"
+            other = replace(job, cluster=job.cluster.with_(links={key: changed}))
+            if amsp_search(other)[0].label:
+                found.append(f"{format_bandwidth(changed.bandwidth)} {name}")
+    if job.recompute is None:
+        for recompute in (True, False):
+            first = amsp_search(replace(job, recompute=recompute))[0]
+            if first.label:
+                found.append(f"--recompute {'on' if recompute else 'off'}")
+    return found or ["nothing that was tried: half to a sixteenth and twice to 16 times either bandwidth, less memory"]
 
 
 def _chains(job: Job) -> Iterator[Chain]:

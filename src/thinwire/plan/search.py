@@ -243,6 +243,14 @@ class Search:
         ]
         return min(found, key=lambda c: c.seconds)
 
+    def smallest(self) -> Candidate:
+        """The plan that needs least memory; where several do, the one with least sharding."""
+        batch = min(self._batches, key=lambda batch: batch.working)
+        chains = [(params, optimizer, optimizer) for params, optimizer in chain_ends(self.job.mesh)]
+        chain = min(chains, key=lambda chain: self._states(chain, None))
+        draft = Draft(0.0, 0, chain, None, ("none",) * len(_WIRE), batch.micro_batch, batch.recompute)
+        return candidate(self.job, self.plan(draft))
+
     # -- parts of estimates ------------------------------------------------------------------------------------------
 
     def _communication(self, traffic: Traffic) -> Iterator[_Communication]:

@@ -1,0 +1,352 @@
+"""``thinwire plan``: a model and a cluster in, a ranked list of plans out, with the reasons."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+
+from thinwire.cli.errors import explained
+
+if TYPE_CHECKING:
+    from thinwire.plan import AmspPlan, Candidate, Explanation, Job, Searched
+    from thinwire.report import Sheet
+    from thinwire.spec import ClusterSpec
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="A preset such as llama-7b, a TOML file, or a Hugging Face config.")
+    ],
+    cluster: Annotated[
+        str, typer.Option(metavar="GPU:NODESxGPUS|FILE", help="For example a800-80g:128x8, or a TOML file.")
+    ],
+    tokens_per_step: Annotated[
+        str, typer.Option(metavar="N", help="Tokens of one step over all ranks: 4M is 4 x 2^20.")
+    ],
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence; the model's by default.", show_default=False)
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(min=1, help="Sequences of a micro-batch; searched by default.", show_default=False)
+    ] = None,
+    recompute: Annotated[
+        Literal["auto", "on", "off"], typer.Option(help="Whether blocks are recomputed in the backward.")
+    ] = "auto",
+    codecs: Annotated[
+        Literal["none", "lossless", "standard", "aggressive"], typer.Option(help="How far codecs may go.")
+    ] = "standard",
+    objective: Annotated[
+        Literal["time", "amsp"], typer.Option(help="time: the overlapped step; amsp: AMSP's sum of communication.")
+    ] = "time",
+    internode_gbps: Annotated[
+        float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
+    ] = None,
+    intranode_gbps: Annotated[
+        float | None, typer.Option(min=0.001, help="Gbit/s of a GPU inside its node.", show_default=False)
+    ] = None,
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help='Of a GPU, "80GiB".', show_default=False)] = None,
+    price: Annotated[float | None, typer.Option(min=0.0001, help="Of a GPU for an hour.", show_default=False)] = None,
+    clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their norm.")] = True,
+    causal_mfu: Annotated[
+        bool, typer.Option("--causal-mfu", help="Count half of attention in the MFU, as Megatron-LM does now.")
+    ] = False,
+    top: Annotated[int, typer.Option(min=1, max=64, help="How many plans to list.")] = 10,
+    out: Annotated[
+        Path | None, typer.Option(metavar="PLAN.toml", help="Write the first plan.", show_default=False)
+    ] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say what would change the choice.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+) -> None:
+    """Choose how to shard and compress: every plan is estimated, the best are simulated.
+
+    [bold]Examples[/bold]
+
+      thinwire plan --model llama-7b --cluster a800-80g:128x8 --tokens-per-step 4M --seq 4096 --explain
+
+      thinwire plan --model llama-13b --cluster a100-40g:4x8 --internode-gbps 25 --tokens-per-step 512k --out plan.toml
+
+      thinwire plan --model llama-30b-amsp --cluster a800-80g:128x8 --tokens-per-step 4M --seq 4096 --objective amsp
+    """
+    with explained(as_json=as_json):
+        from thinwire.cost import NominalRates
+        from thinwire.plan import Job
+        from thinwire.spec import ModelSpec
+        from thinwire.units import parse_count
+
+        shape = ModelSpec.named(model, **({} if seq is None else {"seq": seq}))
+        machine = _cluster(cluster, internode_gbps, intranode_gbps, memory, price)
+        job = Job(
+            shape,
+            machine,
+            parse_count(tokens_per_step),
+            shape.seq,
+            micro_batch=micro_batch,
+            recompute={"auto": None, "on": True, "off": False}[recompute],
+            codecs=codecs,
+            clip=clip,
+            rates=NominalRates(machine),
+            causal_flops=causal_mfu,
+        )
+        console = Console(stderr=as_json, highlight=False)
+        answer = _amsp if objective == "amsp" else _time
+        result = answer(job, top, out, console, explain=explain)
+        if as_json:
+            print(json.dumps(result))
+        if not any(row["fits"] for row in result["plans"]):
+            raise typer.Exit(1)
+
+
+def _cluster(
+    text: str, internode: float | None, intranode: float | None, memory: str | None, price: float | None
+) -> ClusterSpec:
+    from thinwire.spec import ClusterSpec, Link
+
+    cluster = ClusterSpec.named(text)
+    links: dict[str, Any] = {}
+    for key, gbps, link in (("nic", internode, cluster.links.nic), ("inside", intranode, cluster.links.inside)):
+        if gbps is not None:
+            links[key] = Link(bandwidth=gbps * 1e9, latency=link.latency)
+    changes = {"links": links or None, "memory": memory, "price_per_gpu_hour": price}
+    return cluster.with_(**{key: value for key, value in changes.items() if value is not None})
+
+
+# -- the overlapped step -----------------------------------------------------------------------------------------
+
+
+def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
+    import thinwire.plan as planner
+    from thinwire.report import rich_table
+
+    searched = planner.search(job, top=top)
+    rows = _rows(searched, top)
+    _introduce(job, console)
+    console.print(rich_table(_sheet(job, rows)))
+    if not searched.candidates:
+        return _infeasible(job, rows, console)
+    console.print(_search_line(searched), markup=False)
+    explanation = None
+    if explain:
+        with console.status("trying other circumstances"):
+            explanation = planner.explain(job, searched)
+        _show_explanation(explanation, searched.candidates[0], console)
+    if out is not None:
+        searched.candidates[0].plan.save(out)
+        console.print(f"wrote the first plan to {out}", markup=False)
+    chosen = searched.candidates[0]
+    return {
+        "plans": [_row_json(job, number, row) for number, row in enumerate(rows, start=1)],
+        "explain": _explanation_json(explanation) if explanation else {"critical_path": planner.critical_path(chosen)},
+        "search": {
+            "considered": searched.considered,
+            "fitting": searched.fitting,
+            "simulated": searched.simulated,
+            "complete": searched.complete,
+        },
+    }
+
+
+def _rows(searched: Searched, top: int) -> list[Candidate]:
+    """The chosen plan, then the best and the classic systems by time, then what does not fit."""
+    first, rest = list(searched.candidates[:1]), list(searched.candidates[1:top])
+    others = sorted([*rest, *(c for c in searched.classics if c.fits)], key=lambda c: c.seconds)
+    return [*first, *others, *(c for c in searched.classics if not c.fits)]
+
+
+def _introduce(job: Job, console: Console) -> None:
+    from thinwire.units import format_bytes
+
+    cluster, model = job.cluster, job.model
+    console.print(
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters, {job.seq:,} tokens a sequence, "
+        f"{job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
+        f"{format_bytes(cluster.memory)}",
+        markup=False,
+    )
+    if job.rates.extrapolated:
+        console.print("times follow from published figures, not from a profile of this cluster", markup=False)
+    if "bfloat16" not in cluster.peak_flops:
+        console.print("the accelerator has no peak for bfloat16: times are those of float16", markup=False)
+
+
+def _sheet(job: Job, rows: Sequence[Candidate]) -> Sheet:
+    from thinwire.report import Sheet
+
+    attention = "half of attention counted" if job.causal_flops else "attention counted in full"
+    with_price = job.cluster.price_per_gpu_hour is not None
+    columns = ["", "P", "G", "OS", "secondary", "codecs", "batch", "step s", "waiting s", "MFU", "TGS", "GiB"]
+    columns += ["per 10^9 tokens"] if with_price else []
+    return Sheet(
+        f"Plans, best first (MFU: {attention})",
+        [*columns, ""],
+        7,
+        [_cells(job, number, row, with_price=with_price) for number, row in enumerate(rows, start=1)],
+    )
+
+
+def _cells(job: Job, number: int, row: Candidate, *, with_price: bool) -> list[str]:
+    chosen = row.plan
+    batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
+    waiting = {str(lane): seconds for lane, seconds in row.simulated.exposed.items() if seconds >= 5e-4}
+    shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items())
+    cells = [
+        f"{number} {row.label or ''}".strip(),
+        str(chosen.params),
+        str(chosen.grads),
+        str(chosen.optimizer),
+        str(chosen.secondary or "-"),
+        _codecs(row),
+        batch,
+        f"{row.seconds:.3f}",
+        shown or "-",
+        f"{row.mfu(job):.1%}",
+        f"{row.tokens_per_gpu_second(job):,.0f}",
+        f"{row.memory.total / 2**30:.1f}",
+    ]
+    if with_price:
+        cells.append(f"{row.cost_per_billion_tokens(job):,.0f}")
+    return [*cells, "" if row.fits else "does not fit"]
+
+
+def _codecs(row: Candidate) -> str:
+    short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "spread": "spread"}
+    codecs = row.plan.wire.codecs()
+    return " ".join(f"{name} {codecs[key]}" for key, name in short.items() if not codecs[key].is_none) or "-"
+
+
+def _search_line(searched: Searched) -> str:
+    from thinwire.plan.search import RESOLUTION
+
+    sure = (
+        f"no other is better by more than {RESOLUTION:.0%}"
+        if searched.complete
+        else "others that were not simulated might still win; raise --top"
+    )
+    return (
+        f"{searched.considered:,} plans, of which {searched.fitting:,} fit; {searched.simulated} simulated: {sure}. "
+        "Ties go to the plan with fewer knobs."
+    )
+
+
+def _show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:
+    console.print(f"\nbound by {explanation.binding}", markup=False)
+    for cause, seconds in explanation.path.items():
+        console.print(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}", markup=False)
+    if explanation.runner_up:
+        console.print(f"runner-up: {explanation.runner_up}", markup=False)
+    for flip in explanation.flips:
+        console.print(f"with {flip.change}: {flip.plan} ({flip.seconds:.3f} s)", markup=False)
+    if explanation.steady:
+        console.print(f"the same plan with {'; '.join(explanation.steady)}", markup=False)
+
+
+def _infeasible(job: Job, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:
+    import thinwire.plan as planner
+    from thinwire.units import format_bytes
+
+    smallest, lacking = planner.shortage(job)
+    remedies = planner.remedies(job)
+    console.print(
+        f"nothing fits: the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)}", markup=False
+    )
+    for remedy in remedies:
+        console.print(f"  {remedy.change}: {remedy.result}", markup=False)
+    if not remedies:
+        console.print(
+            "  no single change that was tried makes it fit; more GPUs or a smaller model would", markup=False
+        )
+    return {
+        "plans": [_row_json(job, number, row) for number, row in enumerate(rows, start=1)],
+        "explain": {
+            "infeasible": {"plan": smallest.to_dict(), "lacking_bytes": lacking},
+            "remedies": [{"change": remedy.change, "result": remedy.result} for remedy in remedies],
+        },
+    }
+
+
+def _row_json(job: Job, number: int, row: Candidate) -> dict[str, Any]:
+    return {
+        "rank": number,
+        "plan": row.plan.to_dict(),
+        "step_seconds": row.seconds,
+        "tgs": row.tokens_per_gpu_second(job),
+        "mfu": row.mfu(job),
+        "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
+        "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
+        "fits": row.fits,
+        "label": row.label,
+        "cost_per_billion_tokens": row.cost_per_billion_tokens(job),
+        "extrapolated": row.simulated.extrapolated,
+    }
+
+
+def _explanation_json(explanation: Explanation) -> dict[str, Any]:
+    return {
+        "binding": explanation.binding,
+        "critical_path": explanation.path,
+        "runner_up": explanation.runner_up,
+        "flips": [{"change": f.change, "plan": f.plan, "step_seconds": f.seconds} for f in explanation.flips],
+        "steady": list(explanation.steady),
+    }
+
+
+# -- AMSP's objective --------------------------------------------------------------------------------------------
+
+
+def _amsp(job: Job, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
+    import thinwire.plan as planner
+    from thinwire.report import Sheet, rich_table
+
+    found = planner.amsp_search(job)
+    rows = [row for number, row in enumerate(found) if number < top or row.label]
+    _introduce(job, console)
+    columns = ["", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s", "GiB", ""]
+    cells = [_amsp_cells(found.index(row) + 1, row) for row in rows]
+    console.print(
+        rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
+    )
+    flips = planner.amsp_flips(job, found) if explain or any(row.label for row in rows) else []
+    if flips:
+        console.print(f"the paper's plan (amsp-paper) is chosen with: {'; '.join(flips)}", markup=False)
+    if out is not None and rows and rows[0].fits:
+        rows[0].plan.save(out)
+        console.print(f"wrote the first plan to {out}", markup=False)
+    simulated = [(row, planner.candidate(job, row.plan, row.label)) for row in rows]
+    return {
+        "plans": [
+            {
+                **_row_json(job, found.index(row) + 1, overlapped),
+                "objective_seconds": row.objective,
+                "times": {
+                    "params": row.times.params,
+                    "grads": row.times.grads,
+                    "sync": row.times.sync,
+                    "spread": row.times.spread,
+                    "recompute": row.recomputing,
+                },
+                "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
+                "fits": row.fits,
+            }
+            for row, overlapped in simulated
+        ],
+        "explain": {"amsp_paper_is_chosen_with": flips},
+    }
+
+
+def _amsp_cells(number: int, row: AmspPlan) -> list[str]:
+    chosen, times = row.plan, row.times
+    return [
+        f"{number} {row.label or ''}".strip(),
+        str(chosen.params),
+        str(chosen.grads),
+        str(chosen.optimizer),
+        f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
+        *(f"{seconds:.3f}" for seconds in (times.params, times.grads, times.sync, times.spread, row.recomputing)),
+        f"{row.objective:.3f}",
+        f"{row.memory.total / 2**30:.1f}",
+        "" if row.fits else "does not fit",
+    ]

@@ -1,0 +1,205 @@
+"""Why a plan was chosen: what binds it, what its step consists of, who came second, what would change the choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from thinwire.cost import NominalRates
+from thinwire.plan.job import Candidate, Job
+from thinwire.plan.search import RESOLUTION, Search, Searched, search
+from thinwire.sim import Resource
+from thinwire.spec import Link, Plan
+from thinwire.units import format_bandwidth, format_bytes
+
+__all__ = ["Explanation", "Flip", "Remedy", "critical_path", "explain", "remedies", "shortage", "summary"]
+
+
+@dataclass(frozen=True)
+class Flip:
+    """A change of the circumstances, and the plan that would be chosen under it.
+
+    Attributes:
+        change: in words.
+        plan: the choice, in words.
+        seconds: of its step.
+    """
+
+    change: str
+    plan: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Of a search's first place.
+
+    Attributes:
+        binding: what the step is bound by, in one sentence.
+        path: seconds of the step by cause; they add up to it.
+        runner_up: the best plan with other factors, in one sentence; ``None`` if there is none.
+        flips: circumstances under which another plan would be chosen.
+        steady: changes that were tried and change nothing.
+    """
+
+    binding: str
+    path: dict[str, float]
+    runner_up: str | None
+    flips: tuple[Flip, ...]
+    steady: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A relaxation under which something fits.
+
+    Attributes:
+        change: what to change, as one would type it.
+        result: what fits then.
+    """
+
+    change: str
+    result: str
+
+
+def summary(plan: Plan) -> str:
+    """Factors and codecs in a few words."""
+    words = [f"P {plan.params}, G {plan.grads}, OS {plan.optimizer}"]
+    if plan.secondary is not None:
+        words.append(f"secondary {plan.secondary}")
+    codecs = [f"{name} {codec}" for name, codec in plan.wire.codecs().items() if not codec.is_none]
+    words.append(", ".join(codecs) if codecs else "no codecs")
+    words.append(f"micro-batch {plan.micro_batch} x {plan.micro_batches}")
+    if plan.recompute:
+        words.append("recompute")
+    return "; ".join(words)
+
+
+def critical_path(candidate: Candidate) -> dict[str, float]:
+    """Seconds of a step by cause: computation, what slows it down, and waiting for each lane."""
+    simulated = candidate.simulated
+    waiting = {f"waiting for {lane}": seconds for lane, seconds in simulated.exposed.items() if seconds > 0}
+    slowed = simulated.seconds - simulated.computing - sum(waiting.values())
+    return {
+        "computation": simulated.computing,
+        "computation slowed by codecs and transfers": max(0.0, slowed),
+        **waiting,
+    }
+
+
+def explain(job: Job, searched: Searched) -> Explanation:
+    """Explain a search's first place.
+
+    Args:
+        job: what it was for.
+        searched: what it found; at least one plan fits.
+    """
+    chosen = searched.candidates[0]
+    flips, steady = [], []
+    for change, changed in _variations(job):
+        other = search(changed, top=1)
+        if not other.candidates:
+            flips.append(Flip(change, "nothing fits", float("inf")))
+        elif _same(other.candidates[0].plan, chosen.plan, changed):
+            steady.append(change)
+        else:
+            flips.append(Flip(change, summary(other.candidates[0].plan), other.candidates[0].seconds))
+    return Explanation(_binding(job, chosen), critical_path(chosen), _runner_up(searched), tuple(flips), tuple(steady))
+
+
+def remedies(job: Job) -> list[Remedy]:
+    """What would make something fit where nothing does, the smallest changes first; each was tried.
+
+    Args:
+        job: for which no plan fits.
+    """
+    found = []
+    for change, changed in _relaxations(job):
+        best = Search(changed).smallest()
+        if best.fits:
+            found.append(Remedy(change, f"{summary(best.plan)}: {format_bytes(best.memory.total)} of a rank"))
+    return found
+
+
+def shortage(job: Job) -> tuple[Plan, int]:
+    """The plan that needs least memory, and how many bytes it lacks."""
+    smallest = Search(job).smallest()
+    return smallest.plan, smallest.memory.total - job.cluster.memory
+
+
+def _binding(job: Job, chosen: Candidate) -> str:
+    busy, seconds = chosen.simulated.busy, chosen.seconds
+    shares = {resource: work / seconds for resource, work in busy.items()}
+    waiting = sum(chosen.simulated.exposed.values()) / seconds
+    computing = shares[Resource.COMPUTE] + shares[Resource.CODEC]
+    busiest = max((Resource.INSIDE, Resource.ACROSS), key=lambda resource: shares[resource])
+    link = "links between nodes" if busiest is Resource.ACROSS else "links inside a node"
+    room = job.cluster.memory - chosen.memory.total
+    memory = f"{format_bytes(room)} of memory are left"
+    if shares[busiest] > max(0.9, computing):
+        return f"the {link}: they are busy for {shares[busiest]:.0%} of the step; {memory}"
+    if waiting > 0.1:
+        lane = max(chosen.simulated.exposed, key=lambda lane: chosen.simulated.exposed[lane])
+        return f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane; {memory}"
+    return f"computation: {computing:.0%} of the step; the {link} are busy for {shares[busiest]:.0%}; {memory}"
+
+
+def _runner_up(searched: Searched) -> str | None:
+    chosen = searched.candidates[0]
+    others = [c for c in searched.candidates[1:] if _factors(c.plan) != _factors(chosen.plan)]
+    if not others:
+        return None
+    best = min(others, key=lambda c: c.seconds)
+    ratio = best.seconds / chosen.seconds - 1
+    if abs(ratio) < RESOLUTION:
+        return f"{summary(best.plan)}: a tie within {RESOLUTION:.0%}, with more knobs"
+    return f"{summary(best.plan)}: {ratio:+.1%}"
+
+
+def _factors(plan: Plan) -> tuple[object, ...]:
+    return plan.params, plan.grads, plan.optimizer, plan.secondary
+
+
+def _same(one: Plan, other: Plan, job: Job) -> bool:
+    """Whether two choices are the same; batches differ where the job's do."""
+    alike = _factors(one) == _factors(other) and one.wire == other.wire and one.recompute == other.recompute
+    return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences)
+
+
+def _variations(job: Job) -> Iterator[tuple[str, Job]]:
+    links, memory = job.cluster.links, job.cluster.memory
+    if isinstance(job.rates, NominalRates):
+        for scale in (0.1, 0.25, 0.5, 2.0, 4.0):
+            bandwidth = links.nic.bandwidth * scale
+            nic = Link(bandwidth=bandwidth, latency=links.nic.latency)
+            cluster = job.cluster.with_(links=links.with_(nic=nic))
+            yield (
+                f"{format_bandwidth(bandwidth)} between nodes",
+                replace(job, cluster=cluster, rates=NominalRates(cluster, job.compute_dtype)),
+            )
+    for scale in (0.5, 2.0):
+        cluster = job.cluster.with_(memory=int(memory * scale))
+        yield f"{format_bytes(memory * scale)} of memory", replace(job, cluster=cluster)
+    for times in (2, 8):
+        yield f"{times} x the tokens per step", replace(job, tokens_per_step=job.tokens_per_step * times)
+
+
+def _relaxations(job: Job) -> Iterator[tuple[str, Job]]:
+    if job.recompute is False:
+        yield "--recompute on", replace(job, recompute=True)
+    if job.micro_batch and job.micro_batch > 1:
+        for size in sorted((d for d in range(1, job.micro_batch) if job.sequences % d == 0), reverse=True):
+            yield f"--micro-batch {size}", replace(job, micro_batch=size)
+    if job.recompute is False and job.micro_batch and job.micro_batch > 1:
+        yield "--recompute on --micro-batch 1", replace(job, recompute=True, micro_batch=1)
+    for divisor in (2, 4, 8):
+        if job.seq % divisor == 0 and job.seq // divisor >= 256:
+            yield f"--seq {job.seq // divisor}", replace(job, seq=job.seq // divisor, micro_batch=None)
+    for times in (2, 4, 8, 16):
+        nodes = job.cluster.nodes * times
+        cluster = job.cluster.with_(nodes=nodes)
+        tokens = max(job.tokens_per_step, job.seq * cluster.gpus)
+        yield (
+            f"{nodes} nodes instead of {job.cluster.nodes}",
+            replace(job, cluster=cluster, tokens_per_step=tokens - tokens % (job.seq * cluster.gpus), micro_batch=None),
+        )
