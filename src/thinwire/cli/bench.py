@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
@@ -171,9 +171,7 @@ def _show(rows: Sequence[Row], ratios: Mapping[str, Sequence[Ratio]]) -> None:
     """Tables on stdout; a pipe gets lines as long as they need to be."""
     from thinwire.lab.bench.table import goals_table, tables
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
+    console = wide_console()
     for table in tables(rows):
         console.print(table, "")
     if any(ratios.values()):

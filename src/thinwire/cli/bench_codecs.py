@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
@@ -199,14 +200,10 @@ def _words(text: str, *, none: bool = False) -> list[str]:
 
 
 def _show(study: Study) -> None:
-    from rich.console import Console
-
     from thinwire.lab.bench.codecs.sheets import sheets
     from thinwire.report import rich_table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
+    console = wide_console()
     for sheet in sheets(study):
         console.print(rich_table(sheet), "")
     for note in study.notes:

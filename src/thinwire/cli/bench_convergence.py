@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 RESULTS = Path("docs/results/convergence")
@@ -74,9 +74,7 @@ def convergence(
             raise UsageError("--tokens, --seeds and --set make another study; name its directory with --results")
         chosen = Study.read(study, _changes(tokens, seeds), settings or ())
         curves = Curves(results or RESULTS)
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 200
+        console = wide_console()
         finished = report_only or Queue(chosen, curves, work, console).run()
         made = curves.read(chosen.runs)
         found = outcomes(chosen.spec, made)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from thinwire.cli.bench import checked_model, refuse, settings_of
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
@@ -205,9 +205,7 @@ def _tell(
     from thinwire.lab.bench.environment import describe
     from thinwire.report import insert, markdown_table, rich_table
 
-    console = Console(highlight=False)
-    if not console.is_terminal:
-        console.width = 200
+    console = wide_console()
     console.print(rich_table(table))
     if sentence:
         console.print(sentence)

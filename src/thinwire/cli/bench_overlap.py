@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
@@ -55,8 +56,6 @@ def overlap(
       thinwire bench overlap --plans 30b --micro-batches 4 --bandwidth 1gbit --rounds 5
     """
     with explained():
-        from rich.console import Console
-
         from thinwire.cli.bench import checked_model
         from thinwire.errors import SpecError
         from thinwire.lab.bench.environment import describe
@@ -86,9 +85,7 @@ def overlap(
             trace=trace,
             report=lambda line: print(line, file=sys.stderr),
         )
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = 200
+        console = wide_console()
         for name in names:
             console.print(_rows_table([row for row in study.rows if row.plan == name], bandwidth), "")
         console.print(_steps_table(study.steps))

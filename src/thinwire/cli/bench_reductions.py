@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 
@@ -44,7 +44,7 @@ def reductions(
         ways = [Way(algorithm, codec, codec) for algorithm in ALGORITHMS] + [Way("2 hops", inside, codec)]
         found = study(nodes, ranks, ways, lambda line: print(line, file=sys.stderr))
         table = sheet(found, nodes, ranks)
-        Console(highlight=False).print(rich_table(table))
+        wide_console().print(rich_table(table))
         if json_path is not None:
             content = {"nodes": nodes, "ranks": ranks, "rows": [asdict(reduced) for reduced in found]}
             json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ def plan(
             rates=NominalRates(machine),
             causal_flops=causal_mfu,
         )
-        console = Console(stderr=as_json, highlight=False)
+        console = wide_console(as_json=as_json)
         answer = _amsp if objective == "amsp" else _time
         result = answer(job, top, out, console, explain=explain)
         if as_json:
@@ -309,9 +310,13 @@ def _amsp(job: Job, top: int, out: Path | None, console: Console, *, explain: bo
     console.print(
         rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
     )
-    flips = planner.amsp_flips(job, found) if explain or any(row.label for row in rows) else []
-    if flips:
-        console.print(f"the paper's plan (amsp-paper) is chosen with: {'; '.join(flips)}", markup=False)
+    flips: list[str] = []
+    if explain:
+        with console.status("trying other circumstances"):
+            flips = planner.amsp_flips(job)
+        console.print("when the paper's plan (amsp-paper) is the optimum:")
+        for flip in flips or ["under nothing that was tried"]:
+            console.print(f"  {flip}", markup=False)
     if out is not None and rows and rows[0].fits:
         rows[0].plan.save(out)
         console.print(f"wrote the first plan to {out}", markup=False)

@@ -51,10 +51,11 @@ class FlatCollectives:
     Args:
         cluster: links.
         efficiency: share of the links that software reaches.
+        contention: whether groups that cross nodes at the same time share a node's cards; AMSP's sums leave it out.
     """
 
-    def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None) -> None:
-        self._cluster, self._efficiency = cluster, efficiency or Efficiency()
+    def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None, *, contention: bool = True) -> None:
+        self._cluster, self._efficiency, self._contention = cluster, efficiency or Efficiency(), contention
 
     def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor) -> float:
         """Time of one collective.
@@ -73,7 +74,7 @@ class FlatCollectives:
             bandwidth, latency = inside, links.inside.latency
         else:
             # R / local groups cross each node's cards at the same time (NIC contention).
-            sharing = self._cluster.gpus_per_node / mesh.local
+            sharing = self._cluster.gpus_per_node / mesh.local if self._contention else 1
             bandwidth, latency = min(inside, links.nic.bandwidth * share.nic / sharing), links.nic.latency
         if kind == "BC":
             return latency * math.log2(ranks) + 8 * size / bandwidth

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.rates import Rates, Work, wire_bytes_per_value
+from thinwire.cost.rates import Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Hop, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.wire import sums_dtype
 from thinwire.spec import CodecSpec, Plan
@@ -47,7 +47,14 @@ class CodedHop:
     @property
     def values(self) -> float:
         """Values that this rank sends."""
-        return self.hop.sent / wire_bytes_per_value(self.codec, self.dtype)
+        return self.hop.sent / largest_bytes_per_value(self.codec, self.dtype)
+
+    @property
+    def sent(self) -> int:
+        """Bytes that it sends; of messages of variable length, as they usually come out."""
+        if not self.codec.is_variable_length:
+            return self.hop.sent
+        return round(self.values * wire_bytes_per_value(self.codec, self.dtype))
 
 
 def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
@@ -116,7 +123,7 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
 
 def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
     hop = step.hop
-    seconds = rates.hop(hop.kind, hop.scope, hop.ranks, hop.sent, encoded=not step.codec.is_none)
+    seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=not step.codec.is_none)
     return Move(f"{what}-{hop.scope}", hop.scope, seconds)
 
 

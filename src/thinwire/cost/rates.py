@@ -11,9 +11,10 @@ from typing import Protocol
 from thinwire.cost.anatomy import Part
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
+from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec, CodecSpec, Plan
 
-__all__ = ["Efficiency", "NominalRates", "Rates", "Work"]
+__all__ = ["Efficiency", "NominalRates", "Rates", "Work", "largest_bytes_per_value", "wire_bytes_per_value"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +146,11 @@ class NominalRates:
 
     def codec(self, work: Work) -> float:
         """Bound by memory: values and messages are read and written once each."""
-        size = {"bfloat16": 2, "float32": 4}[work.dtype]
-        return (work.encoded + work.decoded) * (size + wire_bytes_per_value(work.codec, work.dtype)) / self._memory
+        return (
+            (work.encoded + work.decoded)
+            * (ITEMSIZE[work.dtype] + wire_bytes_per_value(work.codec, work.dtype))
+            / self._memory
+        )
 
     def forward(self, part: Part, plan: Plan, seq: int) -> float:
         """FLOPs at the usual share of the peak; what has no matrix costs nothing."""
@@ -173,7 +177,17 @@ class NominalRates:
     transferring_beside = computing_beside
 
 
+_TYPICAL_RATIO = {("exp3", "bfloat16"): 1.42, ("mpc", "bfloat16"): 1.28, ("mpc", "float32"): 1.10}
+"""Raw over encoded bytes of codecs of variable length, as measured on trained weights (docs/codecs.md)."""
+
+
 def wire_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
-    """Bytes of a long message per value."""
+    """Bytes of a long message per value; for codecs of variable length, as they usually come out."""
+    typical = _TYPICAL_RATIO.get((codec.family, dtype))
+    return ITEMSIZE[dtype] / typical if typical else largest_bytes_per_value(codec, dtype)
+
+
+def largest_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
+    """Bytes of a long message per value at most, which is what a program counts."""
     numel = 1 << 20
     return codec.max_wire_bytes(numel, dtype) / numel

@@ -46,13 +46,14 @@ class AmspPlan:
         return self.times.total + self.recomputing
 
 
-def amsp_search(job: Job) -> list[AmspPlan]:
+def amsp_search(job: Job, *, contention: bool = True) -> list[AmspPlan]:
     """Every plan that fits, best first by AMSP's objective; the paper's own is labelled, whether it fits or not.
 
     Args:
         job: model, cluster and batch; codecs do not exist here.
+        contention: whether groups that cross nodes at the same time share a node's cards.
     """
-    flat = FlatCollectives(job.cluster)
+    flat = FlatCollectives(job.cluster, contention=contention)
     base = Plan(mesh=job.mesh, params=Factor(), grads=Factor(), optimizer=Factor(), partition="inter")
     found = [_priced(job, flat, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes]
     paper = _paper_chain(job)
@@ -66,39 +67,52 @@ def amsp_search(job: Job) -> list[AmspPlan]:
     return rows
 
 
-def amsp_flips(job: Job, rows: list[AmspPlan]) -> list[str]:
-    """Circumstances under which the paper's plan would be the optimum, each tried; one sentence each.
+def amsp_flips(job: Job) -> list[str]:
+    """Circumstances under which the paper's plan is the optimum, each tried; one line for each condition.
 
     Args:
-        job: what the search was for.
-        rows: what it found.
+        job: what the search is for.
     """
-    paper = next((row for row in rows if row.label), None)
-    if paper is None:
-        return []
-    if rows[0] is paper:
-        return ["it is the optimum"]
-    if not paper.fits:
-        lacking = paper.memory.total - job.cluster.memory
-        return [f"it lacks {format_bytes(lacking)} of memory"]
-    found = []
-    tightest = min(row.memory.total for row in rows if row.objective < paper.objective)
-    if tightest > paper.memory.total:
-        found.append(f"memory below {format_bytes(tightest)}, where everything better no longer fits")
+    found: dict[str, list[str]] = {}
+    for what, changed, contention in _circumstances(job):
+        condition = _condition(changed, amsp_search(changed, contention=contention))
+        if condition:
+            found.setdefault(condition, []).append(what)
+    return [f"{', '.join(where)}: {condition}" for condition, where in found.items()]
+
+
+def _circumstances(job: Job) -> Iterator[tuple[str, Job, bool]]:
+    """As it is, other bandwidths, and fewer nodes: the paper prints one plan for 8 to 1024 GPUs."""
+    yield f"{job.cluster.gpus} GPUs", job, True
     links = job.cluster.links
-    for scale in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 2, 4, 8, 16):
-        for name, link in (("between nodes", links.nic), ("inside a node", links.inside)):
+    for key, where, link in (("nic", "between nodes", links.nic), ("inside", "inside a node", links.inside)):
+        for scale in (0.25, 4.0):
             changed = Link(bandwidth=link.bandwidth * scale, latency=link.latency)
-            key = "nic" if link is links.nic else "inside"
-            other = replace(job, cluster=job.cluster.with_(links={key: changed}))
-            if amsp_search(other)[0].label:
-                found.append(f"{format_bandwidth(changed.bandwidth)} {name}")
-    if job.recompute is None:
-        for recompute in (True, False):
-            first = amsp_search(replace(job, recompute=recompute))[0]
-            if first.label:
-                found.append(f"--recompute {'on' if recompute else 'off'}")
-    return found or ["nothing that was tried: half to a sixteenth and twice to 16 times either bandwidth, less memory"]
+            cluster = job.cluster.with_(links={key: changed})
+            yield f"{format_bandwidth(changed.bandwidth)} {where}", replace(job, cluster=cluster), True
+    yield f"{job.cluster.gpus} GPUs without NIC contention (the sums as printed)", job, False
+    nodes = job.cluster.nodes // 4
+    while nodes >= 1:
+        cluster = job.cluster.with_(nodes=nodes)
+        if job.tokens_per_step % (job.seq * cluster.gpus) == 0:
+            fewer = replace(job, cluster=cluster)
+            yield f"{cluster.gpus} GPUs", fewer, True
+            yield f"{cluster.gpus} GPUs without NIC contention", fewer, False
+        nodes //= 4
+
+
+def _condition(job: Job, rows: list[AmspPlan]) -> str | None:
+    """When the paper's plan is the optimum of these rows: as they are, or with less memory."""
+    paper = next((row for row in rows if row.label), None)
+    if paper is None or not paper.fits:
+        return None
+    if rows[0] is paper:
+        return "it is the optimum"
+    tightest = min(row.memory.total for row in rows[: rows.index(paper)])
+    if tightest > paper.memory.total:
+        room = f"{format_bytes(paper.memory.total)} to {format_bytes(tightest)}"
+        return f"it is with {room} of memory, where nothing better fits"
+    return None
 
 
 def _chains(job: Job) -> Iterator[Chain]:

@@ -21,7 +21,7 @@ CODEC_LEVELS: dict[CodecLevel, dict[str, tuple[str, ...]]] = {
     "none": {"gather": ("none",), "reduce_intra": ("none",), "reduce_inter": ("none",), "spread": ("none",)},
     "lossless": {
         "gather": ("none", "exp3"),
-        "reduce_intra": ("none", "exp3"),
+        "reduce_intra": ("none", "mpc"),
         "reduce_inter": ("none", "mpc"),
         "spread": ("none", "exp3"),
     },

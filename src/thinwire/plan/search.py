@@ -27,8 +27,9 @@ CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 RESOLUTION = 0.01
 """Predicted times that differ by less are a tie, which goes to the plan with fewer knobs."""
 
-MOST_SIMULATED = 48
-"""Plans that are simulated at most; beyond that the answer says that others might still win."""
+MOST_BLOCKS = 2000
+"""Blocks that are simulated at most, over all plans: about half a second. Beyond that the answer says that others might
+still win."""
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
@@ -146,11 +147,11 @@ class Search:
         drafts = sorted(self.drafts(), key=lambda draft: (draft.bound, draft.knobs))
         found: list[Candidate] = []
         best = float("inf")
-        complete = True
+        complete, most = True, max(top, 16 + MOST_BLOCKS // self.job.model.layers)
         for draft in drafts:
             if len(found) >= top and draft.bound * (1 + RESOLUTION) > best:
                 break
-            if len(found) >= max(top, MOST_SIMULATED):
+            if len(found) >= most:
                 complete = False
                 break
             found.append(candidate(self.job, self.plan(draft)))

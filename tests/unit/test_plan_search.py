@@ -1,0 +1,228 @@
+"""The planner: the optimum is one, AMSP's plans are found, what does not fit comes with remedies that work."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.cost import NominalRates
+from thinwire.errors import SpecError
+from thinwire.plan import (
+    Job,
+    Search,
+    amsp_flips,
+    amsp_search,
+    candidate,
+    critical_path,
+    explain,
+    remedies,
+    search,
+    shortage,
+)
+from thinwire.plan.rules import chain_ends, factors, knobs, secondaries
+from thinwire.plan.search import RESOLUTION
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+
+SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
+
+
+def job(cluster: str = "a800-80g:2x2", model: ModelSpec = SMALL, sequences: int = 2, **rest: Any) -> Job:
+    machine = ClusterSpec.named(cluster, **rest.pop("machine", {}))
+    seq = rest.pop("seq", model.seq)
+    return Job(model, machine, sequences * seq * machine.gpus, seq, rates=NominalRates(machine), **rest)
+
+
+def test_factors_fill_a_node_first() -> None:
+    found = factors(Factor(local=4, nodes=6))
+    assert [str(f) for f in found] == ["1x1", "2x1", "4x1", "4x2", "4x3", "4x6"]
+    assert all(p.divides(o) for p, o in chain_ends(Factor(local=4, nodes=6)))
+    assert (Factor(local=4, nodes=2), Factor(local=4, nodes=3)) not in list(chain_ends(Factor(local=4, nodes=6)))
+    assert secondaries(Factor(local=4, nodes=6), Factor()) == [None]
+
+
+def test_every_draft_is_a_valid_plan() -> None:
+    searching = Search(job("a800-80g:2x4"))
+    plans = [searching.plan(draft) for draft in searching.drafts()]
+    assert len(plans) > 100
+    assert len({plan.fingerprint() for plan in plans}) == len(plans)
+
+
+@pytest.mark.parametrize("gbps", [1, 25, 800])
+def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
+    """Against simulating every plan that fits."""
+    asked = job(machine={"links": {"nic": {"bandwidth": gbps * 1e9, "latency": 1e-5}}})
+    found = search(asked, top=3)
+    assert found.complete
+    searching = Search(asked)
+    everything = [candidate(asked, searching.plan(draft)) for draft in searching.drafts()]
+    fastest = min(c.seconds for c in everything if c.fits)
+    assert found.candidates[0].seconds <= fastest * (1 + RESOLUTION) ** 2
+    tied = [c for c in everything if c.seconds <= fastest * (1 + RESOLUTION)]
+    assert min(c.seconds for c in found.candidates) <= fastest * (1 + RESOLUTION)
+    assert knobs(found.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
+
+
+def test_estimates_are_bounds() -> None:
+    asked = job(machine={"links": {"nic": {"bandwidth": 5e9, "latency": 1e-5}}})
+    searching = Search(asked)
+    for draft in searching.drafts():
+        assert candidate(asked, searching.plan(draft)).seconds >= draft.bound * 0.97
+
+
+def test_a_slow_network_is_compressed_and_a_fast_one_is_not() -> None:
+    slow = search(job("a800-80g:2x8", machine={"links": {"nic": {"bandwidth": 1e9}}})).candidates[0].plan
+    assert not slow.wire.is_none
+    fast = search(job("a800-80g:1x8")).candidates[0].plan
+    assert fast.wire.is_none
+
+
+def test_codec_levels_bound_the_choice() -> None:
+    slow = {"links": {"nic": {"bandwidth": 1e9}}}
+    chosen = {
+        level: search(job("a800-80g:2x8", machine=slow, codecs=level)).candidates[0]
+        for level in ("none", "lossless", "standard", "aggressive")
+    }
+    assert chosen["none"].plan.wire.is_none
+    assert all(codec.is_lossless for codec in chosen["lossless"].plan.wire.codecs().values())
+    times = [candidate.seconds for candidate in chosen.values()]
+    assert times[3] <= times[2] * (1 + RESOLUTION) < times[0]
+
+
+def test_answers_do_not_depend_on_the_day() -> None:
+    first, second = search(job()), search(job())
+    assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
+
+
+def test_classic_systems_are_always_shown() -> None:
+    labels = [c.label for c in search(job()).classics]
+    assert labels == ["zero1", "zero2", "zero3", "mics", "zeropp"]
+
+
+@pytest.mark.parametrize("nodes", [8, 128])
+def test_amsps_7b_is_found_exactly(nodes: int) -> None:
+    """Table IV: (1,1 | 1,1 | 8,1)."""
+    asked = job(f"a800-80g:{nodes}x8", ModelSpec.preset("llama-7b", seq=4096), 1024 // nodes // 8, micro_batch=1)
+    first = amsp_search(asked)[0]
+    assert first.label == "amsp-paper"
+    assert [str(f) for f in (first.plan.params, first.plan.grads, first.plan.optimizer)] == ["1x1", "1x1", "8x1"]
+
+
+@pytest.mark.parametrize("name", ["llama-13b", "llama-30b-amsp"])
+def test_amsps_other_plans_stand_beside_the_optimum(name: str) -> None:
+    asked = job("a800-80g:128x8", ModelSpec.preset(name, seq=4096), 1, micro_batch=1)
+    rows = amsp_search(asked)
+    assert [row.label for row in rows].count("amsp-paper") == 1
+    assert rows[0].objective <= min(row.objective for row in rows) * 1.001
+    assert all(row.fits for row in rows)
+
+
+def test_what_would_flip_amsps_choice_does() -> None:
+    asked = job("a800-80g:2x8", ModelSpec.preset("llama-13b", seq=4096), 64, micro_batch=1)
+    (line,) = [flip for flip in amsp_flips(asked) if flip.startswith("16 GPUs")]
+    assert "66.33 GiB to 69.74 GiB" in line
+    tight = replace(asked, cluster=asked.cluster.with_(memory="68GiB"))
+    assert amsp_search(tight)[0].label == "amsp-paper"
+
+
+def test_what_does_not_fit_comes_with_remedies_that_work() -> None:
+    asked = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 4, micro_batch=4, recompute=False)
+    assert not search(asked).candidates
+    smallest, lacking = shortage(asked)
+    assert lacking > 0
+    assert smallest.params == smallest.optimizer == asked.mesh
+    found = remedies(asked)
+    assert {"--recompute on", "--micro-batch 1"} <= {remedy.change for remedy in found}
+    assert search(replace(asked, micro_batch=1)).candidates
+    assert search(replace(asked, recompute=True)).candidates
+
+
+def test_explanations_add_up() -> None:
+    asked = job("a800-80g:2x4")
+    found = search(asked)
+    told = explain(asked, found)
+    assert sum(told.path.values()) == pytest.approx(found.candidates[0].seconds, rel=1e-6)
+    assert told.path == critical_path(found.candidates[0])
+    assert len(told.flips) + len(told.steady) == 9
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"tokens_per_step": 5000}, "not a multiple of seq x GPUs = 1,024 x 4 = 4,096.*nearest valid figure is 4,096"),
+        ({"micro_batch": 3}, "micro-batch = 3 does not divide the 2 sequences.*valid are 1, 2"),
+    ],
+)
+def test_impossible_batches_are_refused(changes: dict[str, Any], complaint: str) -> None:
+    with pytest.raises(SpecError, match=complaint):
+        replace(job(), **changes)
+
+
+def test_ties_go_to_fewer_knobs() -> None:
+    plain, turned = (Plan.preset(name, nodes=2, local=2) for name in ("ddp", "zeropp"))
+    assert knobs(plain) == 0 < knobs(turned)
+
+
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "thinwire.cli.main", "plan", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_the_command_plans_without_torch(tmp_path: Path) -> None:
+    """A plan for 1024 GPUs, as JSON, and the first one as a file."""
+    out = tmp_path / "plan.toml"
+    arguments = ["--model", "llama-7b", "--cluster", "a800-80g:128x8", "--tokens-per-step", "4M", "--seq", "4096"]
+    code = (
+        "import sys; from thinwire.cli.main import app; sys.argv[1:] = {arguments!r}\n"
+        "try: app()\n"
+        "except SystemExit as end: assert not end.code, end.code\n"
+        "assert 'torch' not in sys.modules"
+    ).format(arguments=["plan", *arguments, "--json", "--out", str(out), "--top", "3"])
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    answer = json.loads(result.stdout)
+    rows = answer["plans"]
+    assert [row["rank"] for row in rows] == list(range(1, len(rows) + 1))
+    assert {"zero1", "zero2", "zero3", "mics", "zeropp"} <= {row["label"] for row in rows}
+    first = rows[0]
+    assert first["plan"]["params"] == {"local": 1, "nodes": 1}
+    assert first["fits"]
+    assert first["memory_bytes"]["total"] == sum(v for k, v in first["memory_bytes"].items() if k != "total")
+    assert first["tgs"] == pytest.approx(4 * 2**20 / first["step_seconds"] / 1024)
+    assert Plan.load(out).to_dict() == first["plan"]
+
+
+def test_the_command_says_what_would_fit() -> None:
+    result = run_command(
+        "--model", "llama-7b", "--cluster", "v100-16g:2x4", "--tokens-per-step", "32k", "--seq", "2048",
+        "--micro-batch", "2", "--recompute", "off", "--json",
+    )  # fmt: skip
+    assert result.returncode == 1
+    answer = json.loads(result.stdout)
+    assert not any(row["fits"] for row in answer["plans"])
+    assert answer["explain"]["infeasible"]["lacking_bytes"] > 0
+    assert "nothing fits" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--cluster", "a900:2x8"], "there is no accelerator 'a900'"),
+        (["--cluster", "a800-80g"], "ACCELERATOR:NODESxGPUS"),
+        (["--model", "llama-8b"], "there is no model preset 'llama-8b'"),
+        (["--tokens-per-step", "4X"], "'4X' is not a count"),
+        (["--memory", "lots"], "memory"),
+    ],
+)
+def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -> None:
+    usual = ["--model", "llama-7b", "--cluster", "a800-80g:1x8", "--tokens-per-step", "32k", "--seq", "4096"]
+    result = run_command(*usual, *arguments)
+    assert result.returncode == 1
+    assert complaint in result.stderr
+    assert "Traceback" not in result.stderr

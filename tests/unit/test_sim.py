@@ -1,0 +1,108 @@
+"""The simulator: what can be worked out by hand, and what must hold for every plan."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from thinwire.cost import Efficiency, NominalRates, parts, units
+from thinwire.program import Lane
+from thinwire.program.timeline import COMPUTE
+from thinwire.sim import Resource, Workload, simulate
+from thinwire.sim.step import _play
+from thinwire.spec import ClusterSpec, ModelSpec, Plan
+
+MODEL = ModelSpec(layers=6, hidden=1024, heads=8, vocab=4096, seq=2048)
+CLUSTER = ClusterSpec.named("a800-80g:2x4", links={"nic": {"bandwidth": "10gbit", "latency": "20us"}})
+FREE = Efficiency(beside=1.0, step=0.0)
+PRESETS = ("ddp", "zero1", "zero2", "zero3", "zero1-node", "mics", "hpz", "zeropp", "thinwire", "amsp-13b")
+NO_OVERLAP = {"gather": False, "reduce": False, "sync": False, "spread": False}
+
+
+def workload(plan: Plan, *, clip: bool = False) -> Workload:
+    return Workload(parts(MODEL, plan.granularity), units(MODEL, plan), MODEL.seq, clip)
+
+
+def preset(name: str, **overrides: Any) -> Plan:
+    return Plan.preset(name, nodes=2, local=4, **overrides)
+
+
+def test_one_rank_only_computes() -> None:
+    plan = Plan.preset("ddp", nodes=1, local=1)
+    rates = NominalRates(CLUSTER, efficiency=FREE)
+    step = simulate(plan, workload(plan), rates)
+    flops = MODEL.flops_per_token() * MODEL.seq
+    update = rates.update(sum(b.numel for unit in units(MODEL, plan) for b in unit.buffers))
+    assert step.seconds == pytest.approx(flops / (312e12 * FREE.compute) + update)
+    assert not any(step.exposed.values())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_step_takes_at_least_what_its_busiest_resource_does(name: str) -> None:
+    plan = preset(name)
+    step = simulate(plan, workload(plan), NominalRates(CLUSTER), micro_batches=2)
+    processor = step.busy[Resource.COMPUTE] + step.busy[Resource.CODEC]
+    assert step.seconds >= max(processor, step.busy[Resource.INSIDE], step.busy[Resource.ACROSS])
+    assert step.seconds >= step.computing + sum(step.exposed.values()) - 1e-9
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_without_overlap_times_add_up(name: str) -> None:
+    """Nothing runs beside anything: the step is the sum of all work, and overlap never makes it longer."""
+    rates = NominalRates(CLUSTER, efficiency=FREE)
+    plain, alone = preset(name), preset(name, overlap={**NO_OVERLAP, "stages": False})
+    step = simulate(alone, workload(alone, clip=True), rates, micro_batches=2)
+    assert step.seconds == pytest.approx(sum(step.busy.values()), rel=1e-6)
+    assert simulate(plain, workload(plain, clip=True), rates, micro_batches=2).seconds <= step.seconds * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero2", "thinwire"])
+@pytest.mark.parametrize("micro_batches", [4, 7])
+def test_many_micro_batches_follow_from_three(name: str, micro_batches: int) -> None:
+    plan, rates = preset(name), NominalRates(CLUSTER)
+    told = simulate(plan, workload(plan), rates, micro_batches=micro_batches)
+    played = _play(plan, workload(plan), rates, micro_batches, trace=False)
+    assert told.seconds == pytest.approx(played.seconds, rel=0.01)
+    assert told.busy[Resource.ACROSS] == pytest.approx(played.busy[Resource.ACROSS], rel=1e-6)
+
+
+def test_clipping_is_a_barrier() -> None:
+    plan, rates = preset("zero1-node"), NominalRates(CLUSTER)
+    free, clipped = (simulate(plan, workload(plan, clip=clip), rates) for clip in (False, True))
+    assert clipped.seconds >= free.seconds
+    assert clipped.busy == pytest.approx(free.busy)
+
+
+def test_gamma_slows_what_meets() -> None:
+    """Closed form: max(a, b) + (gamma - 1) min(a, b) for a computation and transfers that all overlap."""
+    plan = preset("zero1-node")
+    base = simulate(plan, workload(plan), NominalRates(CLUSTER, efficiency=FREE))
+    slow = simulate(plan, workload(plan), NominalRates(CLUSTER, efficiency=Efficiency(beside=1.2, step=0.0)))
+    assert base.seconds < slow.seconds < base.seconds * 1.2
+
+
+def test_recomputation_costs_a_forward_of_the_blocks() -> None:
+    rates = NominalRates(CLUSTER, efficiency=FREE)
+    plain, again = preset("ddp"), preset("ddp", recompute=True)
+    difference = simulate(again, workload(again), rates).computing - simulate(plain, workload(plain), rates).computing
+    blocks = sum(rates.forward(part, plain, MODEL.seq) for part in parts(MODEL, "block") if part.kind == "block")
+    assert difference == pytest.approx(blocks)
+
+
+def test_spans_cover_computation_and_every_lane() -> None:
+    plan = preset("zero3")
+    step = simulate(plan, workload(plan), NominalRates(CLUSTER), trace=True)
+    tracks = {span.track for span in step.spans}
+    assert COMPUTE in tracks
+    assert any(track.startswith(Lane.GATHER) for track in tracks)
+    computed = sorted((span for span in step.spans if span.track == COMPUTE), key=lambda span: span.start)
+    assert all(a.end <= b.start + 1e-12 for a, b in itertools.pairwise(computed))
+    assert max(span.end for span in step.spans) == pytest.approx(step.seconds)
+
+
+def test_compression_helps_where_the_network_is_the_bottleneck() -> None:
+    slow = NominalRates(CLUSTER)
+    exact, packed = preset("zero3"), preset("zeropp")
+    assert simulate(packed, workload(packed), slow).seconds < simulate(exact, workload(exact), slow).seconds / 2
