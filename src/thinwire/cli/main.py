@@ -16,6 +16,7 @@ from thinwire.cli.bench_reductions import reductions
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
 from thinwire.cli.plan import plan
+from thinwire.cli.profile import profile
 from thinwire.cli.train import train
 
 app = typer.Typer(
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(profile)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 bench.command()(overlap)

@@ -60,7 +60,7 @@ def train(
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(recipe, local_rank)
     dataset = prepare(recipe.data)
-    torch.set_num_threads(_num_threads())
+    torch.set_num_threads(threads_per_rank())
     group.init(_backend(device, plan), datetime.timedelta(seconds=recipe.cluster.timeout))
     try:
         job = Job(recipe, plan, directory, dataset, device, resume)
@@ -86,7 +86,7 @@ def _backend(device: torch.device, plan: Plan) -> str:
     return "nccl" if local_world <= torch.cuda.device_count() else "gloo"
 
 
-def _num_threads() -> int:
+def threads_per_rank() -> int:
     """Cores of this host per rank on it, unless the user has chosen."""
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is not None and chosen.isdecimal():

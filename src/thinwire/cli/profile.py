@@ -1,0 +1,191 @@
+"""``thinwire profile``: measures the cluster it runs on; every rank runs it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from thinwire.cli.console import wide_console
+from thinwire.cli.errors import explained
+
+if TYPE_CHECKING:
+    import torch
+
+    from thinwire.profile import Piece
+    from thinwire.report import Sheet
+    from thinwire.spec import Factor, ModelSpec
+    from thinwire.spec.profile import CollectiveRow, Profile
+    from thinwire.train.environment import Started
+
+
+def profile(
+    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="Where rank 0 writes.")],
+    budget: Annotated[
+        str, typer.Option(metavar="TIME", help="How long, about: the largest messages fall out first.")
+    ] = "60s",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE", help="Whose blocks to compute; a small Llama by default.", show_default=False
+        ),
+    ] = None,
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256,
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="In which blocks compute.")] = "bfloat16",
+    nodes: Annotated[
+        int | None, typer.Option(min=1, help="Nodes, where the launcher sees one machine only.", show_default=False)
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file has already.")] = False,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="PNG", help="Draw bandwidth against size.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False,
+) -> None:
+    """Measure collectives over every shape of group, codecs, blocks of a model, and how they slow each other down.
+
+    [bold]Examples[/bold]
+
+      torchrun --nproc-per-node 8 --nnodes 4 ... -m thinwire.cli.main profile --out profile.json --model llama-7b
+
+      srun --ntasks-per-node 8 thinwire profile --out profile.json
+
+      thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire profile --out profile.json --budget 40s
+    """
+    with explained(as_json=as_json):
+        from thinwire.errors import UsageError
+        from thinwire.spec import Factor, ModelSpec
+        from thinwire.train.environment import started
+        from thinwire.train.pieces import pieces
+        from thinwire.units import parse_duration
+
+        ranks = started()
+        if ranks is None:
+            raise UsageError(
+                "thinwire profile runs on every rank of a cluster: start it with torchrun (torchrun --nproc-per-node 2 "
+                "-m thinwire.cli.main profile ...), with srun, or in the lab (thinwire lab -- thinwire profile ...)"
+            )
+        seconds = parse_duration(budget)
+        shape = ModelSpec.named(model) if model else _small(seq)
+        count = nodes or max(1, ranks.world // ranks.local_world)
+        if ranks.world % count:
+            raise UsageError(f"--nodes {count} does not divide the {ranks.world} ranks; valid are its divisors")
+        mesh = Factor(local=ranks.world // count, nodes=count)
+        parts = pieces(shape, seq=seq, micro_batch=micro_batch, dtype=dtype)
+        measured = _measure(out, seconds, parts, mesh, ranks, resume=resume)
+        if ranks.rank == 0:
+            _show(measured, out, plot, as_json=as_json)
+
+
+def _small(seq: int) -> ModelSpec:
+    from thinwire.spec import ModelSpec
+
+    return ModelSpec(name="a small Llama", layers=4, hidden=512, heads=8, ffn=1376, vocab=4096, seq=seq)
+
+
+def _measure(
+    out: Path, budget: float, pieces: Sequence[Piece], mesh: Factor, ranks: Started, *, resume: bool
+) -> Profile:
+    """Join the job, measure, leave."""
+    import torch
+
+    from thinwire.collectives import group
+    from thinwire.profile import Settings, measure
+    from thinwire.train.worker import threads_per_rank
+
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads_per_rank())
+    console = wide_console(as_json=True)
+    console.quiet = ranks.rank > 0
+    group.init()
+    try:
+        settings = Settings(mesh, device, budget, pieces, _memory(device, ranks.local_world))
+        with console.status("measuring") as status:
+            return measure(settings, group.control(), out, status.update, resume=resume)
+    finally:
+        group.shutdown()
+
+
+def _memory(device: torch.device, local_world: int) -> int:
+    """Bytes that one rank may use: its device's, or its part of the host's."""
+    import os
+
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world
+
+
+def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
+    from thinwire.report import rich_table
+    from thinwire.report.bandwidth import draw_bandwidth
+
+    console = wide_console(as_json=as_json)
+    for sheet in _sheets(measured):
+        console.print(rich_table(sheet), "")
+    console.print(f"wrote {out}: {len(measured.collectives)} rows of collectives", markup=False)
+    if plot is not None:
+        draw_bandwidth(measured, plot)
+        console.print(f"drew {plot}", markup=False)
+    if as_json:
+        print(json.dumps(measured.to_dict()))
+
+
+def _sheets(measured: Profile) -> Iterator[Sheet]:
+    """Bandwidth by shape and collective; codecs; computation; how they meet."""
+    from thinwire.report import Sheet
+    from thinwire.units import format_bytes, format_duration
+
+    by_shape: dict[tuple[str, str], list[CollectiveRow]] = {}
+    for row in measured.collectives:
+        groups = "" if row.groups == "all" else ", one alone"
+        by_shape.setdefault((row.kind, f"{row.local} a node x {row.nodes} nodes{groups}"), []).append(row)
+    yield Sheet(
+        "Collectives: bandwidth of one rank at the largest size, time at the smallest",
+        ["collective", "groups", "largest", "Gbit/s", "smallest takes"],
+        2,
+        [
+            [
+                kind,
+                shape,
+                format_bytes(rows[-1].sent),
+                f"{8e-9 * rows[-1].sent / rows[-1].seconds:.3f}",
+                format_duration(rows[0].seconds),
+            ]
+            for (kind, shape), rows in by_shape.items()
+        ],
+    )
+    yield Sheet(
+        "Codecs: million values a second, all ranks of a node at it",
+        ["codec", "dtype", "way", "values", "10^6/s"],
+        3,
+        [[r.codec, r.dtype, r.work, f"{r.numel:,}", f"{r.numel / r.seconds / 1e6:,.0f}"] for r in measured.codecs],
+    )
+    yield Sheet(
+        "Computation of one micro-batch",
+        ["part", "hidden", "forward", "backward", "GFLOP/s"],
+        1,
+        [
+            [
+                r.part,
+                str(r.hidden),
+                format_duration(r.forward),
+                format_duration(r.backward),
+                f"{3e-9 * r.flops / (r.forward + r.backward):,.1f}",
+            ]
+            for r in measured.compute
+        ],
+    )
+    yield Sheet(
+        "Side by side: how many times longer each takes",
+        ["transfer", "computation", "the transfer"],
+        1,
+        [[f"{r.scope} nodes", f"{r.compute:.2f}", f"{r.transfer:.2f}"] for r in measured.overlap],
+    )

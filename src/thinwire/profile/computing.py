@@ -1,0 +1,113 @@
+"""Computation: forward and backward of the parts of a model, all ranks of a node at it at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.collectives.group import Control
+from thinwire.profile.timing import FEWEST, MOST, Spread, finish
+from thinwire.spec import ModelSpec
+from thinwire.spec.profile import ComputeRow
+
+__all__ = ["Piece", "measure_piece", "measure_update"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a model.
+
+    Attributes:
+        part: which kind.
+        shape: of the model it is from.
+        seq: tokens of a sequence.
+        micro_batch: sequences.
+        dtype: in which it computes.
+        flops: of its forward.
+        make: on a device, the module and the call whose result's backward is timed.
+    """
+
+    part: Literal["block", "head", "embedding"]
+    shape: ModelSpec
+    seq: int
+    micro_batch: int
+    dtype: Literal["bfloat16", "float32"]
+    flops: int
+    make: Callable[[torch.device], tuple[nn.Module, Callable[[], Tensor]]]
+
+
+def measure_piece(piece: Piece, control: Control, device: torch.device, seconds: float) -> ComputeRow:
+    """Time a part's forward and backward; gradients are added to fp32 ones, as the runtime does.
+
+    Args:
+        piece: the part.
+        control: joins all ranks.
+        device: where it computes.
+        seconds: how long to go on, about.
+
+    Returns:
+        The row, the same on every rank.
+    """
+    module, call = piece.make(device)
+    sums = [torch.zeros(parameter.shape, device=device) for parameter in module.parameters()]
+
+    def once() -> tuple[float, float]:
+        control.barrier()
+        begin = time.perf_counter()
+        out = call()
+        finish(device)
+        middle = time.perf_counter()
+        out.backward(torch.ones_like(out))
+        for parameter, total in zip(module.parameters(), sums, strict=True):
+            assert parameter.grad is not None
+            total.add_(parameter.grad)
+            parameter.grad = None
+        finish(device)
+        return middle - begin, time.perf_counter() - middle
+
+    once()
+    first = max(sum(pair) for pair in control.all_gather_object(once()))
+    samples = [once() for _ in range(max(FEWEST, min(MOST, int(seconds / max(first, 1e-6)))))]
+    everyone = control.all_gather_object(samples)
+    forward, backward = (
+        Spread.of([sum(pair[way] for pair in column) / len(column) for column in zip(*everyone, strict=True)])
+        for way in (0, 1)
+    )
+    shape = piece.shape
+    return ComputeRow(
+        part=piece.part,
+        hidden=shape.hidden,
+        ffn=shape.ffn,
+        heads=shape.heads,
+        kv_heads=shape.kv_heads,
+        vocab=shape.vocab,
+        seq=piece.seq,
+        micro_batch=piece.micro_batch,
+        dtype=piece.dtype,
+        forward=forward.median,
+        backward=backward.median,
+        flops=piece.flops,
+    )
+
+
+def measure_update(control: Control, device: torch.device) -> float:
+    """Seconds of AdamW per element of a shard, the rounding to bf16 included; the mean over ranks."""
+    numel = 1 << 22
+    master = nn.Parameter(torch.zeros(numel, device=device))
+    master.grad = torch.zeros_like(master)
+    rounded = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+    optimizer = torch.optim.AdamW([master], fused=True)
+    samples = []
+    for _ in range(FEWEST + 2):
+        control.barrier()
+        begin = time.perf_counter()
+        optimizer.step()
+        rounded.copy_(master.detach())
+        finish(device)
+        samples.append((time.perf_counter() - begin) / numel)
+    return control.all_reduce_mean([sorted(samples)[len(samples) // 2]])[0]

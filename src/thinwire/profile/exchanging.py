@@ -1,0 +1,164 @@
+"""Collectives over every shape of group that a plan may use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.all_reduce import all_reduce
+from thinwire.collectives.group import Control, Meter
+from thinwire.collectives.moves import TRANSFERS, Stage
+from thinwire.collectives.point_to_point import point_to_point
+from thinwire.collectives.reduce_scatter import reduce_scatter
+from thinwire.collectives.topology import AxisGroup
+from thinwire.profile.timing import timed
+from thinwire.program import Axis, Even, Kind, Lane, MessageSizes, hops
+from thinwire.spec import Factor, Plan
+from thinwire.spec.profile import CollectiveRow
+
+__all__ = ["KINDS", "SIZES", "Exchange", "Groups", "exchanges", "measure_exchange", "sent_bytes"]
+
+KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
+"""In the order in which they are measured: what plans use most comes first."""
+
+SIZES = tuple(1 << power for power in range(12, 31, 2))
+"""Bytes of the whole vector, from 4 KiB; how far one gets depends on time and memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """One collective over one shape of group.
+
+    Attributes:
+        kind: one of :data:`KINDS`.
+        local: ranks of a group inside a node.
+        nodes: nodes a group spans.
+        groups: ``"all"`` groups of this shape at once, or ``"one"`` alone.
+    """
+
+    kind: str
+    local: int
+    nodes: int
+    groups: str = "all"
+
+
+def exchanges(mesh: Factor) -> Iterator[Exchange]:
+    """All of them: first the hops that programs consist of, then two-dimensional groups, then groups alone."""
+    inside = [d for d in range(2, mesh.local + 1) if mesh.local % d == 0]
+    across = [d for d in range(2, mesh.nodes + 1) if mesh.nodes % d == 0]
+    hops = [(local, 1) for local in reversed(inside)] + [(1, nodes) for nodes in reversed(across)]
+    both = [(local, nodes) for local in reversed(inside) for nodes in reversed(across)]
+    for kind in KINDS:
+        for local, nodes in hops:
+            if kind != "send" or local * nodes == 2:
+                yield Exchange(kind, local, nodes)
+    for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast"):
+        for local, nodes in both:
+            yield Exchange(kind, local, nodes)
+    for local, nodes in hops if mesh.local > 1 else ():
+        if nodes > 1:  # how much of a node's link one group has to itself
+            yield Exchange("all_gather", local, nodes, "one")
+
+
+class Groups:
+    """The group of every shape that this rank is in, made once.
+
+    Args:
+        mesh: all ranks.
+        rank: this one.
+        device: where vectors live.
+    """
+
+    def __init__(self, mesh: Factor, rank: int, device: torch.device) -> None:
+        self._mesh, self._rank, self._device = mesh, rank, device
+        self._made: dict[tuple[int, int], AxisGroup] = {}
+
+    def of(self, local: int, nodes: int) -> AxisGroup:
+        """The group of a shape: a direction of some plan's mesh."""
+        key = local, nodes
+        if key not in self._made:
+            mesh = self._mesh
+            inner = Factor(local=mesh.local // local) if nodes > 1 else Factor()
+            outer = Factor(local=mesh.local, nodes=nodes) if nodes > 1 else Factor(local=local)
+            plan = Plan(mesh=mesh, params=inner, grads=inner, optimizer=outer)
+            self._made[key] = AxisGroup(plan, Axis.SHARD, Lane.SYNC, self._rank, self._device, Meter(), TRANSFERS)
+        return self._made[key]
+
+    def works_alone(self, nodes: int) -> bool:
+        """Whether this rank's group of one rank a node is the one that works when one does: rank 0's."""
+        node, local = divmod(self._rank, self._mesh.local)
+        return local == 0 and node < nodes
+
+
+def measure_exchange(
+    what: Exchange, size: int, groups: Groups, control: Control, device: torch.device, seconds: float
+) -> CollectiveRow:
+    """Time one collective of one size.
+
+    Args:
+        what: which.
+        size: bytes of the whole vector.
+        groups: of every shape.
+        control: joins all ranks.
+        device: where vectors live.
+        seconds: how long to go on, about.
+
+    Returns:
+        The row, the same on every rank.
+    """
+    group = groups.of(what.local, what.nodes)
+    body = _body(what.kind, group, size, device)
+    if what.groups == "one" and not groups.works_alone(what.nodes):
+        body = _nothing
+    spread = timed(control, body, seconds=seconds, device=device)
+    return CollectiveRow(
+        kind=what.kind,  # type: ignore[arg-type]
+        local=what.local,
+        nodes=what.nodes,
+        groups=what.groups,  # type: ignore[arg-type]
+        sent=sent_bytes(what, size),
+        seconds=spread.median,
+        low=spread.low,
+        high=spread.high,
+        samples=spread.samples,
+    )
+
+
+def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Callable[[], None]:
+    """The call that is timed, on vectors of its own."""
+    if kind in ("all_gather", "broadcast"):
+        whole = torch.zeros(size, dtype=torch.uint8, device=device)
+        return all_gather(group, whole, kind=Kind(kind)).perform
+    if kind == "send":
+        message = torch.zeros(size, dtype=torch.uint8, device=device)
+        stage = Stage.GATHER_ACROSS if group.nodes > 1 else Stage.GATHER_INSIDE
+        return point_to_point(group.at(stage), message, source=0, target=1).perform
+    if kind == "all_to_all":
+        stage = Stage.SCATTER_ACROSS if group.nodes > 1 else Stage.SCATTER_INSIDE
+        outgoing = list(torch.zeros(size, dtype=torch.uint8, device=device).chunk(group.size))
+        incoming = [torch.empty_like(piece) for piece in outgoing]
+        return lambda: group.at(stage).exchange(outgoing, incoming)
+    vector = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)
+    if kind == "reduce_scatter":
+        out = torch.zeros(vector.numel() // group.size, dtype=torch.float32, device=device)
+        return lambda: reduce_scatter(group, vector, out, accumulate=True).perform()
+    out = torch.zeros(vector.numel(), dtype=torch.float32, device=device)
+    return lambda: all_reduce(group, vector, out).perform()
+
+
+def _nothing() -> None:
+    """What ranks do whose group is not timed."""
+
+
+def sent_bytes(what: Exchange, size: int) -> int:
+    """Bytes that one rank sends in a collective over a vector of ``size`` bytes."""
+    if what.kind == "send":
+        return size
+    called = Kind.REDUCE_SCATTER if what.kind == "all_to_all" else Kind(what.kind)
+    ranks = what.local * what.nodes
+    return sum(
+        hop.sent for hop in hops(called, what.local, what.nodes, Even(size // ranks, ranks), 0, MessageSizes.plain(1))
+    )

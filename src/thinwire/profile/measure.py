@@ -1,0 +1,252 @@
+"""The whole measurement: what is most useful first, within a budget, and resumable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.group import Control
+from thinwire.errors import ThinwireError, UsageError
+from thinwire.profile.coding import CODECS, NUMELS, measure_codec
+from thinwire.profile.computing import Piece, measure_piece, measure_update
+from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
+from thinwire.profile.meeting import Meeting, measure_meeting
+from thinwire.profile.timing import Deadline, timed
+from thinwire.program import Scope
+from thinwire.spec import Factor
+from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
+from thinwire.units import format_bytes
+
+__all__ = ["Settings", "measure"]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure.
+
+    Attributes:
+        mesh: all ranks.
+        device: of this rank.
+        budget: seconds, about.
+        pieces: parts of models.
+        memory: bytes that one rank may use.
+        codecs: names, most useful first.
+    """
+
+    mesh: Factor
+    device: torch.device
+    budget: float
+    pieces: Sequence[Piece]
+    memory: int
+    codecs: Sequence[str] = CODECS
+
+
+@dataclass
+class _Rows:
+    """What there is so far."""
+
+    collectives: list[CollectiveRow] = field(default_factory=list)
+    codecs: list[CodecRow] = field(default_factory=list)
+    compute: list[ComputeRow] = field(default_factory=list)
+    overlap: list[OverlapRow] = field(default_factory=list)
+
+
+def measure(
+    settings: Settings, control: Control, out: Path, report: Callable[[str], None], *, resume: bool = False
+) -> Profile:
+    """Measure and write the profile; every rank calls it, rank 0 writes.
+
+    Args:
+        settings: what to measure.
+        control: joins all ranks.
+        out: the file; it is written again and again, so that an interruption loses little.
+        report: told what is measured, on rank 0.
+        resume: keep the rows that ``out`` has already.
+
+    Returns:
+        The profile, the same on every rank.
+    """
+    rows = _earlier(settings, control, out) if resume else _Rows()
+    deadline = Deadline(control, settings.budget)
+    base = _resident(settings.device)
+    update = measure_update(control, settings.device)
+    step = timed(control, control.barrier, seconds=0.2, device=settings.device).median
+
+    def profile() -> Profile:
+        made = Profile(
+            device=_device_name(settings.device),
+            backend="nccl" if settings.device.type == "cuda" else "gloo",
+            torch=torch.__version__,
+            nodes=settings.mesh.nodes,
+            gpus_per_node=settings.mesh.local,
+            memory=settings.memory,
+            base_memory=base,
+            update_seconds=update,
+            step_seconds=step,
+            collectives=tuple(rows.collectives),
+            codecs=tuple(rows.codecs),
+            compute=tuple(rows.compute),
+            overlap=tuple(rows.overlap),
+        )
+        if control.rank == 0:
+            partial = out.with_suffix(out.suffix + ".partial")
+            made.write(partial)
+            Path(partial).replace(out)
+        return made
+
+    groups = Groups(settings.mesh, control.rank, settings.device)
+    _measure_compute(settings, control, deadline.share(0.15), rows, report)
+    profile()
+    _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
+    _measure_codecs(settings, control, deadline.share(0.6), rows, report)
+    profile()
+    _measure_meetings(settings, control, groups, deadline, rows, report)
+    return profile()
+
+
+def _measure_compute(
+    settings: Settings, control: Control, deadline: Deadline, rows: _Rows, report: Callable[[str], None]
+) -> None:
+    left = [piece for piece in settings.pieces if not any(_is_row_of(row, piece) for row in rows.compute)]
+    for number, piece in enumerate(left):
+        report(f"computing: {piece.part} of {piece.shape.name or 'the model'}")
+        share = max(0.0, deadline.left()) / (len(left) - number)
+        rows.compute.append(measure_piece(piece, control, settings.device, share))
+
+
+def _is_row_of(row: ComputeRow, piece: Piece) -> bool:
+    shape = piece.shape
+    return (row.part, row.hidden, row.ffn, row.heads, row.vocab, row.seq, row.micro_batch, row.dtype) == (
+        piece.part, shape.hidden, shape.ffn, shape.heads, shape.vocab, piece.seq, piece.micro_batch, piece.dtype,
+    )  # fmt: skip
+
+
+def _measure_codecs(
+    settings: Settings, control: Control, deadline: Deadline, rows: _Rows, report: Callable[[str], None]
+) -> None:
+    known = {(row.codec, row.dtype, row.numel) for row in rows.codecs}
+    wanted = [
+        (name, dtype, numel)
+        for name in settings.codecs
+        for dtype in ("bfloat16", "float32")
+        for numel in NUMELS
+        if (name, dtype, numel) not in known
+    ]
+    for number, (name, dtype, numel) in enumerate(wanted):
+        if deadline.passed() and number:
+            report(f"no time left for codecs {', '.join(dict.fromkeys(n for n, _, _ in wanted[number:]))}")
+            return
+        report(f"codec {name} of {numel:,} values in {dtype}")
+        share = max(0.0, deadline.left()) / (len(wanted) - number)
+        rows.codecs += measure_codec(name, dtype, numel, control, settings.device, share)
+
+
+def _measure_meetings(
+    settings: Settings,
+    control: Control,
+    groups: Groups,
+    deadline: Deadline,
+    rows: _Rows,
+    report: Callable[[str], None],
+) -> None:
+    block = next((piece for piece in settings.pieces if piece.part == "block"), None)
+    shapes = {Scope.INSIDE: (settings.mesh.local, 1), Scope.ACROSS: (1, settings.mesh.nodes)}
+    known = {row.scope for row in rows.overlap}
+    scopes = [scope for scope, (local, nodes) in shapes.items() if local * nodes > 1 and str(scope) not in known]
+    if block is None:
+        return
+    _, call = block.make(settings.device)
+
+    def compute() -> None:
+        call().sum().backward()
+
+    for number, scope in enumerate(scopes):
+        report(f"computing beside transfers {scope} nodes")
+        share = max(0.6, deadline.left()) / (len(scopes) - number) / 3
+        whole = torch.zeros(1 << 20, dtype=torch.uint8, device=settings.device)
+        body = all_gather(groups.of(*shapes[scope]), whole).perform
+        rows.overlap.append(measure_meeting(Meeting(scope, compute, body), control, settings.device, share))
+
+
+def _measure_collectives(
+    settings: Settings,
+    control: Control,
+    groups: Groups,
+    deadline: Deadline,
+    rows: _Rows,
+    report: Callable[[str], None],
+    save: Callable[[], object],
+) -> None:
+    """Small sizes of everything before large ones of anything, so that the budget cuts off the large."""
+    wanted = list(exchanges(settings.mesh))
+    known = {(_exchange_of(row), row.sent) for row in rows.collectives}
+    expected = {_exchange_of(row): row.seconds for row in rows.collectives}
+    for size in SIZES:
+        if 16 * size > settings.memory:
+            return
+        for number, what in enumerate(wanted):
+            left = deadline.left()
+            too_slow = 4 * 4 * expected.get(what, 0.0) > max(
+                left, settings.budget / 4
+            )  # four calls of 4 times the size
+            if (what, sent_bytes(what, size)) in known or left <= 0 or too_slow:
+                continue
+            report(f"{what.kind} over {what.local} x {what.nodes}{_alone(what)}, {format_bytes(size)}")
+            share = min(1.0, left / (len(wanted) - number) / 2)
+            row = measure_exchange(what, size, groups, control, settings.device, share)
+            rows.collectives.append(row)
+            expected[what] = row.seconds
+        save()
+
+
+def _exchange_of(row: CollectiveRow) -> Exchange:
+    return Exchange(row.kind, row.local, row.nodes, row.groups)
+
+
+def _alone(what: Exchange) -> str:
+    return ", one group alone" if what.groups == "one" else ""
+
+
+# -- about this rank ---------------------------------------------------------------------------------------------
+
+
+def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
+    """The rows of an interrupted measurement, as rank 0 reads them."""
+    found: Profile | ThinwireError | None = None
+    if control.rank == 0 and out.exists():
+        try:
+            found = Profile.read(out)
+        except ThinwireError as error:
+            found = error
+    found = control.all_gather_object(found)[0]
+    if isinstance(found, ThinwireError):
+        raise found
+    if found is None:
+        return _Rows()
+    here = (settings.mesh.nodes, settings.mesh.local, _device_name(settings.device))
+    if (found.nodes, found.gpus_per_node, found.device) != here:
+        raise UsageError(
+            f"{out} is of {found.nodes} nodes with {found.gpus_per_node} ranks on {found.device}, not of {here[0]} "
+            f"with {here[1]} on {here[2]}; give another --out, or leave --resume out"
+        )
+    return _Rows(list(found.collectives), list(found.codecs), list(found.compute), list(found.overlap))
+
+
+def _resident(device: torch.device) -> int:
+    """Bytes in use before any model: of the process on CPU, of the device on CUDA."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    with Path("/proc/self/status").open(encoding="ascii") as status:
+        line = next(line for line in status if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({torch.backends.cpu.get_cpu_capability()})"

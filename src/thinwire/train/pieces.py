@@ -1,0 +1,76 @@
+"""Parts of the built-in models that run by themselves: what a profile times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.profile import Piece
+from thinwire.spec import ModelSpec
+from thinwire.train.models.common import cross_entropy
+from thinwire.train.models.gpt import GPT, GPTConfig
+from thinwire.train.models.llama import Llama, LlamaConfig
+
+__all__ = ["pieces"]
+
+
+def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"]) -> list[Piece]:
+    """A block, the head with the loss, and the embedding.
+
+    Args:
+        shape: of the model.
+        seq: tokens of a sequence.
+        micro_batch: sequences.
+        dtype: in which they compute.
+    """
+    tokens = seq * micro_batch
+    matrices = shape.flops_per_token(seq) // 3  # of one token's forward
+    head = 2 * shape.hidden * shape.vocab
+    block = (matrices - head) // shape.layers
+    compute: torch.dtype = getattr(torch, dtype)
+
+    def make(part: Literal["block", "head", "embedding"], flops: int) -> Piece:
+        return Piece(
+            part,
+            shape,
+            seq,
+            micro_batch,
+            dtype,
+            flops,
+            lambda device: _make(part, shape, seq, micro_batch, compute, device),
+        )
+
+    return [make("block", block * tokens), make("head", head * tokens), make("embedding", 0)]
+
+
+def _make(
+    part: str, shape: ModelSpec, seq: int, micro_batch: int, dtype: torch.dtype, device: torch.device
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    model = _model(shape, seq).to(device, dtype)
+    ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
+    hidden = torch.randn(micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
+    if part == "embedding":
+        embedding = model.embed_tokens if isinstance(model, Llama) else model.embed_in
+        return embedding, lambda: embedding(ids)
+    if part == "head":
+        norm = model.norm if isinstance(model, Llama) else model.final_layer_norm
+        head = nn.Sequential(norm, model.lm_head)
+        return head, lambda: cross_entropy(head(hidden), ids)
+    cos, sin = model.rotary(seq, dtype) if model.rotary is not None else (None, None)
+    block = model.layers[0]
+    return block, lambda: block(hidden, cos, sin)
+
+
+def _model(shape: ModelSpec, seq: int) -> Llama | GPT:
+    """One block of it, with embedding and head."""
+    if shape.kind == "llama":
+        return Llama(
+            LlamaConfig(
+                vocab=shape.vocab, hidden=shape.hidden, layers=1, heads=shape.heads, kv_heads=shape.kv_heads,
+                ffn=shape.ffn, seq=seq,
+            )
+        )  # fmt: skip
+    return GPT(GPTConfig(vocab=shape.vocab, hidden=shape.hidden, layers=1, heads=shape.heads, ffn=shape.ffn, seq=seq))
