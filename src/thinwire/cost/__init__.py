@@ -3,6 +3,7 @@
 from thinwire.cost.amsp import AmspTimes, FlatCollectives, amsp_times
 from thinwire.cost.anatomy import Part, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
+from thinwire.cost.measured import ProfiledRates
 from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, memory, working_memory
 from thinwire.cost.operations import Move, moves
 from thinwire.cost.rates import Efficiency, NominalRates, Rates, Work
@@ -19,6 +20,7 @@ __all__ = [
     "NominalRates",
     "Part",
     "Pricer",
+    "ProfiledRates",
     "Rates",
     "States",
     "Traffic",

@@ -24,8 +24,8 @@ __all__ = ["KINDS", "SIZES", "Exchange", "Groups", "exchanges", "measure_exchang
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
 """In the order in which they are measured: what plans use most comes first."""
 
-SIZES = tuple(1 << power for power in range(12, 31, 2))
-"""Bytes of the whole vector, from 4 KiB; how far one gets depends on time and memory."""
+SIZES = (1 << 20, 1 << 16, 1 << 22, 1 << 12, 1 << 24, 1 << 18, 1 << 26, 1 << 28, 1 << 30)
+"""Bytes of the whole vector, the most useful first; how far one gets depends on time and memory."""
 
 
 @dataclass(frozen=True, slots=True)

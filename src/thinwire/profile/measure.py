@@ -15,7 +15,7 @@ from thinwire.profile.coding import CODECS, NUMELS, measure_codec
 from thinwire.profile.computing import Piece, measure_piece, measure_update
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
 from thinwire.profile.meeting import Meeting, measure_meeting
-from thinwire.profile.timing import Deadline, timed
+from thinwire.profile.timing import FEWEST, Deadline, timed
 from thinwire.program import Scope
 from thinwire.spec import Factor
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
@@ -181,25 +181,23 @@ def _measure_collectives(
     report: Callable[[str], None],
     save: Callable[[], object],
 ) -> None:
-    """Small sizes of everything before large ones of anything, so that the budget cuts off the large."""
+    """One size of everything before another of anything, so that the budget cuts off the least useful sizes."""
     wanted = list(exchanges(settings.mesh))
     known = {(_exchange_of(row), row.sent) for row in rows.collectives}
-    expected = {_exchange_of(row): row.seconds for row in rows.collectives}
+    per_byte: dict[Exchange, float] = {}  # at the best, which is what larger sizes will need
     for size in SIZES:
         if 16 * size > settings.memory:
-            return
+            continue
         for number, what in enumerate(wanted):
-            left = deadline.left()
-            too_slow = 4 * 4 * expected.get(what, 0.0) > max(
-                left, settings.budget / 4
-            )  # four calls of 4 times the size
-            if (what, sent_bytes(what, size)) in known or left <= 0 or too_slow:
+            left, sent = deadline.left(), sent_bytes(what, size)
+            too_slow = FEWEST * sent * per_byte.get(what, 0.0) > max(left, settings.budget / 4)
+            if (what, sent) in known or left <= 0 or too_slow:
                 continue
             report(f"{what.kind} over {what.local} x {what.nodes}{_alone(what)}, {format_bytes(size)}")
             share = min(1.0, left / (len(wanted) - number) / 2)
             row = measure_exchange(what, size, groups, control, settings.device, share)
             rows.collectives.append(row)
-            expected[what] = row.seconds
+            per_byte[what] = min(row.seconds / row.sent, per_byte.get(what, float("inf")))
         save()
 
 

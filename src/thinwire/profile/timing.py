@@ -93,7 +93,8 @@ def timed(control: Control, body: Callable[[], None], *, seconds: float, device:
 
 
 def _once(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> float:
-    return max(control.all_gather_object(_clocked(control, body, calls, device)))
+    everyone: list[float] = control.all_gather_object(_clocked(control, body, calls, device))
+    return max(everyone)
 
 
 def _clocked(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> float:
