@@ -14,21 +14,28 @@ from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
+    from thinwire.cost import Rates
     from thinwire.plan import AmspPlan, Candidate, Explanation, Job, Searched
     from thinwire.report import Sheet
-    from thinwire.spec import ClusterSpec
+    from thinwire.spec import ClusterSpec, ModelSpec
+    from thinwire.spec.profile import Profile
 
 
 def plan(
     model: Annotated[
         str, typer.Option(metavar="NAME|FILE", help="A preset such as llama-7b, a TOML file, or a Hugging Face config.")
     ],
-    cluster: Annotated[
-        str, typer.Option(metavar="GPU:NODESxGPUS|FILE", help="For example a800-80g:128x8, or a TOML file.")
-    ],
     tokens_per_step: Annotated[
         str, typer.Option(metavar="N", help="Tokens of one step over all ranks: 4M is 4 x 2^20.")
     ],
+    cluster: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GPU:NODESxGPUS|FILE",
+            help="For example a800-80g:128x8, or a TOML file; with --profile, the profiled cluster by default.",
+            show_default=False,
+        ),
+    ] = None,
     seq: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a sequence; the model's by default.", show_default=False)
     ] = None,
@@ -38,6 +45,10 @@ def plan(
     recompute: Annotated[
         Literal["auto", "on", "off"], typer.Option(help="Whether blocks are recomputed in the backward.")
     ] = "auto",
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="PROFILE.json", help="Times as thinwire profile measured them.", show_default=False),
+    ] = None,
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"], typer.Option(help="How far codecs may go.")
     ] = "standard",
@@ -72,15 +83,18 @@ def plan(
       thinwire plan --model llama-13b --cluster a100-40g:4x8 --internode-gbps 25 --tokens-per-step 512k --out plan.toml
 
       thinwire plan --model llama-30b-amsp --cluster a800-80g:128x8 --tokens-per-step 4M --seq 4096 --objective amsp
+
+      thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --explain
     """
     with explained(as_json=as_json):
-        from thinwire.cost import NominalRates
         from thinwire.plan import Job
         from thinwire.spec import ModelSpec
+        from thinwire.spec.profile import Profile
         from thinwire.units import parse_count
 
         shape = ModelSpec.named(model, **({} if seq is None else {"seq": seq}))
-        machine = _cluster(cluster, internode_gbps, intranode_gbps, memory, price)
+        measured = None if profile is None else Profile.read(profile)
+        machine = _cluster(cluster, measured, internode_gbps, intranode_gbps, memory, price)
         job = Job(
             shape,
             machine,
@@ -90,7 +104,8 @@ def plan(
             recompute={"auto": None, "on": True, "off": False}[recompute],
             codecs=codecs,
             clip=clip,
-            rates=NominalRates(machine),
+            rates=_rates(machine, measured, shape),
+            overhead=None if measured is None else measured.base_memory,
             causal_flops=causal_mfu,
         )
         console = wide_console(as_json=as_json)
@@ -103,17 +118,42 @@ def plan(
 
 
 def _cluster(
-    text: str, internode: float | None, intranode: float | None, memory: str | None, price: float | None
+    text: str | None,
+    measured: Profile | None,
+    internode: float | None,
+    intranode: float | None,
+    memory: str | None,
+    price: float | None,
 ) -> ClusterSpec:
+    from thinwire.errors import UsageError
+    from thinwire.plan import profiled_cluster
     from thinwire.spec import ClusterSpec, Link
 
-    cluster = ClusterSpec.named(text)
+    if text is not None:
+        cluster = ClusterSpec.named(text)
+    elif measured is not None:
+        cluster = profiled_cluster(measured)
+    else:
+        raise UsageError("--cluster is missing: name one (--cluster a800-80g:128x8), or give a --profile of yours")
+    if measured is not None and (cluster.nodes, cluster.gpus_per_node) != (measured.nodes, measured.gpus_per_node):
+        raise UsageError(
+            f"--cluster {text} has {cluster.nodes} x {cluster.gpus_per_node} GPUs, the profile {measured.nodes} x "
+            f"{measured.gpus_per_node}; leave --cluster out, or profile that cluster"
+        )
+    if measured is not None and (internode, intranode) != (None, None):
+        raise UsageError("--internode-gbps and --intranode-gbps change published figures; a --profile has its own")
     links: dict[str, Any] = {}
     for key, gbps, link in (("nic", internode, cluster.links.nic), ("inside", intranode, cluster.links.inside)):
         if gbps is not None:
             links[key] = Link(bandwidth=gbps * 1e9, latency=link.latency)
     changes = {"links": links or None, "memory": memory, "price_per_gpu_hour": price}
     return cluster.with_(**{key: value for key, value in changes.items() if value is not None})
+
+
+def _rates(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
+    from thinwire.cost import NominalRates, ProfiledRates
+
+    return NominalRates(cluster) if measured is None else ProfiledRates(measured, shape, "bfloat16")
 
 
 # -- the overlapped step -----------------------------------------------------------------------------------------
@@ -159,6 +199,7 @@ def _rows(searched: Searched, top: int) -> list[Candidate]:
 
 
 def _introduce(job: Job, console: Console) -> None:
+    from thinwire.cost import NominalRates
     from thinwire.units import format_bytes
 
     cluster, model = job.cluster, job.model
@@ -168,7 +209,7 @@ def _introduce(job: Job, console: Console) -> None:
         f"{format_bytes(cluster.memory)}",
         markup=False,
     )
-    if job.rates.extrapolated:
+    if isinstance(job.rates, NominalRates):
         console.print("times follow from published figures, not from a profile of this cluster", markup=False)
     if "bfloat16" not in cluster.peak_flops:
         console.print("the accelerator has no peak for bfloat16: times are those of float16", markup=False)
@@ -237,6 +278,9 @@ def _show_explanation(explanation: Explanation, chosen: Candidate, console: Cons
     console.print(f"\nbound by {explanation.binding}", markup=False)
     for cause, seconds in explanation.path.items():
         console.print(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}", markup=False)
+    if explanation.noise:
+        low, high = explanation.noise
+        console.print(f"with the quartiles of the profile: {low:.3f} to {high:.3f} s", markup=False)
     if explanation.runner_up:
         console.print(f"runner-up: {explanation.runner_up}", markup=False)
     for flip in explanation.flips:
@@ -289,6 +333,7 @@ def _explanation_json(explanation: Explanation) -> dict[str, Any]:
     return {
         "binding": explanation.binding,
         "critical_path": explanation.path,
+        "noise_seconds": explanation.noise,
         "runner_up": explanation.runner_up,
         "flips": [{"change": f.change, "plan": f.plan, "step_seconds": f.seconds} for f in explanation.flips],
         "steady": list(explanation.steady),

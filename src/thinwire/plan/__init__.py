@@ -2,7 +2,7 @@
 
 from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.explain import Explanation, Flip, Remedy, critical_path, explain, remedies, shortage, summary
-from thinwire.plan.job import CODEC_LEVELS, Candidate, CodecLevel, Job, Objective
+from thinwire.plan.job import CODEC_LEVELS, Candidate, CodecLevel, Job, Objective, profiled_cluster
 from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "candidate",
     "critical_path",
     "explain",
+    "profiled_cluster",
     "remedies",
     "search",
     "shortage",

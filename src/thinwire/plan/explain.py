@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
-from thinwire.cost import NominalRates
+from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.job import Candidate, Job
-from thinwire.plan.search import RESOLUTION, Search, Searched, search
+from thinwire.plan.search import RESOLUTION, Search, Searched, candidate, search
 from thinwire.sim import Resource
 from thinwire.spec import Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
@@ -37,6 +38,7 @@ class Explanation:
     Attributes:
         binding: what the step is bound by, in one sentence.
         path: seconds of the step by cause; they add up to it.
+        noise: seconds of the step with the lower and with the upper quartiles of a profile; ``None`` without one.
         runner_up: the best plan with other factors, in one sentence; ``None`` if there is none.
         flips: circumstances under which another plan would be chosen.
         steady: changes that were tried and change nothing.
@@ -44,6 +46,7 @@ class Explanation:
 
     binding: str
     path: dict[str, float]
+    noise: tuple[float, float] | None
     runner_up: str | None
     flips: tuple[Flip, ...]
     steady: tuple[str, ...]
@@ -104,7 +107,14 @@ def explain(job: Job, searched: Searched) -> Explanation:
             steady.append(change)
         else:
             flips.append(Flip(change, summary(other.candidates[0].plan), other.candidates[0].seconds))
-    return Explanation(_binding(job, chosen), critical_path(chosen), _runner_up(searched), tuple(flips), tuple(steady))
+    return Explanation(
+        _binding(job, chosen),
+        critical_path(chosen),
+        _noise(job, chosen),
+        _runner_up(searched),
+        tuple(flips),
+        tuple(steady),
+    )
 
 
 def remedies(job: Job) -> list[Remedy]:
@@ -142,6 +152,19 @@ def _binding(job: Job, chosen: Candidate) -> str:
         lane = max(chosen.simulated.exposed, key=lambda lane: chosen.simulated.exposed[lane])
         return f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane; {memory}"
     return f"computation: {computing:.0%} of the step; the {link} are busy for {shares[busiest]:.0%}; {memory}"
+
+
+def _noise(job: Job, chosen: Candidate) -> tuple[float, float] | None:
+    if not isinstance(job.rates, ProfiledRates):
+        return None
+    quartiles: tuple[Literal["low", "high"], ...] = ("low", "high")
+    low, high = (
+        candidate(
+            replace(job, rates=ProfiledRates(job.rates.profile, job.model, job.compute_dtype, which)), chosen.plan
+        )
+        for which in quartiles
+    )
+    return low.seconds, high.seconds
 
 
 def _runner_up(searched: Searched) -> str | None:

@@ -11,6 +11,7 @@ from thinwire.errors import SpecError
 from thinwire.program import UnitInfo
 from thinwire.sim import Simulated, Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec.profile import Profile
 
 __all__ = ["CODEC_LEVELS", "Candidate", "CodecLevel", "Objective", "Job"]
 
@@ -133,6 +134,31 @@ class Job:
     def workload(self, plan: Plan) -> Workload:
         """What a step trains."""
         return Workload(self.parts(plan), self.units(plan), self.seq, self.clip)
+
+
+def profiled_cluster(profile: Profile) -> ClusterSpec:
+    """The cluster of a profile: links and peak are the best that was measured, which only tables and MFU show."""
+    best = {
+        "inside": [row for row in profile.collectives if row.nodes == 1],
+        "nic": [row for row in profile.collectives if row.local == 1 and row.nodes > 1 and row.groups == "all"],
+    }
+    together = {"inside": 1, "nic": profile.gpus_per_node}
+    links = {
+        key: {"bandwidth": max((8 * row.sent * together[key] / row.seconds for row in rows), default=1e12)}
+        for key, rows in best.items()
+    }
+    rates = {row.dtype: 3 * row.flops / (row.forward + row.backward) for row in profile.compute if row.part == "block"}
+    return ClusterSpec.parse(
+        {
+            "name": f"{profile.device}, profiled",
+            "nodes": profile.nodes,
+            "gpus_per_node": profile.gpus_per_node,
+            "memory": profile.memory,
+            "peak_flops": rates or {"bfloat16": 1e12},
+            "links": links,
+        },
+        "profile",
+    )
 
 
 @dataclass(frozen=True)
