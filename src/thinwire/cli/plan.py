@@ -17,17 +17,23 @@ if TYPE_CHECKING:
     from thinwire.cost import Rates
     from thinwire.plan import AmspPlan, Candidate, Explanation, Job, Searched
     from thinwire.report import Sheet
-    from thinwire.spec import ClusterSpec, ModelSpec
+    from thinwire.spec import ClusterSpec, ModelSpec, Plan
     from thinwire.spec.profile import Profile
 
 
 def plan(
     model: Annotated[
-        str, typer.Option(metavar="NAME|FILE", help="A preset such as llama-7b, a TOML file, or a Hugging Face config.")
-    ],
+        str | None,
+        typer.Option(
+            metavar="NAME|FILE",
+            help="A preset such as llama-7b, a TOML file, or a Hugging Face config.",
+            show_default=False,
+        ),
+    ] = None,
     tokens_per_step: Annotated[
-        str, typer.Option(metavar="N", help="Tokens of one step over all ranks: 4M is 4 x 2^20.")
-    ],
+        str | None,
+        typer.Option(metavar="N", help="Tokens of one step over all ranks: 4M is 4 x 2^20.", show_default=False),
+    ] = None,
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -71,6 +77,28 @@ def plan(
     out: Annotated[
         Path | None, typer.Option(metavar="PLAN.toml", help="Write the first plan.", show_default=False)
     ] = None,
+    hosts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A line for each host: its name and its leaf switch.", show_default=False),
+    ] = None,
+    placement: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write hostfile, rankfile and slurm-hosts: which host is which node.",
+            show_default=False,
+        ),
+    ] = None,
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="RUN", help="Predicted beside measured, of a run; needs --profile.", show_default=False),
+    ] = None,
+    refit: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE.json", help="With --compare: write a profile that fits the run.", show_default=False
+        ),
+    ] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say what would change the choice.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
 ) -> None:
@@ -85,13 +113,24 @@ def plan(
       thinwire plan --model llama-30b-amsp --cluster a800-80g:128x8 --tokens-per-step 4M --seq 4096 --objective amsp
 
       thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --explain
+
+      thinwire plan --compare runs/quickstart --profile profile.json --refit profile.json
     """
     with explained(as_json=as_json):
+        from thinwire.errors import UsageError
         from thinwire.plan import Job
-        from thinwire.spec import ModelSpec
+        from thinwire.spec import ModelSpec, Plan
         from thinwire.spec.profile import Profile
         from thinwire.units import parse_count
 
+        if compare is not None:
+            _compare(compare, profile, refit, as_json=as_json)
+            return
+        if model is None or tokens_per_step is None:
+            missing = " and ".join(
+                name for name, value in (("--model", model), ("--tokens-per-step", tokens_per_step)) if value is None
+            )
+            raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
         shape = ModelSpec.named(model, **({} if seq is None else {"seq": seq}))
         measured = None if profile is None else Profile.read(profile)
         machine = _cluster(cluster, measured, internode_gbps, intranode_gbps, memory, price)
@@ -111,6 +150,8 @@ def plan(
         console = wide_console(as_json=as_json)
         answer = _amsp if objective == "amsp" else _time
         result = answer(job, top, out, console, explain=explain)
+        if hosts is not None and result["plans"]:
+            result["placement"] = _place(Plan.parse(result["plans"][0]["plan"]), hosts, placement, console)
         if as_json:
             print(json.dumps(result))
         if not any(row["fits"] for row in result["plans"]):
@@ -154,6 +195,58 @@ def _rates(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> 
     from thinwire.cost import NominalRates, ProfiledRates
 
     return NominalRates(cluster) if measured is None else ProfiledRates(measured, shape, "bfloat16")
+
+
+def _place(chosen: Plan, hosts: Path, directory: Path | None, console: Console) -> dict[str, Any]:
+    """The order of the hosts, and the files that launchers read."""
+    import thinwire.plan as planner
+
+    leaf_of = planner.read_hosts(hosts)
+    order = planner.place(chosen, leaf_of)
+    before, after = planner.crossings(chosen, list(leaf_of), leaf_of), planner.crossings(chosen, order, leaf_of)
+    console.print(f"hosts in the order of the mesh: {' '.join(order)}", markup=False)
+    console.print(f"groups that belong together cross the spine {after} times, {before} in the order given")
+    if directory is not None:
+        directory.mkdir(parents=True, exist_ok=True)
+        local = chosen.mesh.local
+        (directory / "hostfile").write_text(planner.hostfile(order), encoding="utf-8")
+        (directory / "rankfile").write_text(planner.rankfile(order, local), encoding="utf-8")
+        (directory / "slurm-hosts").write_text(planner.slurm_hostfile(order, local), encoding="utf-8")
+        console.print(
+            f"wrote hostfile (line = torchrun's --node-rank), rankfile and slurm-hosts to {directory}", markup=False
+        )
+    return {"order": order, "crossings": after, "crossings_as_given": before}
+
+
+def _compare(run: Path, profile: Path | None, refit: Path | None, *, as_json: bool) -> None:
+    """A run beside its prediction."""
+    import thinwire.plan as planner
+    from thinwire.errors import UsageError
+    from thinwire.report import Sheet, rich_table
+    from thinwire.spec.profile import Profile
+    from thinwire.units import format_bytes, format_duration
+
+    if profile is None:
+        raise UsageError("--compare needs the --profile of the cluster on which the run was made")
+    measured = Profile.read(profile)
+    comparison = planner.compare(run, measured)
+    shown = {"s": format_duration, "B": format_bytes}
+    rows = [
+        [q.name, shown[q.unit](q.predicted), shown[q.unit](q.measured), "-" if q.error is None else f"{q.error:+.1%}"]
+        for q in comparison.quantities
+    ]
+    console = wide_console(as_json=as_json)
+    title = f"Predicted and measured, median of {comparison.steps} steps"
+    console.print(rich_table(Sheet(title, ["", "predicted", "measured", "error"], 1, rows)))
+    if refit is not None:
+        planner.refit(measured, comparison).write(refit)
+        console.print(f"wrote a profile whose computation fits the run to {refit}", markup=False)
+    if as_json:
+        quantities = [
+            {"name": q.name, "unit": q.unit, "predicted": q.predicted, "measured": q.measured}
+            for q in comparison.quantities
+        ]
+        print(json.dumps({"steps": comparison.steps, "quantities": quantities}))
 
 
 # -- the overlapped step -----------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ def profile(
       thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire profile --out profile.json --budget 40s
     """
     with explained(as_json=as_json):
+        from thinwire.collectives import group
         from thinwire.errors import UsageError
         from thinwire.spec import Factor, ModelSpec
         from thinwire.train.environment import started
@@ -75,7 +76,10 @@ def profile(
             raise UsageError(f"--nodes {count} does not divide the {ranks.world} ranks; valid are its divisors")
         mesh = Factor(local=ranks.world // count, nodes=count)
         parts = pieces(shape, seq=seq, micro_batch=micro_batch, dtype=dtype)
-        measured = _measure(out, seconds, parts, mesh, ranks, resume=resume)
+        try:
+            measured = measure_here(out, seconds, parts, mesh, ranks, resume=resume)
+        finally:
+            group.shutdown()
         if ranks.rank == 0:
             _show(measured, out, plot, as_json=as_json)
 
@@ -86,10 +90,34 @@ def _small(seq: int) -> ModelSpec:
     return ModelSpec(name="a small Llama", layers=4, hidden=512, heads=8, ffn=1376, vocab=4096, seq=seq)
 
 
-def _measure(
-    out: Path, budget: float, pieces: Sequence[Piece], mesh: Factor, ranks: Started, *, resume: bool
+def measure_here(
+    out: Path,
+    budget: float,
+    pieces: Sequence[Piece],
+    mesh: Factor,
+    ranks: Started,
+    *,
+    resume: bool = False,
+    timeout: float | None = None,
 ) -> Profile:
-    """Join the job, measure, leave."""
+    """Measure as one of several ranks that have been started; all of them call it.
+
+    The job is joined and not left: training may go on in it.
+
+    Args:
+        out: where rank 0 writes.
+        budget: seconds, about.
+        pieces: parts of models to compute.
+        mesh: all ranks.
+        ranks: this one among them.
+        resume: keep the rows that ``out`` has.
+        timeout: seconds of every collective of the job; the usual by default.
+
+    Returns:
+        The profile, the same on every rank.
+    """
+    import datetime
+
     import torch
 
     from thinwire.collectives import group
@@ -101,15 +129,12 @@ def _measure(
         device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank())
+    group.init(timeout=group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout))
+    settings = Settings(mesh, device, budget, pieces, _memory(device, ranks.local_world))
     console = wide_console(as_json=True)
     console.quiet = ranks.rank > 0
-    group.init()
-    try:
-        settings = Settings(mesh, device, budget, pieces, _memory(device, ranks.local_world))
-        with console.status("measuring") as status:
-            return measure(settings, group.control(), out, status.update, resume=resume)
-    finally:
-        group.shutdown()
+    with console.status("measuring the cluster") as status:
+        return measure(settings, group.control(), out, status.update, resume=resume)
 
 
 def _memory(device: torch.device, local_world: int) -> int:

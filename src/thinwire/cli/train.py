@@ -27,7 +27,14 @@ def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="What to train; see recipes/.")],
     plan: Annotated[
         str | None,
-        typer.Option(metavar="PLAN.toml|preset:NAME", help="How to shard it; instead of the recipe's plan."),
+        typer.Option(
+            metavar="PLAN.toml|preset:NAME|auto",
+            help="How to shard it, instead of the recipe's plan; auto measures the cluster and chooses.",
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(metavar="PROFILE.json", help="With --plan auto: do not measure again.", show_default=False),
     ] = None,
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes; on one machine they are logical.", show_default=False)
@@ -58,21 +65,28 @@ def train(
 
       thinwire train recipes/quickstart.toml --plan preset:zero3 --nodes 2 --nproc 2 --set train.steps=50
 
+      thinwire train recipes/quickstart.toml --plan auto --nodes 2 --nproc 2
+
       thinwire train recipes/quickstart.toml --out runs/quickstart --resume
 
       torchrun --nproc-per-node 4 -m thinwire.cli.main train recipes/quickstart.toml --out runs/torchrun
     """
     with explained(as_json=as_json):
+        from thinwire.errors import UsageError
         from thinwire.spec.recipe import Recipe
         from thinwire.train.environment import resolve_plan, started
 
         overrides = [*(settings or ())]
         overrides += [f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value]
-        chosen = Recipe.read(recipe, overrides, plan=plan)
+        chosen = Recipe.read(recipe, overrides, plan=None if plan == "auto" else plan)
         ranks = started()
         resolved = resolve_plan(chosen, ranks)
         directory = _directory(recipe, out, resume, ranks)
         console = Console(stderr=as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
+        if plan == "auto":
+            chosen, resolved = _automatic(chosen, resolved, directory, resume, ranks, profile, console)
+        elif profile is not None:
+            raise UsageError(f"--profile {profile} has no use here: it goes with --plan auto")
         for note in chosen.replaced(resolved.mesh):
             console.print(note, markup=False, soft_wrap=True)
         stream: Stream = "stderr" if as_json else "stdout"
@@ -82,6 +96,26 @@ def train(
             _join(chosen, resolved, directory, resume, stream, console, ranks)
         if ranks is None or ranks.rank == 0:
             _finish(directory, console, as_json)
+
+
+def _automatic(
+    recipe: Recipe,
+    resolved: Plan,
+    directory: RunDirectory,
+    resume: bool,
+    ranks: Started | None,
+    profile: Path | None,
+    console: Console,
+) -> tuple[Recipe, Plan]:
+    """The recipe with the planner's plan; a run that is continued keeps the plan it has."""
+    from thinwire.cli.auto import choose_plan
+    from thinwire.spec.plan import Plan
+
+    if resume and directory.plan.exists():
+        plan = Plan.load(directory.plan)
+    else:
+        plan = choose_plan(recipe, resolved, ranks, profile, console)
+    return recipe.with_(plan=plan.to_dict()), plan
 
 
 def _directory(recipe: Path, out: Path | None, resume: bool, ranks: Started | None) -> RunDirectory:

@@ -1,8 +1,20 @@
 """The planner: rules, search, placement and explanation. Never imports torch."""
 
 from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
-from thinwire.plan.explain import Explanation, Flip, Remedy, critical_path, explain, remedies, shortage, summary
+from thinwire.plan.compare import Comparison, Quantity, compare, refit
+from thinwire.plan.explain import (
+    Explanation,
+    Flip,
+    Remedy,
+    binding,
+    critical_path,
+    explain,
+    remedies,
+    shortage,
+    summary,
+)
 from thinwire.plan.job import CODEC_LEVELS, Candidate, CodecLevel, Job, Objective, profiled_cluster
+from thinwire.plan.placement import crossings, hostfile, place, rankfile, read_hosts, slurm_hostfile
 from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
 
 __all__ = [
@@ -11,21 +23,32 @@ __all__ = [
     "AmspPlan",
     "Candidate",
     "CodecLevel",
+    "Comparison",
     "Explanation",
     "Flip",
     "Job",
     "Objective",
+    "Quantity",
     "Remedy",
     "Search",
     "Searched",
     "amsp_flips",
     "amsp_search",
+    "binding",
     "candidate",
+    "compare",
     "critical_path",
+    "crossings",
     "explain",
+    "hostfile",
+    "place",
     "profiled_cluster",
+    "rankfile",
+    "read_hosts",
+    "refit",
     "remedies",
     "search",
     "shortage",
+    "slurm_hostfile",
     "summary",
 ]

@@ -13,7 +13,7 @@ from thinwire.sim import Resource
 from thinwire.spec import Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
 
-__all__ = ["Explanation", "Flip", "Remedy", "critical_path", "explain", "remedies", "shortage", "summary"]
+__all__ = ["Explanation", "Flip", "Remedy", "binding", "critical_path", "explain", "remedies", "shortage", "summary"]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def explain(job: Job, searched: Searched) -> Explanation:
         else:
             flips.append(Flip(change, summary(other.candidates[0].plan), other.candidates[0].seconds))
     return Explanation(
-        _binding(job, chosen),
+        binding(job, chosen),
         critical_path(chosen),
         _noise(job, chosen),
         _runner_up(searched),
@@ -137,7 +137,8 @@ def shortage(job: Job) -> tuple[Plan, int]:
     return smallest.plan, smallest.memory.total - job.cluster.memory
 
 
-def _binding(job: Job, chosen: Candidate) -> str:
+def binding(job: Job, chosen: Candidate) -> str:
+    """What a plan's step is bound by, in one sentence."""
     busy, seconds = chosen.simulated.busy, chosen.seconds
     shares = {resource: work / seconds for resource, work in busy.items()}
     waiting = sum(chosen.simulated.exposed.values()) / seconds

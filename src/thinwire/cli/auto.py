@@ -1,0 +1,148 @@
+"""``thinwire train --plan auto``: measure the cluster briefly, choose a plan, say why."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from thinwire.plan import Job, Searched
+    from thinwire.spec import ModelSpec, Plan
+    from thinwire.spec.profile import Profile
+    from thinwire.spec.recipe import Recipe
+    from thinwire.train.environment import Started
+
+__all__ = ["choose_plan"]
+
+BUDGET = 20.0
+"""Seconds of the measurement."""
+
+
+def choose_plan(recipe: Recipe, resolved: Plan, ranks: Started | None, profile: Path | None, console: Console) -> Plan:
+    """The plan for a run.
+
+    Args:
+        recipe: of the run.
+        resolved: the plan that the recipe has; its mesh, dtype and batch stay.
+        ranks: this rank, where a launcher has started several; all of them call this.
+        profile: of the cluster; ``None`` measures it now.
+        console: where the choice and its reason are printed.
+
+    Returns:
+        The choice, the same on every rank.
+
+    Raises:
+        SpecError: the model's shape is unknown.
+        UsageError: nothing fits; the message has remedies.
+    """
+    import thinwire.plan as planner
+    from thinwire.spec.profile import Profile
+    from thinwire.train.packing import prepare
+
+    dataset = prepare(recipe.data)
+    shape = _shape(recipe, dataset.vocab)
+    measured = Profile.read(profile) if profile else _measured(recipe, resolved, shape, ranks)
+    job = _job(recipe, resolved, shape, measured)
+    searched = planner.search(job)
+    if not searched.candidates:
+        raise _nothing_fits(job)
+    _say(job, searched, console)
+    chosen = searched.candidates[0].plan
+    return chosen.with_(name="auto", compute_dtype=resolved.compute_dtype)
+
+
+def _shape(recipe: Recipe, vocab: int) -> ModelSpec:
+    from thinwire.spec import ModelSpec
+
+    model = recipe.model
+    if model.kind != "huggingface":
+        return model.shape(vocab=vocab, seq=recipe.train.seq)
+    return ModelSpec.named(str(model.path or model.config), seq=recipe.train.seq)
+
+
+def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started | None) -> Profile:
+    """A profile made now: by this rank and the others, or by ranks that are started for it."""
+    from thinwire.spec.profile import Profile
+
+    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
+        out = Path(directory) / "profile.json"
+        if ranks is None:
+            _measure_apart(recipe, resolved, shape, Path(directory), out)
+            return Profile.read(out)
+        from thinwire.cli.profile import measure_here
+        from thinwire.train.pieces import pieces
+
+        parts = pieces(shape, seq=recipe.train.seq, micro_batch=resolved.micro_batch, dtype=resolved.compute_dtype)
+        return measure_here(out, BUDGET, parts, resolved.mesh, ranks, timeout=recipe.cluster.timeout)
+
+
+def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: Path, out: Path) -> None:
+    from thinwire.errors import UsageError
+
+    model = directory / "model.toml"
+    shape.save(model)
+    mesh = resolved.mesh
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.ranks),
+        "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget", f"{BUDGET:.0f}s", "--model", str(model),
+        "--seq", str(recipe.train.seq), "--micro-batch", str(resolved.micro_batch), "--dtype", resolved.compute_dtype,
+        "--nodes", str(mesh.nodes),
+    ]  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode or not out.exists():
+        raise UsageError(f"--plan auto could not measure this machine:\n{result.stderr.strip()[-2000:]}")
+
+
+def _job(recipe: Recipe, resolved: Plan, shape: ModelSpec, measured: Profile) -> Job:
+    import thinwire.plan as planner
+    from thinwire.cost import ProfiledRates
+
+    seq = recipe.train.seq
+    return planner.Job(
+        shape,
+        planner.profiled_cluster(measured),
+        resolved.world * resolved.micro_batch * resolved.micro_batches * seq,
+        seq,
+        micro_batch=resolved.micro_batch,
+        recompute=resolved.recompute,
+        compute_dtype=resolved.compute_dtype,
+        clip=recipe.optimizer.clip is not None,
+        rates=ProfiledRates(measured, shape, resolved.compute_dtype),
+        overhead=measured.base_memory,
+    )
+
+
+def _nothing_fits(job: Job) -> Exception:
+    import thinwire.plan as planner
+    from thinwire.errors import UsageError
+    from thinwire.units import format_bytes
+
+    smallest, lacking = planner.shortage(job)
+    remedies = "; ".join(remedy.change for remedy in planner.remedies(job)) or "more ranks or a smaller model"
+    return UsageError(
+        f"--plan auto: nothing fits; the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)} on "
+        f"every rank; what would do: {remedies}"
+    )
+
+
+def _say(job: Job, searched: Searched, console: Console) -> None:
+    import thinwire.plan as planner
+
+    chosen = searched.candidates[0]
+    console.print(f"auto: {planner.summary(chosen.plan)}", markup=False, soft_wrap=True)
+    console.print(
+        f"predicted step {chosen.seconds:.3f} s, bound by {planner.binding(job, chosen)}", markup=False, soft_wrap=True
+    )
+    plain = min((c for c in searched.classics if c.fits), key=lambda c: c.seconds, default=None)
+    if plain is not None:
+        console.print(
+            f"of the classic systems {plain.label} would be fastest: {plain.seconds:.3f} s, "
+            f"{plain.seconds / chosen.seconds:.2f} times as long",
+            markup=False,
+            soft_wrap=True,
+        )
