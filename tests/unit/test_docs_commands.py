@@ -1,4 +1,4 @@
-"""Every ``thinwire bench`` and ``thinwire lab`` command in the documentation is one that the command line takes."""
+"""Every `thinwire bench`, `lab`, `plan` and `profile` command of the docs is one that the command line takes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def commands() -> list[str]:
     for page in sorted((ROOT / "docs").glob("*.md")):
         for block in re.findall(r"^```console\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL):
             lines = re.sub(r"\\\n\s*", "", block).splitlines()
-            found += [line for line in lines if re.match(r"\$ \S*thinwire (bench|lab) ", line) and "--help" not in line]
+            found += [
+                line
+                for line in lines
+                if re.match(r"\$ \S*thinwire (bench|lab|plan|profile) ", line) and "--help" not in line
+            ]
     return found
 
 
@@ -31,5 +35,15 @@ def test_the_command_line_takes_it(line: str) -> None:
     while context._protected_args or isinstance(command, typer.core.TyperGroup):
         name, command, rest = command.resolve_command(context, [*context._protected_args, *context.args])
         context = command.make_context(name, rest, parent=context)
-    telling = {"peers", "command", "micro_batches", "results", "codec", "slow", "bandwidth"}
+    telling = {
+        "tokens_per_step",
+        "budget",
+        "peers",
+        "command",
+        "micro_batches",
+        "results",
+        "codec",
+        "slow",
+        "bandwidth",
+    }
     assert telling & set(context.params), "options of a command, not of a group"

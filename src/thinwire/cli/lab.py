@@ -57,6 +57,12 @@ def lab(
         str | None,
         typer.Option(metavar="RATE", help="Of the link from a leaf to the spine.", show_default="half of --bandwidth"),
     ] = None,
+    places: Annotated[
+        str | None,
+        typer.Option(
+            metavar="I,J,...", help="Where each host stands; the first G places are one leaf.", show_default="in order"
+        ),
+    ] = None,
     per: Annotated[
         Per | None, typer.Option(help="Start COMMAND once per rank or once per host.", show_default=False)
     ] = None,
@@ -97,6 +103,7 @@ def lab(
             loss=0.0 if loss is None else _read("loss", loss, parse_share),
             leaf=leaf,
             spine_bandwidth=None if spine_bandwidth is None else _read("spine_bandwidth", spine_bandwidth, _rate),
+            places=None if places is None else _read("places", places, _numbers),
         )
         kind = per or (Per.HOST if starts_ranks(command) else Per.RANK)
         seconds = _read("grace", grace, parse_duration)
@@ -107,6 +114,15 @@ def lab(
         if as_json is not None:
             _write(as_json, _summary(command, kind, spec, outcome, traffic))
     raise typer.Exit(outcome.status)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError as error:
+        raise SpecError(
+            "places", [f"{text!r} should be numbers with commas between them, for example 0,2,1,3"]
+        ) from error
 
 
 def parse_share(text: str) -> float:

@@ -65,6 +65,8 @@ class LabSpec:
         leaf: hosts below one leaf switch; None puts all below one switch.
         spine_bandwidth: of the link from a leaf to the spine, in each direction, bits per second; with ``leaf``
             alone, half of ``bandwidth``.
+        places: of every host below the switches: host ``i`` stands at ``places[i]``, where the first ``leaf`` places
+            are below the first leaf; None is in order. What a scheduler may do to a job.
 
     Raises:
         SpecError: values are out of range or contradict each other; all of them are listed.
@@ -77,6 +79,7 @@ class LabSpec:
     loss: float = 0.0
     leaf: int | None = None
     spine_bandwidth: float | None = None
+    places: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         problems = [*self._problems()]
@@ -96,6 +99,10 @@ class LabSpec:
             yield from error.problems
         if self.leaf is not None and not 1 <= self.leaf < self.nodes:
             yield f"leaf = {self.leaf!r}: valid are 1 to nodes - 1 = {self.nodes - 1} hosts below each leaf switch"
+        if self.places is not None and sorted(self.places) != list(range(self.nodes)):
+            yield f"places = {list(self.places)}: should name each of 0 to {self.nodes - 1} once"
+        if self.places is not None and self.leaf is None:
+            yield f"places = {list(self.places)} without leaf: set leaf, or leave it out"
         if self.spine_bandwidth is not None:
             if self.leaf is None:
                 yield f"spine_bandwidth = {self.spine_bandwidth!r} without leaf: set leaf, or leave it out"
@@ -120,7 +127,9 @@ class LabSpec:
         Returns:
             Index of its leaf switch, 0 where there is one switch only.
         """
-        return 0 if self.leaf is None else node // self.leaf
+        if self.leaf is None:
+            return 0
+        return (self.places[node] if self.places else node) // self.leaf
 
 
 def bandwidth_problems(key: str, value: float) -> Iterator[str]:

@@ -44,6 +44,11 @@ class Exchange:
     nodes: int
     groups: str = "all"
 
+    @property
+    def needed(self) -> bool:
+        """Whether programs consist of it: a hop that gathers or scatters."""
+        return self.kind in KINDS[:3] and 1 in (self.local, self.nodes) and self.groups == "all"
+
 
 def exchanges(mesh: Factor) -> Iterator[Exchange]:
     """All of them: first the hops that programs consist of, then two-dimensional groups, then groups alone."""

@@ -181,7 +181,8 @@ def _measure_collectives(
     report: Callable[[str], None],
     save: Callable[[], object],
 ) -> None:
-    """One size of everything before another of anything, so that the budget cuts off the least useful sizes."""
+    """One size of everything before another of anything, so that the budget cuts off the least useful sizes; the first
+    size of what every plan needs is measured in any case."""
     wanted = list(exchanges(settings.mesh))
     known = {(_exchange_of(row), row.sent) for row in rows.collectives}
     per_byte: dict[Exchange, float] = {}  # at the best, which is what larger sizes will need
@@ -191,10 +192,10 @@ def _measure_collectives(
         for number, what in enumerate(wanted):
             left, sent = deadline.left(), sent_bytes(what, size)
             too_slow = FEWEST * sent * per_byte.get(what, 0.0) > max(left, settings.budget / 4)
-            if (what, sent) in known or left <= 0 or too_slow:
+            if (what, sent) in known or ((left <= 0 or too_slow) and not (size == SIZES[0] and what.needed)):
                 continue
             report(f"{what.kind} over {what.local} x {what.nodes}{_alone(what)}, {format_bytes(size)}")
-            share = min(1.0, left / (len(wanted) - number) / 2)
+            share = min(1.0, max(0.0, left) / (len(wanted) - number) / 2)
             row = measure_exchange(what, size, groups, control, settings.device, share)
             rows.collectives.append(row)
             per_byte[what] = min(row.seconds / row.sent, per_byte.get(what, float("inf")))

@@ -1,0 +1,71 @@
+"""``thinwire profile`` on real ranks: a profile of everything a plan needs, resumable, and bounded in time."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from thinwire.cost import ProfiledRates
+from thinwire.plan import Job, profiled_cluster, search
+from thinwire.profile.exchanging import exchanges
+from thinwire.spec import Factor, ModelSpec
+from thinwire.spec.profile import Profile
+
+SHAPE = ModelSpec(name="tiny", layers=2, hidden=64, heads=4, ffn=128, vocab=256, seq=32)
+
+
+def test_shapes_are_those_that_plans_use() -> None:
+    found = list(exchanges(Factor(local=4, nodes=6)))
+    shapes = {(what.local, what.nodes) for what in found if what.kind == "all_gather" and what.groups == "all"}
+    assert shapes == {(a, b) for a in (1, 2, 4) for b in (1, 2, 3, 6)} - {(1, 1)}
+    assert {what.kind for what in found} == {
+        "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send",
+    }  # fmt: skip
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.timeout(240)
+def test_four_ranks_measure_and_go_on(tmp_path: Path) -> None:
+    out, model = tmp_path / "profile.json", tmp_path / "model.toml"
+    SHAPE.save(model)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
+        "-m", "thinwire.cli.main", "profile", "--out", str(out), "--nodes", "2", "--budget", "6s",
+        "--model", str(model), "--seq", "32", "--plot", str(tmp_path / "bandwidth.png"), "--json",
+    ]  # fmt: skip
+    begin = time.monotonic()
+    first = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert first.returncode == 0, first.stderr
+    assert time.monotonic() - begin < 100
+    measured = Profile.read(out)
+    assert json.loads(first.stdout)["nodes"] == measured.nodes == 2
+    assert {row.part for row in measured.compute} == {"block", "head", "embedding"}
+    hops = {(row.kind, row.local, row.nodes) for row in measured.collectives}
+    assert {(kind, *shape) for kind in ("all_gather", "reduce_scatter") for shape in ((2, 1), (1, 2))} <= hops
+    assert all(row.low <= row.seconds <= row.high for row in measured.collectives)
+    assert all(row.low <= row.seconds <= row.high for row in measured.codecs)
+    assert {row.scope for row in measured.overlap} == {"inside", "across"}
+    assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
+    job = Job(
+        SHAPE, profiled_cluster(measured), 4 * 32, 32, rates=ProfiledRates(measured, SHAPE, "bfloat16"), overhead=0
+    )
+    assert search(job).candidates
+
+    second = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=200, check=False)
+    assert second.returncode == 0, second.stderr
+    more = Profile.read(out)
+    assert more.collectives[: len(measured.collectives)] == measured.collectives
+    assert more.compute == measured.compute
+    assert len(more.collectives) + len(more.codecs) >= len(measured.collectives) + len(measured.codecs)
+
+
+def test_one_process_is_told_how_to_start_more(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(tmp_path / "p.json")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "start it with torchrun" in result.stderr

@@ -1,0 +1,178 @@
+"""Rates from a profile: measured points come back, what lies between and beyond follows, what is missing is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.cost import ProfiledRates, Work, parts
+from thinwire.errors import DataError, SpecError
+from thinwire.plan import Job, compare, explain, profiled_cluster, refit, search
+from thinwire.program import Kind, Scope
+from thinwire.spec import CodecSpec, ModelSpec, Plan
+from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
+
+MODEL = ModelSpec(layers=2, hidden=64, heads=4, ffn=256, vocab=512, seq=32)
+MIB = 1 << 20
+
+
+def collective(kind: Any, local: int, nodes: int, sent: int, seconds: float) -> CollectiveRow:
+    return CollectiveRow(
+        kind=kind,
+        local=local,
+        nodes=nodes,
+        sent=sent,
+        seconds=seconds,
+        low=seconds * 0.9,
+        high=seconds * 1.2,
+        samples=5,
+    )
+
+
+def profile(**changes: Any) -> Profile:
+    """Two nodes of two ranks: 1 GB/s inside, 0.1 GB/s across, a millisecond of latency."""
+    rows = [
+        collective(kind, local, nodes, sent, 1e-3 + sent / rate)
+        for kind in ("all_gather", "reduce_scatter", "all_to_all", "broadcast")
+        for local, nodes, rate in ((2, 1, 1e9), (1, 2, 1e8))
+        for sent in (MIB // 16, MIB, 16 * MIB)
+    ]
+    codecs = [
+        CodecRow(codec=name, dtype=dtype, work=work, numel=n, seconds=n * 1e-9, low=n * 0.9e-9, high=n * 1.1e-9)
+        for name in ("int8:256", "int4:256")
+        for dtype in ("bfloat16", "float32")
+        for work in ("encode", "decode")
+        for n in (1 << 16, 1 << 20)
+    ]
+    shape = {"hidden": 64, "ffn": 256, "heads": 4, "kv_heads": 4, "vocab": 512, "seq": 32, "micro_batch": 1}
+    found = {part.kind: part for part in parts(MODEL, "block")}
+    compute = [
+        ComputeRow(
+            part=kind, dtype="bfloat16", forward=2e-3, backward=5e-3, flops=found[kind].forward_flops(32, 32), **shape
+        )
+        for kind in ("block", "head", "embedding")
+    ]
+    meetings = [
+        OverlapRow(scope="inside", compute=1.3, transfer=1.5),
+        OverlapRow(scope="across", compute=1.1, transfer=1.0),
+    ]
+    made = Profile(
+        device="cpu", backend="gloo", torch="2.13", nodes=2, gpus_per_node=2, memory=4 << 30, base_memory=200 * MIB,
+        update_seconds=1e-9, step_seconds=1e-4, collectives=tuple(rows), codecs=tuple(codecs), compute=tuple(compute),
+        overlap=tuple(meetings),
+    )  # fmt: skip
+    return made.with_(**changes)
+
+
+def rates(**changes: Any) -> ProfiledRates:
+    return ProfiledRates(profile(**changes), MODEL, "bfloat16")
+
+
+def test_measured_points_come_back() -> None:
+    known = rates()
+    assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, MIB, encoded=False) == pytest.approx(1e-3 + MIB / 1e8)
+    assert known.hop(Kind.REDUCE_SCATTER, Scope.INSIDE, 2, 16 * MIB, encoded=True) == pytest.approx(1e-3 + MIB / 6.25e7)
+    assert known.codec(Work(CodecSpec("int8:256"), "float32", 1 << 20, 0)) == pytest.approx((1 << 20) * 1e-9)
+    assert known.computing_beside(Scope.INSIDE) == 1.3
+    assert known.transferring_beside(Scope.ACROSS) == 1.0
+    assert not known.extrapolated
+
+
+def test_between_points_times_grow_and_beyond_them_bandwidth_holds() -> None:
+    known = rates()
+    times = [known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, size * MIB // 16, encoded=False) for size in range(1, 257, 5)]
+    assert times == sorted(times)
+    assert not known.extrapolated
+    assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 160 * MIB, encoded=False) == pytest.approx(
+        1e-3 + 160 * MIB / 1e8, rel=0.01
+    )
+    assert known.extrapolated
+
+
+def test_tiny_messages_cost_latency_and_nothing_costs_nothing() -> None:
+    known = rates()
+    assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 8, encoded=False) == pytest.approx(1e-3, rel=0.2)
+    assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 0, encoded=False) == 0
+
+
+def test_other_groups_codecs_and_models_are_scaled_and_said_to_be() -> None:
+    known = rates()
+    assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 8, MIB, encoded=False) > known.hop(
+        Kind.ALL_GATHER, Scope.ACROSS, 2, MIB, encoded=False
+    )
+    assert known.codec(Work(CodecSpec("int6:256"), "bfloat16", 1000, 1000)) > 0
+    assert known.extrapolated
+    larger = MODEL.with_(hidden=128, ffn=512)
+    block = next(part for part in parts(larger, "block") if part.kind == "block")
+    plan = Plan.preset("ddp", nodes=2, local=2)
+    assert ProfiledRates(profile(), larger, "bfloat16").forward(block, plan, 32) > 3 * 2e-3
+
+
+def test_what_is_missing_is_said() -> None:
+    with pytest.raises(SpecError, match="no collective across nodes"):
+        rates(collectives=[]).hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 1, encoded=False)
+    with pytest.raises(SpecError, match="no block computed"):
+        rates(compute=[])
+    with pytest.raises(SpecError, match="no codec, and the plan uses int8:256"):
+        rates(codecs=[]).codec(Work(CodecSpec("int8:256"), "float32", 1, 1))
+
+
+def test_files_read_back_and_bad_ones_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    profile().write(path)
+    assert Profile.read(path) == profile()
+    path.write_text("{")
+    with pytest.raises(SpecError, match="cannot be read as a profile"):
+        Profile.read(path)
+    path.write_text('{"version": 2}')
+    with pytest.raises(SpecError, match="version"):
+        Profile.read(path)
+
+
+def asked() -> Job:
+    return Job(MODEL, profiled_cluster(profile()), 4 * 32, 32, rates=rates(), overhead=profile().base_memory)
+
+
+def test_plans_follow_from_a_profile_with_error_bars() -> None:
+    job = asked()
+    found = search(job)
+    assert found.candidates
+    told = explain(job, found)
+    assert told.noise is not None
+    low, high = told.noise
+    assert low < found.candidates[0].seconds < high
+
+
+def write_run(run: Path, plan: Plan, seconds: float) -> None:
+    run.mkdir()
+    plan.save(run / "plan.toml")
+    (run / "recipe.toml").write_text(
+        '[model]\nkind = "llama"\nlayers = 2\nhidden = 64\nheads = 4\nffn = 256\n'
+        "[train]\nsteps = 9\nseq = 32\n[plan]\npreset = 'ddp'\n"
+    )
+    (run / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(512)}}}))
+    record = {
+        "skipped": False, "step_seconds": seconds, "exposed": {"sync": 0.01}, "memory": {"rss": 300 * MIB},
+        "bytes": {"sync": {"inside": 4000, "across": 8000}},
+    }  # fmt: skip
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**record, "step": i}) + "\n" for i in range(9)))
+
+
+def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
+    plan = Plan.preset("zero1-node", nodes=2, local=2)
+    write_run(tmp_path / "run", plan, 0.2)
+    first = compare(tmp_path / "run", profile())
+    assert first.steps == 6
+    assert first.of("step").measured == 0.2
+    assert first.of("sync across").measured == 2000  # of a rank: metrics add up all four
+    better = refit(profile(), first)
+    again = compare(tmp_path / "run", better)
+    before, after = first.of("step").error, again.of("step").error
+    assert before is not None
+    assert after is not None
+    assert abs(after) < abs(before)
+    with pytest.raises(DataError, match="give the directory of a run"):
+        compare(tmp_path, profile())
