@@ -267,6 +267,12 @@ def test_differences_are_spread_more_exactly_than_parameters(partition: str) -> 
         assert same, "ranks hold different parameters"
 
 
+def test_replicas_that_round_at_random_hold_the_same() -> None:
+    chosen = plan("thinwire", compute_dtype="bfloat16").with_(wire={"spread": "int4:64,stochastic"})
+    for _, _, same in run_ranks(4, distance_from_masters, chosen):
+        assert same, "the nodes hold different parameters"
+
+
 @pytest.mark.parametrize("partition", [pytest.param("intra", marks=pytest.mark.slow), "inter"])
 def test_a_run_that_spreads_differences_resumes_exactly(tmp_path: Path, partition: str) -> None:
     chosen = plan("zero1", partition=partition).with_(wire={"spread": "int4:64", "spread_difference": True})

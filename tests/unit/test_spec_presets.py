@@ -100,7 +100,9 @@ def test_codecs_of_the_compressed_presets() -> None:
         "reduce_inter": "int4:256",
         "spread": "int8:256",
     }
-    assert Plan.preset("thinwire", nodes=2, local=2).wire.error_feedback
+    ours = Plan.preset("thinwire", nodes=2, local=2).wire
+    assert ours.error_feedback
+    assert ours.spread_difference
     assert all(not codecs(name) for name in Plan.preset_names() if name not in ("zeropp", "zeropp-8bit", "thinwire"))
 
 
@@ -143,10 +145,10 @@ def test_invalid_presets_are_refused(arguments: dict[str, Any], problem: str) ->
 
 
 def test_overrides_change_only_what_they_name() -> None:
-    preset = Plan.preset("thinwire", nodes=2, local=2, prefetch=3, wire={"spread": "none"}, overlap={"sync": False})
+    preset = Plan.preset("thinwire", nodes=2, local=2, prefetch=3, wire={"spread": "int4:256"}, overlap={"sync": False})
     assert preset.prefetch == 3
     assert preset.overlap == Overlap(sync=False)
-    assert preset.wire.spread.is_none
+    assert str(preset.wire.spread) == "int4:256"
     assert str(preset.wire.reduce_inter) == "int4:256"
     assert Plan.preset("zeropp", nodes=2, local=2, wire=Wire()).wire.is_none
 

@@ -61,10 +61,10 @@ def curve(run: Run, loss: float | None, dataset: str = "tokens") -> Curve:
 def test_the_study_has_what_it_must_compare(study: Study) -> None:
     assert [arm.name for arm in study.spec.arms] == [
         "exact", "qwZ", "hpZ+qwZ", "qgZ", "zeropp", "zeropp-half", "basic", "thinwire",
-        "thinwire-no-feedback",
+        "thinwire-whole", "thinwire-no-feedback",
     ]  # fmt: skip
-    assert len(study.runs) == 27
-    assert [run.seed for run in study.runs[:9]] == [0] * 9
+    assert len(study.runs) == 30
+    assert [run.seed for run in study.runs[:10]] == [0] * 10
     assert study.runs[0].steps * 32 * 128 >= 3_000_000 > (study.runs[0].steps - 1) * 32 * 128
     plans = {run.arm: run.plan for run in study.runs}
     assert plans["exact"].wire.is_none
@@ -77,13 +77,14 @@ def test_the_study_has_what_it_must_compare(study: Study) -> None:
     assert plans["thinwire"] == Plan.preset("thinwire", nodes=2, local=2).with_(
         micro_batch=plans["thinwire"].micro_batch, micro_batches=plans["thinwire"].micro_batches
     )
-    assert plans["thinwire-no-feedback"].wire == plans["thinwire"].wire.with_(error_feedback=False)
+    assert plans["thinwire-whole"].wire == plans["thinwire"].wire.with_(spread_difference=False)
+    assert plans["thinwire-no-feedback"].wire == plans["thinwire-whole"].wire.with_(error_feedback=False)
     assert len({json.dumps(run.recipe.to_dict() | {"plan": 0, "train": 0}) for run in study.runs}) == 1
 
 
 def test_options_make_a_larger_study() -> None:
     larger = Study.read(STUDY, {"tokens": 8_000_000, "seeds": [5, 6, 7, 8]}, ["model.layers=6"])
-    assert len(larger.runs) == 36
+    assert len(larger.runs) == 40
     assert larger.runs[0].recipe.model.layers == 6
     assert larger.runs[0].steps == 1954
 
@@ -168,10 +169,10 @@ def test_arms_are_compared_seed_by_seed(study: Study) -> None:
 def test_what_is_missing_is_said(study: Study, tmp_path: Path) -> None:
     made = [curve(run, 3.0) for run in study.runs if (run.arm, run.seed) != ("thinwire", 2)]
     found = outcomes(study.spec, made)
-    assert missing_note(found) == "1 of 27 runs are missing: thinwire with seed 2"
+    assert missing_note(found) == "1 of 30 runs are missing: thinwire with seed 2"
     assert [verdict.reached for verdict in verdicts(study.spec, found)] == [None, None]
-    assert "**1 of 27 runs are missing: thinwire with seed 2.**" in markdown(study, made, found)
-    assert json.loads(json.dumps(plain(study.spec, found)))["missing"].startswith("1 of 27")
+    assert "**1 of 30 runs are missing: thinwire with seed 2.**" in markdown(study, made, found)
+    assert json.loads(json.dumps(plain(study.spec, found)))["missing"].startswith("1 of 30")
     draw(study.spec, made, found, tmp_path / "study.png")
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 

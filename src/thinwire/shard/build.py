@@ -69,7 +69,7 @@ def build(
         keep_freed_memory()
     flats = _draw(modules, plan, control.rank)
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
-    codecs, seeds = PlanCodecs.of(plan, device, codec_backend), Seeds(control.rank)
+    codecs, seeds = PlanCodecs.of(plan, device, codec_backend), Seeds(plan, control.rank)
     groups.before_shutdown(lanes.close)
     axes = {
         (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from thinwire.program import Lane
+from thinwire.program import Axis, Lane, axis_index
+from thinwire.spec import Plan
 
 __all__ = ["Seeds"]
 
@@ -10,28 +11,34 @@ __all__ = ["Seeds"]
 class Seeds:
     """Different for every message of a training run, and the same again when it is resumed from a checkpoint.
 
+    Replicas encode the same parameters with the same seed, so that all ranks hold the same.
+
     Args:
+        plan: says who owns what.
         rank: this rank.
 
     Attributes:
         step: optimizer steps taken so far.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, plan: Plan, rank: int) -> None:
         self.step = 0
         self._rank = rank
+        shard = axis_index(plan, Axis.PARAMS, rank)
+        share = axis_index(plan, Axis.SHARD, rank)
+        self._owner = {Lane.GATHER: shard, Lane.SPREAD: share * plan.params.ranks + shard}
         self._last = (-1, 0)
 
     def of_unit(self, lane: Lane, unit: int) -> int:
         """For a unit's parameters: the same until the next step, so that forward and backward see the same values."""
-        return self._joined(list(Lane).index(lane), unit)
+        return self._joined(list(Lane).index(lane), unit, self._owner[lane])
 
     def next(self) -> int:
         """For one more reduction of gradients: a step's reductions run in the same order on every rank."""
         step, count = self._last
         count = count + 1 if step == self.step else 0
         self._last = (self.step, count)
-        return self._joined(len(Lane), count)
+        return self._joined(len(Lane), count, self._rank)
 
-    def _joined(self, kind: int, number: int) -> int:
-        return ((self.step * 8 + kind << 20) + number << 20) + self._rank
+    def _joined(self, kind: int, number: int, owner: int) -> int:
+        return ((self.step * 8 + kind << 20) + number << 20) + owner

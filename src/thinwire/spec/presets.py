@@ -51,6 +51,7 @@ _INT4_GRADIENTS = {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_int
 _INT8_GRADIENTS = {"gather": "int8:256", "reduce_intra": "int8:256", "reduce_inter": "int8:256"}
 _THINWIRE = {
     "spread": "int8:256",
+    "spread_difference": True,
     "reduce_intra": "int8:256",
     "reduce_inter": "int4:256",
     "error_feedback": True,
@@ -105,7 +106,7 @@ PRESETS: dict[str, Preset] = {
         wire=_INT8_GRADIENTS,
     ),
     "thinwire": Preset(
-        "zero1-node, gradients INT8 inside a node and INT4 across with error feedback, INT8 spread",
+        "zero1-node, gradients INT8 inside a node and INT4 across with error feedback, differences spread in INT8",
         lambda mesh, group: (_ONE, _ONE, group),
         takes_group=True,
         wire=_THINWIRE,

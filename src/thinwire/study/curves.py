@@ -48,7 +48,7 @@ class Curve:
     def made_of(self) -> dict[str, Any]:
         """Recipe and plan; keys that came to be since the run have their defaults."""
         try:
-            return {"recipe": Recipe.parse(self.recipe).to_dict(), "plan": Plan.parse(self.plan).to_dict()}
+            return _made_of(Recipe.parse(self.recipe), Plan.parse(self.plan))
         except SpecError:  # a key or a value that is no more
             return {"recipe": self.recipe, "plan": self.plan}
 
@@ -161,7 +161,15 @@ class Curves:
 
 def made_of(run: Run) -> dict[str, Any]:
     """Recipe and plan of a run, as its curve has them."""
-    return {"recipe": run.recipe.to_dict(), "plan": run.plan.to_dict()}
+    return _made_of(run.recipe, run.plan)
+
+
+def _made_of(recipe: Recipe, plan: Plan) -> dict[str, Any]:
+    """What a run consists of: the plan as it is, however the recipe names it."""
+    return {
+        "recipe": {key: value for key, value in recipe.to_dict().items() if key != "plan"},
+        "plan": {key: value for key, value in plan.to_dict().items() if key != "name"},
+    }
 
 
 def _short(value: Any) -> Any:
