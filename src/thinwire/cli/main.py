@@ -12,6 +12,7 @@ from thinwire.cli.bench_codecs import codecs
 from thinwire.cli.bench_convergence import convergence
 from thinwire.cli.bench_gains import kernels, stages, techniques
 from thinwire.cli.bench_overlap import overlap
+from thinwire.cli.bench_planner import planner
 from thinwire.cli.bench_reductions import reductions
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
@@ -39,6 +40,7 @@ bench.command()(reductions)
 bench.command()(techniques)
 bench.command()(kernels)
 bench.command()(stages)
+bench.command()(planner)
 app.add_typer(bench)
 
 
