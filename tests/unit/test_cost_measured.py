@@ -44,7 +44,7 @@ def profile(**changes: Any) -> Profile:
         CodecRow(codec=name, dtype=dtype, work=work, numel=n, seconds=n * 1e-9, low=n * 0.9e-9, high=n * 1.1e-9)
         for name in ("int8:256", "int4:256")
         for dtype in ("bfloat16", "float32")
-        for work in ("encode", "decode")
+        for work in ("encode", "decode", "feedback")
         for n in (1 << 16, 1 << 20)
     ]
     shape = {"hidden": 64, "ffn": 256, "heads": 4, "kv_heads": 4, "vocab": 512, "seq": 32, "micro_batch": 1}

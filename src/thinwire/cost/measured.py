@@ -111,7 +111,8 @@ class ProfiledRates:
 
     def codec(self, work: Work) -> float:
         """Interpolated; a codec that was not measured takes as long as the slowest of its family that was."""
-        return self._one_way(work, "encode", work.encoded) + self._one_way(work, "decode", work.decoded)
+        way = "feedback" if work.feedback else "encode"
+        return self._one_way(work, way, work.encoded) + self._one_way(work, "decode", work.decoded)
 
     def _one_way(self, work: Work, way: str, values: float) -> float:
         if not values:

@@ -38,11 +38,13 @@ class CodedHop:
         hop: the exchange.
         codec: what makes its messages.
         dtype: of the values, ``"bfloat16"`` or ``"float32"``.
+        feedback: whether encoding keeps what is lost.
     """
 
     hop: Hop
     codec: CodecSpec
     dtype: str
+    feedback: bool = False
 
     @property
     def values(self) -> float:
@@ -76,21 +78,25 @@ def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[Move]:
     return [*_scattered(scatters, rates), *_gathered(gathers, rates)]
 
 
-def _codec(plan: Plan, operation: Operation, hop: Hop) -> tuple[CodecSpec, str]:
-    """The codec of a hop's messages, and the dtype of its values."""
+def _codec(plan: Plan, operation: Operation, hop: Hop) -> tuple[CodecSpec, str, bool]:
+    """The codec of a hop's messages, the dtype of its values, and whether error feedback goes with it."""
     wire = plan.wire if operation.encoded else None
-    if operation.lane in (Lane.GATHER, Lane.SPREAD):
-        chosen = wire and (wire.spread if operation.lane is Lane.SPREAD else wire.gather)
-        return chosen or _NONE, plan.compute_dtype
+    if operation.lane is Lane.GATHER:
+        return wire.gather if wire else _NONE, plan.compute_dtype, False
+    if operation.lane is Lane.SPREAD:
+        # Differences are fp32: masters less what ranks hold.
+        dtype = "float32" if wire and wire.spread_difference else plan.compute_dtype
+        return wire.spread if wire else _NONE, dtype, False
     if operation.lane is Lane.CONTROL or wire is None:
-        return _NONE, plan.effective_reduce_dtype
+        return _NONE, plan.effective_reduce_dtype, False
     local, nodes = axis_shape(plan, operation.axis)
     farther = wire.reduce_inter if nodes > 1 else wire.reduce_intra
+    feedback = wire.error_feedback and not farther.is_lossless
     if hop.kind is not Kind.REDUCE_SCATTER:
-        return farther, plan.effective_reduce_dtype if farther.is_none else "float32"
+        return farther, plan.effective_reduce_dtype if farther.is_none else "float32", feedback
     if hop.scope is Scope.INSIDE:
-        return wire.reduce_intra, plan.effective_reduce_dtype
-    return wire.reduce_inter, sums_dtype(plan) if local > 1 else plan.effective_reduce_dtype
+        return wire.reduce_intra, plan.effective_reduce_dtype, feedback and nodes == 1
+    return wire.reduce_inter, sums_dtype(plan) if local > 1 else plan.effective_reduce_dtype, feedback
 
 
 def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
@@ -128,4 +134,4 @@ def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
 
 
 def _work(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
-    return 0.0 if step.codec.is_none else rates.codec(Work(step.codec, step.dtype, encoded, decoded))
+    return 0.0 if step.codec.is_none else rates.codec(Work(step.codec, step.dtype, encoded, decoded, step.feedback))

@@ -26,12 +26,14 @@ class Work:
         dtype: of the values, ``"bfloat16"`` or ``"float32"``.
         encoded: values encoded.
         decoded: values decoded.
+        feedback: whether encoding keeps what is lost (error feedback).
     """
 
     codec: CodecSpec
     dtype: str
     encoded: float
     decoded: float
+    feedback: bool = False
 
 
 class Rates(Protocol):

@@ -8,7 +8,8 @@ import torch
 
 from thinwire import codecs
 from thinwire.collectives.group import Control
-from thinwire.profile.timing import timed
+from thinwire.profile.exchanging import COPIES
+from thinwire.profile.timing import in_turn, timed
 from thinwire.spec.profile import CodecRow
 
 __all__ = ["CODECS", "NUMELS", "measure_codec"]
@@ -25,7 +26,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 def measure_codec(
     name: str, dtype: str, numel: int, control: Control, device: torch.device, seconds: float
 ) -> Iterator[CodecRow]:
-    """Time both ways.
+    """Time both ways, and encoding with error feedback.
 
     Args:
         name: of the codec.
@@ -33,23 +34,40 @@ def measure_codec(
         numel: of a message.
         control: joins all ranks.
         device: where values live.
-        seconds: for both ways, about.
+        seconds: for all, about.
 
     Yields:
-        A row for encoding and one for decoding, the same on every rank; none where the codec does not take the dtype.
+        A row for each, the same on every rank; none where the codec does not take the dtype.
     """
     if name == "exp3" and dtype != "bfloat16":
         return
     codec = codecs.get(name, device=device)
-    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device, _DTYPES[dtype])
-    message = codec.encode(values)
-    out = torch.empty_like(values)
-    works: dict[str, Callable[[], object]] = {
-        "encode": lambda: codec.encode(values),
-        "decode": lambda: codec.decode(message, numel, values.dtype, out=out),
-    }
-    for work, call in works.items():
-        spread = timed(control, _without_result(call), seconds=seconds / 2, device=device)
+    generator = torch.Generator().manual_seed(0)
+
+    def values() -> torch.Tensor:
+        return torch.randn(numel, generator=generator).to(device, _DTYPES[dtype])
+
+    def encode() -> Callable[[], None]:
+        source = values()
+        room = torch.empty(codec.max_wire_bytes(numel, source.dtype), dtype=torch.uint8, device=device)
+        return _without_result(lambda: codec.encode(source, out=room))
+
+    def decode() -> Callable[[], None]:
+        out = values()
+        message = codec.encode(out)
+        return _without_result(lambda: codec.decode(message, numel, out.dtype, out=out))
+
+    def feedback() -> Callable[[], None]:
+        source, lost = values(), torch.zeros(numel, device=device)
+        room = torch.empty(codec.max_wire_bytes(numel, torch.float32), dtype=torch.uint8, device=device)
+        return _without_result(lambda: codec.encode_feedback(source, lost, gain=0.1, out=room))
+
+    works = {"encode": encode, "decode": decode}
+    if not codec.spec.is_lossless:
+        works["feedback"] = feedback
+    for work, make in works.items():
+        body = in_turn(make, COPIES)
+        spread = timed(control, body, seconds=seconds / len(works), device=device)
         yield CodecRow(
             codec=name,
             dtype=dtype,  # type: ignore[arg-type]

@@ -28,8 +28,10 @@ class Piece:
         seq: tokens of a sequence.
         micro_batch: sequences.
         dtype: in which it computes.
-        flops: of its forward.
+        flops: of the forward of one.
         make: on a device, the module and the call whose result's backward is timed.
+        repeats: how many such parts, with weights of their own, the call runs one after another: a single one would
+            find its weights in the cache each time, as no training does.
     """
 
     part: Literal["block", "head", "embedding"]
@@ -39,6 +41,7 @@ class Piece:
     dtype: Literal["bfloat16", "float32"]
     flops: int
     make: Callable[[torch.device], tuple[nn.Module, Callable[[], Tensor]]]
+    repeats: int = 1
 
 
 def measure_piece(piece: Piece, control: Control, device: torch.device, seconds: float) -> ComputeRow:
@@ -89,8 +92,8 @@ def measure_piece(piece: Piece, control: Control, device: torch.device, seconds:
         seq=piece.seq,
         micro_batch=piece.micro_batch,
         dtype=piece.dtype,
-        forward=forward.median,
-        backward=backward.median,
+        forward=forward.median / piece.repeats,
+        backward=backward.median / piece.repeats,
         flops=piece.flops,
     )
 

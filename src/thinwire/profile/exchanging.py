@@ -14,7 +14,7 @@ from thinwire.collectives.moves import TRANSFERS, Stage
 from thinwire.collectives.point_to_point import point_to_point
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
-from thinwire.profile.timing import timed
+from thinwire.profile.timing import in_turn, timed
 from thinwire.program import Axis, Even, Kind, Lane, MessageSizes, hops
 from thinwire.spec import Factor, Plan
 from thinwire.spec.profile import CollectiveRow
@@ -26,6 +26,9 @@ KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast"
 
 SIZES = (1 << 20, 1 << 16, 1 << 22, 1 << 12, 1 << 24, 1 << 18, 1 << 26, 1 << 28, 1 << 30)
 """Bytes of the whole vector, the most useful first; how far one gets depends on time and memory."""
+
+COPIES, LARGE = 6, 1 << 25
+"""How many vectors take turns, and the bytes from which a single one fills every cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def measure_exchange(
         The row, the same on every rank.
     """
     group = groups.of(what.local, what.nodes)
-    body = _body(what.kind, group, size, device)
+    body = in_turn(lambda: _body(what.kind, group, size, device), COPIES if size <= LARGE else 1)
     if what.groups == "one" and not groups.works_alone(what.nodes):
         body = _nothing
     spread = timed(control, body, seconds=seconds, device=device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 
 from thinwire.collectives.group import Control
 
-__all__ = ["Deadline", "Spread", "timed"]
+__all__ = ["Deadline", "Spread", "finish", "in_turn", "timed"]
 
 FEWEST, MOST = 3, 15
 """Samples of anything that is measured."""
@@ -70,6 +71,17 @@ class Deadline:
     def share(self, share: float) -> Deadline:
         """An earlier end, after a share of what is left; a collective call."""
         return Deadline(self._control, self.left() * share)
+
+
+def in_turn(make: Callable[[], Callable[[], None]], copies: int) -> Callable[[], None]:
+    """Several calls on data of their own, one after another: none finds its data in the cache, as in training.
+
+    Args:
+        make: a call and its data.
+        copies: how many.
+    """
+    calls = itertools.cycle([make() for _ in range(copies)])
+    return lambda: next(calls)()
 
 
 def timed(control: Control, body: Callable[[], None], *, seconds: float, device: torch.device) -> Spread:

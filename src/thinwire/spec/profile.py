@@ -40,7 +40,9 @@ class CodecRow(Spec):
 
     codec: str = Field(description="as a plan names it")
     dtype: Literal["bfloat16", "float32"] = Field(description="of the values")
-    work: Literal["encode", "decode"] = Field(description="which way")
+    work: Literal["encode", "decode", "feedback"] = Field(
+        description="which way; feedback: encoding that keeps what is lost (error feedback)"
+    )
     numel: Count = Field(description="values of the message")
     seconds: Positive = Field(description="median time")
     low: Positive = Field(description="lower quartile")

@@ -16,6 +16,9 @@ from thinwire.train.models.llama import Llama, LlamaConfig
 
 __all__ = ["pieces"]
 
+_BLOCKS = 4
+"""Blocks that are timed one after another."""
+
 
 def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"]) -> list[Piece]:
     """A block, the head with the loss, and the embedding.
@@ -32,24 +35,26 @@ def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bflo
     block = (matrices - head) // shape.layers
     compute: torch.dtype = getattr(torch, dtype)
 
-    def make(part: Literal["block", "head", "embedding"], flops: int) -> Piece:
-        return Piece(
-            part,
-            shape,
-            seq,
-            micro_batch,
-            dtype,
-            flops,
-            lambda device: _make(part, shape, seq, micro_batch, compute, device),
-        )
+    def make(part: Literal["block", "head", "embedding"], flops: int, repeats: int = 1) -> Piece:
+        def on(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+            return _make(part, shape, seq, micro_batch, repeats, compute, device)
 
-    return [make("block", block * tokens), make("head", head * tokens), make("embedding", 0)]
+        return Piece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
+
+    repeats = min(_BLOCKS, shape.layers)
+    return [make("block", block * tokens, repeats), make("head", head * tokens), make("embedding", 0)]
 
 
 def _make(
-    part: str, shape: ModelSpec, seq: int, micro_batch: int, dtype: torch.dtype, device: torch.device
+    part: str,
+    shape: ModelSpec,
+    seq: int,
+    micro_batch: int,
+    blocks: int,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    model = _model(shape, seq).to(device, dtype)
+    model = _model(shape, seq, blocks).to(device, dtype)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
     hidden = torch.randn(micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     if part == "embedding":
@@ -60,17 +65,25 @@ def _make(
         head = nn.Sequential(norm, model.lm_head)
         return head, lambda: cross_entropy(head(hidden), ids)
     cos, sin = model.rotary(seq, dtype) if model.rotary is not None else (None, None)
-    block = model.layers[0]
-    return block, lambda: block(hidden, cos, sin)
+
+    def through_blocks() -> Tensor:
+        x = hidden
+        for layer in model.layers:
+            x = layer(x, cos, sin)
+        return x
+
+    return model.layers, through_blocks
 
 
-def _model(shape: ModelSpec, seq: int) -> Llama | GPT:
-    """One block of it, with embedding and head."""
+def _model(shape: ModelSpec, seq: int, blocks: int) -> Llama | GPT:
+    """Some blocks of it, with embedding and head."""
     if shape.kind == "llama":
         return Llama(
             LlamaConfig(
-                vocab=shape.vocab, hidden=shape.hidden, layers=1, heads=shape.heads, kv_heads=shape.kv_heads,
+                vocab=shape.vocab, hidden=shape.hidden, layers=blocks, heads=shape.heads, kv_heads=shape.kv_heads,
                 ffn=shape.ffn, seq=seq,
             )
         )  # fmt: skip
-    return GPT(GPTConfig(vocab=shape.vocab, hidden=shape.hidden, layers=1, heads=shape.heads, ffn=shape.ffn, seq=seq))
+    return GPT(
+        GPTConfig(vocab=shape.vocab, hidden=shape.hidden, layers=blocks, heads=shape.heads, ffn=shape.ffn, seq=seq)
+    )
