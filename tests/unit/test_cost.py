@@ -150,6 +150,8 @@ def test_flat_collectives_know_contention_and_latency() -> None:
 def test_closed_form_sums_are_what_the_simulator_adds_up(name: str) -> None:
     model = ModelSpec.preset("llama-7b", seq=4096)
     chosen = plan(name, bucket_bytes=32 << 20)
+    if name == "thinwire":  # the search makes no such plans
+        chosen = chosen.with_(wire={"spread_difference": False, "error_feedback": False})
     rates = NominalRates(CLUSTER)
     infos = units(model, chosen)
     simulated = simulate(chosen, Workload(parts(model, "block"), infos, 4096), rates, micro_batches=2)
@@ -178,5 +180,5 @@ def test_moves_of_an_operation_send_what_its_hops_say() -> None:
         for operation in lower(chosen, units(model, chosen)).operations:
             found = moves(chosen, operation, rates)
             assert [move.scope for move in found if move.scope] == [hop.scope for hop in operation.hops]
-            works = [move.stage for move in found if move.scope is None]
+            works = [move for move in found if move.scope is None and move.stage not in ("pack", "deliver")]
             assert bool(works) == (operation.encoded and not chosen.wire.is_none)

@@ -191,7 +191,7 @@ def test_the_command_plans_without_torch(tmp_path: Path) -> None:
     assert [row["rank"] for row in rows] == list(range(1, len(rows) + 1))
     assert {"zero1", "zero2", "zero3", "mics", "zeropp"} <= {row["label"] for row in rows}
     first = rows[0]
-    assert first["plan"]["params"] == {"local": 1, "nodes": 1}
+    assert set(first["plan"]["params"]) == {"local", "nodes"}
     assert first["fits"]
     assert first["memory_bytes"]["total"] == sum(v for k, v in first["memory_bytes"].items() if k != "total")
     assert first["tgs"] == pytest.approx(4 * 2**20 / first["step_seconds"] / 1024)

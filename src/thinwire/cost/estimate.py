@@ -214,14 +214,16 @@ class Pricer:
         bucket = min(total, max(largest, bucket_bytes // ITEMSIZE[self._reduce]))
         count = total / bucket
         if traffic.shard is not None:
-            scattered = self.scatter(traffic.shard, bucket, intra, inter)
+            touched = self._rates.touch(bucket + bucket / traffic.shard.ranks)
+            scattered = self.scatter(traffic.shard, bucket, intra, inter).plus(Busy(codec=touched))
             if traffic.every_micro_batch:
                 every = every.plus(scattered, count)
             else:
                 last = last.plus(scattered, count)
             bucket //= traffic.shard.ranks
         if traffic.replica is not None:
-            last = last.plus(self.all_reduce(traffic.replica, bucket, intra, inter), count)
+            touched = self._rates.touch(2 * bucket)
+            last = last.plus(self.all_reduce(traffic.replica, bucket, intra, inter).plus(Busy(codec=touched)), count)
         return every, last
 
     def spread(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:

@@ -157,6 +157,10 @@ class ProfiledRates:
         """Linear in the elements."""
         return numel * self.profile.update_seconds
 
+    def touch(self, numel: float) -> float:
+        """Linear in the elements."""
+        return numel * self.profile.touch_seconds
+
     @property
     def step(self) -> float:
         """As measured."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.cost.rates import Rates, Work, largest_bytes_per_value, wire_bytes_per_value
-from thinwire.program import Hop, Kind, Lane, Operation, Scope, axis_shape
+from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.wire import sums_dtype
 from thinwire.spec import CodecSpec, Plan
 
@@ -68,7 +68,14 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
         rates: how long each takes.
     """
     coded = [CodedHop(hop, *_codec(plan, operation, hop)) for hop in operation.hops]
-    return moves_of(coded, rates)
+    found = moves_of(coded, rates)
+    if operation.axis not in (Axis.SHARD, Axis.REPLICA) or operation.lane is Lane.SPREAD or not coded:
+        return found
+    # Gradients of several units are packed into a bucket, and sums taken out of it.
+    local, nodes = axis_shape(plan, operation.axis)
+    whole = whole_numel(coded)
+    taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
+    return [Move("pack", None, rates.touch(whole)), *found, Move("deliver", None, rates.touch(taken))]
 
 
 def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[Move]:
@@ -76,6 +83,14 @@ def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[Move]:
     scatters = [step for step in hops if step.hop.kind is Kind.REDUCE_SCATTER]
     gathers = [step for step in hops if step.hop.kind is not Kind.REDUCE_SCATTER]
     return [*_scattered(scatters, rates), *_gathered(gathers, rates)]
+
+
+def whole_numel(hops: Sequence[CodedHop]) -> float:
+    """Values of the vector that a reduction is over."""
+    first = hops[0]
+    if first.hop.kind is not Kind.REDUCE_SCATTER:
+        return first.values  # two members exchange whole vectors
+    return first.values * first.hop.ranks / (first.hop.ranks - 1)
 
 
 def _codec(plan: Plan, operation: Operation, hop: Hop) -> tuple[CodecSpec, str, bool]:

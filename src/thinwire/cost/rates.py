@@ -59,6 +59,10 @@ class Rates(Protocol):
         """The optimizer on so many elements of a shard."""
         ...
 
+    def touch(self, numel: float) -> float:
+        """Copying so many gradients from one buffer to another: packing buckets, delivering sums."""
+        ...
+
     @property
     def step(self) -> float:
         """Fixed time of a step."""
@@ -165,6 +169,10 @@ class NominalRates:
     def update(self, numel: int) -> float:
         """Bound by memory."""
         return numel * _ADAM_BYTES / self._memory
+
+    def touch(self, numel: float) -> float:
+        """Bound by memory: fp32 on one side, bf16 on the other."""
+        return 6 * numel / self._memory
 
     @property
     def step(self) -> float:

@@ -94,7 +94,10 @@ def refit(profile: Profile, comparison: Comparison) -> Profile:
     scale = measured / predicted
     rows = tuple(row.with_(forward=row.forward * scale, backward=row.backward * scale) for row in profile.compute)
     return profile.with_(
-        compute=rows, update_seconds=profile.update_seconds * scale, step_seconds=profile.step_seconds * scale
+        compute=rows,
+        update_seconds=profile.update_seconds * scale,
+        touch_seconds=profile.touch_seconds * scale,
+        step_seconds=profile.step_seconds * scale,
     )
 
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives.group import Control
-from thinwire.profile.timing import FEWEST, MOST, Spread, finish
+from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn, timed
 from thinwire.spec import ModelSpec
 from thinwire.spec.profile import ComputeRow
 
-__all__ = ["Piece", "measure_piece", "measure_update"]
+__all__ = ["Piece", "measure_piece", "measure_touch", "measure_update"]
 
 
 @dataclass(frozen=True)
@@ -77,10 +77,9 @@ def measure_piece(piece: Piece, control: Control, device: torch.device, seconds:
     first = max(sum(pair) for pair in control.all_gather_object(once()))
     samples = [once() for _ in range(max(FEWEST, min(MOST, int(seconds / max(first, 1e-6)))))]
     everyone = control.all_gather_object(samples)
-    forward, backward = (
-        Spread.of([sum(pair[way] for pair in column) / len(column) for column in zip(*everyone, strict=True)])
-        for way in (0, 1)
-    )
+    # The slowest rank: a rank that is done early would have gone on in training, and taken its share of the cores.
+    whole = Spread.of([max(sum(pair) for pair in column) for column in zip(*everyone, strict=True)]).median
+    share = sum(pair[0] for rank in everyone for pair in rank) / sum(sum(pair) for rank in everyone for pair in rank)
     shape = piece.shape
     return ComputeRow(
         part=piece.part,
@@ -92,8 +91,8 @@ def measure_piece(piece: Piece, control: Control, device: torch.device, seconds:
         seq=piece.seq,
         micro_batch=piece.micro_batch,
         dtype=piece.dtype,
-        forward=forward.median / piece.repeats,
-        backward=backward.median / piece.repeats,
+        forward=share * whole / piece.repeats,
+        backward=(1 - share) * whole / piece.repeats,
         flops=piece.flops,
     )
 
@@ -114,3 +113,19 @@ def measure_update(control: Control, device: torch.device) -> float:
         finish(device)
         samples.append((time.perf_counter() - begin) / numel)
     return control.all_reduce_mean([sorted(samples)[len(samples) // 2]])[0]
+
+
+def measure_touch(control: Control, device: torch.device) -> float:
+    """Seconds of copying one element from fp32 to bf16, of data that no cache holds."""
+    numel = 1 << 20
+
+    def make() -> Callable[[], None]:
+        source = torch.zeros(numel, device=device)
+        target = torch.zeros(numel, dtype=torch.bfloat16, device=device)
+
+        def copy() -> None:
+            target.copy_(source)
+
+        return copy
+
+    return timed(control, in_turn(make, 8), seconds=0.2, device=device).median / numel

@@ -12,7 +12,7 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.profile.coding import CODECS, NUMELS, measure_codec
-from thinwire.profile.computing import Piece, measure_piece, measure_update
+from thinwire.profile.computing import Piece, measure_piece, measure_touch, measure_update
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
 from thinwire.profile.meeting import Meeting, measure_meeting
 from thinwire.profile.timing import FEWEST, Deadline, timed
@@ -74,6 +74,7 @@ def measure(
     deadline = Deadline(control, settings.budget)
     base = _resident(settings.device)
     update = measure_update(control, settings.device)
+    touch = measure_touch(control, settings.device)
     step = timed(control, control.barrier, seconds=0.2, device=settings.device).median
 
     def profile() -> Profile:
@@ -86,6 +87,7 @@ def measure(
             memory=settings.memory,
             base_memory=base,
             update_seconds=update,
+            touch_seconds=touch,
             step_seconds=step,
             collectives=tuple(rows.collectives),
             codecs=tuple(rows.codecs),

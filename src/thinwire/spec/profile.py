@@ -86,6 +86,9 @@ class Profile(Spec):
     memory: Bytes = Field(description="bytes that one rank may use")
     base_memory: Depth = Field(description="bytes a rank has in use before it holds any model")
     update_seconds: NonNegative = Field(description="of the optimizer, per element of a shard")
+    touch_seconds: NonNegative = Field(
+        default=0.0, description="of copying from fp32 to bf16 or back, per element, all ranks of a node at it"
+    )
     step_seconds: NonNegative = Field(description="fixed time of a step: data, hooks, control exchange")
     collectives: tuple[CollectiveRow, ...] = Field(default=(), description="collectives by shape and size")
     codecs: tuple[CodecRow, ...] = Field(default=(), description="codecs by size")
