@@ -53,7 +53,9 @@ def test_every_draft_is_a_valid_plan() -> None:
     assert len({plan.fingerprint() for plan in plans}) == len(plans)
 
 
-@pytest.mark.parametrize("gbps", [1, 25, 800])
+@pytest.mark.parametrize(
+    "gbps", [pytest.param(1, marks=pytest.mark.slow), 25, pytest.param(800, marks=pytest.mark.slow)]
+)
 def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     """Against simulating every plan that fits."""
     asked = job(machine={"links": {"nic": {"bandwidth": gbps * 1e9, "latency": 1e-5}}})
@@ -68,6 +70,7 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     assert knobs(found.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
 
 
+@pytest.mark.slow
 def test_estimates_are_bounds() -> None:
     asked = job(machine={"links": {"nic": {"bandwidth": 5e9, "latency": 1e-5}}})
     searching = Search(asked)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from thinwire.codecs import Codec
+from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.collectives.topology import AxisGroup
@@ -92,7 +93,9 @@ def _encoded(
 
     def encode() -> None:
         piece = pieces[group.index]
-        messages.encode(group.index, piece if update is None else update - piece, seed, residual)
+        if update is not None:
+            piece = torch.sub(update, piece, out=allocate(piece.numel(), torch.float32, whole.device))
+        messages.encode(group.index, piece, seed, residual)
 
     def across() -> None:
         messages.gather(group.at(Stage.GATHER_ACROSS), peers, kind)
@@ -105,7 +108,7 @@ def _encoded(
             if update is None:
                 messages.decode(i, piece)
             else:
-                updated = piece.float()
+                updated = allocate(piece.numel(), torch.float32, whole.device).copy_(piece)
                 messages.decode_add(i, updated)
                 piece.copy_(updated)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.program import Even, UnitInfo, together
+from thinwire.program import Axis, Even, UnitInfo, axis_shape, together
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
@@ -59,7 +59,8 @@ class Memory:
         optimizer: the ``OS`` shard.
         secondary: the secondary parameter shard.
         gathered: whole units during their computation.
-        buffers: gradients on their way, codecs' messages.
+        buffers: gradients on their way, codecs' messages and sums.
+        feedback: what error feedback keeps.
         activations: kept from forward to backward.
         logits: logits, their gradient and the loss.
         overhead: what is in use without any model.
@@ -71,6 +72,7 @@ class Memory:
     secondary: int
     gathered: int
     buffers: int
+    feedback: int
     activations: int
     logits: int
     overhead: int
@@ -93,6 +95,8 @@ def memory(
     seq: int,
     states: States | None = None,
     overhead: int = OVERHEAD,
+    backlog: float = 0.0,
+    touched_only: bool = False,
 ) -> Memory:
     """Bytes of a rank under a plan.
 
@@ -103,18 +107,25 @@ def memory(
         seq: tokens of a sequence.
         states: bytes per parameter; thinwire's by default.
         overhead: bytes in use without any model.
+        backlog: share of a step's gradients that wait for the links at once: 0 where the links keep up, 1 where they
+            are slower than the backward.
+        touched_only: whether memory counts when it is written, as on a host, not when it is allocated: with one
+            micro-batch gradients go from autograd to the reduction, past the ``G`` shard.
     """
     states = states or States.of(plan)
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
     itemsize = ITEMSIZE[plan.compute_dtype]
     tokens = plan.micro_batch * seq
+    written_once = touched_only and plan.micro_batches == 1
     return Memory(
         params=states.params * padded // plan.params.ranks,
-        grads=states.grads * (_largest_share(units) if plan.grads == plan.optimizer else padded // plan.grads.ranks),
+        grads=states.grads
+        * (_largest_share(units) if plan.grads == plan.optimizer or written_once else padded // plan.grads.ranks),
         optimizer=states.optimizer * _largest_share(units),
         secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
         gathered=_gathered(plan, units),
-        buffers=_buffers(plan, units),
+        buffers=_buffers(plan, units, backlog),
+        feedback=_feedback(plan, padded),
         activations=_activations(model, plan, tokens, itemsize),
         logits=_logits(model, tokens, itemsize),
         overhead=overhead,
@@ -145,16 +156,48 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
     return around + max(window, inner[-1] + max((sum(inner[i : i + 2]) for i in range(len(inner) - 1)), default=0))
 
 
-def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Gradients of one unit before they are reduced and of another that is being reduced; a bucket and its messages."""
+def _buffers(plan: Plan, units: Sequence[UnitInfo], backlog: float) -> int:
+    """Gradients of one unit before they are reduced and of another that is being reduced, a bucket and its sums, and
+    what waits for the links; messages of codecs."""
     reduce_size = ITEMSIZE[plan.effective_reduce_dtype]
     largest = max(sum(b.numel for b in unit.buffers) for unit in units)
+    padded = sum(b.numel for unit in units for b in unit.buffers)
     produced = largest * ITEMSIZE[plan.compute_dtype]
     if plan.world == 1:
         return produced
     sent = largest * reduce_size if plan.params.ranks > 1 else 0
-    bucket = max(plan.bucket_bytes, largest * reduce_size // plan.params.ranks)
-    return produced + sent + 2 * bucket
+    shard = padded // plan.params.ranks
+    bucket = min(shard, max(plan.bucket_bytes // reduce_size, largest // plan.params.ranks))
+    # Encoded sums are fp32, and so are those of a bucket of several units.
+    sums = 4 * bucket
+    waiting = backlog * (reduce_size * padded + _message_bytes(plan, shard))
+    return produced + sent + 2 * reduce_size * bucket + sums + int(waiting)
+
+
+def _message_bytes(plan: Plan, shard: int) -> int:
+    """Of all gradients and of all spread parameters, encoded; and the node's sums between the hops."""
+    local, _ = axis_shape(plan, Axis.SHARD)
+    wire, total = plan.wire, 0
+    if not wire.spread.is_none and plan.optimizer != plan.params:
+        total += wire.spread.max_wire_bytes(shard, plan.compute_dtype)
+    if not wire.reduce_intra.is_none:
+        total += wire.reduce_intra.max_wire_bytes(shard, plan.effective_reduce_dtype)
+    if not wire.reduce_inter.is_none:
+        total += 4 * shard // local
+    return total
+
+
+def _feedback(plan: Plan, padded: int) -> int:
+    """fp32 of what the last hop of every reduction sends."""
+    if not plan.wire.error_feedback:
+        return 0
+    shard, total = padded // plan.params.ranks, 0
+    for axis, numel in ((Axis.PARAMS, padded), (Axis.SHARD, shard), (Axis.REPLICA, padded // plan.optimizer.ranks)):
+        local, nodes = axis_shape(plan, axis)
+        codec = plan.wire.reduce_inter if nodes > 1 else plan.wire.reduce_intra
+        if local * nodes > 1 and not codec.is_lossless:
+            total += 4 * (numel // local if nodes > 1 else numel)
+    return total
 
 
 def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from thinwire.cost import Memory, Part, Rates, parts, units
+from thinwire.cost import Memory, Part, ProfiledRates, Rates, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import UnitInfo
 from thinwire.sim import Simulated, Workload
@@ -93,6 +93,11 @@ class Job:
                 f"micro-batch = {self.micro_batch} does not divide the {sequences} sequences that each rank has in a "
                 f"step; valid are {', '.join(str(d) for d in range(1, sequences + 1) if sequences % d == 0)}"
             )
+
+    @property
+    def on_host(self) -> bool:
+        """Whether ranks live in the memory of a host, as in a profile without accelerators."""
+        return isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
 
     @property
     def mesh(self) -> Factor:

@@ -16,7 +16,7 @@ from thinwire.cost import OVERHEAD, Busy, Pricer, Traffic, UnitKind, memory, wor
 from thinwire.plan.job import CODEC_LEVELS, Candidate, Job
 from thinwire.plan.rules import Chain, chain_ends, knobs, secondaries
 from thinwire.program import Kind, Scope, default_trace
-from thinwire.sim import simulate
+from thinwire.sim import Resource, simulate
 from thinwire.spec import CodecSpec, Factor, Plan
 
 __all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "search"]
@@ -100,8 +100,19 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
     """
     workload = job.workload(plan)
     overhead = OVERHEAD if job.overhead is None else job.overhead
-    needed = memory(job.model, plan, workload.units, seq=job.seq, overhead=overhead)
     simulated = simulate(plan, workload, job.rates, micro_batches=plan.micro_batches)
+    links = max(simulated.busy[Resource.INSIDE], simulated.busy[Resource.ACROSS])
+    # Gradients wait as far as the links take longer than the computation that makes them.
+    backlog = min(1.0, links / simulated.computing) if simulated.computing else 0.0
+    needed = memory(
+        job.model,
+        plan,
+        workload.units,
+        seq=job.seq,
+        overhead=overhead,
+        backlog=backlog,
+        touched_only=job.on_host,
+    )
     return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label)
 
 
@@ -303,7 +314,7 @@ class Search:
         """Bytes that do not depend on the batch."""
         params, grads, optimizer = chain
         plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, secondary=secondary)
-        needed = memory(self.job.model, plan, self.job.units(plan), seq=1, overhead=0)
+        needed = memory(self.job.model, plan, self.job.units(plan), seq=1, overhead=0, touched_only=self.job.on_host)
         return needed.total - needed.activations - needed.logits
 
 

@@ -69,7 +69,7 @@ class Pair:
         measured_ms: of a step, median over rounds.
         spread_ms: between the slowest and the fastest round.
         predicted_bytes: of a rank's memory.
-        measured_bytes: the most that a rank ever had resident.
+        measured_bytes: the most that a rank ever had resident, on all links together.
         chosen: what the plan is, where the planner chose it.
     """
 
@@ -233,7 +233,12 @@ def sheets(pairs: Sequence[Pair]) -> list[Sheet]:
 def _goals(pairs: Sequence[Pair]) -> list[list[str]]:
     presets = [pair for pair in pairs if pair.plan != PICK]
     error = statistics.fmean(abs(pair.error) for pair in presets)
-    memory = statistics.fmean(abs(pair.predicted_bytes / pair.measured_bytes - 1) for pair in presets)
+    # The processes lived through all links: what counts is the link on which most was needed.
+    peaks: dict[tuple[str, str], tuple[int, int]] = {}
+    for pair in presets:
+        predicted, measured = peaks.get((pair.model, pair.plan), (0, 0))
+        peaks[pair.model, pair.plan] = max(predicted, pair.predicted_bytes), max(measured, pair.measured_bytes)
+    memory = statistics.fmean(abs(predicted / measured - 1) for predicted, measured in peaks.values())
     ratios = []
     for key in dict.fromkeys((pair.model, pair.bandwidth) for pair in pairs):
         here = [pair for pair in pairs if (pair.model, pair.bandwidth) == key]
@@ -246,7 +251,7 @@ def _goals(pairs: Sequence[Pair]) -> list[list[str]]:
 
     return [
         row(f"step time, mean error over {len(presets)} pairs", f"{error:.1%}", "10 %", error <= 0.10),
-        row("memory, mean error", f"{memory:.1%}", "5 %", memory <= 0.05),
+        row(f"peak memory, mean error over {len(peaks)} plans", f"{memory:.1%}", "5 %", memory <= 0.05),
         row(
             f"choice over the best measured, mean of {len(ratios)}",
             f"{statistics.fmean(ratios):.3f}",
