@@ -173,6 +173,7 @@ def check_scripts(scripts: Iterable[Callable[[Session], None]], **options: Any) 
         check_script(script, **options)
 
 
+@pytest.mark.slow
 def test_forwards_and_backwards_in_any_order() -> None:
     scripts = (
         two_forwards_one_backward,

@@ -261,6 +261,7 @@ def test_a_stuck_rank_is_named(pool: RankPool) -> None:
     assert any(re.search(r"[Rr]ank 2 said nothing", outcomes[rank].message) for rank in (0, 1, 3))
 
 
+@pytest.mark.slow
 def test_the_death_of_the_rank_that_hosts_the_store(pool: RankPool) -> None:
     outcomes = observe(pool, die_amid_a_step, "zero3", 0, "dies")
     assert outcomes[0].kind == "died"

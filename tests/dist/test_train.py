@@ -177,6 +177,7 @@ def test_a_killed_rank_restarts_the_run_and_changes_no_number(runs: Runs, whole:
     assert runs.losses("killed") == whole
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_other_ranks_under_another_plan_continue(runs: Runs, whole: list[float]) -> None:
     process = runs.start("stopped", "--plan", "preset:zero3", "--set", "plan.compute_dtype=float32")
     runs.wait_for_step("stopped", 25, process)

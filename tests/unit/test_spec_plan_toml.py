@@ -39,6 +39,7 @@ def plans(draw: st.DrawFn) -> Plan:
         wire={
             **codecs,
             "error_feedback": lossy and draw(st.booleans()),
+            "spread_difference": not CodecSpec(codecs["spread"]).is_lossless and draw(st.booleans()),
             "exclude": draw(st.lists(NAMES, max_size=2)),
             "schedule": draw(st.floats(0, 1)),
         },
