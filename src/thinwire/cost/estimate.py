@@ -8,15 +8,15 @@ what the simulator adds up.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 from thinwire.cost.operations import CodedHop, moves_of
 from thinwire.cost.rates import Rates
-from thinwire.program import Even, Kind, MessageSizes, Scope, hops
-from thinwire.program.wire import ITEMSIZE
+from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
+from thinwire.program.wire import ITEMSIZE, Encoding, ReductionEncodings
 from thinwire.spec import CodecSpec, Factor
 
 __all__ = ["Busy", "Pricer", "Traffic", "UnitKind"]
@@ -131,51 +131,37 @@ class Pricer:
 
     def _gather(self, mesh: Shape, numel: int, codec: CodecSpec) -> Busy:
         """An all-gather (or a grouped broadcast) of ``numel`` elements in all."""
-        return self._price(Kind.ALL_GATHER, mesh, numel, {None: (codec, self._compute)})
+        encoding = Encoding(codec, self._compute)
+        sizes = MessageSizes(encoding.slot, encoding.slot, encoding.slot, encoded=not codec.is_none)
+        return self._price(Kind.ALL_GATHER, mesh, numel, sizes, lambda hop: encoding)
 
     def _scatter(self, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """A reduce-scatter of ``numel`` elements."""
-        return self._price(Kind.REDUCE_SCATTER, mesh, numel, self._gradient_codecs(mesh, intra, inter))
+        return self._reduction(Kind.REDUCE_SCATTER, mesh, numel, intra, inter)
 
     def _all_reduce(self, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """An all-reduce of ``numel`` elements."""
-        return self._price(Kind.ALL_REDUCE, mesh, numel, self._gradient_codecs(mesh, intra, inter))
+        return self._reduction(Kind.ALL_REDUCE, mesh, numel, intra, inter)
 
-    def _gradient_codecs(
-        self, mesh: Shape, intra: CodecSpec, inter: CodecSpec
-    ) -> dict[Scope | None, tuple[CodecSpec, str]]:
-        farther = inter if mesh.nodes > 1 else intra
-        sums = self._reduce if inter.is_none or mesh.local == 1 else "float32"
-        return {
-            Scope.INSIDE: (intra, self._reduce),
-            Scope.ACROSS: (inter, sums),
-            None: (farther, self._reduce if farther.is_none else "float32"),
-        }
+    def _reduction(self, kind: Kind, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+        encodings = ReductionEncodings.of(mesh.local, mesh.nodes, intra, inter, self._reduce)
 
-    def _price(self, kind: Kind, mesh: Shape, numel: int, codecs: dict[Scope | None, tuple[CodecSpec, str]]) -> Busy:
-        def sizes(codec: CodecSpec, dtype: str) -> MessageSizes:
-            if codec.is_none:
-                return MessageSizes.plain(ITEMSIZE[dtype])
-            size = lambda elements: codec.max_wire_bytes(elements, dtype)  # noqa: E731
-            return MessageSizes(size, size, size, encoded=True)
+        def encoding(hop: Hop) -> Encoding:
+            if hop.kind is not Kind.REDUCE_SCATTER:
+                return encodings.gather
+            return encodings.inside if hop.scope is Scope.INSIDE else encodings.across
 
-        gather = sizes(*codecs[None])
-        inside, across = (sizes(*codecs.get(scope, codecs[None])) for scope in (Scope.INSIDE, Scope.ACROSS))
-        messages = MessageSizes(inside.scatter_inside, across.scatter_across, gather.gather, gather.encoded)
+        return self._price(kind, mesh, numel, encodings.sizes(), encoding)
+
+    def _price(
+        self, kind: Kind, mesh: Shape, numel: int, sizes: MessageSizes, encoding: Callable[[Hop], Encoding]
+    ) -> Busy:
         pieces = Even(math.ceil(numel / mesh.ranks), mesh.ranks)
-        coded = [
-            CodedHop(hop, *(codecs[hop.scope] if hop.kind is Kind.REDUCE_SCATTER else codecs[None]))
-            for hop in hops(kind, mesh.local, mesh.nodes, pieces, 0, messages)
-        ]
-        busy = Busy()
+        coded = [CodedHop(hop, encoding(hop)) for hop in hops(kind, mesh.local, mesh.nodes, pieces, 0, sizes)]
+        seconds: dict[Scope | None, float] = {}
         for move in moves_of(coded, self._rates):
-            if move.scope is None:
-                busy = busy.plus(Busy(codec=move.seconds))
-            elif move.scope is Scope.INSIDE:
-                busy = busy.plus(Busy(inside=move.seconds))
-            else:
-                busy = busy.plus(Busy(across=move.seconds))
-        return busy
+            seconds[move.scope] = seconds.get(move.scope, 0.0) + move.seconds
+        return Busy(seconds.get(None, 0.0), seconds.get(Scope.INSIDE, 0.0), seconds.get(Scope.ACROSS, 0.0))
 
     # -- what a step needs -----------------------------------------------------------------------------------------
 

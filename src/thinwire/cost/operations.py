@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from thinwire.cost.rates import Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
-from thinwire.program.wire import sums_dtype
+from thinwire.program.wire import Encoding, reduction_encodings
 from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["CodedHop", "Move", "moves", "moves_of"]
@@ -32,31 +32,30 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class CodedHop:
-    """One hop with the codec of its messages.
+    """One hop with what makes its messages.
 
     Attributes:
         hop: the exchange.
-        codec: what makes its messages.
-        dtype: of the values, ``"bfloat16"`` or ``"float32"``.
+        encoding: codec, and dtype of the values.
         feedback: whether encoding keeps what is lost.
     """
 
     hop: Hop
-    codec: CodecSpec
-    dtype: str
+    encoding: Encoding
     feedback: bool = False
 
     @property
     def values(self) -> float:
         """Values that this rank sends."""
-        return self.hop.sent / largest_bytes_per_value(self.codec, self.dtype)
+        return self.hop.sent / largest_bytes_per_value(self.encoding.codec, self.encoding.dtype)
 
     @property
     def sent(self) -> int:
         """Bytes that it sends; of messages of variable length, as they usually come out."""
-        if not self.codec.is_variable_length:
+        codec = self.encoding.codec
+        if not codec.is_variable_length:
             return self.hop.sent
-        return round(self.values * wire_bytes_per_value(self.codec, self.dtype))
+        return round(self.values * wire_bytes_per_value(codec, self.encoding.dtype))
 
 
 def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
@@ -67,7 +66,7 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
         operation: one of its program.
         rates: how long each takes.
     """
-    coded = [CodedHop(hop, *_codec(plan, operation, hop)) for hop in operation.hops]
+    coded = [_coded(plan, operation, hop) for hop in operation.hops]
     found = moves_of(coded, rates)
     if operation.axis not in (Axis.SHARD, Axis.REPLICA) or operation.lane is Lane.SPREAD or not coded:
         return found
@@ -93,25 +92,25 @@ def whole_numel(hops: Sequence[CodedHop]) -> float:
     return first.values * first.hop.ranks / (first.hop.ranks - 1)
 
 
-def _codec(plan: Plan, operation: Operation, hop: Hop) -> tuple[CodecSpec, str, bool]:
-    """The codec of a hop's messages, the dtype of its values, and whether error feedback goes with it."""
-    wire = plan.wire if operation.encoded else None
+def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
+    """A hop with what makes its messages, and whether error feedback goes with it."""
+    if not operation.encoded:
+        gradients = operation.lane in (Lane.REDUCE, Lane.SYNC)
+        return CodedHop(hop, Encoding(_NONE, plan.effective_reduce_dtype if gradients else plan.compute_dtype))
     if operation.lane is Lane.GATHER:
-        return wire.gather if wire else _NONE, plan.compute_dtype, False
+        return CodedHop(hop, Encoding(plan.wire.gather, plan.compute_dtype))
     if operation.lane is Lane.SPREAD:
         # Differences are fp32: masters less what ranks hold.
-        dtype = "float32" if wire and wire.spread_difference else plan.compute_dtype
-        return wire.spread if wire else _NONE, dtype, False
-    if operation.lane is Lane.CONTROL or wire is None:
-        return _NONE, plan.effective_reduce_dtype, False
-    local, nodes = axis_shape(plan, operation.axis)
-    farther = wire.reduce_inter if nodes > 1 else wire.reduce_intra
-    feedback = wire.error_feedback and not farther.is_lossless
+        dtype = "float32" if plan.wire.spread_difference else plan.compute_dtype
+        return CodedHop(hop, Encoding(plan.wire.spread, dtype))
+    encodings = reduction_encodings(plan, operation.axis)
+    _, nodes = axis_shape(plan, operation.axis)
+    feedback = plan.wire.error_feedback and not encodings.gather.codec.is_lossless
     if hop.kind is not Kind.REDUCE_SCATTER:
-        return farther, plan.effective_reduce_dtype if farther.is_none else "float32", feedback
+        return CodedHop(hop, encodings.gather, feedback)
     if hop.scope is Scope.INSIDE:
-        return wire.reduce_intra, plan.effective_reduce_dtype, feedback and nodes == 1
-    return wire.reduce_inter, sums_dtype(plan) if local > 1 else plan.effective_reduce_dtype, feedback
+        return CodedHop(hop, encodings.inside, feedback and nodes == 1)
+    return CodedHop(hop, encodings.across, feedback)
 
 
 def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
@@ -144,9 +143,10 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
 
 def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
     hop = step.hop
-    seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=not step.codec.is_none)
+    seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=not step.encoding.codec.is_none)
     return Move(f"{what}-{hop.scope}", hop.scope, seconds)
 
 
 def _work(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
-    return 0.0 if step.codec.is_none else rates.codec(Work(step.codec, step.dtype, encoded, decoded, step.feedback))
+    codec, dtype = step.encoding.codec, step.encoding.dtype
+    return 0.0 if codec.is_none else rates.codec(Work(codec, dtype, encoded, decoded, step.feedback))

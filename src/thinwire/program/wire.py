@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 
 from thinwire.program.mesh import Axis, MessageSizes, axis_extent
 from thinwire.program.step import BufferInfo
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["ITEMSIZE", "axis_shape", "gather_sizes", "idle_codecs", "reduction_sizes", "sums_dtype"]
+__all__ = [
+    "ITEMSIZE", "Encoding", "ReductionEncodings", "axis_shape", "gather_sizes", "idle_codecs", "reduction_encodings",
+    "reduction_sizes", "sums_dtype",
+]  # fmt: skip
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _LENGTH_BYTES = 8
@@ -21,32 +24,89 @@ def axis_shape(plan: Plan, axis: Axis) -> tuple[int, int]:
     return outer.local // inner.local, outer.nodes // inner.nodes
 
 
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """What makes the messages of a hop.
+
+    Attributes:
+        codec: which.
+        dtype: of the values, ``"bfloat16"`` or ``"float32"``.
+    """
+
+    codec: CodecSpec
+    dtype: str
+
+    def message(self, numel: int) -> int:
+        """Bytes of so many values as one message; at most, where its length depends on them."""
+        if self.codec.is_none:
+            return numel * ITEMSIZE[self.dtype]
+        announced = _LENGTH_BYTES if self.codec.is_variable_length else 0
+        return self.codec.max_wire_bytes(numel, self.dtype) + announced
+
+    def slot(self, numel: int) -> int:
+        """The same as one of several messages of a gather: those of fixed length keep their distance."""
+        if self.codec.is_none or self.codec.is_variable_length:
+            return self.message(numel)
+        return self.codec.slot_bytes(numel, self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionEncodings:
+    """What makes the messages of a reduction, by hop.
+
+    Attributes:
+        inside: columns, on the first hop.
+        across: a node's sums, on the second.
+        gather: the sums of all, on their way back.
+    """
+
+    inside: Encoding
+    across: Encoding
+    gather: Encoding
+
+    @classmethod
+    def of(cls, local: int, nodes: int, intra: CodecSpec, inter: CodecSpec, dtype: str) -> ReductionEncodings:
+        """Over a group of ``local`` ranks in each of ``nodes`` nodes, of gradients in ``dtype``.
+
+        A codec across nodes encodes fp32 sums; the farther hop's encodes what is gathered.
+        """
+        farther = inter if nodes > 1 else intra
+        return cls(
+            Encoding(intra, dtype),
+            Encoding(inter, dtype if local == 1 else sums_dtype(inter, dtype)),
+            Encoding(farther, dtype if farther.is_none else "float32"),
+        )
+
+    def sizes(self) -> MessageSizes:
+        """Of all messages."""
+        encoded = not self.gather.codec.is_none
+        return MessageSizes(self.inside.message, self.across.message, self.gather.slot, encoded=encoded)
+
+
+def sums_dtype(inter: CodecSpec, dtype: str) -> str:
+    """In what a node's sums of gradients in ``dtype`` go on to other nodes: fp32 if a codec encodes them."""
+    return dtype if inter.is_none else "float32"
+
+
 def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
     """Messages of an all-gather or a grouped broadcast of parts of a flat buffer."""
     if codec.is_none or not buffer.encoded:
         return MessageSizes.plain(buffer.itemsize)
-    size = _in_slots(codec, {2: "bfloat16", 4: "float32"}[buffer.itemsize])
+    size = Encoding(codec, {2: "bfloat16", 4: "float32"}[buffer.itemsize]).slot
     return MessageSizes(size, size, size, encoded=True)
+
+
+def reduction_encodings(plan: Plan, axis: Axis) -> ReductionEncodings:
+    """Of gradients that a plan's codecs apply to, along an axis."""
+    wire, dtype = plan.wire, plan.effective_reduce_dtype
+    return ReductionEncodings.of(*axis_shape(plan, axis), wire.reduce_intra, wire.reduce_inter, dtype)
 
 
 def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
     """Messages of a reduce-scatter or an all-reduce of gradients along an axis."""
     if not encoded:
         return MessageSizes.plain(ITEMSIZE[plan.effective_reduce_dtype])
-    local, nodes = axis_shape(plan, axis)
-    dtype, intra, inter = plan.effective_reduce_dtype, plan.wire.reduce_intra, plan.wire.reduce_inter
-    farther = inter if nodes > 1 else intra
-    return MessageSizes(
-        _message(intra, dtype),
-        _message(inter, sums_dtype(plan) if local > 1 else dtype),
-        _message(farther, dtype) if farther.is_none else _in_slots(farther, "float32"),
-        encoded=not farther.is_none,
-    )
-
-
-def sums_dtype(plan: Plan) -> str:
-    """In what a node's sums go on to the other nodes: fp32 if a codec encodes them."""
-    return plan.effective_reduce_dtype if plan.wire.reduce_inter.is_none else "float32"
+    return reduction_encodings(plan, axis).sizes()
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:
@@ -72,15 +132,3 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
             f"and reduce_inter = {str(plan.wire.reduce_inter)!r} loses nothing there"
         )
     return tuple(lines)
-
-
-def _message(codec: CodecSpec, dtype: str) -> Callable[[int], int]:
-    announced = _LENGTH_BYTES if codec.is_variable_length else 0
-    return lambda numel: codec.max_wire_bytes(numel, dtype) + announced
-
-
-def _in_slots(codec: CodecSpec, dtype: str) -> Callable[[int], int]:
-    """A gather's messages of fixed length keep their distance."""
-    if codec.is_variable_length:
-        return _message(codec, dtype)
-    return lambda numel: codec.slot_bytes(numel, dtype)

@@ -85,7 +85,7 @@ def _dtype_problems(plan: Plan) -> Iterator[str]:
         "gather": {plan.compute_dtype},
         "spread": {plan.compute_dtype},
         "reduce_intra": {plan.effective_reduce_dtype},
-        "reduce_inter": {plan.effective_reduce_dtype, sums_dtype(plan)},
+        "reduce_inter": {plan.effective_reduce_dtype, sums_dtype(plan.wire.reduce_inter, plan.effective_reduce_dtype)},
     }
     codecs_by_name = plan.wire.codecs()
     for name, needed in dtypes.items():
