@@ -262,7 +262,7 @@ def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bo
     console.print(rich_table(_sheet(job, rows)))
     if not searched.candidates:
         return _infeasible(job, rows, console)
-    console.print(_search_line(searched), markup=False)
+    console.print(_search_line(searched, job.tie), markup=False)
     explanation = None
     if explain:
         with console.status("trying other circumstances"):
@@ -353,7 +353,7 @@ def _codecs(row: Candidate) -> str:
     return " ".join(f"{name} {codecs[key]}" for key, name in short.items() if not codecs[key].is_none) or "-"
 
 
-def _search_line(searched: Searched) -> str:
+def _search_line(searched: Searched, tie: float) -> str:
     from thinwire.plan.search import RESOLUTION
 
     sure = (
@@ -363,7 +363,7 @@ def _search_line(searched: Searched) -> str:
     )
     return (
         f"{searched.considered:,} plans, of which {searched.fitting:,} fit; {searched.simulated} simulated: {sure}. "
-        "Ties go to the plan with fewer knobs."
+        f"Ties within {tie:.0%} go to the plan with fewer knobs."
     )
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.job import Candidate, Job
-from thinwire.plan.search import RESOLUTION, Search, Searched, candidate, search
+from thinwire.plan.search import Search, Searched, candidate, search
 from thinwire.sim import Resource
 from thinwire.spec import Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
@@ -111,7 +111,7 @@ def explain(job: Job, searched: Searched) -> Explanation:
         binding(job, chosen),
         critical_path(chosen),
         _noise(job, chosen),
-        _runner_up(searched),
+        _runner_up(searched, job.tie),
         tuple(flips),
         tuple(steady),
     )
@@ -168,15 +168,15 @@ def _noise(job: Job, chosen: Candidate) -> tuple[float, float] | None:
     return low.seconds, high.seconds
 
 
-def _runner_up(searched: Searched) -> str | None:
+def _runner_up(searched: Searched, tie: float) -> str | None:
     chosen = searched.candidates[0]
     others = [c for c in searched.candidates[1:] if _factors(c.plan) != _factors(chosen.plan)]
     if not others:
         return None
     best = min(others, key=lambda c: c.seconds)
     ratio = best.seconds / chosen.seconds - 1
-    if abs(ratio) < RESOLUTION:
-        return f"{summary(best.plan)}: a tie within {RESOLUTION:.0%}, with more knobs"
+    if abs(ratio) < tie:
+        return f"{summary(best.plan)}: a tie within {tie:.0%}, with more knobs"
     return f"{summary(best.plan)}: {ratio:+.1%}"
 
 

@@ -95,6 +95,14 @@ class Job:
             )
 
     @property
+    def tie(self) -> float:
+        """Share by which predicted times may differ and still be a tie, which goes to the plan with fewer knobs.
+
+        Published figures are what they are, and plans differ by nothing else; a profile is measured, and so noisy.
+        """
+        return 0.04 if isinstance(self.rates, ProfiledRates) else 0.01
+
+    @property
     def on_host(self) -> bool:
         """Whether ranks live in the memory of a host, as in a profile without accelerators."""
         return isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"

@@ -25,7 +25,7 @@ CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows, so that one sees what is gained."""
 
 RESOLUTION = 0.01
-"""Predicted times that differ by less are a tie, which goes to the plan with fewer knobs."""
+"""The search is complete when no plan that was not simulated can be better by more."""
 
 MOST_BLOCKS = 2000
 """Blocks that are simulated at most, over all plans: about half a second. Beyond that the answer says that others might
@@ -64,7 +64,7 @@ class Searched:
     """What a search found.
 
     Attributes:
-        candidates: simulated plans that fit, best first; ties within ``RESOLUTION`` go to fewer knobs.
+        candidates: simulated plans that fit, best first; ties within the job's own go to fewer knobs.
         classics: the classic systems, each with its best micro-batch and recomputation; some may not fit.
         considered: plans that were estimated.
         fitting: of these, how many fit into memory.
@@ -156,19 +156,24 @@ class Search:
     def run(self, top: int) -> Searched:
         """Estimate all, simulate the best."""
         drafts = sorted(self.drafts(), key=lambda draft: (draft.bound, draft.knobs))
-        found: list[Candidate] = []
+        simulated: dict[Draft, Candidate] = {}
         best = float("inf")
         complete, most = True, max(top, 16 + MOST_BLOCKS // self.job.model.layers)
         for draft in drafts:
-            if len(found) >= top and draft.bound * (1 + RESOLUTION) > best:
+            if len(simulated) >= top and draft.bound * (1 + RESOLUTION) > best:
                 break
-            if len(found) >= most:
+            if len(simulated) >= most:
                 complete = False
                 break
-            found.append(candidate(self.job, self.plan(draft)))
-            best = min(best, found[-1].seconds)
+            simulated[draft] = candidate(self.job, self.plan(draft))
+            best = min(best, simulated[draft].seconds)
+        # The plainest plans that may tie with the best.
+        tying = (draft for draft in drafts if draft.bound <= best * (1 + self.job.tie) and draft not in simulated)
+        for draft in sorted(tying, key=lambda draft: (draft.knobs, draft.bound))[:top]:
+            simulated[draft] = candidate(self.job, self.plan(draft))
+        found = list(simulated.values())
         return Searched(
-            tuple(_ranked(found)),
+            tuple(_ranked(found, self.job.tie)),
             tuple(self.classics()),
             considered=self.considered,
             fitting=len(drafts),
@@ -369,11 +374,11 @@ def _kinds(job: Job, plan: Plan) -> list[UnitKind]:
     return [UnitKind(count, numel, stays) for (numel, stays), count in found.items()]
 
 
-def _ranked(found: list[Candidate]) -> list[Candidate]:
+def _ranked(found: list[Candidate], tie: float) -> list[Candidate]:
     """Best first; the first place goes to the plan with the fewest knobs among those that tie with the best."""
     by_time = sorted((c for c in found if c.fits), key=lambda c: (c.seconds, knobs(c.plan)))
     if not by_time:
         return []
-    tied = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + RESOLUTION)]
+    tied = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + tie)]
     first = min(tied, key=lambda c: (knobs(c.plan), c.seconds))
     return [first, *(c for c in by_time if c is not first)]
