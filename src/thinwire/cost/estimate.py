@@ -200,17 +200,21 @@ class Pricer:
         bucket = min(total, max(largest, bucket_bytes // ITEMSIZE[self._reduce]))
         count = total / bucket
         if traffic.shard is not None:
-            touched = self._rates.touch(bucket + bucket / traffic.shard.ranks)
-            scattered = self.scatter(traffic.shard, bucket, intra, inter).plus(Busy(codec=touched))
+            packing = Busy(codec=self._packing(traffic.shard, bucket))
+            scattered = self.scatter(traffic.shard, bucket, intra, inter).plus(packing)
             if traffic.every_micro_batch:
                 every = every.plus(scattered, count)
             else:
                 last = last.plus(scattered, count)
             bucket //= traffic.shard.ranks
         if traffic.replica is not None:
-            touched = self._rates.touch(2 * bucket)
-            last = last.plus(self.all_reduce(traffic.replica, bucket, intra, inter).plus(Busy(codec=touched)), count)
+            packing = Busy(codec=self._rates.touch(2 * bucket))
+            last = last.plus(self.all_reduce(traffic.replica, bucket, intra, inter).plus(packing), count)
         return every, last
+
+    def _packing(self, mesh: Shape, numel: float) -> float:
+        """Seconds of packing a bucket for a reduce-scatter and taking this rank's part out of it."""
+        return self._rates.touch(numel + numel / mesh.ranks)
 
     def spread(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
         """Updated parameters, once a step."""
@@ -224,30 +228,31 @@ class Pricer:
 
     # -- what no overlap hides -------------------------------------------------------------------------------------
     #
-    # The unit that the forward needs first is the last whose gradients are ready: it is reduced after the backward,
-    # and its parameters are spread and gathered before the next forward.
+    # The unit that the forward needs first, the embedding, is the last whose gradients are ready: it is reduced after
+    # the backward, and its parameters are spread and gathered before the next forward. It computes next to nothing, so
+    # that the first block's gather and reduction are in the open as well.
 
-    def first_gather(self, traffic: Traffic, numel: int, codec: CodecSpec) -> float:
-        """Seconds of gathering the first unit of ``numel`` elements."""
-        return self.gather(traffic.params, numel, codec).total if traffic.params else 0.0
+    def first_gathers(self, traffic: Traffic, first: Sequence[int], codec: CodecSpec) -> float:
+        """Seconds of gathering the first units, of so many elements each."""
+        return sum(self.gather(traffic.params, numel, codec).total for numel in first) if traffic.params else 0.0
 
-    def last_reduction(
-        self, traffic: Traffic, numel: int, intra: CodecSpec, inter: CodecSpec, bucket_bytes: int
+    def last_reductions(
+        self, traffic: Traffic, first: Sequence[int], intra: CodecSpec, inter: CodecSpec, bucket_bytes: int
     ) -> float:
-        """Seconds of reducing it, with whatever else is in the last bucket: half of one at least."""
-        seconds = 0.0
+        """Seconds of reducing them, with whatever else is in the last bucket: half of one at least."""
+        seconds, numel = 0.0, first[0]
         if traffic.params is not None:
-            seconds += self.scatter(traffic.params, numel, intra, inter).total
+            seconds += sum(self.scatter(traffic.params, each, intra, inter).total for each in first)
             numel //= traffic.params.ranks
         numel = max(numel, bucket_bytes // ITEMSIZE[self._reduce] // 2)
         if traffic.shard is not None:
-            seconds += self.scatter(traffic.shard, numel, intra, inter).total
+            seconds += self.scatter(traffic.shard, numel, intra, inter).total + self._packing(traffic.shard, numel)
             numel //= traffic.shard.ranks
         if traffic.replica is not None:
-            seconds += self.all_reduce(traffic.replica, numel, intra, inter).total
+            seconds += self.all_reduce(traffic.replica, numel, intra, inter).total + self._rates.touch(2 * numel)
         return seconds
 
     def first_spread(self, traffic: Traffic, numel: int, codec: CodecSpec) -> float:
-        """Seconds of spreading it."""
+        """Seconds of spreading the first unit."""
         shards = traffic.params.ranks if traffic.params else 1
         return self.gather(traffic.shard, numel // shards, codec).total if traffic.shard else 0.0

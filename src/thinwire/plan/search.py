@@ -27,9 +27,9 @@ CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 RESOLUTION = 0.01
 """The search is complete when no plan that was not simulated can be better by more."""
 
-MOST_BLOCKS = 2000
-"""Blocks that are simulated at most, over all plans: about half a second. Beyond that the answer says that others might
-still win."""
+MOST_BLOCKS = 1200
+"""Blocks that are simulated at most, over all plans: about a third of a second. Beyond that the answer says that others
+might still win."""
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
@@ -136,8 +136,8 @@ class Search:
         )
         self._kinds = _kinds(job, self._base)
         units = job.units(self._base)
-        first = next(unit for unit in default_trace(units).needed if units[unit].name)
-        self._first = sum(buffer.numel for buffer in units[first].buffers)
+        named = [unit for unit in default_trace(units).needed if units[unit].name]
+        self._first = tuple(sum(buffer.numel for buffer in units[unit].buffers) for unit in named[:2])
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
         self._pricer = Pricer(job.rates, job.compute_dtype, self._base.effective_reduce_dtype)
         self._batches = [
@@ -283,11 +283,11 @@ class Search:
         choices = [level[name] if needed else ("none",) for name, needed in zip(_WIRE, used, strict=True)]
         gathers, spreads = [_codecs(texts) for texts in (choices[0], choices[3])]
         pricer, kinds, first = self._pricer, self._kinds, self._first
-        gathered = [(pricer.gathers(traffic, kinds, c), pricer.first_gather(traffic, first, c)) for c in gathers]
-        spread = [(pricer.spread(traffic, kinds, c), pricer.first_spread(traffic, first, c)) for c in spreads]
+        gathered = [(pricer.gathers(traffic, kinds, c), pricer.first_gathers(traffic, first, c)) for c in gathers]
+        spread = [(pricer.spread(traffic, kinds, c), pricer.first_spread(traffic, first[0], c)) for c in spreads]
         for intra, inter in itertools.product(_codecs(choices[1]), _codecs(choices[2])):
             every, last = pricer.reductions(traffic, kinds, intra, inter, self.bucket_bytes)
-            reduced = pricer.last_reduction(traffic, first, intra, inter, self.bucket_bytes)
+            reduced = pricer.last_reductions(traffic, first, intra, inter, self.bucket_bytes)
             for (gather, (gathering, before)), (after, (spreading, at_first)) in itertools.product(
                 zip(gathers, gathered, strict=True), zip(spreads, spread, strict=True)
             ):
