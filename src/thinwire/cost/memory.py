@@ -97,6 +97,7 @@ def memory(
     overhead: int = OVERHEAD,
     backlog: float = 0.0,
     touched_only: bool = False,
+    share: int | None = None,
 ) -> Memory:
     """Bytes of a rank under a plan.
 
@@ -111,17 +112,18 @@ def memory(
             are slower than the backward.
         touched_only: whether memory counts when it is written, as on a host, not when it is allocated: with one
             micro-batch gradients go from autograd to the reduction, past the ``G`` shard.
+        share: elements that the rank owns which owns most; from ``units`` by default.
     """
     states = states or States.of(plan)
+    share = _largest_share(units) if share is None else share
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
     itemsize = ITEMSIZE[plan.compute_dtype]
     tokens = plan.micro_batch * seq
     written_once = touched_only and plan.micro_batches == 1
     return Memory(
         params=states.params * padded // plan.params.ranks,
-        grads=states.grads
-        * (_largest_share(units) if plan.grads == plan.optimizer or written_once else padded // plan.grads.ranks),
-        optimizer=states.optimizer * _largest_share(units),
+        grads=states.grads * (share if plan.grads == plan.optimizer or written_once else padded // plan.grads.ranks),
+        optimizer=states.optimizer * share,
         secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
         gathered=_gathered(plan, units),
         buffers=_buffers(plan, units, backlog),

@@ -135,7 +135,7 @@ class Search:
             bucket_bytes=self.bucket_bytes,
         )
         self._kinds = _kinds(job, self._base)
-        units = job.units(self._base)
+        self._units = units = job.units(self._base)
         named = [unit for unit in default_trace(units).needed if units[unit].name]
         self._first = tuple(sum(buffer.numel for buffer in units[unit].buffers) for unit in named[:2])
         self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
@@ -319,7 +319,16 @@ class Search:
         """Bytes that do not depend on the batch."""
         params, grads, optimizer = chain
         plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, secondary=secondary)
-        needed = memory(self.job.model, plan, self.job.units(plan), seq=1, overhead=0, touched_only=self.job.on_host)
+        # Padding depends on the world alone, so that all plans have the same units, cut evenly.
+        needed = memory(
+            self.job.model,
+            plan,
+            self._units,
+            seq=1,
+            overhead=0,
+            touched_only=self.job.on_host,
+            share=self._parameters // optimizer.ranks,
+        )
         return needed.total - needed.activations - needed.logits
 
 
