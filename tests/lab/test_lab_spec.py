@@ -117,3 +117,12 @@ def test_missing_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thinwire.lab.namespaces._TOOL_PATH", "/nowhere")
     with pytest.raises(UsageError, match="'ip' is missing: install iproute2"), Lab(LabSpec(nodes=1)):
         pass
+
+
+def test_hosts_may_stand_anywhere() -> None:
+    scattered = LabSpec(nodes=4, leaf=2, bandwidth=1e9, places=(0, 2, 1, 3))
+    assert [scattered.leaf_of(node) for node in range(4)] == [0, 1, 0, 1]
+    with pytest.raises(SpecError, match=r"places = \[0, 0\]: should name each of 0 to 1 once"):
+        LabSpec(nodes=2, leaf=1, bandwidth=1e9, places=(0, 0))
+    with pytest.raises(SpecError, match="without leaf"):
+        LabSpec(nodes=2, places=(1, 0))

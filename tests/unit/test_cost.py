@@ -182,3 +182,15 @@ def test_moves_of_an_operation_send_what_its_hops_say() -> None:
             assert [move.scope for move in found if move.scope] == [hop.scope for hop in operation.hops]
             works = [move for move in found if move.scope is None and move.stage not in ("pack", "deliver")]
             assert bool(works) == (operation.encoded and not chosen.wire.is_none)
+
+
+def test_memory_counts_what_waits_for_slow_links_and_on_hosts_what_is_written() -> None:
+    model, chosen = ModelSpec.preset("llama-7b"), plan("thinwire")
+    infos = units(model, chosen)
+    fast, slow, host = (
+        memory(model, chosen, infos, seq=4096, **options) for options in ({}, {"backlog": 1.0}, {"touched_only": True})
+    )
+    assert slow.buffers - fast.buffers >= 2 * model.parameters
+    assert host.grads < fast.grads
+    # The last hop of the reduction inside a node, and that of the replicas.
+    assert fast.feedback == pytest.approx(4 * model.parameters * (1 + 1 / 8), rel=1e-3)

@@ -156,6 +156,15 @@ def test_explanations_add_up() -> None:
     assert len(told.flips) + len(told.steady) == 9
 
 
+def test_circumstances_in_which_nothing_fits_are_told_as_json_can() -> None:
+    roomy = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 1, micro_batch=1)
+    barely = int(1.2 * Search(roomy).smallest().memory.total)
+    asked = replace(roomy, cluster=roomy.cluster.with_(memory=barely))
+    told = explain(asked, search(asked, top=1))
+    (flip,) = [flip for flip in told.flips if flip.plan == "nothing fits"]
+    assert flip.seconds is None
+
+
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
@@ -223,6 +232,8 @@ def test_the_command_says_what_would_fit() -> None:
         (["--model", "llama-8b"], "there is no model preset 'llama-8b'"),
         (["--tokens-per-step", "4X"], "'4X' is not a count"),
         (["--memory", "lots"], "memory"),
+        (["--placement", "files"], "--placement files needs --hosts"),
+        (["--refit", "profile.json"], "--refit profile.json needs --compare"),
     ],
 )
 def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -> None:

@@ -117,12 +117,17 @@ def plan(
       thinwire plan --compare runs/quickstart --profile profile.json --refit profile.json
     """
     with explained(as_json=as_json):
+        from thinwire.cost import OVERHEAD
         from thinwire.errors import UsageError
         from thinwire.plan import Job
         from thinwire.spec import ModelSpec, Plan
         from thinwire.spec.profile import Profile
         from thinwire.units import parse_count
 
+        if placement is not None and hosts is None:
+            raise UsageError(f"--placement {placement} needs --hosts FILE: which hosts there are, and below which leaf")
+        if refit is not None and compare is None:
+            raise UsageError(f"--refit {refit} needs --compare RUN: the run that the profile should fit")
         if compare is not None:
             _compare(compare, profile, refit, as_json=as_json)
             return
@@ -144,7 +149,7 @@ def plan(
             codecs=codecs,
             clip=clip,
             rates=_rates(machine, measured, shape),
-            overhead=None if measured is None else measured.base_memory,
+            overhead=OVERHEAD if measured is None else measured.base_memory,
             causal_flops=causal_mfu,
         )
         console = wide_console(as_json=as_json)
@@ -377,7 +382,8 @@ def _show_explanation(explanation: Explanation, chosen: Candidate, console: Cons
     if explanation.runner_up:
         console.print(f"runner-up: {explanation.runner_up}", markup=False)
     for flip in explanation.flips:
-        console.print(f"with {flip.change}: {flip.plan} ({flip.seconds:.3f} s)", markup=False)
+        after = "" if flip.seconds is None else f" ({flip.seconds:.3f} s)"
+        console.print(f"with {flip.change}: {flip.plan}{after}", markup=False)
     if explanation.steady:
         console.print(f"the same plan with {'; '.join(explanation.steady)}", markup=False)
 

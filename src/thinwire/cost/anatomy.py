@@ -6,20 +6,17 @@ runtime's own; a test compares them.
 
 from __future__ import annotations
 
-import fnmatch
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
 from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel
-from thinwire.program.wire import ITEMSIZE
+from thinwire.program.shares import LARGE_LEAF
+from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["LARGE_LEAF", "Part", "Tensor", "parts", "units"]
-
-LARGE_LEAF = 100
-"""A part outside the blocks is a unit of its own when it holds at least 1/LARGE_LEAF of the parameters."""
+__all__ = ["Part", "Tensor", "parts", "units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +63,6 @@ class Part:
         return tokens * (self.matrix_flops + 4 * seq * self.attention_width)
 
 
-def parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
-    """The model's parts in the runtime's order: the root first if it owns any parameter.
-
-    Args:
-        model: its shape.
-        granularity: ``"block"`` or ``"module"``, as in a plan.
-    """
-    return _parts(model, granularity)
-
-
 def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     """What the program must know of the parts, under a plan.
 
@@ -85,8 +72,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         shard: which ``P`` shard; shares of unequal size differ between them.
     """
     itemsize = ITEMSIZE[plan.compute_dtype]
-    exclude = () if plan.wire.is_none else plan.wire.exclude
-    cut = [(part, _kinds(part, exclude)) for part in parts(model, plan.granularity)]
+    cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity)]
     payloads = [
         part.numel if tensors is part.tensors else sum(t.numel for t in tensors)
         for part, kinds in cut
@@ -106,15 +92,12 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     )
 
 
-def _kinds(part: Part, exclude: tuple[str, ...]) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
+def _kinds(part: Part, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
     """Encoded tensors, and those that always travel as they are."""
-    if not exclude:
+    if not plan.wire.exclude:
         return [(True, part.tensors)]
-    excluded = {
-        tensor: any(fnmatch.fnmatchcase(tensor.name, pattern) for pattern in exclude) for tensor in part.tensors
-    }
-    kinds = [(True, tuple(t for t, out in excluded.items() if not out))]
-    kinds.append((False, tuple(t for t, out in excluded.items() if out)))
+    excluded = {tensor: is_excluded(plan, tensor.name) for tensor in part.tensors}
+    kinds = [(not out, tuple(t for t in part.tensors if excluded[t] is out)) for out in (False, True)]
     return [(encoded, tensors) for encoded, tensors in kinds if tensors]
 
 
@@ -152,7 +135,13 @@ _Module = tuple[str, tuple[tuple[str, int], ...], int, int]
 
 
 @lru_cache(maxsize=16)
-def _parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
+def parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
+    """The model's parts in the runtime's order: the root first if it owns any parameter.
+
+    Args:
+        model: its shape.
+        granularity: ``"block"`` or ``"module"``, as in a plan.
+    """
     names = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
     embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])

@@ -13,7 +13,7 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
-from thinwire.plan.job import CODEC_LEVELS, Candidate, CodecLevel, Job, Objective, profiled_cluster
+from thinwire.plan.job import CODEC_LEVELS, Candidate, CodecLevel, Job, profiled_cluster
 from thinwire.plan.placement import crossings, hostfile, place, rankfile, read_hosts, slurm_hostfile
 from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
 
@@ -27,7 +27,6 @@ __all__ = [
     "Explanation",
     "Flip",
     "Job",
-    "Objective",
     "Quantity",
     "Remedy",
     "Search",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from thinwire.cost import AMSP_STATES, OVERHEAD, AmspTimes, FlatCollectives, Memory, amsp_times, memory
+from thinwire.cost import AMSP_STATES, AmspTimes, FlatCollectives, Memory, amsp_times, memory
 from thinwire.plan.job import Job
 from thinwire.plan.rules import Chain, chain_ends
 from thinwire.spec import Factor, Link, Plan
@@ -134,8 +134,7 @@ def _priced(job: Job, flat: FlatCollectives, base: Plan, chain: Chain, recompute
     parts = job.parts(plan)
     times = amsp_times(parts, flat, job.mesh, chain, micro_batches)
     again = sum(job.rates.forward(part, plan, job.seq) for part in parts if part.kind == "block")
-    overhead = OVERHEAD if job.overhead is None else job.overhead
-    needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=overhead)
+    needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=job.overhead)
     return AmspPlan(
         plan, times, micro_batches * again if recompute else 0.0, needed, needed.total <= job.cluster.memory
     )

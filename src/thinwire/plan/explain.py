@@ -23,12 +23,12 @@ class Flip:
     Attributes:
         change: in words.
         plan: the choice, in words.
-        seconds: of its step.
+        seconds: of its step; ``None`` where nothing fits.
     """
 
     change: str
     plan: str
-    seconds: float
+    seconds: float | None
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def explain(job: Job, searched: Searched) -> Explanation:
     for change, changed in _variations(job):
         other = search(changed, top=1)
         if not other.candidates:
-            flips.append(Flip(change, "nothing fits", float("inf")))
+            flips.append(Flip(change, "nothing fits", None))
         elif _same(other.candidates[0].plan, chosen.plan, changed):
             steady.append(change)
         else:

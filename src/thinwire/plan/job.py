@@ -6,17 +6,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from thinwire.cost import Memory, Part, ProfiledRates, Rates, parts, units
+from thinwire.cost import OVERHEAD, Memory, Part, ProfiledRates, Rates, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import UnitInfo
 from thinwire.sim import Simulated, Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 
-__all__ = ["CODEC_LEVELS", "Candidate", "CodecLevel", "Objective", "Job"]
+__all__ = ["CODEC_LEVELS", "Candidate", "CodecLevel", "Job", "profiled_cluster"]
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
-Objective = Literal["time", "amsp"]
 
 CODEC_LEVELS: dict[CodecLevel, dict[str, tuple[str, ...]]] = {
     "none": {"gather": ("none",), "reduce_intra": ("none",), "reduce_inter": ("none",), "spread": ("none",)},
@@ -57,7 +56,7 @@ class Job:
         compute_dtype: of forward and backward.
         clip: whether gradients are clipped by their norm.
         rates: how long everything takes.
-        overhead: bytes of a rank in use before any model; ``None`` for the usual.
+        overhead: bytes of a rank in use before any model.
         causal_flops: whether MFU counts half of attention, as current Megatron-LM does.
     """
 
@@ -71,7 +70,7 @@ class Job:
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
     clip: bool = True
     rates: Rates = field(kw_only=True)
-    overhead: int | None = None
+    overhead: int = OVERHEAD
     causal_flops: bool = False
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from thinwire.cost import OVERHEAD, Busy, Pricer, Traffic, UnitKind, memory, working_memory
+from thinwire.cost import Busy, Pricer, Traffic, UnitKind, memory, working_memory
 from thinwire.plan.job import CODEC_LEVELS, Candidate, Job
 from thinwire.plan.rules import Chain, chain_ends, knobs, secondaries
 from thinwire.program import Kind, Scope, default_trace
@@ -99,7 +99,6 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
         label: what to call it.
     """
     workload = job.workload(plan)
-    overhead = OVERHEAD if job.overhead is None else job.overhead
     simulated = simulate(plan, workload, job.rates, micro_batches=plan.micro_batches)
     links = max(simulated.busy[Resource.INSIDE], simulated.busy[Resource.ACROSS])
     # Gradients wait as far as the links take longer than the computation that makes them.
@@ -109,7 +108,7 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
         plan,
         workload.units,
         seq=job.seq,
-        overhead=overhead,
+        overhead=job.overhead,
         backlog=backlog,
         touched_only=job.on_host,
     )
@@ -312,8 +311,7 @@ class Search:
     def _working(self, micro_batch: int, *, recompute: bool) -> int:
         """Bytes that depend on the batch, and the overhead."""
         plan = self._base.with_(micro_batch=micro_batch, recompute=recompute)
-        overhead = OVERHEAD if self.job.overhead is None else self.job.overhead
-        return working_memory(self.job.model, plan, seq=self.job.seq) + overhead
+        return working_memory(self.job.model, plan, seq=self.job.seq) + self.job.overhead
 
     def _states(self, chain: Chain, secondary: Factor | None) -> int:
         """Bytes that do not depend on the batch."""

@@ -9,9 +9,12 @@ from typing import overload
 
 from thinwire.spec import Plan
 
-__all__ = ["ALIGNMENT_BYTES", "Even", "compact", "deal", "flat_numel", "padded", "summed", "together"]
+__all__ = ["ALIGNMENT_BYTES", "LARGE_LEAF", "Even", "compact", "deal", "flat_numel", "padded", "summed", "together"]
 
 ALIGNMENT_BYTES = 16
+
+LARGE_LEAF = 100
+"""A leaf outside the blocks (embedding, head) is a unit when it holds at least 1/LARGE_LEAF of the parameters."""
 
 
 @dataclass(frozen=True, slots=True)

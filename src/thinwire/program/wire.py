@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from dataclasses import dataclass
 
 from thinwire.program.mesh import Axis, MessageSizes, axis_extent
@@ -9,9 +10,17 @@ from thinwire.program.step import BufferInfo
 from thinwire.spec import CodecSpec, Plan
 
 __all__ = [
-    "ITEMSIZE", "Encoding", "ReductionEncodings", "axis_shape", "gather_sizes", "idle_codecs", "reduction_encodings",
-    "reduction_sizes", "sums_dtype",
-]  # fmt: skip
+    "ITEMSIZE",
+    "Encoding",
+    "ReductionEncodings",
+    "axis_shape",
+    "gather_sizes",
+    "idle_codecs",
+    "is_excluded",
+    "reduction_encodings",
+    "reduction_sizes",
+    "sums_dtype",
+]
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _LENGTH_BYTES = 8
@@ -107,6 +116,12 @@ def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
     if not encoded:
         return MessageSizes.plain(ITEMSIZE[plan.effective_reduce_dtype])
     return reduction_encodings(plan, axis).sizes()
+
+
+def is_excluded(plan: Plan, name: str) -> bool:
+    """Whether a parameter always travels as it is (``wire.exclude``: patterns as in a shell). Without codecs all do,
+    and none is set apart."""
+    return not plan.wire.is_none and any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:

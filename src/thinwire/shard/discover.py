@@ -9,13 +9,11 @@ from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thinwire.errors import UsageError
+from thinwire.program.shares import LARGE_LEAF
 
 __all__ = ["UnitModules", "discover"]
 
 Selection = Sequence[nn.Module | str] | Callable[[str, nn.Module], bool] | None
-
-LARGE_LEAF = 100
-"""A leaf outside the blocks (embedding, head) is a unit when it holds at least 1/LARGE_LEAF of the parameters."""
 
 
 @dataclass

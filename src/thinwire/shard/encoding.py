@@ -13,7 +13,7 @@ from thinwire.codecs import Codec
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
 from thinwire.program import Axis
-from thinwire.program.wire import axis_shape, sums_dtype
+from thinwire.program.wire import axis_shape, is_excluded, sums_dtype
 from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["PlanCodecs", "check_exclusions", "codec_problems", "is_excluded"]
@@ -43,12 +43,6 @@ class PlanCodecs:
         wire = plan.wire
         hops = HopCodecs(made(wire.reduce_intra), made(wire.reduce_inter))
         return cls(made(wire.gather), hops, made(wire.spread))
-
-
-def is_excluded(plan: Plan, name: str) -> bool:
-    """Whether a parameter always travels as it is (``wire.exclude``: patterns as in a shell). Without codecs all do,
-    and none is set apart."""
-    return not plan.wire.is_none and any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
 
 
 def check_exclusions(plan: Plan, names: Sequence[str]) -> None:

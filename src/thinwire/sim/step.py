@@ -319,7 +319,7 @@ def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) 
     end = Event(Phase.STEP, -1, 0)
     spreads = tuple(op.index for op in program.starts(end) if op.lane is Lane.SPREAD)
     yield _Start(spreads)
-    yield _Wait(tuple(index for index in program.waits.get(end, ()) if index in set(spreads)))
+    yield _Wait(tuple(i for i in program.waits.get(end, ()) if program.operations[i].lane is Lane.SPREAD))
     yield _Compute(rates.step, "step")
     for micro_batch in range(program.micro_batches):
         yield from _forward(program, trace, forward, micro_batch)
@@ -354,7 +354,8 @@ def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[
     yield _Start(control)
     shares = _update_shares(workload.units)
     last = _last_reductions(program)
-    awaited = [op for op in program.operations if op.index in set(last.values())]
+    final = set(last.values())
+    awaited = [op for op in program.operations if op.index in final]
     if workload.clip:
         yield _Wait(tuple(op.index for op in awaited))
         yield _Wait(control)
