@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.cost import ProfiledRates, Work, parts
+from thinwire.cost import Beside, ProfiledRates, Work, parts
 from thinwire.errors import DataError, SpecError
 from thinwire.plan import Job, compare, explain, profiled_cluster, refit, search
 from thinwire.program import Kind, Scope
@@ -56,8 +56,9 @@ def profile(**changes: Any) -> Profile:
         for kind in ("block", "head", "embedding")
     ]
     meetings = [
-        OverlapRow(scope="inside", compute=1.3, transfer=1.5),
-        OverlapRow(scope="across", compute=1.1, transfer=1.0),
+        OverlapRow(scope="inside", sent=MIB, compute=1.3, transfer=1.5),
+        OverlapRow(scope="inside", sent=MIB // 16, compute=1.2, transfer=5.5),
+        OverlapRow(scope="across", sent=MIB, compute=1.1, transfer=1.0),
     ]
     made = Profile(
         device="cpu", backend="gloo", torch="2.13", nodes=2, gpus_per_node=2, memory=4 << 30, base_memory=200 * MIB,
@@ -76,9 +77,18 @@ def test_measured_points_come_back() -> None:
     assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, MIB, encoded=False) == pytest.approx(1e-3 + MIB / 1e8)
     assert known.hop(Kind.REDUCE_SCATTER, Scope.INSIDE, 2, 16 * MIB, encoded=True) == pytest.approx(1e-3 + MIB / 6.25e7)
     assert known.codec(Work(CodecSpec("int8:256"), "float32", 1 << 20, 0)) == pytest.approx((1 << 20) * 1e-9)
-    assert known.computing_beside(Scope.INSIDE) == 1.3
-    assert known.transferring_beside(Scope.ACROSS) == 1.0
+    assert known.beside(Scope.INSIDE, MIB) == Beside(1.3, 1.5)
+    assert known.beside(Scope.ACROSS, 2 * MIB) == Beside(1.1, 1.0)
     assert not known.extrapolated
+
+
+def test_small_transfers_suffer_more_beside_computation() -> None:
+    known = rates()
+    assert known.beside(Scope.INSIDE, MIB // 4) == Beside(pytest.approx(1.25), pytest.approx(3.5))
+    assert known.beside(Scope.INSIDE, 100) == Beside(1.2, 5.5)
+    assert known.beside(Scope.INSIDE, 64 * MIB) == Beside(1.3, 1.5)
+    assert known.least_slowing == 1.1
+    assert rates(overlap=[]).beside(Scope.INSIDE, MIB) == Beside()
 
 
 def test_between_points_times_grow_and_beyond_them_bandwidth_holds() -> None:

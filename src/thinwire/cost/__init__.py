@@ -6,12 +6,14 @@ from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.measured import ProfiledRates
 from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, memory, working_memory
 from thinwire.cost.operations import Move, moves
-from thinwire.cost.rates import Efficiency, NominalRates, Rates, Work
+from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
 
 __all__ = [
+    "ALONE",
     "AMSP_STATES",
     "OVERHEAD",
     "AmspTimes",
+    "Beside",
     "Busy",
     "Efficiency",
     "FlatCollectives",

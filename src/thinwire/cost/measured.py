@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from thinwire.cost.anatomy import Part
-from thinwire.cost.rates import Work
+from thinwire.cost.rates import Beside, Work
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.spec import ModelSpec, Plan
-from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, Profile
+from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
 
 __all__ = ["ProfiledRates"]
 
@@ -83,7 +83,9 @@ class ProfiledRates:
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
         )
         self._compute = {part: _nearest(profile, part, model, dtype) for part in ("block", "head", "embedding")}
-        self._beside = {row.scope: row for row in profile.overlap}
+        self._overlap: dict[str, list[OverlapRow]] = {}
+        for row in sorted(profile.overlap, key=lambda row: row.sent):
+            self._overlap.setdefault(row.scope, []).append(row)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
         """Interpolated; groups of a size that was not measured are scaled from the nearest one that was."""
@@ -166,15 +168,27 @@ class ProfiledRates:
         """As measured."""
         return self.profile.step_seconds
 
-    def computing_beside(self, scope: Scope) -> float:
-        """As measured; 1 where it was not."""
-        row = self._beside.get(str(scope))  # type: ignore[call-overload]
-        return row.compute if row else 1.0
+    def beside(self, scope: Scope, sent: int) -> Beside:
+        """Interpolated between the sizes that were measured, the nearest one's beyond; 1 where nothing was.
 
-    def transferring_beside(self, scope: Scope) -> float:
-        """Likewise."""
-        row = self._beside.get(str(scope))  # type: ignore[call-overload]
-        return row.transfer if row else 1.0
+        A small transfer mostly waits for its turn on a busy processor, so it suffers many times more than a large one.
+        """
+        rows = self._overlap.get(str(scope), [])
+        high = next((index for index, row in enumerate(rows) if row.sent >= sent), len(rows))
+        if high in (0, len(rows)):
+            nearest = rows[min(high, len(rows) - 1) :][:1]
+            return Beside(nearest[0].compute, nearest[0].transfer) if nearest else Beside()
+        below, above = rows[high - 1], rows[high]
+        share = math.log(sent / below.sent) / math.log(above.sent / below.sent)
+        return Beside(
+            below.compute + share * (above.compute - below.compute),
+            below.transfer + share * (above.transfer - below.transfer),
+        )
+
+    @property
+    def least_slowing(self) -> float:
+        """As measured; 1 where it was not."""
+        return min((row.compute for row in self.profile.overlap), default=1.0)
 
     @property
     def extrapolated(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.rates import Rates, Work, largest_bytes_per_value, wire_bytes_per_value
+from thinwire.cost.rates import ALONE, Beside, Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.wire import Encoding, reduction_encodings
 from thinwire.spec import CodecSpec, Plan
@@ -23,11 +23,13 @@ class Move:
         stage: the queue it waits in; moves of one stage of a lane run one after another.
         scope: the links it uses; ``None`` for a codec's work.
         seconds: alone.
+        beside: what it and computation do to each other.
     """
 
     stage: str
     scope: Scope | None
     seconds: float
+    beside: Beside = ALONE
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +146,7 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
 def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
     hop = step.hop
     seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=not step.encoding.codec.is_none)
-    return Move(f"{what}-{hop.scope}", hop.scope, seconds)
+    return Move(f"{what}-{hop.scope}", hop.scope, seconds, rates.beside(hop.scope, step.sent))
 
 
 def _work(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:

@@ -14,7 +14,16 @@ from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec, CodecSpec, Plan
 
-__all__ = ["Efficiency", "NominalRates", "Rates", "Work", "largest_bytes_per_value", "wire_bytes_per_value"]
+__all__ = [
+    "ALONE",
+    "Beside",
+    "Efficiency",
+    "NominalRates",
+    "Rates",
+    "Work",
+    "largest_bytes_per_value",
+    "wire_bytes_per_value",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +43,23 @@ class Work:
     encoded: float
     decoded: float
     feedback: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """How computation and a transfer slow each other down while both run; 1 is not at all.
+
+    Attributes:
+        compute: how many times longer computation and codecs take.
+        transfer: how many times longer the transfer takes.
+    """
+
+    compute: float = 1.0
+    transfer: float = 1.0
+
+
+ALONE = Beside()
+"""Nothing is slowed."""
 
 
 class Rates(Protocol):
@@ -68,12 +94,13 @@ class Rates(Protocol):
         """Fixed time of a step."""
         ...
 
-    def computing_beside(self, scope: Scope) -> float:
-        """How many times longer computation takes beside a transfer; 1 is not at all."""
+    def beside(self, scope: Scope, sent: int) -> Beside:
+        """What a transfer of so many bytes and computation do to each other (gamma)."""
         ...
 
-    def transferring_beside(self, scope: Scope) -> float:
-        """How many times longer a transfer takes beside computation."""
+    @property
+    def least_slowing(self) -> float:
+        """How many times longer computation takes beside the transfer that disturbs it least."""
         ...
 
     @property
@@ -179,12 +206,15 @@ class NominalRates:
         """The efficiency's."""
         return self._efficiency.step
 
-    def computing_beside(self, scope: Scope) -> float:
-        """The efficiency's gamma."""
-        del scope
-        return self._efficiency.beside
+    def beside(self, scope: Scope, sent: int) -> Beside:
+        """The efficiency's gamma, whatever the size."""
+        del scope, sent
+        return Beside(self._efficiency.beside, self._efficiency.beside)
 
-    transferring_beside = computing_beside
+    @property
+    def least_slowing(self) -> float:
+        """The efficiency's gamma."""
+        return self._efficiency.beside
 
 
 _TYPICAL_RATIO = {("exp3", "bfloat16"): 1.42, ("mpc", "bfloat16"): 1.28, ("mpc", "float32"): 1.10}

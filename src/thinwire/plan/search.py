@@ -184,7 +184,7 @@ class Search:
         """Every valid plan that fits into memory, with its estimate."""
         job, room = self.job, self.job.cluster.memory
         # a (+) b = max(a, b) + (gamma - 1) min(a, b): what computation and transfers take together, at best.
-        slowing = min(job.rates.computing_beside(scope) for scope in Scope) - 1
+        slowing = job.rates.least_slowing - 1
         for params, optimizer in chain_ends(job.mesh):
             update = job.rates.update(self._parameters // optimizer.ranks)
             for secondary in secondaries(job.mesh, params):

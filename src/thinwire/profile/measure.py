@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +23,9 @@ from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRo
 from thinwire.units import format_bytes
 
 __all__ = ["Settings", "measure"]
+
+MEETING_SIZES = (1 << 20, 1 << 16, 1 << 23)
+"""Bytes of the vectors that are gathered beside computation: a usual bucket's, a small one's, a large one's."""
 
 
 @dataclass(frozen=True)
@@ -157,8 +161,14 @@ def _measure_meetings(
 ) -> None:
     block = next((piece for piece in settings.pieces if piece.part == "block"), None)
     shapes = {Scope.INSIDE: (settings.mesh.local, 1), Scope.ACROSS: (1, settings.mesh.nodes)}
-    known = {row.scope for row in rows.overlap}
-    scopes = [scope for scope, (local, nodes) in shapes.items() if local * nodes > 1 and str(scope) not in known]
+    known = {(row.scope, row.sent) for row in rows.overlap}
+    wanted = [
+        (scope, size, sent)
+        for size in MEETING_SIZES
+        for scope, shape in shapes.items()
+        if math.prod(shape) > 1
+        if (str(scope), sent := sent_bytes(Exchange("all_gather", *shape), size)) not in known
+    ]
     if block is None:
         return
     _, call = block.make(settings.device)
@@ -166,12 +176,16 @@ def _measure_meetings(
     def compute() -> None:
         call().sum().backward()
 
-    for number, scope in enumerate(scopes):
-        report(f"computing beside transfers {scope} nodes")
-        share = max(0.6, deadline.left()) / (len(scopes) - number) / 3
-        whole = torch.zeros(1 << 20, dtype=torch.uint8, device=settings.device)
-        body = all_gather(groups.of(*shapes[scope]), whole).perform
-        rows.overlap.append(measure_meeting(Meeting(scope, compute, body), control, settings.device, share))
+    for number, (scope, size, sent) in enumerate(wanted):
+        if deadline.passed() and size != MEETING_SIZES[0]:
+            report(f"no time left for computing beside transfers of {format_bytes(size)}")
+            return
+        report(f"computing beside transfers {scope} nodes, {format_bytes(size)}")
+        share = max(0.6 * len(wanted), deadline.left()) / (len(wanted) - number) / 3
+        whole = torch.zeros(size, dtype=torch.uint8, device=settings.device)
+        transfer = all_gather(groups.of(*shapes[scope]), whole).perform
+        meeting = Meeting(scope, sent, compute, transfer)
+        rows.overlap.append(measure_meeting(meeting, control, settings.device, share))
 
 
 def _measure_collectives(

@@ -23,11 +23,13 @@ class Meeting:
 
     Attributes:
         scope: whose links the transfer uses.
+        sent: bytes that a rank sends in it.
         compute: the computation, once.
         transfer: the transfer, once.
     """
 
     scope: Scope
+    sent: int
     compute: Callable[[], None]
     transfer: Callable[[], None]
 
@@ -50,6 +52,7 @@ def measure_meeting(meeting: Meeting, control: Control, device: torch.device, se
     beside, slowed = _together(meeting, control, device, count)
     return OverlapRow(
         scope=str(meeting.scope),  # type: ignore[arg-type]
+        sent=meeting.sent,
         compute=max(1.0, beside / computing),
         transfer=max(1.0, slowed / transferring),
     )

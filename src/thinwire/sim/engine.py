@@ -2,7 +2,7 @@
 
 A *task* has seconds of work, alone, on one resource. Tasks that run at the same time share: transfers over the same
 links divide them, computation and codecs divide the processor, and computation and transfers slow each other by
-measured factors (gamma). Time jumps from one completion to the next.
+measured factors (gamma), which differ from transfer to transfer. Time jumps from one completion to the next.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from thinwire.cost import Rates
+from thinwire.cost import ALONE, Beside
 from thinwire.program import Scope
 
 __all__ = ["Clock", "Resource", "Task"]
@@ -44,13 +44,13 @@ class Task:
         resource: what it runs on.
         left: seconds of work, alone, that are left.
         done: called when there is none.
-        start: when it began.
+        beside: of a transfer: what it and computation do to each other.
     """
 
     resource: Resource
     left: float
     done: Callable[[], None]
-    start: float = 0.0
+    beside: Beside = ALONE
 
 
 @dataclass
@@ -58,23 +58,19 @@ class Clock:
     """Runs tasks.
 
     Attributes:
-        rates: how computation and transfers slow each other down.
         now: seconds since the start.
         busy: seconds of work done, alone, by resource.
     """
 
-    rates: Rates
     now: float = 0.0
     busy: dict[Resource, float] = field(default_factory=lambda: dict.fromkeys(Resource, 0.0))
 
     def __post_init__(self) -> None:
         self._active: list[Task] = []
-        self._computing = {scope: self.rates.computing_beside(scope) - 1 for scope in Scope}
-        self._transferring = {scope: self.rates.transferring_beside(scope) - 1 for scope in Scope}
 
-    def begin(self, resource: Resource, seconds: float, done: Callable[[], None]) -> None:
+    def begin(self, resource: Resource, seconds: float, done: Callable[[], None], beside: Beside = ALONE) -> None:
         """Start a task now; ``done`` may start others."""
-        self._active.append(Task(resource, seconds, done, self.now))
+        self._active.append(Task(resource, seconds, done, beside))
 
     def run(self) -> None:
         """Until nothing is left to run."""
@@ -82,13 +78,12 @@ class Clock:
             self._advance()
 
     def _advance(self) -> None:
-        active = self._active
-        slowness = self._slowness()
-        wait = min(task.left * slowness[task.resource] for task in active)
+        active, slowness = self._active, self._slowness()
+        wait = min(task.left * slow for task, slow in zip(active, slowness, strict=True))
         self.now += wait
         finished = []
-        for task in active:
-            step = wait / slowness[task.resource]
+        for task, slow in zip(active, slowness, strict=True):
+            step = wait / slow
             self.busy[task.resource] += min(step, task.left)
             task.left -= step
             if task.left <= 1e-12:
@@ -100,22 +95,20 @@ class Clock:
         for task in finished:
             task.done()
 
-    def _slowness(self) -> dict[Resource, float]:
-        """Seconds that a second of work takes, by resource, with what is active now."""
+    def _slowness(self) -> list[float]:
+        """Seconds that a second of each task's work takes now."""
         count = dict.fromkeys(Resource, 0)
+        # Transfers over the same links take turns, so the one that disturbs computation most stands for them.
+        disturbing = {Resource.INSIDE: 1.0, Resource.ACROSS: 1.0}
         for task in self._active:
             count[task.resource] += 1
-        inside, across = count[Resource.INSIDE], count[Resource.ACROSS]
+            if task.beside is not ALONE:
+                disturbing[task.resource] = max(disturbing[task.resource], task.beside.compute)
         sharing = (1 if count[Resource.COMPUTE] else 0) + count[Resource.CODEC]
-        beside = 1.0
-        if inside:
-            beside += self._computing[Scope.INSIDE]
-        if across:
-            beside += self._computing[Scope.ACROSS]
-        processing = bool(sharing)
-        return {
-            Resource.COMPUTE: max(sharing, 1) * beside,
-            Resource.CODEC: max(sharing, 1) * beside,
-            Resource.INSIDE: inside * (1 + (self._transferring[Scope.INSIDE] if processing else 0)),
-            Resource.ACROSS: across * (1 + (self._transferring[Scope.ACROSS] if processing else 0)),
-        }
+        processing = sharing * (sum(disturbing.values()) - 1)
+        return [
+            processing
+            if task.resource is Resource.COMPUTE or task.resource is Resource.CODEC
+            else count[task.resource] * (task.beside.transfer if sharing else 1.0)
+            for task in self._active
+        ]

@@ -143,7 +143,7 @@ class _Player:
 
     def __init__(self, plan: Plan, workload: Workload, rates: Rates, program: StepProgram, trace: bool) -> None:
         self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
-        self._clock = Clock(rates)
+        self._clock = Clock()
         self._moves = _memoised_moves(plan, program, rates)
         self._spread_of = _by_unit(op for op in program.operations if op.lane is Lane.SPREAD)
         self._runs: dict[int, _Run] = {}
@@ -254,7 +254,9 @@ class _Player:
             return
         self._busy_queues.add(key)
         begin = self._clock.now
-        self._clock.begin(Resource.of(move.scope), move.seconds, lambda: self._moved(run, move, key, begin))
+        self._clock.begin(
+            Resource.of(move.scope), move.seconds, lambda: self._moved(run, move, key, begin), move.beside
+        )
 
     def _moved(self, run: _Run, move: Move, key: tuple[Lane, str], begin: float) -> None:
         self._busy_queues.discard(key)

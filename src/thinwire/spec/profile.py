@@ -67,9 +67,10 @@ class ComputeRow(Spec):
 
 
 class OverlapRow(Spec):
-    """How computation and a transfer slow each other down when both run; 1 is not at all."""
+    """How computation and transfers of one size slow each other down when both run; 1 is not at all."""
 
-    scope: Literal["inside", "across"] = Field(description="which links the transfer uses")
+    scope: Literal["inside", "across"] = Field(description="which links the transfers use")
+    sent: Bytes = Field(description="bytes that one rank sends in a transfer")
     compute: Annotated[float, Field(strict=True, ge=1)] = Field(description="time of computation beside a transfer")
     transfer: Annotated[float, Field(strict=True, ge=1)] = Field(description="time of a transfer beside computation")
 
