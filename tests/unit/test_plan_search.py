@@ -235,6 +235,7 @@ def test_the_command_says_what_would_fit() -> None:
         (["--memory", "lots"], "memory"),
         (["--placement", "files"], "--placement files needs --hosts"),
         (["--refit", "profile.json"], "--refit profile.json needs --compare"),
+        (["--objective", "amsp", "--codecs", "standard"], "--codecs standard has no meaning with --objective amsp"),
     ],
 )
 def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -> None:

@@ -45,7 +45,7 @@ def choose_plan(recipe: Recipe, resolved: Plan, ranks: Started | None, profile: 
     from thinwire.train.packing import prepare
 
     dataset = prepare(recipe.data)
-    shape = _shape(recipe, dataset.vocab)
+    shape = recipe.model.shape(vocab=dataset.vocab, seq=recipe.train.seq)
     measured = Profile.read(profile) if profile else _measured(recipe, resolved, shape, ranks)
     job = _job(recipe, resolved, shape, measured)
     searched = planner.search(job)
@@ -54,15 +54,6 @@ def choose_plan(recipe: Recipe, resolved: Plan, ranks: Started | None, profile: 
     _say(job, searched, console)
     chosen = searched.candidates[0].plan
     return chosen.with_(name="auto", compute_dtype=resolved.compute_dtype)
-
-
-def _shape(recipe: Recipe, vocab: int) -> ModelSpec:
-    from thinwire.spec import ModelSpec
-
-    model = recipe.model
-    if model.kind != "huggingface":
-        return model.shape(vocab=vocab, seq=recipe.train.seq)
-    return ModelSpec.named(str(model.path or model.config), seq=recipe.train.seq)
 
 
 def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started | None) -> Profile:

@@ -56,8 +56,9 @@ def plan(
         typer.Option(metavar="PROFILE.json", help="Times as thinwire profile measured them.", show_default=False),
     ] = None,
     codecs: Annotated[
-        Literal["none", "lossless", "standard", "aggressive"], typer.Option(help="How far codecs may go.")
-    ] = "standard",
+        Literal["none", "lossless", "standard", "aggressive"] | None,
+        typer.Option(help="How far codecs may go; AMSP's objective knows none.", show_default="standard"),
+    ] = None,
     objective: Annotated[
         Literal["time", "amsp"], typer.Option(help="time: the overlapped step; amsp: AMSP's sum of communication.")
     ] = "time",
@@ -128,6 +129,11 @@ def plan(
             raise UsageError(f"--placement {placement} needs --hosts FILE: which hosts there are, and below which leaf")
         if refit is not None and compare is None:
             raise UsageError(f"--refit {refit} needs --compare RUN: the run that the profile should fit")
+        if objective == "amsp" and codecs not in (None, "none"):
+            raise UsageError(
+                f"--codecs {codecs} has no meaning with --objective amsp, which compares plans without codecs as AMSP "
+                "does; leave --codecs out, or --objective"
+            )
         if compare is not None:
             _compare(compare, profile, refit, as_json=as_json)
             return
@@ -146,7 +152,7 @@ def plan(
             shape.seq,
             micro_batch=micro_batch,
             recompute={"auto": None, "on": True, "off": False}[recompute],
-            codecs=codecs,
+            codecs=codecs or "standard",
             clip=clip,
             rates=_rates(machine, measured, shape),
             overhead=OVERHEAD if measured is None else measured.base_memory,

@@ -31,23 +31,21 @@ _TIED_BY_DEFAULT = ("gpt2", "gpt_bigcode", "opt", "bloom", "roberta", "bert", "g
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
-def huggingface_shape(path: str | Path) -> dict[str, Any]:
+def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a ``ModelSpec``.
 
     Args:
-        path: the file, or the folder that holds ``config.json``.
+        source: the file, the folder that holds ``config.json``, or the configuration itself.
 
     Raises:
         SpecError: if the file cannot be read, lacks a size, or describes what a ``ModelSpec`` cannot (mixtures of
             experts, heads whose widths do not add up to the hidden width).
     """
-    file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise SpecError(str(file), [f"cannot be read as a Hugging Face configuration: {error}"]) from error
-    if not isinstance(config, dict):
-        raise SpecError(str(file), ["should be a JSON object, as Hugging Face's config.json is"])
+    if isinstance(source, Mapping):
+        config, what, name = source, "model.config", "model"
+    else:
+        file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
+        config, what, name = _read(file), str(file), file.resolve().parent.name
     config = config.get("text_config", config)  # of a model that also sees
     problems = [
         f"has none of the keys {', '.join(names)}, from which {key} is read"
@@ -57,21 +55,31 @@ def huggingface_shape(path: str | Path) -> dict[str, Any]:
     if experts := next((name for name in _EXPERTS if (config.get(name) or 0) > 1), None):
         problems.append(f"{experts} = {config[experts]}: mixtures of experts are not modelled; give a dense model")
     if problems:
-        raise SpecError(str(file), problems)
+        raise SpecError(what, problems)
     family = str(config.get("model_type", "llama"))
     shape = {key: _first(config, names) for key, names in (_KEYS | _OPTIONAL).items()}
     head_dim = config.get("head_dim")
     if head_dim and head_dim * shape["heads"] != shape["hidden"]:
         raise SpecError(
-            str(file),
+            what,
             [f"head_dim = {head_dim} times {shape['heads']} heads is not hidden_size = {shape['hidden']}, which is "
              "not modelled; describe the nearest shape in a TOML file"],
         )  # fmt: skip
     if shape["tied_embedding"] is None:
         shape["tied_embedding"] = family in _TIED_BY_DEFAULT
     shape["kind"] = "gpt" if family in _TWO_MATRICES else "llama"
-    shape["name"] = str(config.get("_name_or_path") or file.resolve().parent.name)
+    shape["name"] = str(config.get("_name_or_path") or name)
     return {key: value for key, value in shape.items() if value is not None}
+
+
+def _read(file: Path) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(str(file), [f"cannot be read as a Hugging Face configuration: {error}"]) from error
+    if not isinstance(config, dict):
+        raise SpecError(str(file), ["should be a JSON object, as Hugging Face's config.json is"])
+    return config
 
 
 def _first(config: Mapping[str, Any], names: tuple[str, ...]) -> Any:

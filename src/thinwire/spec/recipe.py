@@ -14,6 +14,7 @@ from pydantic import BeforeValidator, Field
 from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Flag, Positive, Problem, Seconds, Share, Spec, rule
 from thinwire.spec.factor import Factor
+from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.plan import Dtype, Plan
@@ -61,7 +62,7 @@ class ModelRecipe(Spec):
     )
 
     def shape(self, *, vocab: int, seq: int) -> ModelSpec:
-        """The dimensions of a llama or gpt.
+        """The dimensions.
 
         Args:
             vocab: the vocabulary, where this recipe leaves it open.
@@ -71,8 +72,13 @@ class ModelRecipe(Spec):
             The shape.
 
         Raises:
-            SpecError: a dimension is missing or does not divide another.
+            SpecError: a dimension is missing or does not divide another, or is none of which a ``ModelSpec`` knows
+                (mixtures of experts).
         """
+        if self.kind == "huggingface":
+            source = self.path if self.config is None else self.config
+            assert source is not None, "a rule of this type"
+            return ModelSpec.parse({**huggingface_shape(source), "seq": self.max_seq or seq}, "model")
         own = {
             "kind": self.kind,
             "layers": self.layers,
