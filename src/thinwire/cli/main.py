@@ -18,6 +18,7 @@ from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
 from thinwire.cli.plan import plan
 from thinwire.cli.profile import profile
+from thinwire.cli.sim import sim
 from thinwire.cli.train import train
 
 app = typer.Typer(
@@ -30,6 +31,7 @@ app = typer.Typer(
 )
 app.command()(train)
 app.command()(plan)
+app.command()(sim)
 app.command()(profile)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)

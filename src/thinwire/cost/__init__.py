@@ -1,8 +1,9 @@
 """What things take: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
-from thinwire.cost.amsp import AmspTimes, FlatCollectives, amsp_times
+from thinwire.cost.amsp import AmspTimes, amsp_times
 from thinwire.cost.anatomy import Part, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
+from thinwire.cost.flat import FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledRates
 from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, memory, working_memory
 from thinwire.cost.operations import Move, moves
@@ -29,6 +30,7 @@ __all__ = [
     "UnitKind",
     "Work",
     "amsp_times",
+    "flat_moves",
     "memory",
     "moves",
     "parts",

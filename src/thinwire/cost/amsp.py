@@ -6,16 +6,14 @@ all groups that cross nodes at the same time, and latency grows with the group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from thinwire.cost.anatomy import Part
-from thinwire.cost.rates import Efficiency
-from thinwire.spec import ClusterSpec, Factor
+from thinwire.cost.flat import FlatCollectives
+from thinwire.spec import Factor
 
-__all__ = ["AmspTimes", "FlatCollectives", "amsp_times"]
+__all__ = ["AmspTimes", "amsp_times"]
 
 _ITEMSIZE = 2
 
@@ -43,46 +41,6 @@ class AmspTimes:
     def total(self) -> float:
         """What AMSP minimises."""
         return self.params + self.grads + self.sync + self.spread
-
-
-class FlatCollectives:
-    """Ring collectives over a sub-mesh, every group of the cluster at once.
-
-    Args:
-        cluster: links.
-        efficiency: share of the links that software reaches.
-        contention: whether groups that cross nodes at the same time share a node's cards; AMSP's sums leave it out.
-    """
-
-    def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None, *, contention: bool = True) -> None:
-        self._cluster, self._efficiency, self._contention = cluster, efficiency or Efficiency(), contention
-
-    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor) -> float:
-        """Time of one collective.
-
-        Args:
-            kind: all-gather, reduce-scatter, all-reduce or broadcast.
-            size: bytes of the whole vector.
-            mesh: the group.
-        """
-        ranks = mesh.ranks
-        if ranks == 1:
-            return 0.0
-        links, share = self._cluster.links, self._efficiency
-        inside = links.inside.bandwidth * share.inside
-        if mesh.nodes == 1:
-            bandwidth, latency = inside, links.inside.latency
-        else:
-            # R / local groups cross each node's cards at the same time (NIC contention).
-            sharing = self._cluster.gpus_per_node / mesh.local if self._contention else 1
-            bandwidth, latency = min(inside, links.nic.bandwidth * share.nic / sharing), links.nic.latency
-        if kind == "BC":
-            return latency * math.log2(ranks) + 8 * size / bandwidth
-        ring = latency * (ranks - 1) + 8 * size * (ranks - 1) / ranks / bandwidth
-        if kind != "AR":
-            return ring
-        tree = latency * math.log2(ranks) + 8 * size / bandwidth  # what NCCL takes where latency would dominate
-        return 2 * min(ring, tree)
 
 
 def amsp_times(

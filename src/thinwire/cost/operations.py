@@ -10,7 +10,7 @@ from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
 from thinwire.program.wire import Encoding, reduction_encodings
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["CodedHop", "Move", "moves", "moves_of"]
+__all__ = ["CodedHop", "Move", "codec_seconds", "coded_hops", "moves", "moves_of"]
 
 _NONE = CodecSpec()
 
@@ -68,7 +68,7 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
         operation: one of its program.
         rates: how long each takes.
     """
-    coded = [_coded(plan, operation, hop) for hop in operation.hops]
+    coded = coded_hops(plan, operation)
     found = moves_of(coded, rates)
     if operation.axis not in (Axis.SHARD, Axis.REPLICA) or operation.lane is Lane.SPREAD or not coded:
         return found
@@ -77,6 +77,11 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
     whole = whole_numel(coded)
     taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
     return [Move("pack", None, rates.touch(whole)), *found, Move("deliver", None, rates.touch(taken))]
+
+
+def coded_hops(plan: Plan, operation: Operation) -> list[CodedHop]:
+    """The hops of an operation with what makes their messages."""
+    return [_coded(plan, operation, hop) for hop in operation.hops]
 
 
 def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[Move]:
@@ -120,11 +125,11 @@ def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
     found: list[Move] = []
     waiting = 0.0  # a codec's work before the next hop
     for number, step in enumerate(steps):
-        waiting += _work(rates, step, encoded=step.values)
+        waiting += codec_seconds(rates, step, encoded=step.values)
         if waiting:
             found.append(Move("encode" if number == 0 else "recode", None, waiting))
         found.append(_transfer("scatter", step, rates))
-        waiting = _work(rates, step, decoded=step.values)
+        waiting = codec_seconds(rates, step, decoded=step.values)
     if waiting:
         found.append(Move("decode", None, waiting))
     return found
@@ -136,8 +141,8 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
         return []
     first = steps[0]
     transfers = [_transfer("gather", step, rates) for step in steps]
-    encoding = _work(rates, first, encoded=first.values / (first.hop.ranks - 1))
-    decoding = _work(rates, first, decoded=sum(step.values for step in steps))
+    encoding = codec_seconds(rates, first, encoded=first.values / (first.hop.ranks - 1))
+    decoding = codec_seconds(rates, first, decoded=sum(step.values for step in steps))
     before = [Move("encode-gather", None, encoding)] if encoding else []
     after = [Move("decode-gather", None, decoding)] if decoding else []
     return [*before, *transfers, *after]
@@ -149,6 +154,7 @@ def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
     return Move(f"{what}-{hop.scope}", hop.scope, seconds, rates.beside(hop.scope, step.sent))
 
 
-def _work(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
+def codec_seconds(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
+    """Seconds that a hop's codec works on so many values."""
     codec, dtype = step.encoding.codec, step.encoding.dtype
     return 0.0 if codec.is_none else rates.codec(Work(codec, dtype, encoded, decoded, step.feedback))

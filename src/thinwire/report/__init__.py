@@ -1,5 +1,6 @@
 """Results for people: tables that read alike in a terminal and in a page of the documentation."""
 
 from thinwire.report.sheet import Sheet, insert, markdown_table, rich_table
+from thinwire.report.sweep import draw_sweep
 
-__all__ = ["Sheet", "insert", "markdown_table", "rich_table"]
+__all__ = ["draw_sweep", "Sheet", "insert", "markdown_table", "rich_table"]

@@ -16,6 +16,7 @@ from thinwire.cost import Move, Part, Rates, moves
 from thinwire.program import (
     Even,
     Event,
+    Kind,
     Lane,
     Operation,
     Phase,
@@ -27,10 +28,13 @@ from thinwire.program import (
     together,
 )
 from thinwire.program.timeline import COMPUTE, WAITING, Span
-from thinwire.sim.engine import Clock, Resource
+from thinwire.sim.clock import Clock, Resource
 from thinwire.spec import Plan
 
-__all__ = ["Simulated", "Workload", "simulate"]
+__all__ = ["Pricing", "Simulated", "Workload", "simulate"]
+
+Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[Move]]
+"""The moves of an operation of a program over these units."""
 
 PLAYED = 3
 """Micro-batches that are played; further ones repeat the last of the middle ones."""
@@ -74,7 +78,15 @@ class Simulated:
     extrapolated: bool = False
 
 
-def simulate(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int = 1, trace: bool = False) -> Simulated:
+def simulate(
+    plan: Plan,
+    workload: Workload,
+    rates: Rates,
+    *,
+    micro_batches: int = 1,
+    trace: bool = False,
+    pricing: Pricing | None = None,
+) -> Simulated:
     """Play one step in steady state.
 
     Args:
@@ -83,10 +95,13 @@ def simulate(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int
         rates: how long each part takes, alone.
         micro_batches: of a step (``M``).
         trace: whether to keep the spans.
+        pricing: the moves of an operation in another engine than thinwire.
     """
     if micro_batches <= PLAYED:
-        return _play(plan, workload, rates, micro_batches, trace)
-    two, three = (_play(plan, workload, rates, count, trace and count == PLAYED) for count in (PLAYED - 1, PLAYED))
+        return _play(plan, workload, rates, micro_batches, trace, pricing)
+    two, three = (
+        _play(plan, workload, rates, count, trace and count == PLAYED, pricing) for count in (PLAYED - 1, PLAYED)
+    )
     more = micro_batches - PLAYED
 
     def further(at_three: float, at_two: float) -> float:
@@ -102,9 +117,16 @@ def simulate(plan: Plan, workload: Workload, rates: Rates, *, micro_batches: int
     )
 
 
-def _play(plan: Plan, workload: Workload, rates: Rates, micro_batches: int, trace: bool) -> Simulated:
+def _play(
+    plan: Plan, workload: Workload, rates: Rates, micro_batches: int, trace: bool, pricing: Pricing | None = None
+) -> Simulated:
     program = lower(plan, workload.units, micro_batches=micro_batches)
-    return _Player(plan, workload, rates, program, trace).play()
+
+    def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
+        del units
+        return moves(plan, operation, rates)
+
+    return _Player(plan, workload, rates, program, pricing or thinwire, trace).play()
 
 
 @dataclass(slots=True, eq=False)
@@ -141,10 +163,12 @@ _Instruction = _Compute | _Wait | _Start
 class _Player:
     """Computation as a list of instructions, lanes as queues of moves."""
 
-    def __init__(self, plan: Plan, workload: Workload, rates: Rates, program: StepProgram, trace: bool) -> None:
+    def __init__(
+        self, plan: Plan, workload: Workload, rates: Rates, program: StepProgram, pricing: Pricing, trace: bool
+    ) -> None:
         self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
         self._clock = Clock()
-        self._moves = _memoised_moves(plan, program, rates)
+        self._moves = _memoised_moves(plan, program, pricing)
         self._spread_of = _by_unit(op for op in program.operations if op.lane is Lane.SPREAD)
         self._runs: dict[int, _Run] = {}
         self._queues: dict[tuple[Lane, str], deque[_Run]] = {}
@@ -286,14 +310,17 @@ def _chained(first: Iterable[_Instruction], rest: Iterator[_Instruction]) -> Ite
     yield from rest
 
 
-def _memoised_moves(plan: Plan, program: StepProgram, rates: Rates) -> list[list[Move]]:
+def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[list[Move]]:
     """The moves of every operation; blocks repeat, so most of them are priced once."""
     known: dict[tuple[object, ...], list[Move]] = {}
     found = []
+    key: tuple[object, ...]
     for op in program.operations:
         key = (op.kind, op.lane, op.axis, op.hops, op.encoded)
+        if op.kind is Kind.BROADCAST:  # its parts are as unequal as the units are different
+            key += op.units
         if key not in known:
-            known[key] = moves(plan, op, rates)
+            known[key] = pricing(plan, op, program.units)
         found.append(known[key])
     return found
 

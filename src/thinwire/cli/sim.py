@@ -1,0 +1,188 @@
+"""``thinwire sim``: what a step would take on a cluster, by simulation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.console import wide_console
+from thinwire.cli.errors import explained
+
+if TYPE_CHECKING:
+    from thinwire.sim import Answer, Case
+
+SWEPT = ("gpus", "gpus_per_node", "internode_gbps", "seq", "micro_batch_tokens", "micro_batches")
+
+
+def sim(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="NAME|FILE", help="Preset, TOML file or Hugging Face config.json.", show_default=False),
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(metavar="GPU:NODESxGPUS", help="For example a800-80g:128x8.", show_default=False)
+    ] = None,
+    plan: Annotated[str, typer.Option(metavar="FILE|preset:NAME", help="How states are sharded.")] = "preset:thinwire",
+    seq: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a sequence; the model's by default.", show_default=False)
+    ] = None,
+    internode_gbps: Annotated[
+        float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
+    ] = None,
+    micro_batch_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a micro-batch of a rank; one sequence by default.")
+    ] = None,
+    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 1,
+    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward.")] = False,
+    overlap: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="What runs beside computation: gather,reduce,sync,spread or none; all by default.",
+        ),
+    ] = None,
+    wire: Annotated[
+        str | None, typer.Option(metavar="POLICY", help="Codecs, by the name of a policy.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Compute dtype.")] = "bfloat16",
+    engine: Annotated[str, typer.Option(help="Who performs the step: thinwire or a published system.")] = "thinwire",
+    sweep: Annotated[
+        str | None,
+        typer.Option(metavar="KEY=A,B,...", help=f"Several values of one of {', '.join(SWEPT)}.", show_default=False),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="With --sweep: draw it.", show_default=False)
+    ] = None,
+    cases: Annotated[
+        Path | None,
+        typer.Option(metavar="CASES.json", help="Many steps at once; see docs/simulator.md.", show_default=False),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="OUT.json", help="Write what runs when, for Perfetto.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+) -> None:
+    """Simulate a step: the program that the runtime would perform, priced by a cluster's published figures.
+
+    [bold]Examples[/bold]
+
+      thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:zero1-node --seq 4096
+
+      thinwire sim --model llama-13b --cluster h100-80g:32x8 --plan preset:zeropp --sweep internode_gbps=50,100,200,400
+
+      thinwire sim --model llama-7b --cluster a800-80g:8x8 --plan preset:zero3 --trace step.json
+
+      thinwire sim --cases cases.json --json
+    """
+    with explained(as_json=as_json):
+        from thinwire.errors import UsageError
+        from thinwire.sim import answer, read_cases
+
+        if plot is not None and sweep is None:
+            raise UsageError(f"--plot {plot} needs --sweep KEY=A,B,...: what to draw")
+        if cases is not None:
+            asked = read_cases(cases)
+        elif model is None or cluster is None:
+            raise UsageError("--model and --cluster are missing: thinwire sim --model llama-7b --cluster a800-80g:8x8")
+        else:
+            fields = _fields(model, cluster, plan, overlap)
+            fields |= {
+                "seq": seq, "internode_gbps": internode_gbps, "micro_batch_tokens": micro_batch_tokens,
+                "micro_batches": micro_batches, "recompute": recompute, "dtype": dtype, "engine": engine,
+            }  # fmt: skip
+            fields |= {} if wire is None else {"wire": wire}
+            asked = _swept({key: value for key, value in fields.items() if value is not None}, sweep)
+        if trace is not None and len(asked) != 1:
+            raise UsageError(f"--trace {trace} is of one step; there are {len(asked)}")
+        answers = [answer(case, trace=trace is not None) for case in asked]
+        if trace is not None:
+            from thinwire.program.timeline import chrome_trace
+
+            trace.write_text(json.dumps(chrome_trace({0: answers[0].simulated.spans})), encoding="utf-8")
+        if plot is not None and sweep is not None:
+            _draw(plot, sweep.partition("=")[0], answers)
+        if as_json:
+            rows = [found.to_dict() for found in answers]
+            print(json.dumps(rows if cases is not None or sweep is not None else rows[0]))
+        else:
+            _show(answers)
+
+
+def _fields(model: str, cluster: str, plan: str, overlap: str | None) -> dict[str, Any]:
+    from thinwire.errors import UsageError
+    from thinwire.spec import ClusterSpec, Plan
+
+    machine = ClusterSpec.named(cluster)
+    if cluster.endswith(".toml"):
+        raise UsageError(f"--cluster {cluster}: the simulator takes published accelerators, as in a800-80g:128x8")
+    fields: dict[str, Any] = {
+        "model": model,
+        "gpu": cluster.partition(":")[0],
+        "gpus": machine.gpus,
+        "gpus_per_node": machine.gpus_per_node,
+    }
+    if plan.startswith("preset:"):
+        fields["plan"] = plan.removeprefix("preset:")
+    else:
+        table = Plan.load(plan).to_dict()
+        kept = ("params", "grads", "optimizer", "secondary", "partition")
+        fields["plan"] = {key: table[key] for key in kept if key in table}
+        fields["wire"] = table.get("wire", {})
+    if overlap is not None:
+        names = [word.strip() for word in overlap.split(",")]
+        fields["overlap"] = [] if names == ["none"] else names
+    return fields
+
+
+def _swept(fields: dict[str, Any], sweep: str | None) -> list[Case]:
+    from thinwire.errors import UsageError
+    from thinwire.sim import Case
+
+    if sweep is None:
+        return [Case.parse(fields, "the step")]
+    key, equals, values = sweep.partition("=")
+    if not equals or key not in SWEPT:
+        raise UsageError(f"--sweep {sweep} should be KEY=A,B,... with one of the keys {', '.join(SWEPT)}")
+    try:
+        numbers = [float(value) if key == "internode_gbps" else int(value) for value in values.split(",")]
+    except ValueError as error:
+        raise UsageError(f"--sweep {sweep}: {error}") from error
+    return [Case.parse({**fields, key: number, "id": f"{key}={number:g}"}, f"{key}={number:g}") for number in numbers]
+
+
+def _draw(path: Path, key: str, answers: Sequence[Answer]) -> None:
+    from thinwire.report import draw_sweep
+
+    first = answers[0]
+    lines = {
+        "seconds of a step": [found.simulated.seconds for found in answers],
+        "tokens/s of a GPU": [found.tgs for found in answers],
+        "MFU in %": [100 * found.mfu for found in answers],
+    }
+    x = [float(getattr(found.case, key)) for found in answers]
+    draw_sweep(path, key, x, lines, f"{first.model.name}, {first.cluster.name}, {first.plan.name}, simulated")
+
+
+def _show(answers: Sequence[Answer]) -> None:
+    from thinwire.report import Sheet, rich_table
+    from thinwire.units import format_bytes
+
+    columns = ["", "model", "cluster", "plan", "engine", "step s", "tokens/s/GPU", "MFU", "TFLOP/s", "exposed s",
+               "memory", ""]  # fmt: skip
+    rows = []
+    for found in answers:
+        waited = {str(lane): seconds for lane, seconds in found.simulated.exposed.items() if seconds >= 5e-4}
+        rows.append(
+            [
+                found.case.id, found.model.name or found.case.model, found.cluster.name or "", found.plan.name or "",
+                found.case.engine, f"{found.simulated.seconds:.3f}", f"{found.tgs:,.0f}", f"{found.mfu:.1%}",
+                f"{found.tflops:.0f}", ", ".join(f"{lane} {seconds:.3f}" for lane, seconds in waited.items()),
+                format_bytes(found.memory.total), "extrapolated" if found.extrapolated else "",
+            ]
+        )  # fmt: skip
+    wide_console().print(rich_table(Sheet("Simulated steps", columns, 5, rows)))

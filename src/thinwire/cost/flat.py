@@ -1,0 +1,125 @@
+"""Collectives as other engines perform them: one library call over the whole group, a ring or a tree.
+
+thinwire's own take two hops, which ``cost/operations.py`` prices one by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+from thinwire.cost.operations import CodedHop, Move, codec_seconds, coded_hops, moves
+from thinwire.cost.rates import Efficiency, Rates, wire_bytes_per_value
+from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_shape
+from thinwire.spec import ClusterSpec, Factor, Plan
+
+__all__ = ["FlatCollectives", "flat_moves"]
+
+Call = Literal["AG", "RS", "AR", "BC"]
+
+_CALLS: dict[Kind, Call] = {
+    Kind.ALL_GATHER: "AG",
+    Kind.REDUCE_SCATTER: "RS",
+    Kind.ALL_REDUCE: "AR",
+    Kind.BROADCAST: "BC",
+}
+
+
+class FlatCollectives:
+    """Ring collectives over a sub-mesh, every group of the cluster at once.
+
+    Args:
+        cluster: links.
+        efficiency: share of the links that software reaches.
+        contention: whether groups that cross nodes at the same time share a node's cards; AMSP's sums leave it out.
+    """
+
+    def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None, *, contention: bool = True) -> None:
+        self._cluster, self._efficiency, self._contention = cluster, efficiency or Efficiency(), contention
+
+    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor) -> float:
+        """Time of one collective.
+
+        Args:
+            kind: all-gather, reduce-scatter, all-reduce or broadcast.
+            size: bytes of the whole vector.
+            mesh: the group.
+        """
+        ranks = mesh.ranks
+        if ranks == 1:
+            return 0.0
+        links, share = self._cluster.links, self._efficiency
+        inside = links.inside.bandwidth * share.inside
+        if mesh.nodes == 1:
+            bandwidth, latency = inside, (ranks - 1) * links.inside.latency
+        else:
+            # R / local groups cross each node's cards at the same time (NIC contention).
+            sharing = self._cluster.gpus_per_node / mesh.local if self._contention else 1
+            bandwidth = min(inside, links.nic.bandwidth * share.nic / sharing)
+            # A ring enters and leaves each node once.
+            latency = (ranks - mesh.nodes) * links.inside.latency + (mesh.nodes - 1) * links.nic.latency
+        if kind == "BC":
+            return latency + 8 * size / bandwidth
+        ring = latency + 8 * size * (ranks - 1) / ranks / bandwidth
+        if kind != "AR":
+            return ring
+        # What NCCL takes where latency would dominate: chains inside nodes, a tree across them.
+        hops = math.log2(mesh.nodes) * links.nic.latency + (mesh.local - 1) * links.inside.latency
+        return 2 * min(ring, hops + 8 * size / bandwidth)
+
+
+def flat_moves(
+    plan: Plan,
+    operation: Operation,
+    units: Sequence[UnitInfo],
+    rates: Rates,
+    flat: FlatCollectives,
+    *,
+    whole_sync: bool,
+) -> list[Move]:
+    """The moves of an operation in an engine that makes one call for it.
+
+    Reductions with codecs take thinwire's hops: so ZeRO++ publishes them, and their second hop is what they are for.
+
+    Args:
+        plan: whose codecs apply.
+        operation: one of its program.
+        units: of the program.
+        rates: of codecs, and of what computation and transfers do to each other.
+        flat: times of calls.
+        whole_sync: whether gradients are synchronised by one all-reduce over all ranks that hold them, of which each
+            keeps its share (AMSP's select and drop), instead of a reduce-scatter and an all-reduce of shares.
+    """
+    coded = coded_hops(plan, operation)
+    gradients = operation.lane in (Lane.REDUCE, Lane.SYNC)
+    if not coded or operation.lane is Lane.CONTROL or (gradients and not coded[0].encoding.codec.is_none):
+        return moves(plan, operation, rates)
+    if whole_sync and gradients and operation.axis is Axis.REPLICA and plan.optimizer != plan.params:
+        return []  # part of the all-reduce that stands for the reduce-scatter
+    local, nodes = axis_shape(plan, operation.axis)
+    mesh = Factor(local=local, nodes=nodes)
+    values = _whole(coded, operation, mesh.ranks)
+    size = values * wire_bytes_per_value(coded[0].encoding.codec, coded[0].encoding.dtype)
+    if whole_sync and gradients and operation.axis is Axis.SHARD:
+        mesh = plan.params.quotient(plan.mesh)
+        seconds = flat.seconds("AR", size, mesh)
+    elif operation.kind is Kind.BROADCAST:
+        buffers = [buffer for unit in operation.units for buffer in units[unit].buffers]
+        owners = sum(1 for share in zip(*(buffer.shares for buffer in buffers), strict=True) if any(share))
+        seconds = owners * flat.seconds("BC", size / owners, mesh)
+    else:
+        seconds = flat.seconds(_CALLS[operation.kind], size, mesh)
+    scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
+    found = [
+        Move("encode", None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
+        Move("call", scope, seconds, rates.beside(scope, round(size))),
+        Move("decode", None, codec_seconds(rates, coded[0], decoded=values)),
+    ]
+    return [move for move in found if move.seconds]
+
+
+def _whole(coded: Sequence[CodedHop], operation: Operation, ranks: int) -> float:
+    """Values of the whole vector, from what one rank sends of it."""
+    sent = sum(step.values for step in coded)
+    return sent * ranks / (ranks - 1) / (2 if operation.kind is Kind.ALL_REDUCE else 1)

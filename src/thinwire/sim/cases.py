@@ -1,0 +1,222 @@
+"""Steps to simulate as a file describes them, and the answers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from thinwire.cost import Memory, memory, parts, units
+from thinwire.errors import SpecError
+from thinwire.program import Lane
+from thinwire.sim.engines import ENGINES, Engine
+from thinwire.sim.step import Simulated, Workload
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec.accelerators import ACCELERATORS
+from thinwire.spec.base import Count, Flag, Positive, Spec
+
+__all__ = ["Answer", "Case", "answer", "read_cases"]
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+OVERLAPS = ("gather", "reduce", "sync", "spread")
+
+
+def _long_name(dtype: object) -> object:
+    return _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+class Case(Spec):
+    """One step on one cluster."""
+
+    id: str = Field(default="", description="comes back in the answer")
+    model: str = Field(description="preset, TOML file or Hugging Face config.json")
+    gpu: str = Field(description=f"accelerator: {', '.join(ACCELERATORS)}")
+    gpus: Count = Field(description="accelerators of the whole cluster")
+    gpus_per_node: Count | None = Field(
+        default=None, description="of each node; unset: the accelerator's usual machine"
+    )
+    internode_gbps: Positive | None = Field(default=None, description="Gbit/s of a node's cards together")
+    seq: Count | None = Field(default=None, description="tokens of a sequence; unset: the model's")
+    micro_batch_tokens: Count | None = Field(default=None, description="of a rank; unset: one sequence")
+    micro_batches: Count = Field(default=1, description="of a step")
+    recompute: Flag = Field(default=False, description="blocks are recomputed in the backward")
+    tp: Count = Field(default=1, description="ranks of a tensor-parallel group")
+    pp: Count = Field(default=1, description="pipeline stages")
+    engine: str = Field(default="thinwire", description=f"who performs the step: {', '.join(ENGINES)}")
+    plan: str | dict[str, Any] = Field(description="preset, or factors: params, grads, optimizer, secondary, partition")
+    wire: str | dict[str, Any] | None = Field(default=None, description="policy, or fields of a plan's wire")
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], BeforeValidator(_long_name)] = Field(
+        default="bfloat16", description="compute dtype"
+    )
+    overlap: tuple[Literal["gather", "reduce", "sync", "spread"], ...] | None = Field(
+        default=None, description="what may run beside computation; unset: all"
+    )
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a case comes to.
+
+    Attributes:
+        case: the case.
+        model: its shape.
+        cluster: the cluster.
+        plan: the plan, as resolved.
+        simulated: the step.
+        memory: bytes of a rank.
+        extrapolated: whether the case lies outside of what the engine's constants were fitted to.
+    """
+
+    case: Case
+    model: ModelSpec
+    cluster: ClusterSpec
+    plan: Plan
+    simulated: Simulated
+    memory: Memory
+    extrapolated: bool
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, of all accelerators."""
+        return self.plan.micro_batches * self.plan.micro_batch * self.model.seq * self.plan.mesh.ranks
+
+    @property
+    def tgs(self) -> float:
+        """Tokens of an accelerator in a second."""
+        return self.tokens / self.case.gpus / self.simulated.seconds
+
+    @property
+    def tflops(self) -> float:
+        """Of an accelerator, of the model alone: recomputation is not counted."""
+        return self.tgs * self.model.flops_per_token(self.model.seq) / 1e12
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation, attention not halved for causality."""
+        peaks = self.cluster.peak_flops
+        return self.tflops * 1e12 / (peaks.get(self.case.dtype) or peaks.get("float16") or max(peaks.values()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "id": self.case.id,
+            "step_seconds": self.simulated.seconds,
+            "tgs": self.tgs,
+            "mfu": self.mfu,
+            "tflops": self.tflops,
+            "memory_bytes": {**self.memory.by_part(), "total": self.memory.total},
+            "exposed": {str(lane): self.simulated.exposed[lane] for lane in Lane},
+            "extrapolated": self.extrapolated,
+        }
+
+
+def read_cases(path: Path) -> list[Case]:
+    """The cases of a JSON file.
+
+    Raises:
+        SpecError: if it cannot be read, or any case is invalid; all problems are named.
+    """
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise SpecError(str(path), [f"cannot be read as cases: {error}"]) from error
+    if not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
+        raise SpecError(str(path), ["should be a JSON list of objects, one for each case"])
+    cases, problems = [], []
+    for number, row in enumerate(rows):
+        try:
+            cases.append(Case.parse(row, str(path)))
+        except SpecError as error:
+            problems += [f"case {row.get('id') or number}: {problem}" for problem in error.problems]
+    if problems:
+        raise SpecError(str(path), problems)
+    return cases
+
+
+def answer(case: Case, *, trace: bool = False) -> Answer:
+    """Simulate a case.
+
+    Args:
+        case: the case.
+        trace: whether the answer's step keeps its spans.
+
+    Raises:
+        SpecError: if its parts do not go together.
+    """
+    engine = _engine(case)
+    cluster, model = _cluster(case), _model(case)
+    plan = _plan(case, engine, model)
+    infos = units(model, plan)
+    workload = Workload(parts(model, plan.granularity), infos, model.seq, clip=True)
+    simulated = engine.step(plan, workload, cluster, micro_batches=plan.micro_batches, trace=trace)
+    needed = memory(model, plan, infos, seq=model.seq, states=engine.states)
+    return Answer(case, model, cluster, plan, simulated, needed, engine.extrapolates(case.gpu, case.gpus))
+
+
+def _engine(case: Case) -> Engine:
+    if case.engine not in ENGINES:
+        raise SpecError(_what(case), [f"engine = {case.engine!r} is unknown; valid are {', '.join(ENGINES)}"])
+    for key in ("tp", "pp"):
+        if getattr(case, key) > 1:
+            raise SpecError(_what(case), [f"{key} = {getattr(case, key)}: only 1 can be simulated so far"])
+    return ENGINES[case.engine]
+
+
+def _what(case: Case) -> str:
+    return f"case {case.id}" if case.id else "the case"
+
+
+def _cluster(case: Case) -> ClusterSpec:
+    kind = ACCELERATORS.get(case.gpu)
+    if kind is None:
+        raise SpecError(_what(case), [f"gpu = {case.gpu!r} is unknown; valid are {', '.join(ACCELERATORS)}"])
+    local = min(case.gpus, case.gpus_per_node or kind.gpus_per_node)
+    if case.gpus % local:
+        raise SpecError(_what(case), [f"gpus = {case.gpus} is not a multiple of gpus_per_node = {local}"])
+    links = {} if case.internode_gbps is None else {"links": {"nic": {"bandwidth": case.internode_gbps * 1e9}}}
+    return ClusterSpec.preset(case.gpu, nodes=case.gpus // local, gpus_per_node=local, **links)
+
+
+def _model(case: Case) -> ModelSpec:
+    """With sequences no longer than the micro-batch."""
+    model = ModelSpec.named(case.model, **({} if case.seq is None else {"seq": case.seq}))
+    tokens = case.micro_batch_tokens or model.seq
+    if tokens < model.seq:
+        if case.seq is not None:
+            raise SpecError(_what(case), [f"micro_batch_tokens = {tokens} is less than seq = {case.seq}"])
+        return model.with_(seq=tokens)
+    if tokens % model.seq:
+        raise SpecError(_what(case), [f"micro_batch_tokens = {tokens} is not a multiple of seq = {model.seq}"])
+    return model
+
+
+def _plan(case: Case, engine: Engine, model: ModelSpec) -> Plan:
+    cluster = _cluster(case)
+    mesh = Factor(local=cluster.gpus_per_node, nodes=cluster.nodes)
+    fields: dict[str, Any] = {
+        "micro_batch": (case.micro_batch_tokens or model.seq) // model.seq,
+        "micro_batches": case.micro_batches,
+        "recompute": case.recompute,
+        "compute_dtype": "float32" if case.dtype == "float32" else "bfloat16",
+        "partition": engine.partition,
+        "bucket_bytes": engine.bucket_bytes,
+    }
+    if case.overlap is not None:
+        fields["overlap"] = {name: name in case.overlap for name in OVERLAPS}
+    if case.wire is not None:
+        fields["wire"] = {"policy": case.wire} if isinstance(case.wire, str) else case.wire
+    if isinstance(case.plan, str):
+        plan = Plan.preset(case.plan, nodes=mesh.nodes, local=mesh.local)
+        return plan.with_(**fields)
+    unknown = set(case.plan) - {"params", "grads", "optimizer", "secondary", "partition"}
+    if unknown:
+        raise SpecError(
+            _what(case),
+            [f"plan.{key} is unknown; valid are params, grads, optimizer, secondary, partition" for key in unknown],
+        )
+    return Plan.parse({"name": "plan", "mesh": mesh.to_dict(), **fields, **case.plan}, _what(case))

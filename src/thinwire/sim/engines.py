@@ -1,0 +1,77 @@
+"""Who performs a step: thinwire, and the published systems that papers measured.
+
+Each constant stands for a cause, says where it was taken from or fitted to, and is used by every case of its engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from thinwire.cost import AMSP_STATES, Efficiency, FlatCollectives, Move, NominalRates, States, flat_moves
+from thinwire.program import Operation, UnitInfo
+from thinwire.sim.step import Simulated, Workload, simulate
+from thinwire.spec import ClusterSpec, Plan
+
+__all__ = ["ENGINES", "Engine"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a system performs a program.
+
+    Attributes:
+        summary: what it is.
+        efficiency: shares of nominal rates that it reaches.
+        flat: whether a collective is one call over its group; else thinwire's two hops.
+        whole_sync: whether gradients are synchronised whole, of which each rank keeps its share.
+        partition: how it cuts optimizer states, where a case does not say.
+        states: bytes per parameter that it keeps; ``None``: as thinwire.
+        bucket_bytes: of gradients that it reduces together.
+        known: by accelerator, the fewest and most of them in what the constants were fitted to.
+    """
+
+    summary: str
+    efficiency: Efficiency
+    flat: bool = True
+    whole_sync: bool = False
+    partition: Literal["intra", "inter"] = "intra"
+    states: States | None = None
+    bucket_bytes: int = 512 << 20
+    known: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def extrapolates(self, gpu: str, count: int) -> bool:
+        """Whether so many accelerators of a kind are beyond what the constants were fitted to."""
+        fewest, most = self.known.get(gpu, (0, 0))
+        return not fewest <= count <= most
+
+    def step(
+        self, plan: Plan, workload: Workload, cluster: ClusterSpec, *, micro_batches: int, trace: bool = False
+    ) -> Simulated:
+        """Play a step on a cluster of published figures."""
+        rates = NominalRates(cluster, plan.compute_dtype, self.efficiency)
+        flat = FlatCollectives(cluster, self.efficiency)
+
+        def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
+            return flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync)
+
+        return simulate(
+            plan, workload, rates, micro_batches=micro_batches, trace=trace, pricing=pricing if self.flat else None
+        )
+
+
+ENGINES: dict[str, Engine] = {
+    "thinwire": Engine(
+        "this library: collectives in two hops, everything overlapped", Efficiency(), flat=False, bucket_bytes=4 << 20
+    ),
+    "amsp": Engine(
+        "AMSP on InternLM's engine (arXiv 2311.00257): whole tensors dealt, all-reduce, grouped broadcasts",
+        Efficiency(compute=0.69, inside=0.60, nic=0.80, step=0.1),
+        whole_sync=True,
+        partition="inter",
+        states=AMSP_STATES,
+        known={"a800-80g": (64, 64)},
+    ),
+}
+"""By the name that ``--engine`` takes."""
