@@ -18,6 +18,7 @@ from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
 from thinwire.cli.plan import plan
 from thinwire.cli.profile import profile
+from thinwire.cli.reproduce import reproduce
 from thinwire.cli.sim import sim
 from thinwire.cli.train import train
 
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(sim)
+app.command()(reproduce)
 app.command()(profile)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)

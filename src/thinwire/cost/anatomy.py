@@ -72,7 +72,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         shard: which ``P`` shard; shares of unequal size differ between them.
     """
     itemsize = ITEMSIZE[plan.compute_dtype]
-    cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity)]
+    cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
     payloads = [
         part.numel if tensors is part.tensors else sum(t.numel for t in tensors)
         for part, kinds in cut
@@ -135,13 +135,27 @@ _Module = tuple[str, tuple[tuple[str, int], ...], int, int]
 
 
 @lru_cache(maxsize=16)
-def parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
+def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[Part, ...]:
     """The model's parts in the runtime's order: the root first if it owns any parameter.
 
     Args:
         model: its shape.
         granularity: ``"block"`` or ``"module"``, as in a plan.
+        tp: ranks over which matrices, heads and the vocabulary are cut; what is returned is one rank's.
     """
+    whole = _whole_parts(model, granularity)
+    return whole if tp == 1 else tuple(_sliced(part, tp) for part in whole)
+
+
+def _sliced(part: Part, tp: int) -> Part:
+    """A tensor-parallel rank's share; norms are on every rank."""
+    tensors = tuple(
+        tensor if "norm" in tensor.name else Tensor(tensor.name, -(-tensor.numel // tp)) for tensor in part.tensors
+    )
+    return Part(part.name, part.kind, part.block, tensors, part.matrix_flops // tp, part.attention_width // tp)
+
+
+def _whole_parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
     names = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
     embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])

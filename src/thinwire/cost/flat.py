@@ -100,23 +100,28 @@ def flat_moves(
     local, nodes = axis_shape(plan, operation.axis)
     mesh = Factor(local=local, nodes=nodes)
     values = _whole(coded, operation, mesh.ranks)
-    size = values * wire_bytes_per_value(coded[0].encoding.codec, coded[0].encoding.dtype)
+    per_value = wire_bytes_per_value(coded[0].encoding.codec, coded[0].encoding.dtype)
     if whole_sync and gradients and operation.axis is Axis.SHARD:
         mesh = plan.params.quotient(plan.mesh)
-        seconds = flat.seconds("AR", size, mesh)
+        seconds = flat.seconds("AR", values * per_value, mesh)
     elif operation.kind is Kind.BROADCAST:
-        buffers = [buffer for unit in operation.units for buffer in units[unit].buffers]
-        owners = sum(1 for share in zip(*(buffer.shares for buffer in buffers), strict=True) if any(share))
-        seconds = owners * flat.seconds("BC", size / owners, mesh)
+        owned = [sum(shares) for shares in zip(*_shares(operation, units), strict=True)]
+        values, owners = float(sum(owned)), sum(1 for numel in owned if numel)
+        seconds = owners * flat.seconds("BC", values / owners * per_value, mesh)
     else:
-        seconds = flat.seconds(_CALLS[operation.kind], size, mesh)
+        seconds = flat.seconds(_CALLS[operation.kind], values * per_value, mesh)
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
     found = [
         Move("encode", None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
-        Move("call", scope, seconds, rates.beside(scope, round(size))),
+        Move("call", scope, seconds, rates.beside(scope, round(values * per_value))),
         Move("decode", None, codec_seconds(rates, coded[0], decoded=values)),
     ]
     return [move for move in found if move.seconds]
+
+
+def _shares(operation: Operation, units: Sequence[UnitInfo]) -> list[Sequence[int]]:
+    """Elements of every owner, by buffer."""
+    return [buffer.shares for unit in operation.units for buffer in units[unit].buffers]
 
 
 def _whole(coded: Sequence[CodedHop], operation: Operation, ranks: int) -> float:

@@ -129,7 +129,7 @@ def memory(
         buffers=_buffers(plan, units, backlog),
         feedback=_feedback(plan, padded),
         activations=_activations(model, plan, tokens, itemsize),
-        logits=_logits(model, tokens, itemsize),
+        logits=_logits(model, -(-tokens // plan.tp), itemsize),
         overhead=overhead,
     )
 
@@ -137,7 +137,7 @@ def memory(
 def working_memory(model: ModelSpec, plan: Plan, *, seq: int) -> int:
     """Bytes that depend on the micro-batch: activations, logits and the loss."""
     tokens, itemsize = plan.micro_batch * seq, ITEMSIZE[plan.compute_dtype]
-    return _activations(model, plan, tokens, itemsize) + _logits(model, tokens, itemsize)
+    return _activations(model, plan, tokens, itemsize) + _logits(model, -(-tokens // plan.tp), itemsize)
 
 
 def _largest_share(units: Sequence[UnitInfo]) -> int:
@@ -213,6 +213,8 @@ def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
 
 
 def _activations(model: ModelSpec, plan: Plan, tokens: int, itemsize: int) -> int:
+    # Tensor-parallel ranks cut the sequence where they do not cut heads and channels (Korthikanti et al., section 4.2).
+    tokens = -(-tokens // plan.tp)
     block = activation_bytes(model, tokens, itemsize)
     inputs = tokens * model.hidden * itemsize
     ends = 3 * inputs  # the embedding's output, the final norm's input and output

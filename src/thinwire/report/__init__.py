@@ -1,6 +1,7 @@
 """Results for people: tables that read alike in a terminal and in a page of the documentation."""
 
+from thinwire.report.agreement import draw_agreement
 from thinwire.report.sheet import Sheet, insert, markdown_table, rich_table
 from thinwire.report.sweep import draw_sweep
 
-__all__ = ["draw_sweep", "Sheet", "insert", "markdown_table", "rich_table"]
+__all__ = ["draw_agreement", "draw_sweep", "Sheet", "insert", "markdown_table", "rich_table"]

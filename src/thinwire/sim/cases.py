@@ -152,8 +152,8 @@ def answer(case: Case, *, trace: bool = False) -> Answer:
     cluster, model = _cluster(case), _model(case)
     plan = _plan(case, engine, model)
     infos = units(model, plan)
-    workload = Workload(parts(model, plan.granularity), infos, model.seq, clip=True)
-    simulated = engine.step(plan, workload, cluster, micro_batches=plan.micro_batches, trace=trace)
+    workload = Workload(parts(model, plan.granularity, plan.tp), infos, model.seq, clip=True)
+    simulated = engine.step(plan, workload, cluster, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
     needed = memory(model, plan, infos, seq=model.seq, states=engine.states)
     return Answer(case, model, cluster, plan, simulated, needed, engine.extrapolates(case.gpu, case.gpus))
 
@@ -161,9 +161,8 @@ def answer(case: Case, *, trace: bool = False) -> Answer:
 def _engine(case: Case) -> Engine:
     if case.engine not in ENGINES:
         raise SpecError(_what(case), [f"engine = {case.engine!r} is unknown; valid are {', '.join(ENGINES)}"])
-    for key in ("tp", "pp"):
-        if getattr(case, key) > 1:
-            raise SpecError(_what(case), [f"{key} = {getattr(case, key)}: only 1 can be simulated so far"])
+    if case.pp > 1:
+        raise SpecError(_what(case), [f"pp = {case.pp}: pipelines cannot be simulated yet; give pp = 1"])
     return ENGINES[case.engine]
 
 
@@ -197,11 +196,14 @@ def _model(case: Case) -> ModelSpec:
 
 def _plan(case: Case, engine: Engine, model: ModelSpec) -> Plan:
     cluster = _cluster(case)
-    mesh = Factor(local=cluster.gpus_per_node, nodes=cluster.nodes)
+    if cluster.gpus_per_node % case.tp:
+        raise SpecError(_what(case), [f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node"])
+    mesh = Factor(local=cluster.gpus_per_node // case.tp, nodes=cluster.nodes)
     fields: dict[str, Any] = {
         "micro_batch": (case.micro_batch_tokens or model.seq) // model.seq,
         "micro_batches": case.micro_batches,
         "recompute": case.recompute,
+        "tp": case.tp,
         "compute_dtype": "float32" if case.dtype == "float32" else "bfloat16",
         "partition": engine.partition,
         "bucket_bytes": engine.bucket_bytes,

@@ -1,0 +1,127 @@
+"""``thinwire reproduce``: tables of publications beside the simulator's figures for the same steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.console import wide_console
+from thinwire.cli.errors import explained
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thinwire.published import Comparison, Table
+    from thinwire.report import Sheet
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(metavar="[amsp|internevo|all]", help="Whose tables.")] = "all",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
+    ] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw a picture for each table.", show_default=False)
+    ] = None,
+) -> None:
+    """Simulate what publications measured: published value, simulated value, error.
+
+    [bold]Examples[/bold]
+
+      thinwire reproduce amsp
+
+      thinwire reproduce all --json
+    """
+    with explained(as_json=as_json):
+        from thinwire.errors import UsageError
+        from thinwire.published import TABLES
+        from thinwire.published import reproduce as simulated
+        from thinwire.report import insert, markdown_table, rich_table
+
+        names = list(dict.fromkeys(table.name for table in TABLES))
+        if name not in (*names, "all"):
+            raise UsageError(f"there is no publication {name!r}; valid are {', '.join(names)}, all")
+        found = [(table, simulated(table)) for table in TABLES if name in (table.name, "all")]
+        if pictures is not None:
+            pictures.mkdir(parents=True, exist_ok=True)
+            for number, (table, comparisons) in enumerate(found, start=1):
+                _draw(pictures / f"{table.name}-{number}.png", table, comparisons)
+        tables = [_summary(found), *(_sheet(table, comparisons) for table, comparisons in found)]
+        if page is not None:
+            text = "\n".join(line for sheet in tables for line in markdown_table(sheet))
+            page.write_text(insert(page.read_text(encoding="utf-8"), text, "thinwire reproduce all --page"))
+        if as_json:
+            print(json.dumps([_plain(table, comparisons) for table, comparisons in found]))
+            return
+        console = wide_console()
+        for sheet in tables:
+            console.print(rich_table(sheet), "")
+
+
+def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
+    from thinwire.published import mean_error
+    from thinwire.report import Sheet
+
+    cells = []
+    for table, comparisons in found:
+        error = mean_error(comparisons)
+        verdict = "reached" if error <= table.goal else "missed"
+        worst = max(comparisons, key=lambda comparison: abs(comparison.error))
+        cells.append(
+            [table.title, str(len(comparisons)), f"{error:.1%}", f"{table.goal:.0%}", f"{worst.error:+.1%}", verdict]
+        )
+    return Sheet("Mean absolute errors", ["table", "rows", "mean error", "goal", "worst", ""], 1, cells)
+
+
+def _sheet(table: Table, comparisons: Sequence[Comparison]) -> Sheet:
+    from thinwire.report import Sheet
+
+    columns = ["model", "system", "GPUs", "tokens", "micro-batches", "published", "simulated", "error"]
+    cells = [
+        [
+            comparison.row.model, comparison.row.system, str(comparison.row.gpus),
+            str(comparison.row.micro_batch_tokens or ""), str(comparison.row.micro_batches or ""),
+            f"{comparison.row.value:,g}", f"{comparison.simulated:,.4g}", f"{comparison.error:+.1%}",
+        ]
+        for comparison in comparisons
+    ]  # fmt: skip
+    return Sheet(table.title, columns, 2, cells)
+
+
+def _plain(table: Table, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    from thinwire.published import mean_error
+
+    return {
+        "name": table.name,
+        "title": table.title,
+        "goal": table.goal,
+        "mean_error": mean_error(comparisons),
+        "rows": [
+            {
+                "where": comparison.row.where,
+                "model": comparison.row.model,
+                "system": comparison.row.system,
+                "gpus": comparison.row.gpus,
+                "micro_batch_tokens": comparison.row.micro_batch_tokens,
+                "micro_batches": comparison.row.micro_batches,
+                "published": comparison.row.value,
+                "simulated": comparison.simulated,
+                "error": comparison.error,
+            }
+            for comparison in comparisons
+        ],
+    }
+
+
+def _draw(path: Path, table: Table, comparisons: Sequence[Comparison]) -> None:
+    from thinwire.report import draw_agreement
+
+    points: dict[str, list[tuple[float, float]]] = {}
+    for comparison in comparisons:
+        points.setdefault(comparison.row.model, []).append((comparison.row.value, comparison.simulated))
+    title, _, unit = table.title.partition(": ")
+    draw_agreement(path, title, points, unit or "MFU")

@@ -1,0 +1,49 @@
+"""Published figures, each with where it was published."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+__all__ = ["Row", "rows"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published figure.
+
+    Attributes:
+        source: paper, page or repository.
+        where: in it.
+        system: what was run, in the source's words.
+        model: name.
+        gpus: accelerators.
+        gpus_per_node: of them in a node.
+        internode_gbps: Gbit/s of a node's cards together; ``None`` where the source does not say.
+        micro_batch_tokens: of a rank; ``None`` likewise.
+        micro_batches: of a step; ``None`` likewise.
+        metric: what ``value`` is.
+        value: the figure.
+    """
+
+    source: str
+    where: str
+    system: str
+    model: str
+    gpus: int
+    gpus_per_node: int
+    internode_gbps: float | None
+    micro_batch_tokens: int | None
+    micro_batches: int | None
+    metric: str
+    value: Any
+
+
+@cache
+def rows() -> tuple[Row, ...]:
+    """All of them, in the file's order."""
+    text = (files("thinwire.published") / "calibration.json").read_text(encoding="utf-8")
+    return tuple(Row(**{key: row[key] for key in Row.__dataclass_fields__}) for row in json.loads(text))

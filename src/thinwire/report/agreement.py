@@ -1,0 +1,36 @@
+"""A picture of predictions beside what they predict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+__all__ = ["draw_agreement"]
+
+
+def draw_agreement(path: Path, title: str, points: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> None:
+    """Published figures across, simulated ones up; what agrees lies on the diagonal, the band is 10 % wide each way.
+
+    Args:
+        path: of the PNG.
+        title: above.
+        points: by kind, ``(published, simulated)``.
+        unit: of both.
+    """
+    import matplotlib as mpl
+    import matplotlib.pyplot as plt
+
+    mpl.use("agg")
+    figure, panel = plt.subplots(figsize=(6.4, 5.6))
+    everything = [value for pairs in points.values() for pair in pairs for value in pair]
+    ends = [0.0, 1.05 * max(everything)]
+    panel.plot(ends, ends, color="grey", linewidth=1)
+    panel.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="grey", alpha=0.12)
+    for kind, pairs in points.items():
+        panel.plot(*zip(*pairs, strict=True), "o", markersize=4, label=kind)
+    panel.set(title=title, xlabel=f"published, {unit}", ylabel=f"simulated, {unit}", xlim=ends, ylim=ends)
+    panel.grid(alpha=0.3)
+    panel.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

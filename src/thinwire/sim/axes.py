@@ -1,0 +1,87 @@
+"""What tensor and pipeline parallelism add to a step: collectives between the halves of a block, and idle stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.cost import FlatCollectives, Part, Rates, Work
+from thinwire.cost.rates import Beside
+from thinwire.program import Kind, Scope
+from thinwire.spec import Factor, Plan
+
+__all__ = ["TensorParallelRates"]
+
+CALLS = 2
+"""Sums over the tensor-parallel ranks in the forward of a block, behind attention and behind the feed-forward; the
+backward has as many (Megatron-LM, arXiv 1909.08053, section 3)."""
+
+
+@dataclass(frozen=True)
+class TensorParallelRates:
+    """Rates of ranks that share every block with ``tp - 1`` others: computation waits for their sums.
+
+    Attributes:
+        rates: without them.
+        flat: times of collectives.
+        tp: ranks of a group, inside a node.
+        hidden: width of the residual stream.
+        itemsize: bytes of an activation.
+    """
+
+    rates: Rates
+    flat: FlatCollectives
+    tp: int
+    hidden: int
+    itemsize: int
+
+    def summing(self, part: Part, plan: Plan, seq: int) -> float:
+        """Seconds of the sums in one pass over a part."""
+        if part.kind != "block" or not part.attention_width:
+            return 0.0
+        size = plan.micro_batch * seq * self.hidden * self.itemsize
+        return CALLS * self.flat.seconds("AR", size, Factor(local=self.tp))
+
+    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+        """With its sums."""
+        return self.rates.forward(part, plan, seq) + self.summing(part, plan, seq)
+
+    def backward(self, part: Part, plan: Plan, seq: int) -> float:
+        """Likewise."""
+        return self.rates.backward(part, plan, seq) + self.summing(part, plan, seq)
+
+    # All else is as it was.
+
+    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
+        """As without."""
+        return self.rates.hop(kind, scope, ranks, sent, encoded=encoded)
+
+    def codec(self, work: Work) -> float:
+        """As without."""
+        return self.rates.codec(work)
+
+    def update(self, numel: int) -> float:
+        """As without."""
+        return self.rates.update(numel)
+
+    def touch(self, numel: float) -> float:
+        """As without."""
+        return self.rates.touch(numel)
+
+    @property
+    def step(self) -> float:
+        """As without."""
+        return self.rates.step
+
+    def beside(self, scope: Scope, sent: int) -> Beside:
+        """As without."""
+        return self.rates.beside(scope, sent)
+
+    @property
+    def least_slowing(self) -> float:
+        """As without."""
+        return self.rates.least_slowing
+
+    @property
+    def extrapolated(self) -> bool:
+        """As without."""
+        return self.rates.extrapolated

@@ -1,0 +1,65 @@
+"""The simulator against publications: errors within their goals, and systems in the published order."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from thinwire.published import TABLES, Table, mean_error, reproduce
+from thinwire.published.rows import rows
+
+CLOSE = 0.10
+"""Published figures closer than this may change places."""
+
+
+def test_every_row_says_where_it_is_from() -> None:
+    assert len(rows()) > 200
+    assert all(row.source and row.where and row.metric for row in rows())
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+def test_tables_are_reproduced(table: Table) -> None:
+    found = reproduce(table)
+    assert found
+    assert mean_error(found) <= table.goal
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
+def test_the_order_of_systems_is_the_published_one(table: Table) -> None:
+    """Of the same model, accelerators and batch."""
+    keyed = sorted(
+        reproduce(table),
+        key=lambda each: (each.row.model, each.row.gpus, each.row.micro_batch_tokens, each.row.micro_batches),
+    )
+    groups = itertools.groupby(
+        keyed, key=lambda each: (each.row.model, each.row.gpus, each.row.micro_batch_tokens, each.row.micro_batches)
+    )
+    for _, group in groups:
+        for one, other in itertools.combinations(group, 2):
+            if one.row.value > (1 + CLOSE) * other.row.value:
+                assert one.simulated > other.simulated, (one.row.system, other.row.system)
+
+
+def test_the_command_writes_tables_and_pictures(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    begin = "<!-- results: begin (written by `thinwire reproduce all --page`) -->"
+    page.write_text(f"# Reproduction\n\n{begin}\n\n<!-- results: end -->\n")
+    command = [sys.executable, "-m", "thinwire.cli.main", "reproduce"]
+    done = subprocess.run(
+        [*command, "amsp", "--json", "--page", str(page), "--pictures", str(tmp_path)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    tables = json.loads(done.stdout)
+    assert [table["name"] for table in tables] == ["amsp", "amsp"]
+    assert len(tables[0]["rows"]) == 32
+    assert "AMSP, Table V" in page.read_text()
+    assert (tmp_path / "amsp-1.png").read_bytes().startswith(b"\x89PNG")
+    wrong = subprocess.run([*command, "nobody"], capture_output=True, text=True, check=False)
+    assert wrong.returncode == 1
+    assert "there is no publication 'nobody'; valid are amsp, internevo, all" in wrong.stderr
