@@ -1,4 +1,4 @@
-"""Every `thinwire bench`, `lab`, `plan` and `profile` command of the docs is one that the command line takes."""
+"""Every `thinwire` command of the docs, but for training, is one that the command line takes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def commands() -> list[str]:
             found += [
                 line
                 for line in lines
-                if re.match(r"\$ \S*thinwire (bench|lab|plan|profile) ", line) and "--help" not in line
+                if re.match(r"\$ \S*thinwire (bench|lab|plan|profile|sim|reproduce) ", line) and "--help" not in line
             ]
     return found
 
@@ -45,5 +45,7 @@ def test_the_command_line_takes_it(line: str) -> None:
         "codec",
         "slow",
         "bandwidth",
+        "cases",
+        "pictures",
     }
     assert telling & set(context.params), "options of a command, not of a group"

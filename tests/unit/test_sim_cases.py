@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,6 +115,16 @@ def test_a_file_of_cases_names_every_mistake(tmp_path: Path) -> None:
         read_cases(path)
     path.write_text(json.dumps([good]))
     assert [each.id for each in read_cases(path)] == ["a"]
+
+
+def test_the_cases_of_the_docs_are_answered(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
+    path = tmp_path / "cases.json"
+    path.write_text(page.split("```json\n")[1].split("```")[0])
+    found = [answer(each) for each in read_cases(path)]
+    assert [each.case.id for each in found] == ["a", "b"]
+    assert not any(each.extrapolated for each in found)
+    assert set(Case.model_fields) <= set(re.findall(r"`(\w+)`", page))
 
 
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
