@@ -7,13 +7,30 @@ from dataclasses import dataclass
 from thinwire.cost import FlatCollectives, Part, Rates, Work
 from thinwire.cost.rates import Beside
 from thinwire.program import Kind, Scope
+from thinwire.sim.step import Workload
 from thinwire.spec import Factor, Plan
 
-__all__ = ["TensorParallelRates"]
+__all__ = ["TensorParallelRates", "idle_seconds"]
 
 CALLS = 2
 """Sums over the tensor-parallel ranks in the forward of a block, behind attention and behind the feed-forward; the
 backward has as many (Megatron-LM, arXiv 1909.08053, section 3)."""
+
+
+def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -> float:
+    """How long a pipeline stage stands still in a step, while the first micro-batch fills the pipeline and the last one
+    drains it: ``pp - 1`` micro-batches (1F1B; Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+
+    Args:
+        plan: with the number of stages.
+        workload: of one stage.
+        rates: how long its parts take.
+        message: seconds of sending a micro-batch's activations, or their gradients, to the next stage.
+    """
+    forward = sum(rates.forward(part, plan, workload.seq) for part in workload.parts)
+    backward = sum(rates.backward(part, plan, workload.seq) for part in workload.parts)
+    again = forward if plan.recompute else 0.0
+    return (plan.pp - 1) * (forward + backward + again + 2 * message)
 
 
 @dataclass(frozen=True)

@@ -151,18 +151,18 @@ def answer(case: Case, *, trace: bool = False) -> Answer:
     engine = _engine(case)
     cluster, model = _cluster(case), _model(case)
     plan = _plan(case, engine, model)
-    infos = units(model, plan)
-    workload = Workload(parts(model, plan.granularity, plan.tp), infos, model.seq, clip=True)
+    # The stage that has most to do: as many blocks as any, and the head besides.
+    stage = model.with_(layers=-(-model.layers // plan.pp))
+    infos = units(stage, plan)
+    workload = Workload(parts(stage, plan.granularity, plan.tp), infos, model.seq, clip=True)
     simulated = engine.step(plan, workload, cluster, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
-    needed = memory(model, plan, infos, seq=model.seq, states=engine.states)
+    needed = memory(stage, plan, infos, seq=model.seq, states=engine.states)
     return Answer(case, model, cluster, plan, simulated, needed, engine.extrapolates(case.gpu, case.gpus))
 
 
 def _engine(case: Case) -> Engine:
     if case.engine not in ENGINES:
         raise SpecError(_what(case), [f"engine = {case.engine!r} is unknown; valid are {', '.join(ENGINES)}"])
-    if case.pp > 1:
-        raise SpecError(_what(case), [f"pp = {case.pp}: pipelines cannot be simulated yet; give pp = 1"])
     return ENGINES[case.engine]
 
 
@@ -198,12 +198,19 @@ def _plan(case: Case, engine: Engine, model: ModelSpec) -> Plan:
     cluster = _cluster(case)
     if cluster.gpus_per_node % case.tp:
         raise SpecError(_what(case), [f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node"])
-    mesh = Factor(local=cluster.gpus_per_node // case.tp, nodes=cluster.nodes)
+    stages_inside = case.pp if cluster.nodes == 1 else 1
+    local, nodes = cluster.gpus_per_node // case.tp, cluster.nodes * stages_inside // case.pp
+    if local % stages_inside or cluster.nodes * stages_inside % case.pp:
+        raise SpecError(
+            _what(case), [f"pp = {case.pp} does not divide the {cluster.nodes} nodes (of one node, its GPUs)"]
+        )
+    mesh = Factor(local=local // stages_inside, nodes=nodes)
     fields: dict[str, Any] = {
         "micro_batch": (case.micro_batch_tokens or model.seq) // model.seq,
         "micro_batches": case.micro_batches,
         "recompute": case.recompute,
         "tp": case.tp,
+        "pp": case.pp,
         "compute_dtype": "float32" if case.dtype == "float32" else "bfloat16",
         "partition": engine.partition,
         "bucket_bytes": engine.bucket_bytes,

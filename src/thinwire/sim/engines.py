@@ -6,15 +6,15 @@ Each constant stands for a cause, says where it was taken from or fitted to, and
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from thinwire.cost import AMSP_STATES, Efficiency, FlatCollectives, Move, NominalRates, Rates, States, flat_moves
 from thinwire.program import Operation, UnitInfo
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import TensorParallelRates
+from thinwire.sim.axes import TensorParallelRates, idle_seconds
 from thinwire.sim.step import Simulated, Workload, simulate
-from thinwire.spec import ClusterSpec, Plan
+from thinwire.spec import ClusterSpec, Factor, Plan
 
 __all__ = ["ENGINES", "Engine"]
 
@@ -82,9 +82,15 @@ class Engine:
         def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
             return flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync)
 
-        return simulate(
+        played = simulate(
             plan, workload, rates, micro_batches=micro_batches, trace=trace, pricing=pricing if self.flat else None
         )
+        if plan.pp == 1:
+            return played
+        size = plan.micro_batch * workload.seq * hidden * ITEMSIZE[plan.compute_dtype]
+        next_stage = Factor(local=1, nodes=2) if cluster.nodes > 1 else Factor(local=2)
+        idle = idle_seconds(plan, workload, rates, flat.seconds("BC", size, next_stage))
+        return replace(played, seconds=played.seconds + idle)
 
 
 ENGINES: dict[str, Engine] = {
