@@ -117,7 +117,16 @@ def test_any_alignment(name: str, misalignment: int, target: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["none", "bf16", "int8:256", "int4:256", "int4:256,stochastic", "int4:tensor", "zfp:16"]
+    "name",
+    [
+        "none",
+        "bf16",
+        "int8:256",
+        "int4:256",
+        "int4:256,stochastic",
+        "int4:tensor",
+        pytest.param("zfp:16", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("threads", [1, 2])
 def test_fused_forms_are_their_composition(name: str, threads: int, target: str) -> None:

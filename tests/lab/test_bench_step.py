@@ -13,6 +13,7 @@ from tests.lab.cluster import THINWIRE, needs_lab
 pytestmark = needs_lab
 
 
+@pytest.mark.slow
 def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:
     out, picture = tmp_path / "step.json", tmp_path / "step.png"
     chosen = ["--plans", "zero1-node", "--peers", "local,ddp", "--bandwidth", "none,1gbit", "--model", "llama-1m"]

@@ -16,6 +16,7 @@ from thinwire.cost import Busy, Pricer, Traffic, UnitKind, memory, working_memor
 from thinwire.plan.job import CODEC_LEVELS, Candidate, Job
 from thinwire.plan.rules import Chain, chain_ends, knobs, secondaries
 from thinwire.program import Kind, Scope, default_trace
+from thinwire.program.wire import ITEMSIZE
 from thinwire.sim import Resource, simulate
 from thinwire.spec import CodecSpec, Factor, Plan
 
@@ -354,7 +355,7 @@ class _Batch:
 
 def _bucket_bytes(job: Job) -> int:
     """A power of two: so large that a bucket's latency across all nodes is a fifth of its time, so small that the last
-    one, which nothing hides, is short."""
+    one, which nothing hides, is an eighth of all gradients at most."""
     local, nodes = job.mesh.local, job.mesh.nodes
     if nodes == 1:
         return _SMALLEST_BUCKET
@@ -362,7 +363,8 @@ def _bucket_bytes(job: Job) -> int:
     latency, whole = (job.rates.hop(Kind.ALL_GATHER, Scope.ACROSS, nodes, size, encoded=False) for size in (1, sent))
     per_byte = (whole - latency) / sent
     wanted = 4 * latency / per_byte / (nodes - 1) * nodes * local  # each rank sends its share of a bucket
-    return 1 << min(max(int(wanted), _SMALLEST_BUCKET), _LARGEST_BUCKET).bit_length() - 1
+    largest = min(_LARGEST_BUCKET, ITEMSIZE[job.compute_dtype] * job.model.parameters // 8)
+    return 1 << max(_SMALLEST_BUCKET, min(int(wanted), largest)).bit_length() - 1
 
 
 @cache

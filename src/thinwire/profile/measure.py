@@ -107,10 +107,10 @@ def measure(
     groups = Groups(settings.mesh, control.rank, settings.device)
     _measure_compute(settings, control, deadline.share(0.15), rows, report)
     profile()
-    _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
-    _measure_codecs(settings, control, deadline.share(0.6), rows, report)
+    _measure_meetings(settings, control, groups, deadline.share(0.3), rows, report)
     profile()
-    _measure_meetings(settings, control, groups, deadline, rows, report)
+    _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
+    _measure_codecs(settings, control, deadline, rows, report)
     return profile()
 
 
@@ -181,7 +181,7 @@ def _measure_meetings(
             report(f"no time left for computing beside transfers of {format_bytes(size)}")
             return
         report(f"computing beside transfers {scope} nodes, {format_bytes(size)}")
-        share = max(0.6 * len(wanted), deadline.left()) / (len(wanted) - number) / 3
+        share = max(0.6, deadline.left() / (len(wanted) - number))
         whole = torch.zeros(size, dtype=torch.uint8, device=settings.device)
         transfer = all_gather(groups.of(*shapes[scope]), whole).perform
         meeting = Meeting(scope, sent, compute, transfer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from thinwire.program import Scope
 from thinwire.spec.profile import OverlapRow
 
 __all__ = ["Meeting", "measure_meeting"]
+
+TIMES = 3
+"""How often a meeting is measured."""
 
 
 @dataclass(frozen=True)
@@ -35,26 +39,31 @@ class Meeting:
 
 
 def measure_meeting(meeting: Meeting, control: Control, device: torch.device, seconds: float) -> OverlapRow:
-    """Each alone, then both.
+    """Each alone, then both, several times; the medians.
 
     Args:
         meeting: what meets.
         control: joins all ranks.
         device: where it computes.
-        seconds: of each of the three measurements, about.
+        seconds: of all measurements, about.
 
     Returns:
         The row, the same on every rank.
     """
-    computing = _alone(meeting.compute, control, device, seconds)
-    transferring = _alone(meeting.transfer, control, device, seconds)
-    count = max(1, round(seconds / transferring))
-    beside, slowed = _together(meeting, control, device, count)
+    once = seconds / (3 * TIMES)
+    found = []
+    for _ in range(TIMES):
+        # Next to each other in time, so that what else goes on slows all three alike.
+        computing = _alone(meeting.compute, control, device, once)
+        transferring = _alone(meeting.transfer, control, device, once)
+        beside, slowed = _together(meeting, control, device, max(1, round(once / transferring)))
+        found.append((beside / computing, slowed / transferring))
+    compute, transfer = (statistics.median(ratios) for ratios in zip(*found, strict=True))
     return OverlapRow(
         scope=str(meeting.scope),  # type: ignore[arg-type]
         sent=meeting.sent,
-        compute=max(1.0, beside / computing),
-        transfer=max(1.0, slowed / transferring),
+        compute=max(1.0, compute),
+        transfer=max(1.0, transfer),
     )
 
 
