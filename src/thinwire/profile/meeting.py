@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import threading
 import time
@@ -19,6 +20,9 @@ __all__ = ["Meeting", "measure_meeting"]
 
 TIMES = 3
 """How often a meeting is measured."""
+
+LEAST = 3
+"""Computations, alone, for which the transfers of one measurement take as long at least."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,9 @@ def measure_meeting(meeting: Meeting, control: Control, device: torch.device, se
         # Next to each other in time, so that what else goes on slows all three alike.
         computing = _alone(meeting.compute, control, device, once)
         transferring = _alone(meeting.transfer, control, device, once)
-        beside, slowed = _together(meeting, control, device, max(1, round(once / transferring)))
+        # So long that several computations meet the transfers.
+        count = math.ceil(max(once, LEAST * computing) / transferring)
+        beside, slowed = _together(meeting, control, device, count)
         found.append((beside / computing, slowed / transferring))
     compute, transfer = (statistics.median(ratios) for ratios in zip(*found, strict=True))
     return OverlapRow(
@@ -98,7 +104,7 @@ def _together(meeting: Meeting, control: Control, device: torch.device, count: i
     sender = threading.Thread(target=send, name="thinwire-profile-sender")
     done, begin = 0, time.perf_counter()
     sender.start()
-    while sender.is_alive():
+    while sender.is_alive() or not done:
         meeting.compute()
         finish(device)
         done += 1
