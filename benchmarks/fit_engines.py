@@ -2,7 +2,7 @@
 
     python benchmarks/fit_engines.py amsp
 
-Prints the constants, the mean error with them, and the error on each row when the constants are fitted to the others.
+Prints the constants and the mean error with them; with ``--leave-out``, also the mean error on rows that were left out.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from thinwire.published import TABLES
 from thinwire.published.rows import rows
-from thinwire.sim import ENGINES, Case, Engine, answer
+from thinwire.sim import ENGINES, Answer, Case, Engine, answer
 
 CONSTANTS = ("compute", "step", "nic", "inside")
 SHARES = ("compute", "nic", "inside")
 
-Target = tuple[Case, float, str]
+Target = tuple[Case, float, Callable[[Answer], float]]
 
 
 def main() -> None:
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--leave-out", type=int, default=0, metavar="FOLDS", help="also fit to all but each fold")
     arguments = parser.parse_args()
     targets = [
-        (table.case(row), float(row.value), "tgs" if "tokens" in table.title else "mfu")
+        (table.case(row), float(row.value), table.value)
         for table in TABLES
         if table.name == arguments.engine
         for row in rows()
@@ -56,7 +56,7 @@ def show(engine: Engine) -> str:
 def error(name: str, engine: Engine, targets: Sequence[Target]) -> float:
     kept, ENGINES[name] = ENGINES[name], engine
     try:
-        return statistics.fmean(abs(getattr(answer(case), metric) / value - 1) for case, value, metric in targets)
+        return statistics.fmean(abs(simulated(answer(case)) / value - 1) for case, value, simulated in targets)
     finally:
         ENGINES[name] = kept
 

@@ -91,6 +91,10 @@ def test_a_hundred_thousand_accelerators_are_no_more_work_than_eight() -> None:
         ({"plan": "zero9"}, "there is no preset 'zero9'"),
         ({"overlap": ["everything"]}, "overlap"),
         ({"dtype": "int4"}, "dtype"),
+        (
+            {"wire": {"tp": "int8:256"}, "tp": 2, "plan": "zero1"},
+            "wire.tp: codecs of this axis cannot be simulated yet",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], complaint: str) -> None:
@@ -151,6 +155,10 @@ def test_the_command_sweeps_draws_and_traces(tmp_path: Path) -> None:
     from_file = run_command(*usual[:4], "--plan", str(plan), "--json")
     assert json.loads(from_file.stdout)["step_seconds"] == json.loads(one.stdout)["step_seconds"]
     assert "simulated steps" in run_command(*usual).stdout.lower()
+    Plan.preset("zero3", nodes=2, local=8).with_(overlap={"gather": False}, micro_batches=2).save(plan)
+    blocking = json.loads(run_command(*usual[:4], "--plan", str(plan), "--json").stdout)
+    assert blocking["exposed"]["gather"] > 2 * json.loads(one.stdout)["exposed"]["gather"]
+    assert blocking["step_seconds"] > 2 * json.loads(one.stdout)["step_seconds"]
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def reproduce(
         tables = [_summary(found), *(_sheet(table, comparisons) for table, comparisons in found)]
         if page is not None:
             text = "\n".join(line for sheet in tables for line in markdown_table(sheet))
-            page.write_text(insert(page.read_text(encoding="utf-8"), text, "thinwire reproduce all --page"))
+            page.write_text(insert(page.read_text(encoding="utf-8"), text, "thinwire reproduce all --page"), "utf-8")
         if as_json:
             print(json.dumps([_plain(table, comparisons) for table, comparisons in found]))
             return

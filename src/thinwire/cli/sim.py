@@ -34,9 +34,11 @@ def sim(
         float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
     ] = None,
     micro_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a micro-batch of a rank; one sequence by default.")
+        int | None, typer.Option(min=1, help="Of a micro-batch of a rank; the plan file's, or one sequence.")
     ] = None,
-    micro_batches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 1,
+    micro_batches: Annotated[
+        int | None, typer.Option(min=1, help="Of a step; the plan file's, or 1.", show_default=False)
+    ] = None,
     recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward.")] = False,
     overlap: Annotated[
         str | None,
@@ -48,7 +50,9 @@ def sim(
     wire: Annotated[
         str | None, typer.Option(metavar="POLICY", help="Codecs, by the name of a policy.", show_default=False)
     ] = None,
-    dtype: Annotated[str, typer.Option(help="Compute dtype.")] = "bfloat16",
+    dtype: Annotated[
+        str | None, typer.Option(help="Compute dtype; the plan file's, or bfloat16.", show_default=False)
+    ] = None,
     engine: Annotated[str, typer.Option(help="Who performs the step: thinwire or a published system.")] = "thinwire",
     sweep: Annotated[
         str | None,
@@ -90,13 +94,13 @@ def sim(
         elif model is None or cluster is None:
             raise UsageError("--model and --cluster are missing: thinwire sim --model llama-7b --cluster a800-80g:8x8")
         else:
-            fields = _fields(model, cluster, plan, overlap)
-            fields |= {
+            fields = _fields(model, cluster, plan, seq, overlap)
+            given = {
                 "seq": seq, "internode_gbps": internode_gbps, "micro_batch_tokens": micro_batch_tokens,
-                "micro_batches": micro_batches, "recompute": recompute, "dtype": dtype, "engine": engine,
+                "micro_batches": micro_batches, "recompute": recompute or None, "dtype": dtype, "engine": engine,
+                "wire": wire,
             }  # fmt: skip
-            fields |= {} if wire is None else {"wire": wire}
-            asked = _swept({key: value for key, value in fields.items() if value is not None}, sweep)
+            asked = _swept(fields | {key: value for key, value in given.items() if value is not None}, sweep)
         if trace is not None and len(asked) != 1:
             raise UsageError(f"--trace {trace} is of one step; there are {len(asked)}")
         answers = [answer(case, trace=trace is not None) for case in asked]
@@ -113,9 +117,10 @@ def sim(
             _show(answers)
 
 
-def _fields(model: str, cluster: str, plan: str, overlap: str | None) -> dict[str, Any]:
+def _fields(model: str, cluster: str, plan: str, seq: int | None, overlap: str | None) -> dict[str, Any]:
     from thinwire.errors import UsageError
-    from thinwire.spec import ClusterSpec, Plan
+    from thinwire.sim.cases import OVERLAPS, PLAN_KEYS
+    from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
     machine = ClusterSpec.named(cluster)
     if cluster.endswith(".toml"):
@@ -129,10 +134,16 @@ def _fields(model: str, cluster: str, plan: str, overlap: str | None) -> dict[st
     if plan.startswith("preset:"):
         fields["plan"] = plan.removeprefix("preset:")
     else:
-        table = Plan.load(plan).to_dict()
-        kept = ("params", "grads", "optimizer", "secondary", "partition")
-        fields["plan"] = {key: table[key] for key in kept if key in table}
+        loaded = Plan.load(plan)
+        table = loaded.to_dict()
+        fields["plan"] = {key: table[key] for key in PLAN_KEYS if key in table}
         fields["wire"] = table.get("wire", {})
+        fields["overlap"] = [name for name in OVERLAPS if getattr(loaded.overlap, name)]
+        tokens = loaded.micro_batch * (seq or ModelSpec.named(model).seq)
+        fields |= {
+            "micro_batch_tokens": tokens, "micro_batches": loaded.micro_batches, "recompute": loaded.recompute,
+            "tp": loaded.tp, "pp": loaded.pp, "dtype": loaded.compute_dtype,
+        }  # fmt: skip
     if overlap is not None:
         names = [word.strip() for word in overlap.split(",")]
         fields["overlap"] = [] if names == ["none"] else names

@@ -19,11 +19,17 @@ from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Count, Flag, Positive, Spec
 
-__all__ = ["Answer", "Case", "answer", "read_cases"]
+__all__ = ["OVERLAPS", "PLAN_KEYS", "Answer", "Case", "answer", "read_cases"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 OVERLAPS = ("gather", "reduce", "sync", "spread")
+
+PLAN_KEYS = (
+    "params", "grads", "optimizer", "secondary", "partition",
+    "secondary_reuse", "granularity", "bucket_bytes", "prefetch", "accumulate_dtype", "reduce_dtype",
+)  # fmt: skip
+"""What a case may say of a plan: how it shards, and the knobs of the runtime that a step's time depends on."""
 
 
 def _long_name(dtype: object) -> object:
@@ -150,7 +156,7 @@ def answer(case: Case, *, trace: bool = False) -> Answer:
     """
     engine = _engine(case)
     cluster, model = _cluster(case), _model(case)
-    plan = _plan(case, engine, model)
+    plan = _plan(case, engine, cluster, model)
     # The stage that has most to do: as many blocks as any, and the head besides.
     stage = model.with_(layers=-(-model.layers // plan.pp))
     infos = units(stage, plan)
@@ -194,8 +200,15 @@ def _model(case: Case) -> ModelSpec:
     return model
 
 
-def _plan(case: Case, engine: Engine, model: ModelSpec) -> Plan:
-    cluster = _cluster(case)
+def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
+    plan = _resolved(case, engine, cluster, model)
+    unpriced = [name for name in ("tp", "pp") if not plan.wire.codecs()[name].is_none]
+    if unpriced:
+        raise SpecError(_what(case), [f"wire.{name}: codecs of this axis cannot be simulated yet" for name in unpriced])
+    return plan
+
+
+def _resolved(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
     if cluster.gpus_per_node % case.tp:
         raise SpecError(_what(case), [f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node"])
     stages_inside = case.pp if cluster.nodes == 1 else 1
@@ -222,10 +235,6 @@ def _plan(case: Case, engine: Engine, model: ModelSpec) -> Plan:
     if isinstance(case.plan, str):
         plan = Plan.preset(case.plan, nodes=mesh.nodes, local=mesh.local)
         return plan.with_(**fields)
-    unknown = set(case.plan) - {"params", "grads", "optimizer", "secondary", "partition"}
-    if unknown:
-        raise SpecError(
-            _what(case),
-            [f"plan.{key} is unknown; valid are params, grads, optimizer, secondary, partition" for key in unknown],
-        )
+    if unknown := [key for key in case.plan if key not in PLAN_KEYS]:
+        raise SpecError(_what(case), [f"plan.{key} is unknown; valid are {', '.join(PLAN_KEYS)}" for key in unknown])
     return Plan.parse({"name": "plan", "mesh": mesh.to_dict(), **fields, **case.plan}, _what(case))
