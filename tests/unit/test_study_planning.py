@@ -7,46 +7,45 @@ from typing import Any
 import pytest
 
 from thinwire.spec import Plan
-from thinwire.study.planning import Pair, _add, sheets
+from thinwire.study.pairs import Choice, Pair, sheets
+from thinwire.study.planning import _add
 
 
 def pair(plan: str, predicted: float, measured: float, **changes: Any) -> Pair:
     fields: dict[str, Any] = {
-        "model": "m", "bandwidth": "1gbit", "cap": None, "plan": plan, "factors": plan, "picked": False,
+        "model": "m", "bandwidth": "1gbit", "cap": None, "plan": plan, "factors": plan, "pace": 1.0,
         "predicted_ms": predicted, "measured_ms": measured, "spread_ms": 0.0, "predicted_bytes": 104,
         "measured_bytes": 100,
     }  # fmt: skip
     return Pair(**{**fields, **changes})
 
 
-def goals(*pairs: Pair) -> dict[str, list[str]]:
-    return {row[0]: list(row[1:]) for row in sheets(pairs)[1].rows}
+def choice(ratio: float, **changes: Any) -> Choice:
+    fields: dict[str, Any] = {"model": "m", "bandwidth": "1gbit", "cap": None, "plan": "own", "best": "ddp"}
+    return Choice(**{**fields, "memory": 90, **changes}, ratio=ratio)
 
 
-def test_goals_follow_from_the_pairs() -> None:
-    found = goals(pair("ddp", 120, 100), pair("zero3", 90, 100), pair("own", 95, 102, picked=True))
+def goals(pairs: list[Pair], choices: list[Choice]) -> dict[str, list[str]]:
+    return {row[0]: list(row[1:]) for row in sheets(pairs, choices)[-1].rows}
+
+
+def test_goals_follow_from_pairs_and_choices() -> None:
+    found = goals([pair("ddp", 120, 100), pair("zero3", 90, 100), pair("own", 95, 102)], [choice(1.02), choice(1.2)])
     assert found["step time, mean error over 3 pairs"] == ["12.3%", "10.0%", "missed"]
     assert found["peak memory, mean error over 3 plans"] == ["4.0%", "5.0%", "reached"]
-    assert found["choice over the best measured, mean of 1"] == ["1.020", "1.030", "reached"]
+    assert found["choice over the fastest, mean of 2"] == ["1.110", "1.030", "missed"]
+    assert found["choice over the fastest, worst"] == ["1.200", "1.030", "missed"]
+    assert "memory of choices over their cap, worst" not in found
 
 
-def test_choices_are_compared_on_their_own_link_and_under_their_own_cap() -> None:
-    found = goals(
-        pair("own", 100, 100, picked=True),
-        pair("fast", 50, 50, bandwidth="none"),
-        pair("other", 60, 60, bandwidth="none", picked=True),
-        pair("small", 70, 70, cap=90, picked=True, measured_bytes=99),
-    )
-    assert found["choice over the best measured, worst"] == ["1.200", "1.030", "missed"]
+def test_choices_are_held_to_their_caps() -> None:
+    found = goals([pair("own", 1, 1)], [choice(1.0, cap=100), choice(1.0, cap=90, memory=99)])
     assert found["memory of choices over their cap, worst"] == ["1.100", "1.000", "missed"]
 
 
 def test_memory_counts_the_link_on_which_most_was_needed() -> None:
-    found = goals(
-        pair("own", 1, 1, picked=True, predicted_bytes=50),
-        pair("own", 1, 1, bandwidth="none", picked=True, predicted_bytes=100),
-    )
-    assert found["peak memory, mean error over 1 plans"] == ["0.0%", "5.0%", "reached"]
+    pairs = [pair("own", 1, 1, predicted_bytes=50), pair("own", 1, 1, bandwidth="none", predicted_bytes=100)]
+    assert goals(pairs, [choice(1.0)])["peak memory, mean error over 1 plans"] == ["0.0%", "5.0%", "reached"]
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])

@@ -23,8 +23,7 @@ def planner(
     seq: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 128,
     nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 2,
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the interleaved measurement.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 2,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the interleaved measurements.")] = 4,
     budget: Annotated[str, typer.Option(metavar="TIME", help="Of each profile.")] = "60s",
     profiles: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep profiles there, and use those it has.", show_default=False)
@@ -37,7 +36,7 @@ def planner(
         Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
     ] = None,
 ) -> None:
-    """Profile each link, predict the step of eight plans and of the planner's choice, and measure them.
+    """Profile each link, predict the step of eight or more plans, the planner's choices among them, and measure them.
 
     [bold]Examples[/bold]
 
@@ -49,35 +48,31 @@ def planner(
         from thinwire.cli.bench import checked_model
         from thinwire.lab.bench.environment import describe
         from thinwire.report import insert, markdown_table, rich_table
-        from thinwire.spec.profile import Profile
-        from thinwire.study.planning import Setup, measure, profile_links, sheets
+        from thinwire.study.pairs import sheets
+        from thinwire.study.planning import Setup, measure, profile_links
         from thinwire.train.worker import num_cores
         from thinwire.units import parse_duration
 
         names = [checked_model(name.strip()) for name in models.split(",")]
         settings = settings_of([word.strip() for word in bandwidth.split(",")], ["none"])
-        setup = Setup(names, settings, seq, nodes, ranks)
-
-        def report(line: str) -> None:
-            print(line, file=sys.stderr)
-
+        setup = Setup(
+            names, settings, seq, nodes, ranks, rounds, timeout, num_cores(), lambda line: print(line, file=sys.stderr)
+        )
         with tempfile.TemporaryDirectory(prefix="thinwire-planner-") as temporary:
             directory = profiles or Path(temporary)
             directory.mkdir(parents=True, exist_ok=True)
-            known = {s.bandwidth: directory / f"profile-{s.bandwidth}.json" for s in settings}
-            if all(path.exists() for path in known.values()):
-                measured = {name: Profile.read(path) for name, path in known.items()}
-            else:
-                measured = profile_links(setup, parse_duration(budget), directory, report)
-            pairs = measure(
-                setup, measured, rounds=rounds, steps=steps, timeout=timeout, cores=num_cores(), report=report
-            )
-        console, tables = wide_console(), sheets(pairs)
+            pairs, choices = measure(setup, profile_links(setup, parse_duration(budget), directory))
+        console, tables = wide_console(), sheets(pairs, choices)
         for sheet in tables:
             console.print(rich_table(sheet), "")
         command = shlex.join(["thinwire", *sys.argv[1:]])
         if json_path is not None:
-            content = {"pairs": [asdict(pair) for pair in pairs], "environment": describe(), "command": command}
+            content = {
+                "pairs": [asdict(pair) for pair in pairs],
+                "choices": [asdict(choice) for choice in choices],
+                "environment": describe(),
+                "command": command,
+            }
             json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         if page is not None:
             text = "\n".join(line for sheet in tables for line in markdown_table(sheet))

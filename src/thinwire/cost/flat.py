@@ -77,6 +77,7 @@ def flat_moves(
     flat: FlatCollectives,
     *,
     whole_sync: bool,
+    calls: int = 1,
 ) -> list[Move]:
     """The moves of an operation in an engine that makes one call for it.
 
@@ -90,6 +91,7 @@ def flat_moves(
         flat: times of calls.
         whole_sync: whether gradients are synchronised by one all-reduce over all ranks that hold them, of which each
             keeps its share (AMSP's select and drop), instead of a reduce-scatter and an all-reduce of shares.
+        calls: into how many calls the engine cuts it; each pays the latency of its group.
     """
     coded = coded_hops(plan, operation)
     gradients = operation.lane in (Lane.REDUCE, Lane.SYNC)
@@ -103,13 +105,13 @@ def flat_moves(
     per_value = wire_bytes_per_value(coded[0].encoding.codec, coded[0].encoding.dtype)
     if whole_sync and gradients and operation.axis is Axis.SHARD:
         mesh = plan.params.quotient(plan.mesh)
-        seconds = flat.seconds("AR", values * per_value, mesh)
+        seconds = calls * flat.seconds("AR", values * per_value / calls, mesh)
     elif operation.kind is Kind.BROADCAST:
         owned = [sum(shares) for shares in zip(*_shares(operation, units), strict=True)]
         values, owners = float(sum(owned)), sum(1 for numel in owned if numel)
         seconds = owners * flat.seconds("BC", values / owners * per_value, mesh)
     else:
-        seconds = flat.seconds(_CALLS[operation.kind], values * per_value, mesh)
+        seconds = calls * flat.seconds(_CALLS[operation.kind], values * per_value / calls, mesh)
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
     found = [
         Move("encode", None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),

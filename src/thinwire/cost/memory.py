@@ -20,8 +20,11 @@ __all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "memory", "workin
 OVERHEAD = 1_500 << 20
 """Bytes of a GPU that hold no tensor: contexts, communicators, libraries, fragments. A profile measures it."""
 
-_LOSS_CHUNK = 2 * (16 << 20)
-"""Working copies of the loss: two chunks of logits in fp32."""
+_STAGES = 3
+"""Buckets on their way at once: one is packed or unpacked, one travels inside nodes, one across."""
+
+_LOSS_CHUNK = 1 << 22
+"""Logits that the loss works on at a time, in two fp32 copies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +162,8 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 def _buffers(plan: Plan, units: Sequence[UnitInfo], backlog: float) -> int:
-    """Gradients of one unit before they are reduced and of another that is being reduced, a bucket and its sums, and
-    what waits for the links; messages of codecs."""
+    """Gradients of one unit before they are reduced and of another that is being reduced, a bucket that is filled,
+    buckets on their way with their sums, and what waits for the links; messages of codecs."""
     reduce_size = ITEMSIZE[plan.effective_reduce_dtype]
     largest = max(sum(b.numel for b in unit.buffers) for unit in units)
     padded = sum(b.numel for unit in units for b in unit.buffers)
@@ -173,7 +176,8 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo], backlog: float) -> int:
     # Encoded sums are fp32, and so are those of a bucket of several units.
     sums = 4 * bucket
     waiting = backlog * (reduce_size * padded + _message_bytes(plan, shard))
-    return produced + sent + 2 * reduce_size * bucket + sums + int(waiting)
+    on_their_way = min(_STAGES, -(-shard // bucket))
+    return produced + sent + reduce_size * bucket + on_their_way * (reduce_size * bucket + sums) + int(waiting)
 
 
 def _message_bytes(plan: Plan, shard: int) -> int:
@@ -222,4 +226,5 @@ def _activations(model: ModelSpec, plan: Plan, tokens: int, itemsize: int) -> in
 
 
 def _logits(model: ModelSpec, tokens: int, itemsize: int) -> int:
-    return 2 * tokens * model.vocab * itemsize + _LOSS_CHUNK
+    logits = tokens * model.vocab
+    return 2 * logits * itemsize + 2 * 4 * min(logits, _LOSS_CHUNK)

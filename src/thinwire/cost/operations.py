@@ -40,11 +40,13 @@ class CodedHop:
         hop: the exchange.
         encoding: codec, and dtype of the values.
         feedback: whether encoding keeps what is lost.
+        difference: whether the messages are differences from what ranks hold.
     """
 
     hop: Hop
     encoding: Encoding
     feedback: bool = False
+    difference: bool = False
 
     @property
     def values(self) -> float:
@@ -109,7 +111,7 @@ def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
     if operation.lane is Lane.SPREAD:
         # Differences are fp32: masters less what ranks hold.
         dtype = "float32" if plan.wire.spread_difference else plan.compute_dtype
-        return CodedHop(hop, Encoding(plan.wire.spread, dtype))
+        return CodedHop(hop, Encoding(plan.wire.spread, dtype), difference=plan.wire.spread_difference)
     encodings = reduction_encodings(plan, operation.axis)
     _, nodes = axis_shape(plan, operation.axis)
     feedback = plan.wire.error_feedback and not encodings.gather.codec.is_lossless
@@ -136,13 +138,19 @@ def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
 
 
 def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
-    """A piece is encoded once, travels both hops as it is, and all others are decoded at the end."""
+    """A piece is encoded once, travels both hops as it is, and all pieces, the own one too, are decoded at the end."""
     if not steps:
         return []
     first = steps[0]
     transfers = [_transfer("gather", step, rates) for step in steps]
-    encoding = codec_seconds(rates, first, encoded=first.values / (first.hop.ranks - 1))
-    decoding = codec_seconds(rates, first, decoded=sum(step.values for step in steps))
+    piece = first.values / (first.hop.ranks - 1)
+    whole = piece + sum(step.values for step in steps)
+    encoding = codec_seconds(rates, first, encoded=piece)
+    decoding = codec_seconds(rates, first, decoded=whole)
+    if first.difference and not first.encoding.codec.is_none:
+        # What is held is subtracted, and at the end widened, added to and rounded again.
+        encoding += rates.touch(piece)
+        decoding += rates.touch(2 * whole)
     before = [Move("encode-gather", None, encoding)] if encoding else []
     after = [Move("decode-gather", None, decoding)] if decoding else []
     return [*before, *transfers, *after]

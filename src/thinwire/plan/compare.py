@@ -81,7 +81,7 @@ def compare(run: Path, profile: Profile) -> Comparison:
 
 
 def refit(profile: Profile, comparison: Comparison) -> Profile:
-    """A profile whose computation takes as long as the run's did: what neither waits nor is predicted to wait.
+    """A profile by which computation takes as long as in the run: what neither waits nor is predicted to wait.
 
     Args:
         profile: to change.
@@ -91,14 +91,7 @@ def refit(profile: Profile, comparison: Comparison) -> Profile:
     waiting = [q for q in comparison.quantities if q.name.startswith("waiting")]
     measured = step.measured - sum(q.measured for q in waiting)
     predicted = step.predicted - sum(q.predicted for q in waiting)
-    scale = measured / predicted
-    rows = tuple(row.with_(forward=row.forward * scale, backward=row.backward * scale) for row in profile.compute)
-    return profile.with_(
-        compute=rows,
-        update_seconds=profile.update_seconds * scale,
-        touch_seconds=profile.touch_seconds * scale,
-        step_seconds=profile.step_seconds * scale,
-    )
+    return profile.paced(measured / predicted)
 
 
 def _records(run: Path) -> list[dict[str, Any]]:

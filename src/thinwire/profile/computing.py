@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,7 +15,7 @@ from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn, timed
 from thinwire.spec import ModelSpec
 from thinwire.spec.profile import ComputeRow
 
-__all__ = ["Piece", "measure_piece", "measure_touch", "measure_update"]
+__all__ = ["Piece", "measure_model", "measure_touch", "measure_update"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Piece:
     """A part of a model.
 
     Attributes:
-        part: which kind.
+        part: which kind; whole: embedding, ``repeats`` of its blocks and head, one after another.
         shape: of the model it is from.
         seq: tokens of a sequence.
         micro_batch: sequences.
@@ -34,7 +34,7 @@ class Piece:
             find its weights in the cache each time, as no training does.
     """
 
-    part: Literal["block", "head", "embedding"]
+    part: Literal["block", "head", "embedding", "whole"]
     shape: ModelSpec
     seq: int
     micro_batch: int
@@ -44,32 +44,40 @@ class Piece:
     repeats: int = 1
 
 
-def measure_piece(piece: Piece, control: Control, device: torch.device, seconds: float) -> ComputeRow:
-    """Time a part's forward and backward; gradients are added to fp32 ones, as the runtime does.
+def measure_model(pieces: Sequence[Piece], control: Control, device: torch.device, seconds: float) -> list[ComputeRow]:
+    """Time the forward and backward of a model's parts; gradients are added to fp32 ones, as the runtime does.
+
+    The parts by themselves tell the shares, a whole of them, in which no rank waits for another, how long they take
+    together: in training caches are cold, ranks drift apart, and there is work between the parts.
 
     Args:
-        piece: the part.
+        pieces: the parts, and the whole.
         control: joins all ranks.
-        device: where it computes.
+        device: where they compute.
         seconds: how long to go on, about.
 
     Returns:
-        The row, the same on every rank.
+        A row for each part, the same on every rank.
     """
-    module, call = piece.make(device)
-    sums = [torch.zeros(parameter.shape, device=device) for parameter in module.parameters()]
+    whole = next(piece for piece in pieces if piece.part == "whole")
+    parts = [piece for piece in pieces if piece is not whole]
+    rows = [_measure_part(piece, control, device, seconds / len(pieces)) for piece in parts]
+    together = _measure_whole(whole, control, device, seconds / len(pieces))
+    alone = sum((row.forward + row.backward) * (whole.repeats if row.part == "block" else 1) for row in rows)
+    scale = together / alone
+    return [row.with_(forward=row.forward * scale, backward=row.backward * scale) for row in rows]
+
+
+def _measure_part(piece: Piece, control: Control, device: torch.device, seconds: float) -> ComputeRow:
+    forward, backward = _training(piece, device)
 
     def once() -> tuple[float, float]:
         control.barrier()
         begin = time.perf_counter()
-        out = call()
+        out = forward()
         finish(device)
         middle = time.perf_counter()
-        out.backward(torch.ones_like(out))
-        for parameter, total in zip(module.parameters(), sums, strict=True):
-            assert parameter.grad is not None
-            total.add_(parameter.grad)
-            parameter.grad = None
+        backward(out)
         finish(device)
         return middle - begin, time.perf_counter() - middle
 
@@ -82,7 +90,7 @@ def measure_piece(piece: Piece, control: Control, device: torch.device, seconds:
     share = sum(pair[0] for rank in everyone for pair in rank) / sum(sum(pair) for rank in everyone for pair in rank)
     shape = piece.shape
     return ComputeRow(
-        part=piece.part,
+        part=piece.part,  # type: ignore[arg-type]
         hidden=shape.hidden,
         ffn=shape.ffn,
         heads=shape.heads,
@@ -97,6 +105,37 @@ def measure_piece(piece: Piece, control: Control, device: torch.device, seconds:
     )
 
 
+def _measure_whole(piece: Piece, control: Control, device: torch.device, seconds: float) -> float:
+    """Seconds of a forward and backward of the slowest rank, none of which waits for another."""
+    forward, backward = _training(piece, device)
+
+    def several(count: int) -> float:
+        control.barrier()
+        begin = time.perf_counter()
+        for _ in range(count):
+            backward(forward())
+        finish(device)
+        return float(max(control.all_gather_object(time.perf_counter() - begin))) / count
+
+    several(1)
+    return several(max(FEWEST, min(MOST, int(seconds / several(1)))))
+
+
+def _training(piece: Piece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
+    """The forward of a part, and the backward of what it gives."""
+    module, call = piece.make(device)
+    sums = [torch.zeros(parameter.shape, device=device) for parameter in module.parameters()]
+
+    def backward(out: Tensor) -> None:
+        out.backward(torch.ones_like(out))
+        for parameter, total in zip(module.parameters(), sums, strict=True):
+            assert parameter.grad is not None
+            total.add_(parameter.grad)
+            parameter.grad = None
+
+    return call, backward
+
+
 def measure_update(control: Control, device: torch.device) -> float:
     """Seconds of AdamW per element of a shard, the rounding to bf16 included; the mean over ranks."""
     numel = 1 << 22
@@ -105,7 +144,7 @@ def measure_update(control: Control, device: torch.device) -> float:
     rounded = torch.zeros(numel, dtype=torch.bfloat16, device=device)
     optimizer = torch.optim.AdamW([master], fused=True)
     samples = []
-    for _ in range(FEWEST + 2):
+    for _ in range(MOST):
         control.barrier()
         begin = time.perf_counter()
         optimizer.step()

@@ -13,12 +13,12 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.profile.coding import CODECS, NUMELS, measure_codec
-from thinwire.profile.computing import Piece, measure_piece, measure_touch, measure_update
+from thinwire.profile.computing import Piece, measure_model, measure_touch, measure_update
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
 from thinwire.profile.meeting import Meeting, measure_meeting
 from thinwire.profile.timing import FEWEST, Deadline, timed
 from thinwire.program import Scope
-from thinwire.spec import Factor
+from thinwire.spec import Factor, ModelSpec
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
 from thinwire.units import format_bytes
 
@@ -117,11 +117,14 @@ def measure(
 def _measure_compute(
     settings: Settings, control: Control, deadline: Deadline, rows: _Rows, report: Callable[[str], None]
 ) -> None:
-    left = [piece for piece in settings.pieces if not any(_is_row_of(row, piece) for row in rows.compute)]
-    for number, piece in enumerate(left):
-        report(f"computing: {piece.part} of {piece.shape.name or 'the model'}")
+    models: dict[ModelSpec, list[Piece]] = {}
+    for piece in settings.pieces:
+        models.setdefault(piece.shape, []).append(piece)
+    left = [pieces for pieces in models.values() if not any(_is_row_of(row, pieces[0]) for row in rows.compute)]
+    for number, pieces in enumerate(left):
+        report(f"computing: the parts of {pieces[0].shape.name or 'the model'}")
         share = max(0.0, deadline.left()) / (len(left) - number)
-        rows.compute.append(measure_piece(piece, control, settings.device, share))
+        rows.compute += measure_model(pieces, control, settings.device, share)
 
 
 def _is_row_of(row: ComputeRow, piece: Piece) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field
 
@@ -47,6 +47,9 @@ class CodecRow(Spec):
     seconds: Positive = Field(description="median time")
     low: Positive = Field(description="lower quartile")
     high: Positive = Field(description="upper quartile")
+
+
+_Timed = TypeVar("_Timed", CollectiveRow, CodecRow)
 
 
 class ComputeRow(Spec):
@@ -112,6 +115,28 @@ class Profile(Spec):
         if not isinstance(data, Mapping):
             raise SpecError(str(path), ["should be a JSON object, as thinwire profile writes it"])
         return cls.parse(data, str(path))
+
+    def paced(self, pace: float, *, transfers: bool = False) -> Self:
+        """The profile of the same cluster while its processors take ``pace`` times as long for everything.
+
+        Args:
+            pace: above 0.
+            transfers: whether transfers are the processors' work too, as on links that no rate limits.
+        """
+
+        def rows(kind: tuple[_Timed, ...]) -> tuple[_Timed, ...]:
+            return tuple(
+                row.with_(seconds=row.seconds * pace, low=row.low * pace, high=row.high * pace) for row in kind
+            )
+
+        return self.with_(
+            compute=tuple(row.with_(forward=row.forward * pace, backward=row.backward * pace) for row in self.compute),
+            codecs=rows(self.codecs),
+            collectives=rows(self.collectives) if transfers else self.collectives,
+            update_seconds=self.update_seconds * pace,
+            touch_seconds=self.touch_seconds * pace,
+            step_seconds=self.step_seconds * pace,
+        )
 
     def write(self, path: str | Path) -> None:
         """Writes it as JSON, one row a line."""

@@ -1,34 +1,39 @@
 """Is the planner right? Its predictions beside measured steps of real ranks, for models and links in the lab.
 
-Nothing is fitted to steps: predictions follow from a profile of the links and of the models' parts alone.
+Nothing is fitted to steps of plans: predictions follow from a profile of the links and of the models' parts. A machine
+that others use as well changes its pace by tens of percent within minutes, so the same ranks also compute without any
+communication, right after the profile and in every round; how much slower they became is taken into the predictions.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 from thinwire.cost import ProfiledRates
 from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
-from thinwire.lab.bench.interleave import Setting
+from thinwire.lab.bench.interleave import Sample, Setting
 from thinwire.lab.bench.rows import Row, make_rows
 from thinwire.lab.bench.run import run
 from thinwire.lab.job import Job as LabJob
-from thinwire.lab.peers.catalog import MODELS, plan_system
+from thinwire.lab.peers.catalog import MODELS, REFERENCE, peer_systems, plan_system
+from thinwire.lab.peers.interface import SystemSpec
 from thinwire.plan import Job, Search, candidate, profiled_cluster, search
-from thinwire.report import Sheet
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.profile import Profile
+from thinwire.study.pairs import Choice, Pair
 from thinwire.units import format_bytes
 
-__all__ = ["PLANS", "Pair", "Setup", "measure", "profile_links", "sheets"]
+__all__ = ["PLANS", "Known", "Setup", "measure", "profile_links"]
 
-PLANS: Final = ("ddp", "zero1", "zero1-node", "zero3", "mics", "hpz", "zeropp", "thinwire")
+PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
 """Presets that are measured; the planner's own choices come on top."""
 
 SMALL_PLANS: Final = ("zero1", "zero2", "zero3", "hpz", "zeropp", "zeropp-8bit")
@@ -37,10 +42,17 @@ SMALL_PLANS: Final = ("zero1", "zero2", "zero3", "hpz", "zeropp", "zeropp-8bit")
 CANDIDATES: Final = 8
 """How many plans a choice is compared with at least."""
 
+FINALISTS: Final = 2
+"""How many plans that were fastest on a link are measured again beside its choice: the least of many noisy medians is
+too low, and would make every choice look bad."""
+
+TURN: Final = 0.5
+"""Seconds that a turn's timed steps should take: a few short steps tell what else ran at that moment."""
+
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compared.
+    """What is compared, and how long.
 
     Attributes:
         models: names of the lab's models.
@@ -48,6 +60,10 @@ class Setup:
         seq: tokens of a sequence; every rank has one a step.
         nodes: hosts.
         ranks: of each.
+        rounds: of an interleaved measurement, besides a first one that does not count.
+        timeout: seconds a system may take to start, or for a turn.
+        cores: of this machine.
+        report: told what is going on.
     """
 
     models: Sequence[str]
@@ -55,6 +71,10 @@ class Setup:
     seq: int
     nodes: int
     ranks: int
+    rounds: int
+    timeout: float
+    cores: int
+    report: Callable[[str], None]
 
     def shape(self, model: str) -> ModelSpec:
         """Of a model."""
@@ -62,111 +82,99 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Pair:
-    """One plan on one link, predicted and measured.
+class Known:
+    """What is known of a link before any plan is measured.
 
     Attributes:
-        model: name.
-        bandwidth: of the links.
-        cap: bytes that a rank may use; ``None``: all there is.
-        plan: preset, or whose choice it is.
-        factors: what the plan is.
-        picked: whether the planner chose it for this link.
-        predicted_ms: of a step.
-        measured_ms: of a step, median over rounds.
-        spread_ms: between the slowest and the fastest round.
-        predicted_bytes: of a rank's memory.
-        measured_bytes: the most that a rank ever had resident, on all links together.
+        profile: of the link and of the models' parts.
+        alone: milliseconds of a step without communication right after it, by model.
     """
 
-    model: str
-    bandwidth: str
-    cap: int | None
-    plan: str
-    factors: str
-    picked: bool
-    predicted_ms: float
-    measured_ms: float
-    spread_ms: float
-    predicted_bytes: int
-    measured_bytes: int
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured, less 1."""
-        return self.predicted_ms / self.measured_ms - 1
+    profile: Profile
+    alone: Mapping[str, float]
 
 
-def profile_links(setup: Setup, budget: float, directory: Path, report: Callable[[str], None]) -> dict[str, Profile]:
-    """A profile of every link, all models' parts included.
+def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Known]:
+    """A profile of every link, all models' parts included; those that the directory has are read.
 
     Args:
         setup: models and links.
         budget: seconds of each measurement.
         directory: for the files.
-        report: told what is going on.
 
     Returns:
-        Profiles by bandwidth.
+        By bandwidth.
+
+    Raises:
+        UsageError: a profile failed.
     """
     found = {}
     for setting in setup.settings:
-        out = directory / f"profile-{setting.bandwidth}.json"
-        spec = LabSpec(nodes=setup.nodes, ranks=setup.ranks, bandwidth=setting.rate)
-        with Lab(spec) as lab:
-            for number, model in enumerate(setup.models):
-                report(f"profiling {setting.bandwidth}, {model}")
-                shape = directory / f"{model}.toml"
-                setup.shape(model).save(shape)
-                command = [
-                    sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget",
-                    f"{budget if number == 0 else budget / 4:.0f}s", "--model", str(shape), "--seq", str(setup.seq),
-                    *(["--resume"] if number else []),
-                ]  # fmt: skip
-                outcome = LabJob(lab, command, "rank", grace=30.0, logs=directory / "logs").run()
-                if outcome.status:
-                    raise UsageError(
-                        f"the profile of {setting.bandwidth} failed: {outcome.failure}; see {directory}/logs"
-                    )
-        found[setting.bandwidth] = Profile.read(out)
+        out, beside = directory / f"profile-{setting.bandwidth}.json", directory / f"alone-{setting.bandwidth}.json"
+        if not (out.exists() and beside.exists()):
+            _profile(setup, setting, budget, out)
+            alone = {model: _alone(setup, setting, model) for model in setup.models}
+            beside.write_text(json.dumps(alone) + "\n", encoding="utf-8")
+        found[setting.bandwidth] = Known(Profile.read(out), json.loads(beside.read_text(encoding="utf-8")))
     return found
 
 
-def measure(
-    setup: Setup,
-    profiles: dict[str, Profile],
-    *,
-    rounds: int,
-    steps: int,
-    timeout: float,
-    cores: int,
-    report: Callable[[str], None],
-) -> list[Pair]:
+def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
+    directory = out.parent
+    with Lab(LabSpec(nodes=setup.nodes, ranks=setup.ranks, bandwidth=setting.rate)) as lab:
+        for number, model in enumerate(setup.models):
+            setup.report(f"profiling {setting.bandwidth}, {model}")
+            shape = directory / f"{model}.toml"
+            setup.shape(model).save(shape)
+            command = [
+                sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget",
+                f"{budget if number == 0 else budget / 4:.0f}s", "--model", str(shape), "--seq", str(setup.seq),
+                *(["--resume"] if number else []),
+            ]  # fmt: skip
+            outcome = LabJob(lab, command, "rank", grace=30.0, logs=directory / "logs").run()
+            if outcome.status:
+                raise UsageError(f"the profile of {setting.bandwidth} failed: {outcome.failure}; see {directory}/logs")
+
+
+def _alone(setup: Setup, setting: Setting, model: str) -> float:
+    """Milliseconds of a step without communication."""
+    setup.report(f"computing {model} without communication")
+    systems = peer_systems([REFERENCE], {"model": model, "seq": setup.seq})
+    return statistics.median(_milliseconds(_run(setup, systems, [replace(setting, steps=5)]), REFERENCE))
+
+
+def _run(setup: Setup, systems: Sequence[SystemSpec], settings: Sequence[Setting]) -> list[Sample]:
+    """An interleaved measurement whose first round does not count: processes that have just started are up to twice as
+    slow for some seconds, on a virtual machine at least, whose memory is mapped when it is first written."""
+    samples = run(
+        systems, settings, nodes=setup.nodes, ranks=setup.ranks, rounds=1 + setup.rounds, steps=2,
+        timeout=setup.timeout, report=setup.report,
+    )  # fmt: skip
+    return [sample if sample.round else replace(sample, round=None) for sample in samples]
+
+
+def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
+    """A system's steps, of every round that counts."""
+    return [1e3 * s.result.seconds for s in samples if s.round is not None and s.result.label == label]
+
+
+def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[Choice]]:
     """Predict and measure every plan for every model on every link, and again under a cap on memory.
 
     Args:
         setup: models and links.
-        profiles: of the links.
-        rounds: of the interleaved measurement.
-        steps: timed ones of a turn.
-        timeout: seconds a system may take.
-        cores: of this machine.
-        report: told what is going on.
+        known: by bandwidth.
     """
-    pairs = []
+    pairs: list[Pair] = []
+    choices: list[Choice] = []
     for model in setup.models:
-        for field in _fields(setup, model, profiles):
-            workload = {"model": model, "seq": setup.seq}
-            systems = [plan_system(name, plan, workload) for name, plan in field.plans.items()]
-            report(f"measuring {model}: {len(systems)} plans on {len(setup.settings)} links{field.told}")
-            samples = run(
-                systems, setup.settings, nodes=setup.nodes, ranks=setup.ranks, rounds=rounds, steps=steps,
-                timeout=timeout, report=report,
-            )  # fmt: skip
-            tokens = setup.seq * setup.nodes * setup.ranks
-            rows = make_rows(samples, systems, tokens=tokens, cores=cores)
-            pairs += [_pair(field, _job(setup, model, profiles[row.bandwidth], field.cap), row) for row in rows]
-    return pairs
+        for field in _fields(setup, model, known):
+            setup.report(f"measuring {model}: {len(field.plans)} plans on {len(setup.settings)} links{field.told}")
+            settings = _long_enough(setup, field, known)
+            rows = _rows(setup, field, settings)
+            pairs += _pairs(setup, field, known, rows)
+            choices += _choices(setup, field, settings, [row for row in rows if row.system != REFERENCE])
+    return pairs, choices
 
 
 @dataclass(frozen=True)
@@ -190,22 +198,22 @@ class _Field:
         return "" if self.cap is None else f", {format_bytes(self.cap)} for each rank"
 
 
-def _fields(setup: Setup, model: str, profiles: dict[str, Profile]) -> Iterator[_Field]:
+def _fields(setup: Setup, model: str, known: Mapping[str, Known]) -> Iterator[_Field]:
     """Without a cap; and with one that leaves a third of the room between the smallest plan and ddp."""
     presets = {name: Plan.preset(name, nodes=setup.nodes, local=setup.ranks) for name in (*PLANS, *SMALL_PLANS)}
-    yield _field(setup, model, profiles, None, {name: presets[name] for name in PLANS})
-    job = _job(setup, model, next(iter(profiles.values())), None)
+    yield _field(setup, model, known, None, {name: presets[name] for name in PLANS})
+    job = _job(setup, model, next(iter(known.values())).profile, None)
     smallest = Search(job).smallest().memory.total
     cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
     fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= cap}
-    yield _field(setup, model, profiles, cap, fitting)
+    yield _field(setup, model, known, cap, fitting)
 
 
-def _field(setup: Setup, model: str, profiles: dict[str, Profile], cap: int | None, presets: dict[str, Plan]) -> _Field:
+def _field(setup: Setup, model: str, known: Mapping[str, Known], cap: int | None, presets: dict[str, Plan]) -> _Field:
     plans, picks = dict(presets), {}
     ranked = {
-        name: [found.plan for found in search(_job(setup, model, profile, cap)).candidates]
-        for name, profile in profiles.items()
+        name: [found.plan for found in search(_job(setup, model, link.profile, cap)).candidates]
+        for name, link in known.items()
     }
     for bandwidth, choices in ranked.items():
         picks[bandwidth] = _add(plans, choices[0], f"for {bandwidth}")
@@ -242,69 +250,82 @@ def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> Job:
     )
 
 
-def _pair(field: _Field, job: Job, row: Row) -> Pair:
-    label = row.system.removeprefix("tw:")
-    plan = field.plans[label]
-    priced = candidate(job, plan)
-    return Pair(
-        model=field.model,
-        bandwidth=row.bandwidth,
-        cap=field.cap,
-        plan=label,
-        factors=plan.describe(),
-        picked=field.picks[row.bandwidth] == label,
-        predicted_ms=1e3 * priced.seconds,
-        measured_ms=row.step_ms,
-        spread_ms=row.step_ms_max - row.step_ms_min,
-        predicted_bytes=priced.memory.total,
-        measured_bytes=row.peak_rss,
-    )
-
-
-def sheets(pairs: Sequence[Pair]) -> list[Sheet]:
-    """Every pair, and what the goals ask: mean error of time and memory, and how good the choices are."""
-    columns = [
-        "model", "memory cap", "link", "plan", "chosen", "predicted ms", "measured ms", "spread", "error",
-        "memory MiB", "measured", "error",
-    ]  # fmt: skip
-    cells = [
-        [
-            pair.model, "" if pair.cap is None else format_bytes(pair.cap), pair.bandwidth, pair.plan,
-            "*" if pair.picked else "", f"{pair.predicted_ms:.1f}", f"{pair.measured_ms:.1f}",
-            f"{pair.spread_ms:.1f}", f"{pair.error:+.1%}", f"{pair.predicted_bytes / 2**20:.0f}",
-            f"{pair.measured_bytes / 2**20:.0f}", f"{pair.predicted_bytes / pair.measured_bytes - 1:+.1%}",
-        ]
-        for pair in pairs
-    ]  # fmt: skip
-    return [
-        Sheet("Predicted and measured", columns, 5, cells),
-        Sheet("Goals", ["", "measured", "goal", ""], 1, _goals(pairs)),
-    ]
-
-
-def _goals(pairs: Sequence[Pair]) -> list[list[str]]:
-    def row(name: str, measured: float, goal: float, form: str) -> list[str]:
-        return [name, format(measured, form), format(goal, form), "reached" if measured <= goal else "missed"]
-
-    error = statistics.fmean(abs(pair.error) for pair in pairs)
-    found = [row(f"step time, mean error over {len(pairs)} pairs", error, 0.10, ".1%")]
-    # The processes lived through all links: what counts is the link on which most was needed.
-    peaks: dict[tuple[str, int | None, str], tuple[int, int]] = {}
-    for pair in pairs:
-        key = pair.model, pair.cap, pair.plan
-        predicted, measured = peaks.get(key, (0, 0))
-        peaks[key] = max(predicted, pair.predicted_bytes), max(measured, pair.measured_bytes)
-    memory = statistics.fmean(abs(predicted / measured - 1) for predicted, measured in peaks.values())
-    found.append(row(f"peak memory, mean error over {len(peaks)} plans", memory, 0.05, ".1%"))
-    ratios, above = [], []
-    for group in dict.fromkeys((pair.model, pair.cap, pair.bandwidth) for pair in pairs):
-        here = [pair for pair in pairs if (pair.model, pair.cap, pair.bandwidth) == group]
-        picked = next(pair for pair in here if pair.picked)
-        ratios.append(picked.measured_ms / min(pair.measured_ms for pair in here))
-        if picked.cap is not None:
-            above.append(picked.measured_bytes / picked.cap)
-    found.append(row(f"choice over the best measured, mean of {len(ratios)}", statistics.fmean(ratios), 1.03, ".3f"))
-    found.append(row("choice over the best measured, worst", max(ratios), 1.03, ".3f"))
-    if above:
-        found.append(row("memory of choices over their cap, worst", max(above), 1.0, ".3f"))
+def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Known]) -> list[Setting]:
+    """The settings with so many steps a turn that it is not over in a moment."""
+    found = []
+    for setting in setup.settings:
+        job = _job(setup, field.model, known[setting.bandwidth].profile, field.cap)
+        typical = statistics.median(candidate(job, plan).seconds for plan in field.plans.values())
+        found.append(replace(setting, steps=max(2, math.ceil(TURN / typical))))
     return found
+
+
+def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[Row]:
+    """All plans, and the same ranks computing without communication."""
+    workload = {"model": field.model, "seq": setup.seq}
+    systems = [plan_system(name, plan, workload) for name, plan in field.plans.items()]
+    systems += peer_systems([REFERENCE], workload)
+    samples = _run(setup, systems, settings)
+    return make_rows(samples, systems, tokens=setup.seq * setup.nodes * setup.ranks, cores=setup.cores)
+
+
+def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequence[Row]) -> Iterator[Pair]:
+    now = {row.bandwidth: row.step_ms for row in rows if row.system == REFERENCE}
+    limited = {setting.bandwidth: setting.rate is not None for setting in setup.settings}
+    for row in rows:
+        if row.system == REFERENCE:
+            continue
+        link = known[row.bandwidth]
+        pace = now[row.bandwidth] / link.alone[field.model]
+        profile = link.profile.paced(pace, transfers=not limited[row.bandwidth])
+        plan = field.plans[_label(row)]
+        priced = candidate(_job(setup, field.model, profile, field.cap), plan)
+        yield Pair(
+            model=field.model,
+            bandwidth=row.bandwidth,
+            cap=field.cap,
+            plan=_label(row),
+            factors=plan.describe(),
+            pace=pace,
+            predicted_ms=1e3 * priced.seconds,
+            measured_ms=row.step_ms,
+            spread_ms=row.step_ms_max - row.step_ms_min,
+            predicted_bytes=priced.memory.total,
+            measured_bytes=row.peak_rss,
+        )
+
+
+def _label(row: Row) -> str:
+    return row.system.removeprefix("tw:")
+
+
+def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[Choice]:
+    """Every link's choice beside its fastest plans, in new rounds."""
+    finalists = {}
+    for setting in settings:
+        ranked = sorted((row for row in rows if row.bandwidth == setting.bandwidth), key=lambda row: row.step_ms)
+        fastest = [_label(row) for row in ranked[:FINALISTS]]
+        finalists[setting.bandwidth] = list(dict.fromkeys([field.picks[setting.bandwidth], *fastest]))
+    workload = {"model": field.model, "seq": setup.seq}
+    labels = dict.fromkeys(label for some in finalists.values() for label in some)
+    systems = [plan_system(label, field.plans[label], workload) for label in labels]
+    setup.report(f"measuring {field.model} again: the choices and the {FINALISTS} fastest of each link{field.told}")
+    samples = _run(setup, systems, settings)
+    for setting in settings:
+        here = [sample for sample in samples if sample.setting == setting]
+        chosen, *others = finalists[setting.bandwidth]
+        own = _milliseconds(here, f"tw:{chosen}")
+        ratios = {chosen: 1.0}
+        for label in others:
+            other = _milliseconds(here, f"tw:{label}")
+            ratios[label] = statistics.median(a / b for a, b in zip(own, other, strict=True))
+        best = max(ratios, key=lambda label: ratios[label])
+        yield Choice(
+            model=field.model,
+            bandwidth=setting.bandwidth,
+            cap=field.cap,
+            plan=chosen,
+            best=best,
+            ratio=ratios[best],
+            memory=max(row.peak_rss for row in rows if _label(row) == chosen),
+        )

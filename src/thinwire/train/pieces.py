@@ -21,7 +21,7 @@ _BLOCKS = 4
 
 
 def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"]) -> list[Piece]:
-    """A block, the head with the loss, and the embedding.
+    """A block, the head with the loss, the embedding, and a model of some blocks as a whole.
 
     Args:
         shape: of the model.
@@ -35,14 +35,19 @@ def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bflo
     block = (matrices - head) // shape.layers
     compute: torch.dtype = getattr(torch, dtype)
 
-    def make(part: Literal["block", "head", "embedding"], flops: int, repeats: int = 1) -> Piece:
+    def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> Piece:
         def on(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
             return _make(part, shape, seq, micro_batch, repeats, compute, device)
 
         return Piece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
 
     repeats = min(_BLOCKS, shape.layers)
-    return [make("block", block * tokens, repeats), make("head", head * tokens), make("embedding", 0)]
+    return [
+        make("block", block * tokens, repeats),
+        make("head", head * tokens),
+        make("embedding", 0),
+        make("whole", (block * repeats + head) * tokens, repeats),
+    ]
 
 
 def _make(
@@ -56,6 +61,8 @@ def _make(
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = _model(shape, seq, blocks).to(device, dtype)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
+    if part == "whole":
+        return model, lambda: cross_entropy(model(ids).logits, ids)
     hidden = torch.randn(micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     if part == "embedding":
         embedding = model.embed_tokens if isinstance(model, Llama) else model.embed_in

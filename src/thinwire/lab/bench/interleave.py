@@ -29,11 +29,13 @@ class Setting:
         bandwidth: of the links between hosts, as the user wrote it.
         rate: the same in bits per second; None leaves the links as fast as they are.
         clip: bound on the gradient norm; None does not clip.
+        steps: timed ones of a turn; None: as many as everywhere.
     """
 
     bandwidth: str
     rate: float | None
     clip: float | None
+    steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ def interleave(
         labels: of the systems; which is first rotates with the rounds.
         settings: visited in this order in every round; neighbours of equal rate share their links.
         rounds: how many.
-        steps: timed ones of a turn; each turn has one more before them.
+        steps: timed ones of a turn, where the setting does not say; each turn has one more before them.
         report: told of every sample.
 
     Returns:
@@ -92,5 +94,5 @@ def interleave(
                 rate = setting.rate
                 shape(rate)
             for label in [*labels[first:], *labels[:first]]:
-                take(number, setting, label, Turn(steps, 1, {"clip": setting.clip}))
+                take(number, setting, label, Turn(setting.steps or steps, 1, {"clip": setting.clip}))
     return samples

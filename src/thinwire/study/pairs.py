@@ -1,0 +1,124 @@
+"""The planner's predictions beside measured steps, and its choices beside the best: what the goals ask, in tables."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from thinwire.report import Sheet
+from thinwire.units import format_bytes
+
+__all__ = ["Choice", "Pair", "sheets"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One plan on one link, predicted and measured.
+
+    Attributes:
+        model: name.
+        bandwidth: of the links.
+        cap: bytes that a rank may use; ``None``: all there is.
+        plan: preset, or whose choice it is.
+        factors: what the plan is.
+        pace: how many times slower the ranks computed than when the profile was measured.
+        predicted_ms: of a step, at that pace.
+        measured_ms: of a step, median over rounds.
+        spread_ms: between the slowest and the fastest round.
+        predicted_bytes: of a rank's memory.
+        measured_bytes: the most that a rank ever had resident, on all links together.
+    """
+
+    model: str
+    bandwidth: str
+    cap: int | None
+    plan: str
+    factors: str
+    pace: float
+    predicted_ms: float
+    measured_ms: float
+    spread_ms: float
+    predicted_bytes: int
+    measured_bytes: int
+
+    @property
+    def error(self) -> float:
+        """Predicted over measured, less 1."""
+        return self.predicted_ms / self.measured_ms - 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The planner's choice on one link beside the plans that were fastest in the first rounds, all measured anew.
+
+    Attributes:
+        model: name.
+        bandwidth: of the links.
+        cap: bytes that a rank may use; ``None``: all there is.
+        plan: what was chosen.
+        best: the fastest; maybe the choice itself.
+        ratio: the choice's step over the best one's, median of the rounds' ratios.
+        memory: bytes that a rank of the choice ever had resident.
+    """
+
+    model: str
+    bandwidth: str
+    cap: int | None
+    plan: str
+    best: str
+    ratio: float
+    memory: int
+
+
+def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
+    """Every pair, every choice, and what the goals ask: mean error of time and memory, and how good choices are."""
+    columns = [
+        "model", "memory cap", "link", "plan", "pace", "predicted ms", "measured ms", "spread", "error", "memory MiB",
+        "measured", "error",
+    ]  # fmt: skip
+    cells = [
+        [
+            pair.model, _told(pair.cap), pair.bandwidth, pair.plan, f"{pair.pace:.2f}", f"{pair.predicted_ms:.1f}",
+            f"{pair.measured_ms:.1f}", f"{pair.spread_ms:.1f}", f"{pair.error:+.1%}",
+            f"{pair.predicted_bytes / 2**20:.0f}", f"{pair.measured_bytes / 2**20:.0f}",
+            f"{pair.predicted_bytes / pair.measured_bytes - 1:+.1%}",
+        ]
+        for pair in pairs
+    ]  # fmt: skip
+    chosen = [
+        [choice.model, _told(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}"]
+        for choice in choices
+    ]
+    return [
+        Sheet("Predicted and measured", columns, 4, cells),
+        Sheet("Choices", ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest"], 5, chosen),
+        Sheet("Goals", ["", "measured", "goal", ""], 1, _goals(pairs, choices)),
+    ]
+
+
+def _told(cap: int | None) -> str:
+    return "" if cap is None else format_bytes(cap)
+
+
+def _goals(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[list[str]]:
+    def row(name: str, measured: float, goal: float, form: str) -> list[str]:
+        return [name, format(measured, form), format(goal, form), "reached" if measured <= goal else "missed"]
+
+    error = statistics.fmean(abs(pair.error) for pair in pairs)
+    # The processes lived through all links: what counts is the link on which most was needed.
+    peaks: dict[tuple[str, int | None, str], tuple[int, int]] = {}
+    for pair in pairs:
+        key = pair.model, pair.cap, pair.plan
+        predicted, measured = peaks.get(key, (0, 0))
+        peaks[key] = max(predicted, pair.predicted_bytes), max(measured, pair.measured_bytes)
+    memory = statistics.fmean(abs(predicted / measured - 1) for predicted, measured in peaks.values())
+    ratios = [choice.ratio for choice in choices]
+    found = [
+        row(f"step time, mean error over {len(pairs)} pairs", error, 0.10, ".1%"),
+        row(f"peak memory, mean error over {len(peaks)} plans", memory, 0.05, ".1%"),
+        row(f"choice over the fastest, mean of {len(ratios)}", statistics.fmean(ratios), 1.03, ".3f"),
+        row("choice over the fastest, worst", max(ratios), 1.03, ".3f"),
+    ]
+    kept = [choice.memory / choice.cap for choice in choices if choice.cap is not None]
+    return [*found, row("memory of choices over their cap, worst", max(kept), 1.0, ".3f")] if kept else found
