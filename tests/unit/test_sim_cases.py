@@ -91,10 +91,6 @@ def test_a_hundred_thousand_accelerators_are_no_more_work_than_eight() -> None:
         ({"plan": "zero9"}, "there is no preset 'zero9'"),
         ({"overlap": ["everything"]}, "overlap"),
         ({"dtype": "int4"}, "dtype"),
-        (
-            {"wire": {"tp": "int8:256"}, "tp": 2, "plan": "zero1"},
-            "wire.tp: codecs of this axis cannot be simulated yet",
-        ),
     ],
 )
 def test_what_is_wrong_is_named(changes: dict[str, Any], complaint: str) -> None:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="[amsp|internevo|all]", help="Whose tables.")] = "all",
+    name: Annotated[
+        str, typer.Argument(metavar="[amsp|internevo|zeropp|efa|hybrid|all]", help="Whose tables.")
+    ] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
@@ -69,23 +71,29 @@ def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
     cells = []
     for table, comparisons in found:
         error = mean_error(comparisons)
-        verdict = "reached" if error <= table.goal else "missed"
+        goal = "" if table.goal is None else _shown(table.goal, table)
+        verdict = "" if table.goal is None else "reached" if error <= table.goal else "missed"
         worst = max(comparisons, key=lambda comparison: abs(comparison.error))
         cells.append(
-            [table.title, str(len(comparisons)), f"{error:.1%}", f"{table.goal:.0%}", f"{worst.error:+.1%}", verdict]
+            [table.title, str(len(comparisons)), _shown(error, table), goal, _shown(worst.error, table, "+"), verdict]
         )
     return Sheet("Mean absolute errors", ["table", "rows", "mean error", "goal", "worst", ""], 1, cells)
+
+
+def _shown(error: float, table: Table, sign: str = "") -> str:
+    return f"{100 * error:{sign}.1f} points" if table.in_points else f"{error:{sign}.1%}"
 
 
 def _sheet(table: Table, comparisons: Sequence[Comparison]) -> Sheet:
     from thinwire.report import Sheet
 
-    columns = ["model", "system", "GPUs", "tokens", "micro-batches", "published", "simulated", "error"]
+    columns = ["model", "system", "GPUs", "Gbit/s", "tokens", "micro-batches", "published", "simulated", "error"]
     cells = [
         [
             comparison.row.model, comparison.row.system, str(comparison.row.gpus),
-            str(comparison.row.micro_batch_tokens or ""), str(comparison.row.micro_batches or ""),
-            f"{comparison.row.value:,g}", f"{comparison.simulated:,.4g}", f"{comparison.error:+.1%}",
+            str(comparison.row.internode_gbps or ""), str(comparison.row.micro_batch_tokens or ""),
+            str(comparison.row.micro_batches or ""), f"{comparison.row.value:,g}", f"{comparison.simulated:,.4g}",
+            _shown(comparison.error, table, "+"),
         ]
         for comparison in comparisons
     ]  # fmt: skip
@@ -124,4 +132,5 @@ def _draw(path: Path, table: Table, comparisons: Sequence[Comparison]) -> None:
     for comparison in comparisons:
         points.setdefault(comparison.row.model, []).append((comparison.row.value, comparison.simulated))
     title, _, unit = table.title.partition(": ")
-    draw_agreement(path, title, points, unit or "MFU")
+    band = 100 * table.goal if table.in_points and table.goal is not None else None
+    draw_agreement(path, title, points, unit or "ratio", band)

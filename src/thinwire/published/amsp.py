@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from thinwire.published.rows import Row
-from thinwire.sim import Case
+from thinwire.sim import Answer, Case
 
-__all__ = ["case", "is_ablation", "is_stated"]
+__all__ = ["baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_stated", "ratio", "ratios"]
 
 _MODELS = {"LLaMA-7B": "llama-7b", "LLaMA-13B": "llama-13b", "LLaMA-30B": "llama-30b-amsp"}
 
@@ -31,11 +32,55 @@ def is_stated(row: Row) -> bool:
     )
 
 
+def is_baseline(row: Row) -> bool:
+    """MFU of DeepSpeed's engine."""
+    return row.source.startswith("AMSP") and row.metric == "MFU" and row.system.startswith("DeepSpeed")
+
+
+def is_ratio(row: Row) -> bool:
+    """How much faster one way of AMSP's engine is than another."""
+    return row.source.startswith("AMSP") and row.metric in {"MFU_ratio", "speedup"}
+
+
 def case(row: Row) -> Case:
     """The step of a row of AMSP's engine."""
     factors = dict(re.findall(r"s_(\w+)=(\d+x\d+)", row.system))
     named = re.search(r"overlap ([A-Z/+]+)", row.system)
     kinds = re.split(r"[/+]", named[1]) if named else []
+    plan = {key: _factor(factors[name]) for key, name in _STATES.items()}
+    return _case(row, "amsp", plan, [_KINDS[kind] for kind in kinds], recompute="recompute" in row.system)
+
+
+def ratios(row: Row) -> list[Case]:
+    """The faster step, then the other. With 30B recomputation is on; broadcasts overlap in the full one only."""
+    large = "30B" in row.model
+    best, mics = _BEST[row.model], _group("8x2" if large else "8x1")
+    if row.metric == "speedup":
+        return [_case(row, "amsp", best, overlap, recompute=large) for overlap in (list(_KINDS.values()), [])]
+    overlap = ["gather", "reduce", "sync"]
+    return [_case(row, "amsp", plan, overlap, recompute=large) for plan in (best, mics)]
+
+
+def ratio(row: Row, answers: Sequence[Answer]) -> float:
+    """First over second."""
+    del row
+    first, second = answers
+    return first.tgs / second.tgs
+
+
+def baselines(row: Row) -> list[Case]:
+    """The step of a row of DeepSpeed; with 30B recomputation is on, as in AMSP's own runs."""
+    group = re.search(r"s=(\d+x\d+)", row.system)
+    named: str | dict[str, Any] = "hpz" if "hpZ" in row.system else "zero1" if "ZeRO-1" in row.system else "zero3"
+    return [_case(row, "deepspeed", _group(group[1]) if group else named, None, recompute="30B" in row.model)]
+
+
+def _group(text: str) -> dict[str, Any]:
+    """MiCS: all states over a group."""
+    return dict.fromkeys(_STATES, _factor(text))
+
+
+def _case(row: Row, engine: str, plan: str | dict[str, Any], overlap: list[str] | None, *, recompute: bool) -> Case:
     fields: dict[str, Any] = {
         "model": _MODELS[row.model],
         "gpu": "a800-80g",
@@ -45,10 +90,10 @@ def case(row: Row) -> Case:
         "seq": 4096,
         "micro_batch_tokens": row.micro_batch_tokens,
         "micro_batches": row.micro_batches,
-        "recompute": "recompute" in row.system,
-        "engine": "amsp",
-        "plan": {key: _factor(factors[name]) for key, name in _STATES.items()},
-        "overlap": [_KINDS[kind] for kind in kinds],
+        "recompute": recompute,
+        "engine": engine,
+        "plan": plan,
+        "overlap": overlap,
     }
     return Case.parse(fields, row.where)
 
@@ -59,3 +104,10 @@ _STATES = {"params": "p", "grads": "g", "optimizer": "os"}
 def _factor(text: str) -> dict[str, int]:
     local, nodes = map(int, text.split("x"))
     return {"local": local, "nodes": nodes}
+
+
+_BEST = {
+    model: {key: _factor(text) for key, text in zip(_STATES, factors, strict=True)}
+    for model, factors in {"LLaMA-7B": ("1x1", "1x1", "8x1"), "LLaMA-30B": ("8x1", "8x1", "8x4")}.items()
+}
+"""The paper's Table IV."""

@@ -21,6 +21,7 @@ class Row:
         system: what was run, in the source's words.
         model: name.
         gpus: accelerators.
+        gpu_type: which, in the source's words.
         gpus_per_node: of them in a node.
         internode_gbps: Gbit/s of a node's cards together; ``None`` where the source does not say.
         micro_batch_tokens: of a rank; ``None`` likewise.
@@ -34,6 +35,7 @@ class Row:
     system: str
     model: str
     gpus: int
+    gpu_type: str
     gpus_per_node: int
     internode_gbps: float | None
     micro_batch_tokens: int | None

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from thinwire.published import amsp, internevo
+from thinwire.published import amsp, efa, hybrid, internevo, zeropp
 from thinwire.published.rows import Row, rows
 from thinwire.sim import Answer, Case, answer
 
@@ -20,15 +20,18 @@ class Comparison:
     Attributes:
         row: as published.
         simulated: the same figure of the simulated step.
+        in_points: whether figures are percentages, whose errors are in points.
     """
 
     row: Row
     simulated: float
+    in_points: bool = False
 
     @property
     def error(self) -> float:
-        """Simulated over published, less 1."""
-        return float(self.simulated / self.row.value - 1)
+        """Simulated over published, less 1; of percentages their difference over 100."""
+        published = float(self.row.value)
+        return (self.simulated - published) / (100 if self.in_points else published)
 
 
 @dataclass(frozen=True)
@@ -38,39 +41,66 @@ class Table:
     Attributes:
         name: as ``thinwire reproduce`` takes it.
         title: for people.
-        goal: the mean error that the simulator should stay within.
+        goal: the mean error that the simulator should stay within; ``None``: shown for what it is.
         wanted: whether a row belongs to it.
-        case: the step of a row.
-        value: the figure of an answer that the row publishes.
+        cases: the steps of a row.
+        value: the figure of their answers that the row publishes.
+        in_points: whether figures are percentages, whose errors are in points.
     """
 
     name: str
     title: str
-    goal: float
+    goal: float | None
     wanted: Callable[[Row], bool]
-    case: Callable[[Row], Case]
-    value: Callable[[Answer], float]
+    cases: Callable[[Row], Sequence[Case]]
+    value: Callable[[Row, Sequence[Answer]], float]
+    in_points: bool = False
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its figures as published."""
+        return [row for row in rows() if self.wanted(row)]
+
+    def compare(self, row: Row) -> Comparison:
+        """Simulate one of its rows."""
+        return Comparison(row, self.value(row, [answer(case) for case in self.cases(row)]), self.in_points)
 
 
-def _tgs(found: Answer) -> float:
-    return found.tgs
+def _tgs(row: Row, found: Sequence[Answer]) -> float:
+    del row
+    return found[0].tgs
 
 
-def _mfu(found: Answer) -> float:
-    return found.mfu
+def _mfu(row: Row, found: Sequence[Answer]) -> float:
+    del row
+    return found[0].mfu
+
+
+def _amsp(row: Row) -> list[Case]:
+    return [amsp.case(row)]
+
+
+def _internevo(row: Row) -> list[Case]:
+    return [internevo.case(row)]
 
 
 TABLES: tuple[Table, ...] = (
-    Table("amsp", "AMSP, Table V: tokens/s of a GPU", 0.04, amsp.is_ablation, amsp.case, _tgs),
-    Table("amsp", "AMSP, MFU stated in the text, its own engine", 0.10, amsp.is_stated, amsp.case, _mfu),
-    Table("internevo", "InternEvo: tokens/s of a GPU", 0.05, internevo.is_throughput, internevo.case, _tgs),
+    Table("amsp", "AMSP, Table V: tokens/s of a GPU", 0.04, amsp.is_ablation, _amsp, _tgs),
+    Table("amsp", "AMSP, MFU stated in the text, its own engine", 0.10, amsp.is_stated, _amsp, _mfu),
+    Table("amsp", "AMSP, stated gains within its engine", None, amsp.is_ratio, amsp.ratios, amsp.ratio),
+    Table("amsp", "AMSP, MFU stated in the text, DeepSpeed", 0.10, amsp.is_baseline, amsp.baselines, _mfu),
+    Table("internevo", "InternEvo: tokens/s of a GPU", 0.05, internevo.is_throughput, _internevo, _tgs),
+    Table("zeropp", "ZeRO++, charts: TFLOPS of a GPU", 0.12, zeropp.is_chart, zeropp.cases, zeropp.counted_tflops),
+    Table("zeropp", "ZeRO++, section 5.2: % of 120 TFLOPS, gains", 0.12, zeropp.is_stated, zeropp.cases, zeropp.stated),
+    Table("efa", "DeepSpeed on EFA: TFLOPS of a GPU", 0.12, efa.is_throughput, efa.cases, efa.tflops),
+    Table("hybrid", "Hybrid compression: gain in %", 0.04, hybrid.is_gain, hybrid.cases, hybrid.gain, in_points=True),
 )
-"""What is reproduced so far."""
+"""What is reproduced."""
 
 
 def reproduce(table: Table) -> list[Comparison]:
     """Simulate every row of a table."""
-    return [Comparison(row, table.value(answer(table.case(row)))) for row in rows() if table.wanted(row)]
+    return [table.compare(row) for row in table.rows]
 
 
 def mean_error(comparisons: Sequence[Comparison]) -> float:

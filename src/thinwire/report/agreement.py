@@ -8,14 +8,17 @@ from pathlib import Path
 __all__ = ["draw_agreement"]
 
 
-def draw_agreement(path: Path, title: str, points: Mapping[str, Sequence[tuple[float, float]]], unit: str) -> None:
-    """Published figures across, simulated ones up; what agrees lies on the diagonal, the band is 10 % wide each way.
+def draw_agreement(
+    path: Path, title: str, points: Mapping[str, Sequence[tuple[float, float]]], unit: str, band: float | None = None
+) -> None:
+    """Published figures across, simulated ones up; what agrees lies on the diagonal, in a band.
 
     Args:
         path: of the PNG.
         title: above.
         points: by kind, ``(published, simulated)``.
         unit: of both.
+        band: how far from the diagonal it reaches, in the unit; ``None``: 10 %.
     """
     import matplotlib as mpl
     import matplotlib.pyplot as plt
@@ -23,9 +26,11 @@ def draw_agreement(path: Path, title: str, points: Mapping[str, Sequence[tuple[f
     mpl.use("agg")
     figure, panel = plt.subplots(figsize=(6.4, 5.6))
     everything = [value for pairs in points.values() for pair in pairs for value in pair]
-    ends = [0.0, 1.05 * max(everything)]
+    ends = [min(0.0, *everything), 1.05 * max(everything)]
     panel.plot(ends, ends, color="grey", linewidth=1)
-    panel.fill_between(ends, [0.9 * x for x in ends], [1.1 * x for x in ends], color="grey", alpha=0.12)
+    half = [0.1 * x if band is None else band for x in ends]
+    low, high = ([x + sign * width for x, width in zip(ends, half, strict=True)] for sign in (-1, 1))
+    panel.fill_between(ends, low, high, color="grey", alpha=0.12)
     for kind, pairs in points.items():
         panel.plot(*zip(*pairs, strict=True), "o", markersize=4, label=kind)
     panel.set(title=title, xlabel=f"published, {unit}", ylabel=f"simulated, {unit}", xlim=ends, ylim=ends)

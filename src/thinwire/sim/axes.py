@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from thinwire.cost import FlatCollectives, Part, Rates, Work
-from thinwire.cost.rates import Beside
+from thinwire.cost.rates import Beside, wire_bytes_per_value
 from thinwire.program import Kind, Scope
+from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.step import Workload
 from thinwire.spec import Factor, Plan
 
-__all__ = ["TensorParallelRates", "idle_seconds"]
+__all__ = ["TensorParallelRates", "idle_seconds", "sent_seconds"]
 
 CALLS = 2
 """Sums over the tensor-parallel ranks in the forward of a block, behind attention and behind the feed-forward; the
@@ -31,6 +32,31 @@ def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -
     backward = sum(rates.backward(part, plan, workload.seq) for part in workload.parts)
     again = forward if plan.recompute else 0.0
     return (plan.pp - 1) * (forward + backward + again + 2 * message)
+
+
+def sent_seconds(
+    plan: Plan, seq: int, hidden: int, rates: Rates, flat: FlatCollectives, *, crosses: bool, sharers: int = 1
+) -> float:
+    """Seconds of sending a micro-batch's activations, or their gradients, to the next stage.
+
+    Args:
+        plan: with the codec of the pipeline.
+        seq: tokens of a sequence.
+        hidden: width of the residual stream.
+        rates: of the codec.
+        flat: times of calls.
+        crosses: whether the next stage is on another node.
+        sharers: tensor-parallel ranks that send a part each, which all of them gather behind.
+    """
+    codec, dtype = plan.wire.pp, plan.compute_dtype
+    values = plan.micro_batch * seq * hidden
+    part = values / sharers
+    seconds = flat.seconds(
+        "BC", part * wire_bytes_per_value(codec, dtype), Factor(nodes=2) if crosses else Factor(local=2)
+    )
+    if not codec.is_none:
+        seconds += rates.codec(Work(codec, dtype, encoded=part, decoded=part))
+    return seconds + flat.seconds("AG", values * ITEMSIZE[dtype], Factor(local=sharers))
 
 
 @dataclass(frozen=True)
@@ -55,8 +81,15 @@ class TensorParallelRates:
         """Seconds of the sums in one pass over a part."""
         if part.kind != "block" or not part.attention_width:
             return 0.0
-        size = plan.micro_batch * seq * self.hidden * self.itemsize
-        return CALLS * self.flat.seconds("AR", size, Factor(local=self.tp))
+        codec, values = plan.wire.tp, plan.micro_batch * seq * self.hidden
+        if codec.is_none:
+            return CALLS * self.flat.seconds("AR", values * self.itemsize, Factor(local=self.tp))
+        dtype = plan.compute_dtype
+        transfer = self.flat.seconds("AR", values * wire_bytes_per_value(codec, dtype), Factor(local=self.tp))
+        # All of it is encoded for the reduce-scatter and a rank's share for the all-gather; the others' is decoded.
+        others = values * (self.tp - 1) / self.tp
+        coding = self.rates.codec(Work(codec, dtype, encoded=values + values / self.tp, decoded=2 * others))
+        return CALLS * (transfer + coding)
 
     def forward(self, part: Part, plan: Plan, seq: int) -> float:
         """With its sums."""

@@ -154,8 +154,8 @@ def answer(case: Case, *, trace: bool = False) -> Answer:
     Raises:
         SpecError: if its parts do not go together.
     """
-    engine = _engine(case)
     cluster, model = _cluster(case), _model(case)
+    engine = _engine(case).on(case.gpu, cluster.gpus_per_node)
     plan = _plan(case, engine, cluster, model)
     # The stage that has most to do: as many blocks as any, and the head besides.
     stage = model.with_(layers=-(-model.layers // plan.pp))
@@ -201,14 +201,6 @@ def _model(case: Case) -> ModelSpec:
 
 
 def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
-    plan = _resolved(case, engine, cluster, model)
-    unpriced = [name for name in ("tp", "pp") if not plan.wire.codecs()[name].is_none]
-    if unpriced:
-        raise SpecError(_what(case), [f"wire.{name}: codecs of this axis cannot be simulated yet" for name in unpriced])
-    return plan
-
-
-def _resolved(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) -> Plan:
     if cluster.gpus_per_node % case.tp:
         raise SpecError(_what(case), [f"tp = {case.tp} does not divide the {cluster.gpus_per_node} GPUs of a node"])
     stages_inside = case.pp if cluster.nodes == 1 else 1
@@ -224,7 +216,7 @@ def _resolved(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec
         "recompute": case.recompute,
         "tp": case.tp,
         "pp": case.pp,
-        "compute_dtype": "float32" if case.dtype == "float32" else "bfloat16",
+        "compute_dtype": "float32" if "float32" in (case.dtype, engine.messages) else "bfloat16",
         "partition": engine.partition,
         "bucket_bytes": engine.bucket_bytes,
     }
@@ -234,7 +226,8 @@ def _resolved(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec
         fields["wire"] = {"policy": case.wire} if isinstance(case.wire, str) else case.wire
     if isinstance(case.plan, str):
         plan = Plan.preset(case.plan, nodes=mesh.nodes, local=mesh.local)
-        return plan.with_(**fields)
+        return engine.overlapped(plan.with_(**fields), model.layer_parameters)
     if unknown := [key for key in case.plan if key not in PLAN_KEYS]:
         raise SpecError(_what(case), [f"plan.{key} is unknown; valid are {', '.join(PLAN_KEYS)}" for key in unknown])
-    return Plan.parse({"name": "plan", "mesh": mesh.to_dict(), **fields, **case.plan}, _what(case))
+    plan = Plan.parse({"name": "plan", "mesh": mesh.to_dict(), **fields, **case.plan}, _what(case))
+    return engine.overlapped(plan, model.layer_parameters)

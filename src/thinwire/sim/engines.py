@@ -9,14 +9,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from thinwire.cost import AMSP_STATES, Efficiency, FlatCollectives, Move, NominalRates, Rates, States, flat_moves
-from thinwire.program import Operation, UnitInfo
+from thinwire.cost import (
+    AMSP_STATES,
+    Efficiency,
+    FlatCollectives,
+    Move,
+    NominalRates,
+    Part,
+    Rates,
+    States,
+    flat_moves,
+)
+from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import TensorParallelRates, idle_seconds
+from thinwire.sim.axes import TensorParallelRates, idle_seconds, sent_seconds
+from thinwire.sim.hardware import EngineRates
+from thinwire.sim.host import NO_STALLS, SMALL_TENSOR, Host
 from thinwire.sim.step import Simulated, Workload, simulate
-from thinwire.spec import ClusterSpec, Factor, Plan
+from thinwire.spec import ClusterSpec, Plan
 
 __all__ = ["ENGINES", "Engine"]
+
+ALL = ("gather", "reduce", "sync", "spread")
+"""What can run beside computation."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,19 @@ class Engine:
         states: bytes per parameter that it keeps; ``None``: as thinwire.
         bucket_bytes: of gradients that it reduces together.
         latency: seconds of a ring's step inside a node and across nodes; ``None``: the cluster's.
+        fill: tokens that a visit of a unit costs besides the micro-batch's.
+        overlaps: what it can run beside computation, by ZeRO stage (the highest state that is sharded; 0 is none).
+        in_groups: the same where parameters are sharded over a part of the ranks (MiCS), or ``live`` is too small.
+        live: parameters that may be gathered at once; a block and the next must fit for the next to be gathered early.
+        host: what it waits for its host.
+        call_by_tensor: whether every large tensor of a unit is gathered by a call of its own.
+        codecs: bytes per second of its codecs, by family, where memory does not bound them.
+        messages: dtype of what it sends, where that is not the compute dtype.
+        scatters_stages: whether tensor-parallel ranks send a part of a stage's activations each, and gather them
+            behind (Narayanan et al. 2021, section 4.1).
         known: by accelerator, the fewest and most of them in what the constants were fitted to.
+        machines: the same system where it was measured in another release or on other machines, by accelerator and
+            how many a node has.
     """
 
     summary: str
@@ -43,12 +70,39 @@ class Engine:
     states: States | None = None
     bucket_bytes: int = 512 << 20
     latency: tuple[float, float] | None = None
+    fill: float = 0.0
+    overlaps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    in_groups: tuple[str, ...] = ALL
+    live: int | None = None
+    host: Host = NO_STALLS
+    call_by_tensor: bool = False
+    codecs: Mapping[str, float] = field(default_factory=dict)
+    messages: Literal["float32"] | None = None
+    scatters_stages: bool = False
     known: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    machines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
+
+    def on(self, gpu: str, gpus_per_node: int) -> Engine:
+        """The engine as it was measured on such machines."""
+        return self.machines.get((gpu, gpus_per_node), self)
 
     def extrapolates(self, gpu: str, count: int) -> bool:
         """Whether so many accelerators of a kind are beyond what the constants were fitted to."""
         fewest, most = self.known.get(gpu, (0, 0))
         return not fewest <= count <= most
+
+    def overlapped(self, plan: Plan, block: int) -> Plan:
+        """The plan with what this engine cannot run beside computation switched off.
+
+        Args:
+            plan: the plan.
+            block: parameters of a block.
+        """
+        stage = next((3 - i for i, f in enumerate((plan.params, plan.grads, plan.optimizer)) if f.ranks > 1), 0)
+        able = self.overlaps.get(stage, ALL)
+        if stage == 3 and (plan.params != plan.mesh or (self.live is not None and 2 * block > self.live)):
+            able = self.in_groups
+        return plan.with_(overlap={name: name in able and getattr(plan.overlap, name) for name in ALL})
 
     def step(
         self,
@@ -74,24 +128,93 @@ class Engine:
             inside, nic = cluster.links.inside, cluster.links.nic
             changed = {"inside": inside.with_(latency=self.latency[0]), "nic": nic.with_(latency=self.latency[1])}
             cluster = cluster.with_(links=cluster.links.with_(**changed))
-        rates: Rates = NominalRates(cluster, plan.compute_dtype, self.efficiency)
         flat = FlatCollectives(cluster, self.efficiency)
+        rates: Rates = self._rates(plan, cluster)
         if plan.tp > 1:
             rates = TensorParallelRates(rates, flat, plan.tp, hidden, ITEMSIZE[plan.compute_dtype])
+        large = [_large_tensors(part) for part in workload.parts]
 
         def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
-            return flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync)
+            gathers = operation.lane is Lane.GATHER
+            calls = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
+            found = flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync, calls=calls)
+            stall = self._stall(plan, operation, units, sum(large[u] for u in operation.units))
+            return [Move("host", None, stall), *found] if stall else found
 
         played = simulate(
             plan, workload, rates, micro_batches=micro_batches, trace=trace, pricing=pricing if self.flat else None
         )
         if plan.pp == 1:
             return played
-        size = plan.micro_batch * workload.seq * hidden * ITEMSIZE[plan.compute_dtype]
-        next_stage = Factor(local=1, nodes=2) if cluster.nodes > 1 else Factor(local=2)
-        idle = idle_seconds(plan, workload, rates, flat.seconds("BC", size, next_stage))
+        sharers = plan.tp if self.scatters_stages else 1
+        message = sent_seconds(plan, workload.seq, hidden, rates, flat, crosses=cluster.nodes > 1, sharers=sharers)
+        idle = idle_seconds(plan, workload, rates, message)
         return replace(played, seconds=played.seconds + idle)
 
+    def _rates(self, plan: Plan, cluster: ClusterSpec) -> NominalRates:
+        if not (self.fill or self.codecs or self.messages):
+            return NominalRates(cluster, plan.compute_dtype, self.efficiency)
+        multiplied = "bfloat16" if self.messages else plan.compute_dtype
+        return EngineRates(cluster, multiplied, self.efficiency, self.fill, self.codecs)
+
+    def _stall(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo], tensors: int) -> float:
+        local, nodes = axis_shape(plan, operation.axis)
+        if operation.lane is Lane.GATHER:
+            size = sum(b.numel * b.itemsize for unit in operation.units for b in units[unit].buffers)
+            return self.host.gathering(tensors, size, local * nodes)
+        if operation.axis is Axis.PARAMS and operation.lane is Lane.REDUCE and plan.wire.reduce_intra.is_none:
+            return self.host.reducing(tensors, local * nodes)
+        return 0.0
+
+
+def _large_tensors(part: Part) -> int:
+    return sum(tensor.numel >= SMALL_TENSOR for tensor in part.tensors)
+
+
+_RING = (6e-6, 20e-6)
+"""Seconds of a ring's step inside a node and across nodes: InternEvo's (by hand, at 512 GPUs), taken over by others."""
+
+_TODAY = Efficiency(compute=0.75, inside=0.75, nic=0.84, beside=1.0, step=0.1)
+_FILL = 670.0
+_DECISION = 2.5e-3
+_FLUSHED = Host(partition=45e-6, flush=0.3e-9, chance=1.4e-3)
+
+_DEEPSPEED = Engine(
+    "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
+    _TODAY,
+    whole_sync=True,
+    # Stage 1 reduces behind the backward; stage 3 synchronises with its reductions, MiCS with its gathers as well.
+    overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather",)},
+    in_groups=(),
+    live=1_000_000_000,  # stage3_max_live_parameters
+    host=_FLUSHED,
+    call_by_tensor=True,
+    latency=_RING,
+    fill=_FILL,
+    bucket_bytes=1_000_000_000,  # reduce_bucket_size, in 16 bits
+    known={"a800-80g": (8, 1024)},
+)
+
+_DEEPSPEED_2021 = replace(
+    _DEEPSPEED,
+    summary="DeepSpeed of 2021: gathers wait as well, gradients are reduced to their owners",
+    overlaps={1: (), 2: ("reduce", "sync"), 3: ()},
+    whole_sync=False,
+    host=replace(_FLUSHED, decision=_DECISION),
+)
+
+_P4D = replace(_TODAY, compute=0.50)
+
+_MVAPICH = Engine(
+    "GPT-NeoX on MVAPICH2-GDR with compression on the fly (arXiv 2409.02423): fp32 messages, nothing overlapped",
+    Efficiency(compute=0.23, inside=0.92, nic=0.74, beside=1.0, step=0.1),
+    whole_sync=True,
+    overlaps=dict.fromkeys(range(4), ()),
+    codecs={"mpc": 80e9, "zfp": 142e9},
+    messages="float32",
+    scatters_stages=True,
+    known={"v100-16g": (192, 192)},
+)
 
 ENGINES: dict[str, Engine] = {
     "thinwire": Engine(
@@ -111,8 +234,49 @@ ENGINES: dict[str, Engine] = {
         whole_sync=True,
         partition="inter",
         states=AMSP_STATES,
-        latency=(6e-6, 20e-6),
+        latency=_RING,
         known={"a100-80g": (8, 512)},
+    ),
+    "deepspeed": replace(
+        _DEEPSPEED,
+        machines={
+            ("a100-40g", 8): replace(_DEEPSPEED_2021, efficiency=_P4D, known={"a100-40g": (64, 64)}),
+            ("v100-32g", 8): replace(
+                _DEEPSPEED_2021, efficiency=replace(_TODAY, compute=0.80), known={"v100-32g": (16, 128)}
+            ),
+            # ZeRO++'s authors on their own DGX-2 machines: no flushes and no slow cutting of gradients.
+            ("v100-32g", 16): replace(
+                _DEEPSPEED,
+                efficiency=replace(_TODAY, compute=0.70),
+                host=Host(decision=_DECISION),
+                known={"v100-32g": (384, 384)},
+            ),
+        },
+    ),
+    "deepspeed-efa": replace(
+        _DEEPSPEED,
+        summary="DeepSpeed with Amazon's work for EFA (pull request 1453): all of stage 3 beside computation",
+        efficiency=_P4D,
+        overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
+        in_groups=("gather", "reduce", "sync"),
+        live=None,
+        whole_sync=False,
+        host=Host(decision=_DECISION / 2),  # what to gather is remembered from step to step, not how to wait for it
+        known={"a100-40g": (64, 256)},
+    ),
+    "megatron": Engine(
+        "Megatron-LM of 2023: states of the optimizer over all ranks, nothing overlapped; rates are DeepSpeed's",
+        _TODAY,
+        overlaps=dict.fromkeys(range(4), ()),
+        latency=_RING,
+        fill=_FILL,
+        scatters_stages=True,
+    ),
+    "mvapich": _MVAPICH,
+    "nccl": replace(
+        _MVAPICH,
+        summary="the same on NCCL, whose transfers are faster",
+        efficiency=replace(_MVAPICH.efficiency, inside=1.0, nic=1.0),
     ),
 }
 """By the name that ``--engine`` takes."""

@@ -1,0 +1,90 @@
+"""What published engines cannot do, as properties: who waits for what, and what the host costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from thinwire.cost import Work
+from thinwire.sim import ENGINES, Case, answer
+from thinwire.sim.hardware import EngineRates
+from thinwire.sim.host import Host
+from thinwire.spec import ClusterSpec, CodecSpec
+
+NODE = {"local": 8, "nodes": 1}
+
+
+def case(**changes: Any) -> Case:
+    fields: dict[str, Any] = {
+        "model": "llama-7b", "gpu": "a800-80g", "gpus": 64, "seq": 4096, "plan": "zero3", "engine": "deepspeed",
+    }  # fmt: skip
+    return Case.parse({**fields, **changes}, "case")
+
+
+def overlaps(**changes: Any) -> set[str]:
+    overlap = answer(case(**changes)).plan.overlap
+    return {name for name in ("gather", "reduce", "sync", "spread") if getattr(overlap, name)}
+
+
+def test_deepspeed_overlaps_what_its_stage_lets_it() -> None:
+    assert overlaps(plan="zero1") == set()
+    assert overlaps(plan="zero2") == {"reduce", "sync"}
+    assert overlaps(plan="zero3") == {"gather"}
+    assert overlaps(plan="mics") == set()
+    assert overlaps(plan="zero3", overlap=["reduce"]) == set()
+    assert overlaps(plan="zero3", engine="deepspeed-efa") == {"gather", "reduce", "sync"}
+    assert overlaps(plan="zero3", engine="thinwire") == {"gather", "reduce", "sync", "spread"}
+
+
+def test_blocks_too_large_to_live_beside_each_other_are_not_gathered_early() -> None:
+    dgx2 = {"gpu": "v100-32g", "gpus": 384, "seq": None, "recompute": True}
+    assert overlaps(model="gpt-18b", **dgx2) == {"gather"}
+    assert overlaps(model="gpt-138b", **dgx2) == set()
+
+
+def test_more_ranks_wait_longer_for_a_host_in_python() -> None:
+    host = Host(decision=1.0, partition=0.1, flush=1.0, chance=0.01)
+    assert host.gathering(4, 0.0, 8) == 4
+    assert host.gathering(0, 10.0, 1) == pytest.approx(0.1)
+    assert host.gathering(0, 10.0, 10_000) == pytest.approx(10)
+    assert host.reducing(3, 8) == pytest.approx(2.4)
+    few, many = (answer(case(gpus=gpus)).mfu for gpus in (64, 1024))
+    assert many < few / 5
+    today, former = (answer(case(gpus=gpus, engine="deepspeed-efa")).mfu for gpus in (1024, 64))
+    assert today > 3 * many
+    assert today > former / 3
+
+
+def test_engines_know_the_machines_they_were_measured_on() -> None:
+    engine = ENGINES["deepspeed"]
+    assert engine.on("v100-32g", 16).known == {"v100-32g": (384, 384)}
+    assert engine.on("v100-32g", 8).host.partition > 0
+    assert engine.on("h100-80g", 8) is engine
+    assert answer(case(gpu="h100-80g")).extrapolated
+
+
+def test_small_micro_batches_fill_the_processor_less() -> None:
+    small, large = (answer(case(seq=None, micro_batch_tokens=tokens, gpus=8)).simulated for tokens in (1024, 8192))
+    assert 8 * small.computing > 1.3 * large.computing
+    cluster = ClusterSpec.preset("v100-16g", nodes=2, gpus_per_node=4)
+    efficiency = ENGINES["mvapich"].efficiency
+    rates = EngineRates(cluster, "bfloat16", efficiency, 0.0, {"mpc": 8e9})
+    assert rates.codec(Work(CodecSpec("mpc"), "float32", 1e9, 1e9)) == pytest.approx(1.0)
+    assert rates.codec(Work(CodecSpec("zfp:8"), "float32", 1e9, 1e9)) < 0.1
+
+
+def test_codecs_of_tensor_and_pipeline_parallelism_are_priced() -> None:
+    lassen = {
+        "model": "gpt-neox-20b", "gpu": "v100-16g", "gpus": 192, "internode_gbps": 100, "seq": 2048, "tp": 4, "pp": 6,
+        "recompute": True, "dtype": "fp16", "plan": "zero1", "engine": "mvapich", "micro_batch_tokens": 8192,
+    }  # fmt: skip
+    plain, fast, slow, sent = (
+        answer(case(**lassen, wire=wire)).simulated.seconds
+        for wire in ({}, {"tp": "zfp:8"}, {"tp": "mpc"}, {"pp": "zfp:8"})
+    )
+    # Between neighbours on fast links even a fast codec saves nothing; between nodes it does.
+    assert plain < fast < slow
+    assert sent < plain
+    alone = {**lassen, "engine": "thinwire", "gpu": "v100-32g", "gpus": 32, "gpus_per_node": 8, "pp": 1}
+    assert answer(case(**alone, wire={"tp": "int8:256"})).simulated.seconds < answer(case(**alone)).simulated.seconds
