@@ -162,35 +162,58 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 def _buffers(plan: Plan, units: Sequence[UnitInfo], backlog: float) -> int:
-    """Gradients of one unit before they are reduced and of another that is being reduced, a bucket that is filled,
-    buckets on their way with their sums, and what waits for the links; messages of codecs."""
+    """Gradients of one unit before they are reduced, a bucket that is filled, units and buckets on their way, and what
+    waits for the links; messages of codecs."""
     reduce_size = ITEMSIZE[plan.effective_reduce_dtype]
     largest = max(sum(b.numel for b in unit.buffers) for unit in units)
     padded = sum(b.numel for unit in units for b in unit.buffers)
     produced = largest * ITEMSIZE[plan.compute_dtype]
     if plan.world == 1:
         return produced
-    sent = largest * reduce_size if plan.params.ranks > 1 else 0
     shard = padded // plan.params.ranks
-    bucket = min(shard, max(plan.bucket_bytes // reduce_size, largest // plan.params.ranks))
-    # Encoded sums are fp32, and so are those of a bucket of several units.
-    sums = 4 * bucket
-    waiting = backlog * (reduce_size * padded + _message_bytes(plan, shard))
-    on_their_way = min(_STAGES, -(-shard // bucket))
-    return produced + sent + reduce_size * bucket + on_their_way * (reduce_size * bucket + sums) + int(waiting)
+    waiting = int(backlog * (reduce_size * padded + _message_bytes(plan, shard)))
+    total = produced + _spread_bytes(plan, shard) + waiting
+    if plan.params.ranks > 1:
+        total += min(_STAGES, len(units)) * _scattered(plan, largest)
+    if plan.params.ranks < plan.world:
+        bucket = min(shard, max(plan.bucket_bytes // reduce_size, largest // plan.params.ranks))
+        total += reduce_size * bucket + min(_STAGES, -(-shard // bucket)) * _reduced(plan, bucket)
+    return total
 
 
-def _message_bytes(plan: Plan, shard: int) -> int:
-    """Of all gradients and of all spread parameters, encoded; and the node's sums between the hops."""
+def _scattered(plan: Plan, numel: int) -> int:
+    """Gradients in a reduce-scatter, and what is received: messages, or values as they are."""
+    values = ITEMSIZE[plan.effective_reduce_dtype] * numel
+    return values + (_message_bytes(plan, numel) or values)
+
+
+def _reduced(plan: Plan, numel: int) -> int:
+    """A bucket in a reduce-scatter over the ranks that share OS, or in an all-reduce over replicas, or in both."""
+    total, ranks = 0, plan.optimizer.ranks // plan.params.ranks
+    if ranks > 1:
+        numel, whole = numel // ranks, numel
+        total += _scattered(plan, whole) + 4 * numel
+    if plan.optimizer.ranks < plan.world:
+        total += (ITEMSIZE[plan.effective_reduce_dtype] + 4) * numel + _message_bytes(plan, numel)
+    return total
+
+
+def _message_bytes(plan: Plan, numel: int) -> int:
+    """Of gradients, encoded; and the node's sums between the hops."""
     local, _ = axis_shape(plan, Axis.SHARD)
     wire, total = plan.wire, 0
-    if not wire.spread.is_none and plan.optimizer != plan.params:
-        total += wire.spread.max_wire_bytes(shard, plan.compute_dtype)
     if not wire.reduce_intra.is_none:
-        total += wire.reduce_intra.max_wire_bytes(shard, plan.effective_reduce_dtype)
+        total += wire.reduce_intra.max_wire_bytes(numel, plan.effective_reduce_dtype)
     if not wire.reduce_inter.is_none:
-        total += 4 * shard // local
+        total += 4 * numel // local
     return total
+
+
+def _spread_bytes(plan: Plan, shard: int) -> int:
+    """Messages of all spread parameters: the optimizer has every unit's ready before the first is on its way."""
+    if plan.wire.spread.is_none or plan.optimizer == plan.params:
+        return 0
+    return plan.wire.spread.max_wire_bytes(shard, plan.compute_dtype)
 
 
 def _feedback(plan: Plan, padded: int) -> int:
