@@ -11,6 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire import codecs
+    from thinwire.collectives.adapters import compress_ddp, compress_fsdp
+    from thinwire.collectives.intercept import (
+        AxisCodecs,
+        AxisTraffic,
+        CompressingGroup,
+        axis_backend,
+        axis_traffic,
+        compress_axis,
+        compress_group,
+        compress_mesh,
+        exact_scope,
+        mark_steps,
+        step_scope,
+    )
     from thinwire.shard.api import (
         clip_grad_norm_,
         exposed,
@@ -26,34 +40,64 @@ if TYPE_CHECKING:
         worked,
     )
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
+    from thinwire.spec.hybrid import HybridPolicy
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AxisCodecs",
+    "AxisTraffic",
     "ClusterSpec",
     "CodecSpec",
+    "CompressingGroup",
     "Factor",
+    "HybridPolicy",
     "ModelSpec",
     "Overlap",
     "Plan",
     "Wire",
     "__version__",
+    "axis_backend",
+    "axis_traffic",
     "clip_grad_norm_",
     "codecs",
+    "compress_axis",
+    "compress_ddp",
+    "compress_fsdp",
+    "compress_group",
+    "compress_mesh",
+    "exact_scope",
     "exposed",
     "full_parameters",
     "load",
+    "mark_steps",
     "micro_batches",
     "optimizer",
     "progress",
     "save",
     "shard",
+    "step_scope",
     "timeline",
     "traffic",
     "worked",
 ]
 
 _HOMES = {
+    "thinwire.collectives.adapters": ("compress_ddp", "compress_fsdp"),
+    "thinwire.collectives.intercept": (
+        "AxisCodecs",
+        "AxisTraffic",
+        "CompressingGroup",
+        "axis_backend",
+        "axis_traffic",
+        "compress_axis",
+        "compress_group",
+        "compress_mesh",
+        "exact_scope",
+        "mark_steps",
+        "step_scope",
+    ),
+    "thinwire.spec.hybrid": ("HybridPolicy",),
     "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
     "thinwire.shard.api": (
         "clip_grad_norm_",

@@ -1,0 +1,160 @@
+"""One line for FSDP2 and for DDP: what they send is encoded, without a device mesh to be compressed beforehand."""
+
+# Annotations are not deferred here: DDP looks at those of a communication hook.
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.collectives.intercept.gate import MIN_NUMEL, AxisCodecs
+from thinwire.collectives.intercept.group import CompressingGroup
+from thinwire.collectives.intercept.mesh import compress_group
+from thinwire.collectives.intercept.scope import StepMarks, mark_steps
+from thinwire.errors import UsageError
+from thinwire.spec import CodecSpec
+
+__all__ = ["CompressedAllGather", "CompressedReduceScatter", "compress_ddp", "compress_fsdp"]
+
+
+class _Groups:
+    """The compressing group of each group that FSDP uses, made when it is first used."""
+
+    def __init__(self, codecs: AxisCodecs, min_numel: int) -> None:
+        self._codecs, self._min_numel = codecs, min_numel
+        self._made: dict[dist.ProcessGroup, CompressingGroup] = {}
+
+    def of(self, group: dist.ProcessGroup) -> CompressingGroup:
+        if isinstance(group, CompressingGroup):
+            raise UsageError(
+                f"axis {group.axis} is compressed already: leave out compress_fsdp(), or do not compress the axis"
+            )
+        if group not in self._made:
+            codecs = self._codecs
+            self._made[group] = compress_group(
+                group, codecs.reduce, gather=codecs.gather, axis="fsdp", min_numel=self._min_numel
+            )
+        return self._made[group]
+
+
+class CompressedAllGather(AllGather):
+    """For ``FSDPModule.set_custom_all_gather``; :func:`compress_fsdp` sets it on every module."""
+
+    def __init__(self, groups: _Groups) -> None:
+        self._groups = groups
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer, uninitialised."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather parameters."""
+        opts = AllgatherOptions()
+        opts.asyncOp = async_op
+        return _finished(self._groups.of(group).all_gather_single(output_tensor, input_tensor, opts), async_op)
+
+
+class CompressedReduceScatter(ReduceScatter):
+    """For ``FSDPModule.set_custom_reduce_scatter``; :func:`compress_fsdp` sets it on every module."""
+
+    def __init__(self, groups: _Groups) -> None:
+        self._groups = groups
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A buffer, uninitialised."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce gradients."""
+        opts = ReduceScatterOptions()
+        opts.reduceOp = op  # type: ignore[assignment]  # torch takes its kinds too
+        opts.asyncOp = async_op
+        return _finished(self._groups.of(group).reduce_scatter_single(output_tensor, input_tensor, opts), async_op)
+
+
+def compress_fsdp(
+    model: nn.Module,
+    codec: str | CodecSpec,
+    *,
+    gather: str | CodecSpec | None = None,
+    min_numel: int = MIN_NUMEL,
+) -> StepMarks:
+    """Encode what FSDP2 sends: gradients with ``codec``, parameters with ``gather``. One line after ``fully_shard``.
+
+    Parameters are gathered exactly outside training steps: in ``full_tensor()``, checkpoints and evaluation. (With a
+    hybrid mesh, the all-reduce between replicas is not FSDP's to replace: compress that axis of the mesh.)
+
+    Args:
+        model: on which ``fully_shard`` has been called.
+        codec: of reduce-scatters.
+        gather: of all-gathers; the same unless said.
+        min_numel: tensors with fewer values travel as they are.
+
+    Returns:
+        The marks of training steps, which are set on ``model``.
+
+    Raises:
+        UsageError: if ``fully_shard`` has not been called on the model or any of its modules.
+    """
+    groups = _Groups(AxisCodecs.of(codec, gather=gather), min_numel)
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise UsageError("compress_fsdp() comes after fully_shard(): no module of this model is sharded")
+    for module in modules:
+        module.set_custom_all_gather(CompressedAllGather(groups))
+        module.set_custom_reduce_scatter(CompressedReduceScatter(groups))
+    return mark_steps(model)
+
+
+def compress_ddp(
+    model: DistributedDataParallel, codec: str | CodecSpec, *, min_numel: int = MIN_NUMEL
+) -> CompressingGroup:
+    """Encode the gradients that DDP reduces. One line after ``DistributedDataParallel(module)``.
+
+    Args:
+        model: DDP's.
+        codec: of the all-reduces; their mean stays a mean.
+        min_numel: buckets with fewer values travel as they are.
+
+    Returns:
+        The group of the hook; :meth:`CompressingGroup.traffic` says what it did.
+    """
+    if isinstance(model.process_group, CompressingGroup):
+        raise UsageError(
+            f"axis {model.process_group.axis} is compressed already: leave out compress_ddp(), or do not compress it"
+        )
+    group = compress_group(model.process_group, codec, axis="ddp", min_numel=min_numel)
+    model.register_comm_hook(group, _reduce_bucket)
+    return group
+
+
+def _reduce_bucket(group: CompressingGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook: the mean of a bucket."""
+    # Divided first, as DDP itself does, so that fp16 does not overflow.
+    work = group.allreduce([bucket.buffer().div_(group.size())])
+    return work.get_future().then(lambda future: future.value()[0])
+
+
+def _finished(work: dist.Work, async_op: bool) -> dist.Work | None:
+    if async_op:
+        return work
+    work.wait()
+    return None

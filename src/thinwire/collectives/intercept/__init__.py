@@ -1,0 +1,35 @@
+"""Compressing what other libraries send.
+
+A :class:`CompressingGroup` takes the place of a process group and encodes what DTensor, FSDP2, DDP or a pipeline sends
+through it, unknown to them. ``docs/intercept.md`` tells how to use it.
+"""
+
+from thinwire.collectives.intercept.gate import AxisCodecs
+from thinwire.collectives.intercept.group import CompressingGroup
+from thinwire.collectives.intercept.mesh import (
+    BackendOptions,
+    axis_backend,
+    axis_traffic,
+    compress_axis,
+    compress_group,
+    compress_mesh,
+)
+from thinwire.collectives.intercept.scope import StepMarks, exact_scope, mark_steps, step_scope
+from thinwire.collectives.intercept.traffic import AxisTraffic, TrafficRow
+
+__all__ = [
+    "AxisCodecs",
+    "AxisTraffic",
+    "BackendOptions",
+    "CompressingGroup",
+    "StepMarks",
+    "TrafficRow",
+    "axis_traffic",
+    "axis_backend",
+    "compress_axis",
+    "compress_group",
+    "compress_mesh",
+    "exact_scope",
+    "mark_steps",
+    "step_scope",
+]

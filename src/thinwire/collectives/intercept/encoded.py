@@ -1,0 +1,120 @@
+"""torch's collectives on encoded messages, made of the package's own.
+
+What is written here is what torch's forms have around them: shapes, dtypes, lists, rank-major order. Everything runs
+under ``no_grad``, and on detached tensors: a pipeline's receive buffers are leaves that require gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.collectives import all_gather as gathering
+from thinwire.collectives import all_reduce as reducing
+from thinwire.collectives.intercept.members import MembersAxis
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.reduce_scatter import HopCodecs
+from thinwire.collectives.reduce_scatter import reduce_scatter as scattering
+
+__all__ = ["all_gather", "all_reduce", "decode", "reduce_scatter"]
+
+
+def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codec: Codec, seed: int | None) -> None:
+    """``tensor = scale * sum over members``, equal to the bit on all of them; added in fp32.
+
+    Lossy codecs encode the sums from fp32; lossless ones encode them in the tensor's dtype, or they would send zeros.
+    """
+    flat = _flat(tensor)
+    numel = flat.numel()
+    padded = -(-numel // axis.size) * axis.size
+    vector = flat
+    if padded != numel:
+        vector = allocate(padded, flat.dtype, flat.device)
+        vector[:numel].copy_(flat)
+        vector[numel:].zero_()
+    codecs = HopCodecs(inside=codec)
+    if flat.dtype == torch.float32:
+        result = vector
+        reducing.all_reduce(axis, vector, result, scale=scale, codecs=codecs, seed=seed).perform()
+    elif codec.spec.is_lossless and axis.size > 2:
+        result, piece = vector, padded // axis.size
+        own = vector[axis.index * piece : (axis.index + 1) * piece]
+        scattering(axis, vector, own, scale=scale, codecs=codecs, seed=seed).perform()
+        gathering.all_gather(axis, vector, codec=codec, seed=seed).perform()
+    else:
+        result = allocate(padded, torch.float32, flat.device)
+        reducing.all_reduce(axis, vector, result, scale=scale, codecs=codecs, seed=seed).perform()
+    _deliver(result[:numel], tensor)
+
+
+def all_gather(
+    axis: MembersAxis, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, seed: int | None
+) -> None:
+    """``outputs`` become the members' tensors, this rank's as the others see it.
+
+    Args:
+        axis: the members.
+        outputs: one tensor of ``size`` times as many values, or ``size`` tensors.
+        tensor: this rank's.
+        codec: of the messages.
+        seed: for codecs that round at random.
+    """
+    mine = _flat(tensor)
+    numel = mine.numel()
+    in_place = len(outputs) == 1 and outputs[0].is_contiguous()
+    whole = _flat(outputs[0]) if in_place else allocate(axis.size * numel, mine.dtype, mine.device)
+    place = whole[axis.index * numel : (axis.index + 1) * numel]
+    if place.data_ptr() != mine.data_ptr():
+        place.copy_(mine)
+    gathering.all_gather(axis, whole, codec=codec, seed=seed).perform()
+    if in_place:
+        return
+    pieces = [whole] if len(outputs) == 1 else whole.split(numel)
+    for piece, output in zip(pieces, outputs, strict=True):
+        _deliver(piece, output)
+
+
+def reduce_scatter(
+    axis: MembersAxis,
+    output: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
+    scale: float,
+    codec: Codec,
+    seed: int | None,
+) -> None:
+    """``output = scale * sum over members of their input for this rank``; added in fp32, rounded once.
+
+    Args:
+        axis: the members.
+        output: this rank's.
+        inputs: one tensor of ``size`` times as many values, or ``size`` tensors.
+        scale: factor on the sum.
+        codec: of the messages.
+        seed: for codecs that round at random.
+    """
+    whole = _flat(inputs[0]) if len(inputs) == 1 else torch.cat([_flat(tensor) for tensor in inputs])
+    result = _flat(output) if output.is_contiguous() else allocate(output.numel(), output.dtype, output.device)
+    scattering(axis, whole, result, scale=scale, codecs=HopCodecs(inside=codec), seed=seed).perform()
+    _deliver(result, output)
+
+
+def decode(codec: Codec, message: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Fill a tensor with a message's values."""
+    target = tensor.detach()
+    result = target if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+    codec.decode(message, target.numel(), target.dtype, out=result)
+    _deliver(result, tensor)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Its values in one contiguous vector: the tensor's own memory where it is contiguous."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _deliver(result: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy the result to where it belongs, unless it is there already."""
+    target = tensor.detach()
+    if not target.is_contiguous() or result.data_ptr() != target.data_ptr():
+        target.copy_(result.view(target.shape))

@@ -1,0 +1,120 @@
+"""Which tensors are encoded. All ranks of an axis must come to the same answer, so only what all know is asked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire import codecs
+from thinwire.codecs import Codec
+from thinwire.collectives.intercept.scope import in_step, is_exact
+from thinwire.spec import CodecSpec
+
+__all__ = ["MIN_NUMEL", "AxisCodecs", "Gate", "scale_of"]
+
+MIN_NUMEL = 1024
+"""Tensors with fewer values travel as they are: losses, norms, counters."""
+
+KNOWN = 4096
+"""Sizes of tensors that are remembered."""
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class AxisCodecs:
+    """What encodes the operations of an axis.
+
+    Attributes:
+        reduce: all-reduce and reduce-scatter.
+        gather: all-gather.
+        send: point-to-point messages.
+    """
+
+    reduce: CodecSpec = field(default_factory=CodecSpec)
+    gather: CodecSpec = field(default_factory=CodecSpec)
+    send: CodecSpec = field(default_factory=CodecSpec)
+
+    @classmethod
+    def of(
+        cls,
+        codec: str | CodecSpec = "none",
+        *,
+        gather: str | CodecSpec | None = None,
+        send: str | CodecSpec | None = None,
+    ) -> AxisCodecs:
+        """One codec for all, or another for some."""
+        return cls(*(CodecSpec(str(codec if spec is None else spec)) for spec in (codec, gather, send)))
+
+
+class Gate:
+    """Lets tensors through to a codec, or says why not.
+
+    Args:
+        size: ranks of the group.
+        codecs_of_axis: by operation.
+        min_numel: tensors with fewer values stay as they are.
+        always: let tensors through outside training steps too.
+    """
+
+    def __init__(self, size: int, codecs_of_axis: AxisCodecs, min_numel: int, *, always: bool) -> None:
+        specs = (codecs_of_axis.reduce, codecs_of_axis.gather, codecs_of_axis.send)
+        self.reduce, self.gather, self.send = (None if spec.is_none else codecs.get(spec) for spec in specs)
+        self.codecs, self.always = codecs_of_axis, always
+        self.missed_step = False
+        """Whether anything was kept back only because no training step was marked."""
+        self._size, self._min_numel = size, min_numel
+        self._known: dict[tuple[Codec, torch.dtype, int], str] = {}
+
+    def choose(self, codec: Codec | None, tensor: torch.Tensor, numel: int, op: Any = None) -> tuple[Codec | None, str]:
+        """The codec of a tensor, or why it has none.
+
+        Args:
+            codec: of the operation.
+            tensor: what is sent, or room for it.
+            numel: values that the operation is about.
+            op: of a reduction.
+        """
+        if codec is None:
+            return None, ""
+        key = (codec, tensor.dtype, numel)
+        why = self._known.get(key)
+        if why is None:
+            if len(self._known) > KNOWN:
+                self._known.clear()
+            why = self._known[key] = self._why_not(*key)
+        if not why and (tensor.device.type != "cpu" or tensor.layout != torch.strided):
+            why = f"{tensor.device.type} {tensor.layout}"
+        if not why and op is not None and scale_of(op, self._size) is None:
+            why = "operation"
+        if not why and is_exact():
+            why = "exact scope"
+        if not why and not self.always and not in_step():
+            why = "outside a step"
+            self.missed_step = True
+        return (None, why) if why else (codec, "")
+
+    def _why_not(self, codec: Codec, dtype: torch.dtype, numel: int) -> str:
+        """What keeps so many values from this codec at any time."""
+        if self._size == 1:
+            return "alone"
+        if dtype not in _FLOATS or (codec.spec.family == "exp3" and dtype != torch.bfloat16):
+            return str(dtype).removeprefix("torch.")
+        if numel < self._min_numel:
+            return "tiny"
+        if not codec.spec.is_variable_length and codec.max_wire_bytes(numel, dtype) >= numel * dtype.itemsize:
+            return "no smaller"
+        return ""
+
+
+def scale_of(op: Any, size: int) -> float | None:
+    """What a sum is multiplied by, for reductions that are one."""
+    # In this order: ReduceOp compares itself with its kinds, which do not compare themselves with it.
+    if op == dist.ReduceOp.SUM:
+        return 1.0
+    if op == dist.ReduceOp.AVG:
+        return 1.0 / size
+    return None

@@ -1,0 +1,102 @@
+"""The members of a process group as the package's own collectives see them: one axis, all of it one hop."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from thinwire.collectives.gloo import GlooLinks, make_device
+from thinwire.collectives.group import Meter, Subgroup, before_shutdown
+from thinwire.collectives.moves import TRANSFERS, Stage
+from thinwire.collectives.topology import AxisGroup
+from thinwire.errors import CollectiveError
+from thinwire.program import Kind, Lane
+
+__all__ = ["Members", "MembersAxis"]
+
+_device: dist.ProcessGroupGloo.Device | None = None
+
+
+def _shared_device() -> dist.ProcessGroupGloo.Device:
+    """One for all axes: each has a thread that polls."""
+    global _device
+    if _device is None:
+        _device = make_device()
+        before_shutdown(_forget_device)
+    return _device
+
+
+def _forget_device() -> None:
+    global _device
+    _device = None
+
+
+class Members(Subgroup):
+    """All members of a process group, with connections of their own: nothing that others send can get in between.
+
+    Args:
+        ranks: global ranks, in the order of the group.
+        index: this rank's place among them.
+        axis: for messages about failures.
+        store: where they find each other; used by no one else.
+        timeout: of every exchange.
+    """
+
+    def __init__(
+        self, ranks: tuple[int, ...], index: int, axis: str, store: dist.Store, timeout: datetime.timedelta
+    ) -> None:
+        self.ranks, self.index, self.size = ranks, index, len(ranks)
+        self.lane, self.stage, self.meter = Lane.CONTROL, Stage.GATHER_INSIDE, Meter()
+        self.scope = self.stage.scope
+        self.native = self._staged = self._left = False
+        self.sent = 0
+        """Bytes so far."""
+        self._axis, self._timeout = axis, timeout
+        try:
+            self._links = GlooLinks(store, index, len(ranks), _shared_device(), timeout)
+        except RuntimeError as error:
+            raise self._explained("connection", error) from error
+
+    def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
+        """As :meth:`Subgroup.gather`."""
+        self._exchange([pieces[self.index]] * self.size, pieces, kind)
+
+    def exchange(
+        self,
+        outgoing: Sequence[torch.Tensor],
+        incoming: Sequence[torch.Tensor],
+        kind: Kind = Kind.REDUCE_SCATTER,
+    ) -> None:
+        """As :meth:`Subgroup.exchange`."""
+        self._exchange(outgoing, incoming, kind)
+
+    def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], kind: Kind) -> None:
+        assert self._links is not None
+        nbytes = sum(t.numel() * t.element_size() for i, t in enumerate(outgoing) if i != self.index)
+        self.sent += nbytes
+        try:
+            self._links.exchange(outgoing, incoming)
+        except RuntimeError as error:
+            raise self._explained(f"{kind} of {nbytes} bytes", error) from error
+
+    def _explained(self, what: str, error: RuntimeError) -> CollectiveError:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return CollectiveError(
+            f"axis {self._axis}: an encoded {what} between ranks {list(self.ranks)} failed (timeout "
+            f"{self._timeout.total_seconds():.0f} s): {reason}. If all of them live, one of them did not encode: ranks "
+            "of an axis must enter step_scope() at the same place and have the same codecs"
+        )
+
+
+class MembersAxis(AxisGroup):
+    """:class:`Members` as an axis inside one node."""
+
+    def __init__(self, members: Members) -> None:
+        self.size = self.local = members.size
+        self.index = self.local_index = members.index
+        self.nodes = 1
+        self.members = members
+        self._subgroups = dict.fromkeys(TRANSFERS, members)

@@ -1,0 +1,205 @@
+"""A process group around another, which counts what it passes on."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BarrierOptions
+
+from thinwire.collectives.intercept.traffic import AxisTraffic, Ledger
+
+__all__ = ["PlainGroup"]
+
+
+class PlainGroup(dist.ProcessGroup):
+    """Passes everything on that is not encoded.
+
+    Args:
+        inner: the group that performs it; made with a store.
+        axis: name for reports.
+        ranks: global ranks in the group's order.
+        owns_inner: nobody else uses ``inner``: shut it down together with this one, and take note of collectives that
+            come to it in other ways.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, *, axis: str, ranks: Sequence[int], owns_inner: bool) -> None:
+        # torch's other constructor, which takes the store too, refuses subclasses.
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self._inner, self._owns_inner = inner, owns_inner
+        self._axis_name, self._ranks = axis, tuple(ranks)
+        self._store = inner.get_group_store()
+        self.number: int = self._store.add(f"thinwire/groups/{inner.rank()}", 1)
+        """Of the groups that have been put around ``inner`` in this job; the same on all ranks."""
+        # torch looks at the backends of the group itself, and so do those of its functions that pass by its methods.
+        for device in inner._device_types:
+            backend = inner._get_backend(device)
+            kinds = dist.ProcessGroup.BackendType
+            kind = kinds.__members__.get(backend.name().upper(), kinds.CUSTOM)
+            self._register_backend(device, kind, backend)
+            self._set_default_backend(kind)
+        transport: Any = inner._get_backend(torch.device("cpu"))
+        self._backend = transport
+        self._transport_count: Callable[[], int] = transport._get_sequence_number_for_group
+        self._sequence = self._transport_count()
+        self._bypassed = 0
+        self._lock = threading.Lock()
+        self._ledger = Ledger()
+        self._coalesced: list[dist.Work] | None = None
+        self._warned: set[str] = set()
+        size = len(self._ranks)
+        self._sent_times = {  # of a tensor's bytes, times the number of ranks
+            "all_reduce": 2 * (size - 1),
+            "all_gather": size * (size - 1),
+            "reduce_scatter": size - 1,
+            "all_to_all": size - 1,
+            "recv": 0,
+        }
+
+    @property
+    def axis(self) -> str:
+        """Name of the axis."""
+        if self._axis_name:
+            return self._axis_name
+        return str(self.group_desc).removeprefix("mesh_")  # what DeviceMesh calls the group of an axis
+
+    @axis.setter
+    def axis(self, name: str) -> None:
+        self._axis_name = name
+
+    def get_group_store(self) -> dist.Store:
+        """The store of the group inside."""
+        return self._store
+
+    def traffic(self, *, reset: bool = False) -> AxisTraffic:
+        """What this rank has sent.
+
+        Args:
+            reset: count from zero again.
+        """
+        with self._lock:
+            if self._owns_inner and self._transport_count() != self._sequence:
+                self._note_bypass()
+            bypassed = self._bypassed
+            if reset:
+                self._bypassed = 0
+            return AxisTraffic(self.axis, self._ledger.rows(reset=reset), bypassed)
+
+    # ------------------------------------------------------------------------------------------------ as they are
+
+    def broadcast(self, tensors: Any, *opts: Any) -> dist.Work:
+        """See :func:`torch.distributed.broadcast`."""
+        return self._pass_on("broadcast", tensors, self._inner.broadcast, tensors, *opts)
+
+    def reduce(self, tensors: Any, *opts: Any) -> dist.Work:
+        """See :func:`torch.distributed.reduce`."""
+        return self._pass_on("reduce", tensors, self._inner.reduce, tensors, *opts)
+
+    def gather(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
+        """See :func:`torch.distributed.gather`."""
+        return self._pass_on("gather", tensors, self._inner.gather, outputs, tensors, *opts)
+
+    def scatter(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
+        """See :func:`torch.distributed.scatter`."""
+        return self._pass_on("scatter", tensors, self._inner.scatter, outputs, tensors, *opts)
+
+    def alltoall(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
+        """See :func:`torch.distributed.all_to_all`."""
+        return self._pass_on("all_to_all", tensors, self._inner.alltoall, outputs, tensors, *opts)
+
+    def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> dist.Work:
+        """See :func:`torch.distributed.all_to_all_single`."""
+        return self._pass_on("all_to_all", [tensor], self._inner.all_to_all_single, output, tensor, *rest)
+
+    def alltoall_base(self, *args: Any) -> dist.Work:
+        """An older name of :meth:`all_to_all_single`."""
+        return self.all_to_all_single(*args)
+
+    def allgather_coalesced(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
+        """Lists of tensors from every rank: a form that nothing in torch uses any more."""
+        return self._pass_on("all_gather", tensors, self._inner.allgather_coalesced, outputs, tensors, *opts)
+
+    def barrier(self, opts: Any = None) -> dist.Work:
+        """See :func:`torch.distributed.barrier`."""
+        return self._pass_on("barrier", [], self._inner.barrier, BarrierOptions() if opts is None else opts)
+
+    def shutdown(self) -> None:
+        """Close the connections."""
+        if self._owns_inner:
+            self._inner.shutdown()
+
+    def abort(self) -> None:
+        """Give up what has been started."""
+        self._inner.abort()
+
+    # ------------------------------------------------------------------------------------------------ passing on
+
+    def _pass_on(
+        self, op: str, tensors: Any, call: Callable[..., dist.Work], *args: Any, why: Sequence[str] = ()
+    ) -> dist.Work:
+        """Perform ``call(*args)``.
+
+        Args:
+            op: its name in reports.
+            tensors: what it sends; lists of lists are welcome.
+            call: a method of the group inside.
+            *args: its arguments.
+            why: for each tensor, why it is not encoded although the axis has a codec.
+        """
+        # Counted before the call: after it, the transport's threads compete for the processor.
+        with self._lock:
+            for i, tensor in enumerate([tensors] if isinstance(tensors, torch.Tensor) else tensors):
+                for part in tensor if isinstance(tensor, list) else (tensor,):
+                    plain = self._plain_bytes(op, part.nbytes)
+                    self._ledger.add(op, "none", why[i] if why else "", plain, plain)
+            if self._owns_inner and self._transport_count() != self._sequence:
+                self._note_bypass()
+            work = call(*args)
+            self._sequence = self._transport_count()
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _noted(self, work: dist.Work) -> dist.Work:
+        """Remember work that is started inside a coalescing block."""
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _report(self, op: str, codec: str, plain: int, sent: int) -> None:
+        """Of an encoded tensor."""
+        with self._lock:
+            self._ledger.add(op, codec, "", plain, sent)
+
+    def _counted(self, call: Callable[..., dist.Work], *args: Any) -> dist.Work:
+        """Have the transport begin something that is reported otherwise."""
+        with self._lock:
+            if self._owns_inner and self._transport_count() != self._sequence:
+                self._note_bypass()
+            work = call(*args)
+            self._sequence = self._transport_count()
+        return work
+
+    def _note_bypass(self) -> None:
+        """The transport counts what it is given; what we have not given it, somebody else has."""
+        count = self._transport_count()
+        self._bypassed += count - self._sequence
+        self._sequence = count
+        self._warn_once(
+            "was passed by: a collective reached its transport without being encoded or counted. Somebody holds the "
+            "group from before it was compressed (compress axes first, then wrap models), or calls one of torch's "
+            "operations that leave out Python groups, such as _c10d_functional.all_gather_into_tensor_out"
+        )
+
+    def _warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            warnings.warn(f"thinwire: axis {self.axis} {text}", stacklevel=4)
+
+    def _plain_bytes(self, op: str, nbytes: int) -> int:
+        """Bytes that a rank sends of a tensor that is not encoded; see :class:`TrafficRow`."""
+        return nbytes * self._sent_times.get(op, len(self._ranks)) // len(self._ranks)

@@ -1,0 +1,98 @@
+"""What went through a compressed axis: proof that its codecs were applied, and where they were not, why."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["AxisTraffic", "Ledger", "TrafficRow"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficRow:
+    """Calls of one operation that were treated alike.
+
+    Attributes:
+        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"send"``, ``"recv"`` or another of torch's.
+        codec: its name; ``"none"`` where tensors travelled as they are.
+        why: why they did, although the axis has a codec; empty if encoded, or if the axis has none for this operation.
+        calls: tensors, one for each of a coalesced call.
+        plain: bytes that this rank would have sent without a codec.
+        sent: bytes that it sent. Of plain operations both are what a ring sends: ``2 (n - 1) / n`` of an all-reduce's
+            tensor, ``n - 1`` of an all-gather's input, ``(n - 1) / n`` of a reduce-scatter's.
+    """
+
+    op: str
+    codec: str
+    why: str
+    calls: int
+    plain: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
+class AxisTraffic:
+    """What one rank has sent on an axis since :func:`~thinwire.axis_traffic` was last asked to reset.
+
+    Attributes:
+        axis: its name.
+        rows: by operation, codec and reason.
+        bypassed: collectives that reached the transport without coming by here (see ``docs/intercept.md``).
+    """
+
+    axis: str
+    rows: tuple[TrafficRow, ...]
+    bypassed: int
+
+    @property
+    def sent(self) -> int:
+        """Bytes."""
+        return sum(row.sent for row in self.rows)
+
+    @property
+    def plain(self) -> int:
+        """Bytes, had nothing been encoded."""
+        return sum(row.plain for row in self.rows)
+
+    @property
+    def codecs(self) -> frozenset[str]:
+        """Names of the codecs that were applied."""
+        return frozenset(row.codec for row in self.rows if row.codec != "none")
+
+    def encoded(self, op: str) -> int:
+        """How many tensors of an operation were encoded."""
+        return sum(row.calls for row in self.rows if row.op == op and row.codec != "none")
+
+    def __str__(self) -> str:
+        lines = [f"{self.axis}: {self.sent} bytes sent, {self.plain} without codecs"]
+        lines += [
+            f"  {row.op:15} {row.codec:18} {row.calls:7} calls {row.plain:14} -> {row.sent:14} bytes"
+            + (f"  ({row.why})" if row.why else "")
+            for row in self.rows
+        ]
+        if self.bypassed:
+            lines.append(f"  {self.bypassed} collectives went around the axis's group")
+        return "\n".join(lines)
+
+
+class Ledger:
+    """Counts; its owner lets one thread at a time do so."""
+
+    def __init__(self) -> None:
+        self._rows: dict[tuple[str, str, str], list[int]] = {}
+
+    def add(self, op: str, codec: str, why: str, plain: int, sent: int) -> None:
+        """One tensor."""
+        key = (op, codec, why)
+        row = self._rows.get(key)
+        if row is None:
+            row = self._rows[key] = [0, 0, 0]
+        row[0] += 1
+        row[1] += plain
+        row[2] += sent
+
+    def rows(self, *, reset: bool) -> tuple[TrafficRow, ...]:
+        """In the order in which they first came."""
+        rows = tuple(TrafficRow(*key, *counts) for key, counts in self._rows.items())
+        if reset:
+            self._rows = {}
+        return rows
