@@ -118,17 +118,26 @@ def explain(job: Job, searched: Searched) -> Explanation:
 
 
 def remedies(job: Job) -> list[Remedy]:
-    """What would make something fit where nothing does, the smallest changes first; each was tried.
+    """What would make something fit where nothing does: of every kind the smallest change that does, and if none does,
+    recomputation on more nodes; each was tried.
 
     Args:
         job: for which no plan fits.
     """
-    found = []
-    for change, changed in _relaxations(job):
+    kinds = (_computing_again(job), _smaller_batches(job), _shorter_sequences(job), _more_nodes(job))
+    found = [remedy for kind in kinds if (remedy := _first_that_fits(kind))]
+    if not found and job.recompute is False:
+        recomputed = ((f"--recompute on and {change}", changed) for change, changed in _more_nodes(_recomputing(job)))
+        found = [remedy for remedy in (_first_that_fits(recomputed),) if remedy]
+    return found
+
+
+def _first_that_fits(changes: Iterator[tuple[str, Job]]) -> Remedy | None:
+    for change, changed in changes:
         best = Search(changed).smallest()
         if best.fits:
-            found.append(Remedy(change, f"{summary(best.plan)}: {format_bytes(best.memory.total)} of a rank"))
-    return found
+            return Remedy(change, f"{summary(best.plan)}: {format_bytes(best.memory.total)} of a rank")
+    return None
 
 
 def shortage(job: Job) -> tuple[Plan, int]:
@@ -208,22 +217,38 @@ def _variations(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"{times} x the tokens per step", replace(job, tokens_per_step=job.tokens_per_step * times)
 
 
-def _relaxations(job: Job) -> Iterator[tuple[str, Job]]:
+def _recomputing(job: Job) -> Job:
+    return replace(job, recompute=True)
+
+
+def _computing_again(job: Job) -> Iterator[tuple[str, Job]]:
     if job.recompute is False:
-        yield "--recompute on", replace(job, recompute=True)
-    if job.micro_batch and job.micro_batch > 1:
-        for size in sorted((d for d in range(1, job.micro_batch) if job.sequences % d == 0), reverse=True):
-            yield f"--micro-batch {size}", replace(job, micro_batch=size)
-    if job.recompute is False and job.micro_batch and job.micro_batch > 1:
+        yield "--recompute on", _recomputing(job)
+
+
+def _smaller_batches(job: Job) -> Iterator[tuple[str, Job]]:
+    if job.micro_batch is None or job.micro_batch == 1:
+        return
+    for size in sorted((d for d in range(1, job.micro_batch) if job.sequences % d == 0), reverse=True):
+        yield f"--micro-batch {size}", replace(job, micro_batch=size)
+    if job.recompute is False:
         yield "--recompute on --micro-batch 1", replace(job, recompute=True, micro_batch=1)
+
+
+def _shorter_sequences(job: Job) -> Iterator[tuple[str, Job]]:
     for divisor in (2, 4, 8):
         if job.seq % divisor == 0 and job.seq // divisor >= 256:
             yield f"--seq {job.seq // divisor}", replace(job, seq=job.seq // divisor, micro_batch=None)
-    for times in (2, 4, 8, 16):
-        nodes = job.cluster.nodes * times
+
+
+def _more_nodes(job: Job) -> Iterator[tuple[str, Job]]:
+    """Twice as many, and again, with a sequence for every rank at least."""
+    for doublings in range(1, 11):
+        nodes = job.cluster.nodes << doublings
         cluster = job.cluster.with_(nodes=nodes)
         tokens = max(job.tokens_per_step, job.seq * cluster.gpus)
-        yield (
-            f"{nodes} nodes instead of {job.cluster.nodes}",
-            replace(job, cluster=cluster, tokens_per_step=tokens - tokens % (job.seq * cluster.gpus), micro_batch=None),
-        )
+        tokens -= tokens % (job.seq * cluster.gpus)
+        change = f"{nodes} nodes instead of {job.cluster.nodes}"
+        if tokens != job.tokens_per_step:
+            change += f" and --tokens-per-step {tokens}"
+        yield change, replace(job, cluster=cluster, tokens_per_step=tokens, micro_batch=None)

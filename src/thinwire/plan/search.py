@@ -15,7 +15,7 @@ from functools import cache
 from thinwire.cost import Busy, Pricer, Traffic, UnitKind, memory, working_memory
 from thinwire.plan.job import CODEC_LEVELS, Candidate, Job
 from thinwire.plan.rules import Chain, chain_ends, knobs, secondaries
-from thinwire.program import Kind, Scope, default_trace
+from thinwire.program import Kind, Lane, Scope, default_trace
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim import Resource, simulate
 from thinwire.spec import CodecSpec, Factor, Plan
@@ -102,8 +102,9 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
     workload = job.workload(plan)
     simulated = simulate(plan, workload, job.rates, micro_batches=plan.micro_batches)
     links = max(simulated.busy[Resource.INSIDE], simulated.busy[Resource.ACROSS])
-    # Gradients wait as far as the links take longer than the computation that makes them.
-    backlog = min(1.0, links / simulated.computing) if simulated.computing else 0.0
+    # Gradients wait as far as the links take longer than the computation that makes them, which waits for gathers.
+    making = simulated.computing + simulated.exposed[Lane.GATHER]
+    backlog = max(0.0, 1 - making / links) if links else 0.0
     needed = memory(
         job.model,
         plan,
