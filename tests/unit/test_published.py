@@ -63,6 +63,9 @@ def test_the_command_writes_tables_and_pictures(tmp_path: Path) -> None:
     assert len(tables[0]["rows"]) == 32
     assert "AMSP, Table V" in page.read_text()
     assert (tmp_path / "amsp-1.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "amsp-traces.png").read_bytes().startswith(b"\x89PNG")
     wrong = subprocess.run([*command, "nobody"], capture_output=True, text=True, check=False)
     assert wrong.returncode == 1
-    assert "there is no publication 'nobody'; valid are amsp, internevo, zeropp, efa, hybrid, all" in wrong.stderr
+    assert (
+        "there is no publication 'nobody'; valid are amsp, internevo, zeropp, efa, hybrid, memory, all" in wrong.stderr
+    )

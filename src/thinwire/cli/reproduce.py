@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def reproduce(
     name: Annotated[
-        str, typer.Argument(metavar="[amsp|internevo|zeropp|efa|hybrid|all]", help="Whose tables.")
+        str, typer.Argument(metavar="[amsp|internevo|zeropp|efa|hybrid|memory|all]", help="Whose tables.")
     ] = "all",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
     page: Annotated[
@@ -37,6 +37,8 @@ def reproduce(
       thinwire reproduce amsp
 
       thinwire reproduce all --json
+
+    "Left out" is how well a table is predicted by constants that were fitted without it (benchmarks/fit_engines.py).
     """
     with explained(as_json=as_json):
         from thinwire.errors import UsageError
@@ -52,6 +54,8 @@ def reproduce(
             pictures.mkdir(parents=True, exist_ok=True)
             for number, (table, comparisons) in enumerate(found, start=1):
                 _draw(pictures / f"{table.name}-{number}.png", table, comparisons)
+            if name in {"amsp", "all"}:
+                _draw_traces(pictures / "amsp-traces.png")
         tables = [_summary(found), *(_sheet(table, comparisons) for table, comparisons in found)]
         if page is not None:
             text = "\n".join(line for sheet in tables for line in markdown_table(sheet))
@@ -65,7 +69,7 @@ def reproduce(
 
 
 def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
-    from thinwire.published import mean_error
+    from thinwire.published import fits, mean_error
     from thinwire.report import Sheet
 
     cells = []
@@ -74,10 +78,17 @@ def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
         goal = "" if table.goal is None else _shown(table.goal, table)
         verdict = "" if table.goal is None else "reached" if error <= table.goal else "missed"
         worst = max(comparisons, key=lambda comparison: abs(comparison.error))
+        fit = fits().get(table.system)
+        left_out = None if fit is None else fit.left_out.get(table.title)
         cells.append(
-            [table.title, str(len(comparisons)), _shown(error, table), goal, _shown(worst.error, table, "+"), verdict]
-        )
-    return Sheet("Mean absolute errors", ["table", "rows", "mean error", "goal", "worst", ""], 1, cells)
+            [
+                table.title, str(len(comparisons)), _shown(error, table), goal, verdict,
+                _shown(worst.error, table, "+"), "" if fit is None else str(len(fit.constants)),
+                "" if fit is None or left_out is None else f"{_shown(left_out, table)} (by {fit.by})",
+            ]
+        )  # fmt: skip
+    columns = ["table", "rows", "mean error", "goal", "", "worst", "constants of its system", "mean error, left out"]
+    return Sheet("Mean absolute errors", columns, 1, cells)
 
 
 def _shown(error: float, table: Table, sign: str = "") -> str:
@@ -101,13 +112,20 @@ def _sheet(table: Table, comparisons: Sequence[Comparison]) -> Sheet:
 
 
 def _plain(table: Table, comparisons: Sequence[Comparison]) -> dict[str, Any]:
-    from thinwire.published import mean_error
+    from thinwire.published import fits, mean_error
 
+    fit = fits().get(table.system)
     return {
         "name": table.name,
         "title": table.title,
+        "system": table.system,
         "goal": table.goal,
         "mean_error": mean_error(comparisons),
+        "errors_are_points_over_100": table.in_points,
+        "fitted_constants": [] if fit is None else list(fit.constants),
+        "left_out_error": None if fit is None else fit.left_out.get(table.title),
+        "left_out_by": None if fit is None else fit.by,
+        "left_out_date": None if fit is None else fit.date,
         "rows": [
             {
                 "where": comparison.row.where,
@@ -133,4 +151,13 @@ def _draw(path: Path, table: Table, comparisons: Sequence[Comparison]) -> None:
         points.setdefault(comparison.row.model, []).append((comparison.row.value, comparison.simulated))
     title, _, unit = table.title.partition(": ")
     band = 100 * table.goal if table.in_points and table.goal is not None else None
-    draw_agreement(path, title, points, unit or "ratio", band)
+    draw_agreement(path, title, points, unit or ("MFU" if "MFU" in title else "times"), band)
+
+
+def _draw_traces(path: Path) -> None:
+    from thinwire.published import traced
+    from thinwire.report import draw_timelines
+    from thinwire.sim import answer
+
+    spans = {name: answer(case, trace=True).simulated.spans for name, case in traced().items()}
+    draw_timelines(path, "LLaMA-7B on 1024 A800s, one step, simulated (AMSP, Figures 14 and 15)", spans)

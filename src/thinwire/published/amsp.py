@@ -9,7 +9,7 @@ from typing import Any
 from thinwire.published.rows import Row
 from thinwire.sim import Answer, Case
 
-__all__ = ["baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_stated", "ratio", "ratios"]
+__all__ = ["baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_stated", "ratio", "ratios", "traced"]
 
 _MODELS = {"LLaMA-7B": "llama-7b", "LLaMA-13B": "llama-13b", "LLaMA-30B": "llama-30b-amsp"}
 
@@ -59,6 +59,16 @@ def ratios(row: Row) -> list[Case]:
         return [_case(row, "amsp", best, overlap, recompute=large) for overlap in (list(_KINDS.values()), [])]
     overlap = ["gather", "reduce", "sync"]
     return [_case(row, "amsp", plan, overlap, recompute=large) for plan in (best, mics)]
+
+
+def traced() -> dict[str, Case]:
+    """What the paper's Figures 14 and 15 show traces of: 7B under MiCS on DeepSpeed, and AMSP's own way."""
+    fields = {"model": "llama-7b", "gpu": "a800-80g", "gpus": 1024, "internode_gbps": 800, "seq": 4096}
+    steps = {
+        "DeepSpeed, MiCS 8x1": {"engine": "deepspeed", "plan": _group("8x1")},
+        "AMSP, OS 8x1": {"engine": "amsp", "plan": _BEST["LLaMA-7B"]},
+    }
+    return {name: Case.parse({**fields, **step}, name) for name, step in steps.items()}
 
 
 def ratio(row: Row, answers: Sequence[Answer]) -> float:

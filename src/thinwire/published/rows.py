@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Row", "rows"]
+__all__ = ["Fit", "Row", "fits", "rows"]
 
 
 @dataclass(frozen=True)
@@ -49,3 +49,30 @@ def rows() -> tuple[Row, ...]:
     """All of them, in the file's order."""
     text = (files("thinwire.published") / "calibration.json").read_text(encoding="utf-8")
     return tuple(Row(**{key: row[key] for key in Row.__dataclass_fields__}) for row in json.loads(text))
+
+
+@dataclass(frozen=True)
+class Fit:
+    """How a system's constants were fitted; ``benchmarks/fit_engines.py`` finds and writes it.
+
+    Attributes:
+        date: on which.
+        constants: what was fitted.
+        left_out: by table, the mean error of what was predicted from a fit without it.
+        by: whether whole tables were left out, or rows of an only table.
+    """
+
+    date: str
+    constants: tuple[str, ...]
+    left_out: dict[str, float]
+    by: str
+
+
+@cache
+def fits() -> dict[str, Fit]:
+    """By system."""
+    text = (files("thinwire.published") / "fits.json").read_text(encoding="utf-8")
+    return {
+        name: Fit(found["date"], tuple(found["constants"]), found["left_out"], found["by"])
+        for name, found in json.loads(text).items()
+    }

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from thinwire.cost import Memory, memory, parts, units
+from thinwire.cost import Memory, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import Lane
 from thinwire.sim.engines import ENGINES, Engine
@@ -160,9 +160,12 @@ def answer(case: Case, *, trace: bool = False) -> Answer:
     # The stage that has most to do: as many blocks as any, and the head besides.
     stage = model.with_(layers=-(-model.layers // plan.pp))
     infos = units(stage, plan)
-    workload = Workload(parts(stage, plan.granularity, plan.tp), infos, model.seq, clip=True)
+    cut = parts(stage, plan.granularity, plan.tp)
+    workload = Workload(cut, infos, model.seq, clip=True)
     simulated = engine.step(plan, workload, cluster, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
-    needed = memory(stage, plan, infos, seq=model.seq, states=engine.states)
+    # The last stage holds the head, and the embedding is the first one's.
+    held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
+    needed = engine.memory(stage, plan, held, seq=model.seq)
     return Answer(case, model, cluster, plan, simulated, needed, engine.extrapolates(case.gpu, case.gpus))
 
 

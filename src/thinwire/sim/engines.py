@@ -11,14 +11,17 @@ from typing import Literal
 
 from thinwire.cost import (
     AMSP_STATES,
+    OVERHEAD,
     Efficiency,
     FlatCollectives,
+    Memory,
     Move,
     NominalRates,
     Part,
     Rates,
     States,
     flat_moves,
+    memory,
 )
 from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
 from thinwire.program.wire import ITEMSIZE
@@ -26,7 +29,7 @@ from thinwire.sim.axes import TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
 from thinwire.sim.host import NO_STALLS, SMALL_TENSOR, Host
 from thinwire.sim.step import Simulated, Workload, simulate
-from thinwire.spec import ClusterSpec, Plan
+from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 __all__ = ["ENGINES", "Engine"]
 
@@ -45,6 +48,8 @@ class Engine:
         whole_sync: whether gradients are synchronised whole, of which each rank keeps its share.
         partition: how it cuts optimizer states, where a case does not say.
         states: bytes per parameter that it keeps; ``None``: as thinwire.
+        overhead: bytes in use without any model, and of buffers that do not depend on it.
+        keeps_gathered: whether parameters that have a secondary shard stay whole while gradients accumulate.
         bucket_bytes: of gradients that it reduces together.
         latency: seconds of a ring's step inside a node and across nodes; ``None``: the cluster's.
         fill: tokens that a visit of a unit costs besides the micro-batch's.
@@ -68,6 +73,8 @@ class Engine:
     whole_sync: bool = False
     partition: Literal["intra", "inter"] = "intra"
     states: States | None = None
+    overhead: int = OVERHEAD
+    keeps_gathered: bool = False
     bucket_bytes: int = 512 << 20
     latency: tuple[float, float] | None = None
     fill: float = 0.0
@@ -90,6 +97,20 @@ class Engine:
         """Whether so many accelerators of a kind are beyond what the constants were fitted to."""
         fewest, most = self.known.get(gpu, (0, 0))
         return not fewest <= count <= most
+
+    def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
+        """Bytes of a rank.
+
+        Args:
+            model: what a rank's stage has of it.
+            plan: the plan.
+            units: of the stage.
+            seq: tokens of a sequence.
+        """
+        found = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead)
+        if not (self.keeps_gathered and plan.secondary and plan.micro_batches > 1):
+            return found
+        return replace(found, gathered=sum(b.numel * b.itemsize for unit in units for b in unit.buffers))
 
     def overlapped(self, plan: Plan, block: int) -> Plan:
         """The plan with what this engine cannot run beside computation switched off.
@@ -186,6 +207,9 @@ _DEEPSPEED = Engine(
     # Stage 1 reduces behind the backward; stage 3 synchronises with its reductions, MiCS with its gathers as well.
     overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather",)},
     in_groups=(),
+    states=AMSP_STATES,
+    # An assumption: with it, and with no other that was tried, AMSP's 30B is too much for 32 GPUs and not for more.
+    keeps_gathered=True,
     live=1_000_000_000,  # stage3_max_live_parameters
     host=_FLUSHED,
     call_by_tensor=True,
@@ -216,6 +240,18 @@ _MVAPICH = Engine(
     known={"v100-16g": (192, 192)},
 )
 
+_INTERNEVO = Engine(
+    "InternEvo's hybrid ZeRO (train_performance.md): as AMSP's engine, with a costlier end of a step",
+    Efficiency(compute=0.72, inside=0.45, nic=0.83, step=0.6),
+    whole_sync=True,
+    partition="inter",
+    # Its step copies gradients to fp32 and scales and updates out of place; what it took it keeps.
+    states=States(2, 2, 23),
+    overhead=12_000_000_000,
+    latency=_RING,
+    known={"a100-80g": (8, 512)},
+)
+
 ENGINES: dict[str, Engine] = {
     "thinwire": Engine(
         "this library: collectives in two hops, everything overlapped", Efficiency(), flat=False, bucket_bytes=4 << 20
@@ -228,14 +264,13 @@ ENGINES: dict[str, Engine] = {
         states=AMSP_STATES,
         known={"a800-80g": (64, 64)},
     ),
-    "internevo": Engine(
-        "InternEvo's hybrid ZeRO (train_performance.md): as AMSP's engine, with a costlier end of a step",
-        Efficiency(compute=0.72, inside=0.45, nic=0.83, step=0.6),
-        whole_sync=True,
-        partition="inter",
-        states=AMSP_STATES,
-        latency=_RING,
-        known={"a100-80g": (8, 512)},
+    "internevo": _INTERNEVO,
+    "internevo-fsdp": replace(
+        _INTERNEVO,
+        summary="InternEvo over PyTorch's FSDP, whose buffers are small",
+        partition="intra",
+        overhead=OVERHEAD,
+        known={},
     ),
     "deepspeed": replace(
         _DEEPSPEED,
