@@ -18,7 +18,7 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.collectives.reduce_scatter import reduce_scatter as scattering
 
-__all__ = ["all_gather", "all_reduce", "decode", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "decode", "is_plain", "ready", "reduce_scatter"]
 
 
 def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codec: Codec, seed: int | None) -> None:
@@ -102,19 +102,35 @@ def reduce_scatter(
 
 def decode(codec: Codec, message: torch.Tensor, tensor: torch.Tensor) -> None:
     """Fill a tensor with a message's values."""
-    target = tensor.detach()
+    target = ready(tensor).detach()
     result = target if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
     codec.decode(message, target.numel(), target.dtype, out=result)
     _deliver(result, tensor)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has memory of its own, now or as soon as it is :func:`ready`."""
+    kind = type(tensor)
+    return kind is torch.Tensor or kind is torch.nn.Parameter or hasattr(tensor, "trigger_wait")
+
+
+def ready(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself; or, of a functional collective's result that has not been waited for, the result.
+
+    torch unwraps such results where it dispatches its operations, which is behind the methods of a process group.
+    """
+    wait = None if type(tensor) is torch.Tensor else getattr(tensor, "trigger_wait", None)
+    result: torch.Tensor = tensor if wait is None else wait()
+    return result
+
+
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Its values in one contiguous vector: the tensor's own memory where it is contiguous."""
-    return tensor.detach().contiguous().view(-1)
+    return ready(tensor).detach().contiguous().view(-1)
 
 
 def _deliver(result: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy the result to where it belongs, unless it is there already."""
-    target = tensor.detach()
+    target = ready(tensor).detach()
     if not target.is_contiguous() or result.data_ptr() != target.data_ptr():
         target.copy_(result.view(target.shape))

@@ -234,7 +234,7 @@ class CompressingGroup(PlainGroup):
         codec, why = self._choose(self._gate.send, tensor, tensor.numel(), tag=tag)
         if codec is None:
             return self._pass_on("send", tensors, self._inner.send, tensors, dst, tag, why=[why])
-        message = codec.encode(tensor, seed=self._seed(codec))
+        message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
         works = []
         sent = message.numel()
         if codec.spec.is_variable_length:
@@ -310,6 +310,8 @@ class CompressingGroup(PlainGroup):
             return None, ""
         if tag >= MESSAGE_TAG:
             return None, "tag"
+        if not encoded.is_plain(tensor):
+            return None, type(tensor).__name__
         choice = self._gate.choose(codec, tensor, numel, op)
         if choice[0] is not None and self._gate.missed_step and in_backward() and not is_marked():
             self._warn_once(
