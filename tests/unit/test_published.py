@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.published import TABLES, Comparison, Table, mean_error, reproduce
+from thinwire.published import TABLES, Comparison, Table, fits, mean_error, reproduce
 from thinwire.published.rows import rows
 
 CLOSE = 0.10
@@ -69,3 +69,11 @@ def test_the_command_writes_tables_and_pictures(tmp_path: Path) -> None:
     assert (
         "there is no publication 'nobody'; valid are amsp, internevo, zeropp, efa, hybrid, memory, all" in wrong.stderr
     )
+
+
+def test_every_fitted_table_says_how_well_it_is_predicted_when_left_out() -> None:
+    for table in TABLES:
+        if table.system and table.goal is not None:
+            fit = fits()[table.system]
+            assert 0 < fit.left_out[table.title] < 0.25
+            assert len(fit.constants) < len(table.rows) or len(fit.left_out) > 1

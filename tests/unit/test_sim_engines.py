@@ -89,3 +89,17 @@ def test_codecs_of_tensor_and_pipeline_parallelism_are_priced() -> None:
     alone = {**lassen, "engine": "thinwire", "gpu": "v100-32g", "gpus": 32, "gpus_per_node": 8, "pp": 1}
     blocks, words = (answer(case(**alone, wire={"tp": codec})).simulated.seconds for codec in ("int8:256", "mpc"))
     assert blocks < words
+
+
+def test_hpz_keeps_what_it_gathered_while_gradients_accumulate() -> None:
+    model: dict[str, Any] = {"model": "llama-30b-amsp", "gpus": 32, "recompute": True, "plan": "hpz"}
+    once, often = (answer(case(**model, micro_batches=count)) for count in (1, 32))
+    assert once.memory.total < once.cluster.memory < often.memory.total
+    ours = answer(case(**model, micro_batches=32, engine="thinwire"))
+    assert ours.memory.gathered == answer(case(**model, engine="thinwire")).memory.gathered
+
+
+def test_a_stage_holds_the_embedding_or_the_head() -> None:
+    found = answer(case(gpus=4, pp=4, plan="zero1", engine="internevo", model="internlm-7b", seq=2048))
+    stage = found.model.with_(layers=8)
+    assert found.memory.params == pytest.approx(2 * (stage.parameters - stage.embedding_parameters), rel=0.01)

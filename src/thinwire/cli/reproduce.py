@@ -88,7 +88,9 @@ def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
             ]
         )  # fmt: skip
     columns = ["table", "rows", "mean error", "goal", "", "worst", "constants of its system", "mean error, left out"]
-    return Sheet("Mean absolute errors", columns, 1, cells)
+    dates = sorted({fits()[table.system].date for table, _ in found if table.system in fits()})
+    title = f"Mean absolute errors (left out as of {dates[-1]})" if dates else "Mean absolute errors"
+    return Sheet(title, columns, 1, cells)
 
 
 def _shown(error: float, table: Table, sign: str = "") -> str:

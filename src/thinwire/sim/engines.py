@@ -196,9 +196,20 @@ _RING = (6e-6, 20e-6)
 """Seconds of a ring's step inside a node and across nodes: InternEvo's (by hand, at 512 GPUs), taken over by others."""
 
 _TODAY = Efficiency(compute=0.75, inside=0.75, nic=0.84, beside=1.0, step=0.1)
+"""DeepSpeed's shares of A800s; other machines differ in ``compute`` alone. Fitted: ``compute`` and ``nic``."""
+
 _FILL = 670.0
+"""Tokens, fitted to ZeRO++'s charts, whose 1024 tokens take more than half as long as 2048."""
+
 _DECISION = 2.5e-3
+"""Seconds for each module that is gathered, fitted to ZeRO++'s charts and to DeepSpeed of 2021."""
+
 _FLUSHED = Host(partition=45e-6, flush=0.3e-9, chance=1.4e-3)
+"""Fitted to issue 1069 (16 to 128 GPUs), pull request 1453 (64) and AMSP's ZeRO-3 and hpZ (1024) at once."""
+
+_BUFFERS = 12_000_000_000
+"""Bytes that InternEvo's ZeRO-1 has in use besides states and activations: flat gradients and parameters on their way,
+libraries. Fitted to its table of memory; AMSP runs on the same code."""
 
 _DEEPSPEED = Engine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
@@ -247,7 +258,7 @@ _INTERNEVO = Engine(
     partition="inter",
     # Its step copies gradients to fp32 and scales and updates out of place; what it took it keeps.
     states=States(2, 2, 23),
-    overhead=12_000_000_000,
+    overhead=_BUFFERS,
     latency=_RING,
     known={"a100-80g": (8, 512)},
 )
@@ -262,6 +273,7 @@ ENGINES: dict[str, Engine] = {
         whole_sync=True,
         partition="inter",
         states=AMSP_STATES,
+        overhead=_BUFFERS,
         known={"a800-80g": (64, 64)},
     ),
     "internevo": _INTERNEVO,

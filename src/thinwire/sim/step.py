@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from thinwire.cost import Move, Part, Rates, moves
 from thinwire.program import (
@@ -193,9 +194,9 @@ class _Player:
 
     # -- computation -------------------------------------------------------------------------------------------
 
-    def _compute_on(self) -> None:
-        """Follow the script until computation is busy or waits."""
-        for instruction in self._script:
+    def _compute_on(self, again: tuple[_Instruction, ...] = ()) -> None:
+        """Follow the script, after instructions that could not be done before, until computation is busy or waits."""
+        for instruction in chain(again, self._script):
             match instruction:
                 case _Compute(seconds, name):
                     if seconds <= 0:
@@ -227,9 +228,7 @@ class _Player:
         def resume() -> None:
             self._exposed[run.operation.lane] += self._clock.now - begin
             self._note(WAITING, f"for {run.operation.lane}", begin)
-            remaining = (instruction,)  # others of the same wait may not have ended yet
-            self._script = _chained(remaining, self._script)
-            self._compute_on()
+            self._compute_on((instruction,))  # others of the same wait may not have ended yet
 
         run.then.append(resume)
 
@@ -305,11 +304,6 @@ class _Player:
             self._spans.append(Span(track, name, begin, self._clock.now))
 
 
-def _chained(first: Iterable[_Instruction], rest: Iterator[_Instruction]) -> Iterator[_Instruction]:
-    yield from first
-    yield from rest
-
-
 def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[list[Move]]:
     """The moves of every operation; blocks repeat, so most of them are priced once."""
     known: dict[tuple[object, ...], list[Move]] = {}
@@ -366,13 +360,13 @@ def _forward(program: StepProgram, trace: Trace, seconds: Sequence[float], micro
 
 
 def _backward(program: StepProgram, trace: Trace, seconds: Sequence[float], micro_batch: int) -> Iterator[_Instruction]:
-    enclosing = [unit for unit in trace.backward if unit in trace.tail and unit != trace.needed[-1]]
+    enclosing = trace.enclosing
     for unit in trace.backward:
         yield from _reach(program, Event(Phase.PRE_BACKWARD, unit, micro_batch))
         yield _Compute(seconds[unit], f"backward {program.units[unit].name or '(root)'}")
         if unit not in enclosing:
             yield from _reach(program, Event(Phase.GRADS_READY, unit, micro_batch))
-    for unit in enclosing:
+    for unit in (unit for unit in trace.backward if unit in enclosing):
         yield from _reach(program, Event(Phase.GRADS_READY, unit, micro_batch))
 
 
