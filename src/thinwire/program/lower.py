@@ -144,7 +144,7 @@ class _Lowering:
     def backward(self, micro_batch: int, *, last: bool) -> None:
         order = self.trace.backward
         ready = [unit for unit in self.trace.reduction_order if self.units[unit].trainable]
-        enclosing = {u for u in self.trace.tail if u != self.trace.needed[-1]}
+        enclosing = self.trace.enclosing
         for position, unit in enumerate(order):
             event = Event(Phase.PRE_BACKWARD, unit, micro_batch)
             self._need(unit, event, from_secondary=True)

@@ -127,6 +127,11 @@ class Trace:
         last = max((i for i, (phase, _) in enumerate(self.forward) if phase is Phase.PRE_FORWARD), default=0)
         return frozenset(unit for _, unit in self.forward[last:])
 
+    @property
+    def enclosing(self) -> frozenset[int]:
+        """Units of the tail that began before its last one: their gradients are ready at the end of the backward."""
+        return self.tail - {self.needed[-1]}
+
 
 @dataclass(frozen=True, slots=True)
 class Operation:

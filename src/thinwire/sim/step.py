@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from thinwire.cost import Move, Part, Rates, moves
@@ -36,6 +36,8 @@ __all__ = ["Pricing", "Simulated", "Workload", "simulate"]
 
 Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[Move]]
 """The moves of an operation of a program over these units."""
+
+NOTHING: frozenset[Phase] = frozenset()
 
 PLAYED = 3
 """Micro-batches that are played; further ones repeat the last of the middle ones."""
@@ -87,6 +89,7 @@ def simulate(
     micro_batches: int = 1,
     trace: bool = False,
     pricing: Pricing | None = None,
+    awaits: frozenset[Phase] = NOTHING,
 ) -> Simulated:
     """Play one step in steady state.
 
@@ -97,11 +100,13 @@ def simulate(
         micro_batches: of a step (``M``).
         trace: whether to keep the spans.
         pricing: the moves of an operation in another engine than thinwire.
+        awaits: phases at which computation waits for whatever starts there, needed or not.
     """
     if micro_batches <= PLAYED:
-        return _play(plan, workload, rates, micro_batches, trace, pricing)
+        return _play(plan, workload, rates, micro_batches, trace, pricing, awaits)
     two, three = (
-        _play(plan, workload, rates, count, trace and count == PLAYED, pricing) for count in (PLAYED - 1, PLAYED)
+        _play(plan, workload, rates, count, trace and count == PLAYED, pricing, awaits)
+        for count in (PLAYED - 1, PLAYED)
     )
     more = micro_batches - PLAYED
 
@@ -119,15 +124,32 @@ def simulate(
 
 
 def _play(
-    plan: Plan, workload: Workload, rates: Rates, micro_batches: int, trace: bool, pricing: Pricing | None = None
+    plan: Plan,
+    workload: Workload,
+    rates: Rates,
+    micro_batches: int,
+    trace: bool,
+    pricing: Pricing | None = None,
+    awaits: frozenset[Phase] = NOTHING,
 ) -> Simulated:
-    program = lower(plan, workload.units, micro_batches=micro_batches)
+    program = _awaiting(lower(plan, workload.units, micro_batches=micro_batches), awaits)
 
     def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
         del units
         return moves(plan, operation, rates)
 
     return _Player(plan, workload, rates, program, pricing or thinwire, trace).play()
+
+
+def _awaiting(program: StepProgram, awaits: frozenset[Phase]) -> StepProgram:
+    """The program with more to wait for at events of some phases: all that starts there."""
+    if not awaits:
+        return program
+    waits = dict(program.waits)
+    for operation in program.operations:
+        if operation.start.phase in awaits:
+            waits[operation.start] = tuple(dict.fromkeys((*waits.get(operation.start, ()), operation.index)))
+    return replace(program, waits=waits)
 
 
 @dataclass(slots=True, eq=False)

@@ -184,6 +184,8 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "gpt-49b": _gpt(60, 8192, 64, 50257, seq=2048),
     "gpt-91b": _gpt(50, 12288, 96, 50257, seq=2048),
     "gpt-138b": _gpt(76, 12288, 96, 50257, seq=2048),
+    # The largest of Megatron-LM's weak scaling (Narayanan et al. 2021, table 1).
+    "gpt-1t": _gpt(128, 25600, 160, 51200, seq=2048),
     # Likewise for those of the EFA work; vocabulary and sequence are published (DeepSpeed PR 1453).
     "roberta-10b": _gpt(48, 4096, 32, 53000, seq=512, tied_embedding=True),
     "roberta-50b": _gpt(64, 8192, 64, 53000, seq=512, tied_embedding=True),
