@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,7 +14,7 @@ from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
 if TYPE_CHECKING:
-    from thinwire.sim import Answer, Case
+    from thinwire.sim import Answer, Case, Disturbed
 
 SWEPT = ("gpus", "gpus_per_node", "internode_gbps", "seq", "micro_batch_tokens", "micro_batches")
 
@@ -69,6 +70,13 @@ def sim(
         Path | None,
         typer.Option(metavar="OUT.json", help="Write what runs when, for Perfetto.", show_default=False),
     ] = None,
+    jitter: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Of each GPU's computation in each step; 0.05 is about 5 %.")
+    ] = 0.0,
+    link_jitter: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of each node's cards, likewise.")] = 0.0,
+    straggler: Annotated[float, typer.Option(min=1.0, help="How many times longer one GPU computes.")] = 1.0,
+    slow_link: Annotated[float, typer.Option(min=1.0, help="How many times longer one node's cards take.")] = 1.0,
+    samples: Annotated[int, typer.Option(min=1, help="Steps that are drawn where there is jitter.")] = 64,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
 ) -> None:
     """Simulate a step: the program that the runtime would perform, priced by a cluster's published figures.
@@ -81,11 +89,13 @@ def sim(
 
       thinwire sim --model llama-7b --cluster a800-80g:8x8 --plan preset:zero3 --trace step.json
 
+      thinwire sim --model llama-7b --cluster a800-80g:128x8 --plan preset:mics --jitter 0.05 --straggler 1.2
+
       thinwire sim --cases cases.json --json
     """
     with explained(as_json=as_json):
         from thinwire.errors import UsageError
-        from thinwire.sim import answer, read_cases
+        from thinwire.sim import Disturbance, answer, disturbed, read_cases
 
         if plot is not None and sweep is None:
             raise UsageError(f"--plot {plot} needs --sweep KEY=A,B,...: what to draw")
@@ -107,14 +117,26 @@ def sim(
         if trace is not None:
             from thinwire.program.timeline import chrome_trace
 
-            trace.write_text(json.dumps(chrome_trace({0: answers[0].simulated.spans})), encoding="utf-8")
+            simulated = answers[0].simulated
+            shown = chrome_trace({0: simulated.spans}, {0: simulated.levels})
+            trace.write_text(json.dumps(shown), encoding="utf-8")
         if plot is not None and sweep is not None:
             _draw(plot, sweep.partition("=")[0], answers)
+        disturbance = Disturbance(jitter, link_jitter, straggler, slow_link)
+        uneven = (
+            []
+            if disturbance.nothing
+            else [disturbed(case, disturbance, samples=samples if jitter or link_jitter else 1) for case in asked]
+        )
         if as_json:
             rows = [found.to_dict() for found in answers]
+            for row, spread in zip(rows, uneven, strict=False):
+                row["disturbed"] = asdict(spread)
             print(json.dumps(rows if cases is not None or sweep is not None else rows[0]))
         else:
             _show(answers)
+            if uneven:
+                _show_uneven(answers, uneven)
 
 
 def _fields(model: str, cluster: str, plan: str, seq: int | None, overlap: str | None) -> dict[str, Any]:
@@ -177,6 +199,20 @@ def _draw(path: Path, key: str, answers: Sequence[Answer]) -> None:
     }
     x = [float(getattr(found.case, key)) for found in answers]
     draw_sweep(path, key, x, lines, f"{first.model.name}, {first.cluster.name}, {first.plan.name}, simulated")
+
+
+def _show_uneven(answers: Sequence[Answer], uneven: Sequence[Disturbed]) -> None:
+    from thinwire.report import Sheet, rich_table
+
+    columns = ["", "plan", "step s", "median s", "5 %", "95 %", "times longer"]
+    rows = [
+        [
+            found.case.id, found.plan.name or "", f"{spread.undisturbed:.3f}", f"{spread.median:.3f}",
+            f"{spread.low:.3f}", f"{spread.high:.3f}", f"{spread.median / spread.undisturbed:.3f}",
+        ]
+        for found, spread in zip(answers, uneven, strict=True)
+    ]  # fmt: skip
+    wide_console().print("", rich_table(Sheet(f"Disturbed, {uneven[0].samples} samples", columns, 2, rows)))
 
 
 def _show(answers: Sequence[Answer]) -> None:

@@ -5,7 +5,7 @@ from thinwire.cost.anatomy import Part, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledRates
-from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, memory, working_memory
+from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, kept_activations, memory, working_memory
 from thinwire.cost.operations import Move, moves
 from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
 
@@ -31,6 +31,7 @@ __all__ = [
     "Work",
     "amsp_times",
     "flat_moves",
+    "kept_activations",
     "memory",
     "moves",
     "parts",

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from thinwire.cost.anatomy import Part
 from thinwire.program import Axis, Even, UnitInfo, axis_shape, together
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "memory", "working_memory"]
+__all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "kept_activations", "memory", "working_memory"]
 
 OVERHEAD = 1_500 << 20
 """Bytes of a GPU that hold no tensor: contexts, communicators, libraries, fragments. A profile measures it."""
@@ -237,6 +238,29 @@ def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
     width = 7 * h + 2 * kv + (4 if model.kind == "llama" else 2) * ffn
     softmax = 4 * model.heads  # one fp32 normaliser for each head
     return tokens * (itemsize * width + softmax)
+
+
+def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[Part], *, seq: int) -> tuple[int, ...]:
+    """Bytes that each part of a model keeps from its forward to its backward.
+
+    Args:
+        model: its shape.
+        plan: micro-batch, tensor parallelism, recomputation.
+        parts: of the model.
+        seq: tokens of a sequence.
+    """
+    tokens, itemsize = -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
+    inputs = tokens * model.hidden * itemsize
+    block = inputs if plan.recompute else activation_bytes(model, tokens, itemsize)
+    blocks = sum(part.kind == "block" for part in parts)
+    # A block may be cut into several parts.
+    share = block * model.layers // max(1, blocks)
+    heads = [part.kind in ("head", "rest") for part in parts]
+    last = len(heads) - 1 - heads[::-1].index(True) if any(heads) else -1
+    return tuple(
+        share if part.kind == "block" else _logits(model, tokens, itemsize) if index == last else 0
+        for index, part in enumerate(parts)
+    )
 
 
 def _activations(model: ModelSpec, plan: Plan, tokens: int, itemsize: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COMPUTE", "WAITING", "Span", "Timeline", "chrome_trace"]
+__all__ = ["COMPUTE", "WAITING", "Level", "Span", "Timeline", "chrome_trace"]
 
 COMPUTE = "compute"
 """The track of computation."""
@@ -32,6 +32,21 @@ class Span:
     end: float
 
 
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How much of something there is from a moment on.
+
+    Attributes:
+        name: of what.
+        time: seconds on the clock of its timeline.
+        amount: in bytes.
+    """
+
+    name: str
+    time: float
+    amount: int
+
+
 class Timeline:
     """Spans of one rank, in the order in which they ended."""
 
@@ -51,10 +66,16 @@ class Timeline:
             return tuple(self._spans)
 
 
-def chrome_trace(by_rank: Mapping[int, Iterable[Span]]) -> dict[str, Any]:
+def chrome_trace(
+    by_rank: Mapping[int, Iterable[Span]], levels: Mapping[int, Iterable[Level]] | None = None
+) -> dict[str, Any]:
     """The spans of some ranks in Chrome's trace-event format, which Perfetto and chrome://tracing show.
 
-    Ranks become processes and tracks threads; time starts at the first span.
+    Ranks become processes, tracks threads and levels counters; time starts at the first span.
+
+    Args:
+        by_rank: spans.
+        levels: of the same ranks.
     """
     spans_of = {rank: list(spans) for rank, spans in by_rank.items()}
     origin = min((span.start for spans in spans_of.values() for span in spans), default=0.0)
@@ -78,6 +99,17 @@ def chrome_trace(by_rank: Mapping[int, Iterable[Span]]) -> dict[str, Any]:
                 "dur": (span.end - span.start) * 1e6,
             }
             for span in sorted(spans, key=lambda span: span.start)
+        ]
+    for rank, of_rank in (levels or {}).items():
+        events += [
+            {
+                "ph": "C",
+                "name": level.name,
+                "pid": rank,
+                "ts": (level.time - origin) * 1e6,
+                "args": {"MiB": level.amount / 2**20},
+            }
+            for level in of_rank
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 

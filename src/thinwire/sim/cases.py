@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from thinwire.cost import Memory, parts, units
+from thinwire.cost import Memory, kept_activations, parts, units
 from thinwire.errors import SpecError
 from thinwire.program import Lane
 from thinwire.sim.engines import ENGINES, Engine
@@ -19,7 +19,7 @@ from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Count, Flag, Positive, Spec
 
-__all__ = ["OVERLAPS", "PLAN_KEYS", "Answer", "Case", "answer", "read_cases"]
+__all__ = ["OVERLAPS", "PLAN_KEYS", "Answer", "Case", "Slowed", "answer", "read_cases"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
@@ -62,6 +62,31 @@ class Case(Spec):
     overlap: tuple[Literal["gather", "reduce", "sync", "spread"], ...] | None = Field(
         default=None, description="what may run beside computation; unset: all"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Slowed:
+    """The rank that all others wait for.
+
+    Attributes:
+        compute: how many times longer it computes than it should.
+        links: how many times longer its node's network cards take.
+    """
+
+    compute: float = 1.0
+    links: float = 1.0
+
+    def cluster(self, cluster: ClusterSpec) -> ClusterSpec:
+        """A cluster all of which is like this rank."""
+        nic = cluster.links.nic
+        return cluster.with_(
+            peak_flops={dtype: peak / self.compute for dtype, peak in cluster.peak_flops.items()},
+            memory_bandwidth=cluster.memory_bandwidth / self.compute,
+            links=cluster.links.with_(nic=nic.with_(bandwidth=nic.bandwidth / self.links)),
+        )
+
+
+AS_IT_SHOULD = Slowed()
 
 
 @dataclass(frozen=True)
@@ -144,12 +169,13 @@ def read_cases(path: Path) -> list[Case]:
     return cases
 
 
-def answer(case: Case, *, trace: bool = False) -> Answer:
+def answer(case: Case, *, trace: bool = False, slowed: Slowed = AS_IT_SHOULD) -> Answer:
     """Simulate a case.
 
     Args:
         case: the case.
-        trace: whether the answer's step keeps its spans.
+        trace: whether the answer's step keeps its spans and levels.
+        slowed: the rank whose step it is.
 
     Raises:
         SpecError: if its parts do not go together.
@@ -161,8 +187,10 @@ def answer(case: Case, *, trace: bool = False) -> Answer:
     stage = model.with_(layers=-(-model.layers // plan.pp))
     infos = units(stage, plan)
     cut = parts(stage, plan.granularity, plan.tp)
-    workload = Workload(cut, infos, model.seq, clip=True)
-    simulated = engine.step(plan, workload, cluster, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
+    kept = kept_activations(stage, plan, cut, seq=model.seq) if trace else ()
+    workload = Workload(cut, infos, model.seq, clip=True, kept=kept)
+    machine = slowed.cluster(cluster)
+    simulated = engine.step(plan, workload, machine, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
     # The last stage holds the head, and the embedding is the first one's.
     held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
     needed = engine.memory(stage, plan, held, seq=model.seq)

@@ -15,6 +15,7 @@ from itertools import chain
 
 from thinwire.cost import Move, Part, Rates, moves
 from thinwire.program import (
+    Axis,
     Even,
     Event,
     Kind,
@@ -28,7 +29,7 @@ from thinwire.program import (
     lower,
     together,
 )
-from thinwire.program.timeline import COMPUTE, WAITING, Span
+from thinwire.program.timeline import COMPUTE, WAITING, Level, Span
 from thinwire.sim.clock import Clock, Resource
 from thinwire.spec import Plan
 
@@ -36,6 +37,9 @@ __all__ = ["Pricing", "Simulated", "Workload", "simulate"]
 
 Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[Move]]
 """The moves of an operation of a program over these units."""
+
+GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their way", "activations"
+"""Names of levels."""
 
 NOTHING: frozenset[Phase] = frozenset()
 
@@ -52,12 +56,14 @@ class Workload:
         units: what the program knows of them.
         seq: tokens of a sequence.
         clip: whether the gradient norm must be known before anything is updated.
+        kept: bytes that each part keeps from its forward to its backward; empty where memory is not of interest.
     """
 
     parts: tuple[Part, ...]
     units: tuple[UnitInfo, ...]
     seq: int
     clip: bool = False
+    kept: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,6 +76,8 @@ class Simulated:
         exposed: seconds that computation waited, by lane.
         busy: seconds of work by resource, undisturbed.
         spans: what ran when, in the step that counted; empty unless asked for.
+        levels: what a rank held when, besides what it always holds: gathered parameters, gradients on their way, and
+            activations; empty unless asked for.
         extrapolated: whether any rate lies outside of what was measured.
     """
 
@@ -78,6 +86,7 @@ class Simulated:
     exposed: Mapping[Lane, float]
     busy: Mapping[Resource, float]
     spans: tuple[Span, ...] = ()
+    levels: tuple[Level, ...] = ()
     extrapolated: bool = False
 
 
@@ -98,7 +107,7 @@ def simulate(
         workload: the model and its batch.
         rates: how long each part takes, alone.
         micro_batches: of a step (``M``).
-        trace: whether to keep the spans.
+        trace: whether to keep spans and levels.
         pricing: the moves of an operation in another engine than thinwire.
         awaits: phases at which computation waits for whatever starts there, needed or not.
     """
@@ -119,6 +128,7 @@ def simulate(
         {lane: max(0.0, further(three.exposed[lane], two.exposed[lane])) for lane in Lane},
         {resource: further(three.busy[resource], two.busy[resource]) for resource in Resource},
         three.spans,
+        three.levels,
         three.extrapolated,
     )
 
@@ -180,7 +190,15 @@ class _Start:
     operations: tuple[int, ...]
 
 
-_Instruction = _Compute | _Wait | _Start
+@dataclass(frozen=True, slots=True)
+class _Hold:
+    """More or less of something in memory."""
+
+    name: str
+    change: int
+
+
+_Instruction = _Compute | _Wait | _Start | _Hold
 
 
 class _Player:
@@ -198,6 +216,8 @@ class _Player:
         self._busy_queues: set[tuple[Lane, str]] = set()
         self._exposed = dict.fromkeys(Lane, 0.0)
         self._spans: list[Span] | None = [] if trace else None
+        self._levels: list[Level] = []
+        self._held: dict[str, int] = {}
         self._script = _script(plan, workload, rates, program)
         self._end: float | None = None
 
@@ -211,6 +231,7 @@ class _Player:
             exposed=self._exposed,
             busy=self._clock.busy,
             spans=tuple(self._spans or ()),
+            levels=tuple(self._levels),
             extrapolated=self._rates.extrapolated,
         )
 
@@ -233,6 +254,8 @@ class _Player:
                 case _Start(operations):
                     for index in operations:
                         self._enqueue(index)
+                case _Hold(name, change):
+                    self._hold(name, change)
         self._end = self._clock.now
 
     def _compute(self, seconds: float, name: str) -> None:
@@ -260,6 +283,7 @@ class _Player:
         operation = self._program.operations[index]
         run = _Run(operation, deque(self._moves[index]), 0)
         self._runs[index] = run
+        self._carry(operation, 1)
         needed = [self._runs[other] for other in operation.after]
         if operation.lane is Lane.GATHER:
             spreads = (self._spread_of.get(unit, ()) for unit in operation.units)
@@ -317,9 +341,29 @@ class _Player:
 
     def _ended(self, run: _Run) -> None:
         run.ended = True
+        if run.operation.lane is not Lane.GATHER:  # gathered parameters stay until they are freed
+            self._carry(run.operation, -1)
         for callback in run.then:
             callback()
         run.then.clear()
+
+    def _carry(self, operation: Operation, sign: int) -> None:
+        """What an operation holds while it is under way."""
+        if self._spans is None or operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
+            return
+        whole = sum(_bytes(self._program.units[unit]) for unit in operation.units)
+        if operation.lane is Lane.GATHER:
+            self._hold(GATHERED, sign * whole)
+        else:
+            shared = {Axis.PARAMS: 1, Axis.SHARD: self._plan.params.ranks}.get(
+                operation.axis, self._plan.optimizer.ranks
+            )
+            self._hold(GRADIENTS, sign * (whole // shared))
+
+    def _hold(self, name: str, change: int) -> None:
+        if self._spans is not None:
+            self._held[name] = self._held.get(name, 0) + change
+            self._levels.append(Level(name, self._clock.now, self._held[name]))
 
     def _note(self, track: str, name: str, begin: float) -> None:
         if self._spans is not None:
@@ -367,25 +411,35 @@ def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) 
     yield _Wait(tuple(i for i in program.waits.get(end, ()) if program.operations[i].lane is Lane.SPREAD))
     yield _Compute(rates.step, "step")
     for micro_batch in range(program.micro_batches):
-        yield from _forward(program, trace, forward, micro_batch)
-        yield from _backward(program, trace, backward, micro_batch)
+        yield from _forward(program, trace, forward, workload.kept, micro_batch)
+        yield from _backward(program, trace, backward, workload.kept, micro_batch)
     yield from _update(workload, rates, program)
 
 
-def _forward(program: StepProgram, trace: Trace, seconds: Sequence[float], micro_batch: int) -> Iterator[_Instruction]:
+def _forward(
+    program: StepProgram, trace: Trace, seconds: Sequence[float], kept: Sequence[int], micro_batch: int
+) -> Iterator[_Instruction]:
     for phase, unit in trace.forward:
         yield from _reach(program, Event(phase, unit, micro_batch))
         if phase is Phase.PRE_FORWARD and program.units[unit].name:
             yield _Compute(seconds[unit], f"forward {program.units[unit].name}")
+            if kept:
+                yield _Hold(ACTIVATIONS, kept[unit])
         elif phase is Phase.POST_FORWARD and not program.units[unit].name:
             yield _Compute(seconds[unit], "forward (root)")  # what is the root's own comes last: norm, head, loss
+            if kept:
+                yield _Hold(ACTIVATIONS, kept[unit])
 
 
-def _backward(program: StepProgram, trace: Trace, seconds: Sequence[float], micro_batch: int) -> Iterator[_Instruction]:
+def _backward(
+    program: StepProgram, trace: Trace, seconds: Sequence[float], kept: Sequence[int], micro_batch: int
+) -> Iterator[_Instruction]:
     enclosing = trace.enclosing
     for unit in trace.backward:
         yield from _reach(program, Event(Phase.PRE_BACKWARD, unit, micro_batch))
         yield _Compute(seconds[unit], f"backward {program.units[unit].name or '(root)'}")
+        if kept:
+            yield _Hold(ACTIVATIONS, -kept[unit])
         if unit not in enclosing:
             yield from _reach(program, Event(Phase.GRADS_READY, unit, micro_batch))
     for unit in (unit for unit in trace.backward if unit in enclosing):
@@ -430,9 +484,15 @@ def _update_shares(units: Sequence[UnitInfo]) -> list[int]:
     return [sum(buffer.shares[busiest] for buffer in unit.buffers) for unit in units]
 
 
+def _bytes(unit: UnitInfo) -> int:
+    return sum(buffer.numel * buffer.itemsize for buffer in unit.buffers)
+
+
 def _reach(program: StepProgram, event: Event) -> Iterator[_Instruction]:
-    """An event: operations start, and computation waits for what it needs."""
+    """An event: operations start, parameters are let go, and computation waits for what it needs."""
     if starts := program.starts(event):
         yield _Start(tuple(op.index for op in starts))
+    for unit in program.frees.get(event, ()):
+        yield _Hold(GATHERED, -_bytes(program.units[unit]))
     if needed := program.waits.get(event):
         yield _Wait(needed)

@@ -1,0 +1,75 @@
+"""Stragglers, slow links, jitter, and what a rank holds when."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from typing import Any
+
+import pytest
+
+from thinwire.sim import Case, Disturbance, answer, disturbed
+from thinwire.sim.disturbed import _slowest
+
+
+def case(**changes: Any) -> Case:
+    fields = {"model": "llama-7b", "gpu": "a800-80g", "gpus": 64, "plan": "zero3", "seq": 4096}
+    return Case.parse({**fields, **changes}, "case")
+
+
+def test_a_straggler_holds_everyone_up() -> None:
+    found = disturbed(case(), Disturbance(straggler=1.5), samples=1)
+    assert 1.4 < found.median / found.undisturbed <= 1.51
+    assert found.low == found.high == found.median
+
+
+def test_slow_cards_matter_where_the_network_binds() -> None:
+    thin, wide = (disturbed(case(internode_gbps=gbps), Disturbance(slow_link=2.0), samples=1) for gbps in (20, 1600))
+    assert thin.median > 1.8 * thin.undisturbed
+    assert wide.median < 1.1 * wide.undisturbed
+
+
+def test_jitter_costs_more_on_more_gpus_and_a_seed_repeats_it() -> None:
+    small, large = (disturbed(case(gpus=gpus), Disturbance(jitter=0.05), samples=30) for gpus in (8, 4096))
+    assert 1 < small.median / small.undisturbed < large.median / large.undisturbed
+    assert large.low <= large.median <= large.high
+    assert disturbed(case(gpus=8), Disturbance(jitter=0.05), samples=30) == small
+
+
+@pytest.mark.parametrize("always", [1.0, 1.3])
+def test_the_slowest_is_drawn_as_if_all_were(always: float) -> None:
+    chance = random.Random(1)
+    drawn = statistics.fmean(_slowest(200, 0.1, always, chance) for _ in range(2000))
+    each = statistics.fmean(
+        max(math.exp(chance.gauss(0, 0.1)) * (always if number == 0 else 1.0) for number in range(200))
+        for _ in range(2000)
+    )
+    assert drawn == pytest.approx(each, rel=0.01)
+
+
+def test_a_traced_step_tells_what_a_rank_holds_when() -> None:
+    found = answer(case(micro_batches=2), trace=True)
+    levels = found.simulated.levels
+    last = {level.name: level.amount for level in levels}
+    most = {name: max(level.amount for level in levels if level.name == name) for name in last}
+    assert set(last) == {"gathered parameters", "gradients on their way", "activations"}
+    assert set(last.values()) == {0}  # what a step takes it gives back
+    assert min(level.amount for level in levels) == 0
+    assert [level.time for level in levels] == sorted(level.time for level in levels)
+    parts = found.memory.by_part()
+    assert most["gathered parameters"] <= parts["gathered"]
+    assert most["activations"] == pytest.approx(parts["activations"] + parts["logits"], rel=0.05)
+    assert not answer(case()).simulated.levels
+
+
+def test_recomputed_blocks_keep_their_inputs_alone() -> None:
+    kept, recomputed = (
+        max(
+            level.amount
+            for level in answer(case(recompute=flag), trace=True).simulated.levels
+            if level.name == "activations"
+        )
+        for flag in (False, True)
+    )
+    assert recomputed < kept / 5
