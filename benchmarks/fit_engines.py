@@ -44,12 +44,14 @@ class Constant:
         nominal: what it is before any fit.
         places: where it stands.
         is_share: whether 1 is the most it can be.
+        twice: where it stands doubled.
     """
 
     name: str
     nominal: float
     places: tuple[Place, ...]
     is_share: bool = False
+    twice: tuple[Place, ...] = ()
 
 
 def share(name: str, nominal: float, *places: Place) -> Constant:
@@ -93,8 +95,12 @@ SYSTEMS: dict[str, tuple[Constant, ...]] = {
             "nic", 0.80, *everywhere("deepspeed", "efficiency.nic", *_ALL), ("deepspeed-efa", None, "efficiency.nic")
         ),
         Constant("fill", 500.0, (*everywhere("deepspeed", "fill", *_ALL), ("deepspeed-efa", None, "fill"))),
-        Constant("decision", 1e-3, everywhere("deepspeed", "host.decision", DGX2, P3DN, P4D)),
-        Constant("decision, EFA", 1e-3, (("deepspeed-efa", None, "host.decision"),)),
+        Constant(
+            "decision",
+            1e-3,
+            (("deepspeed-efa", None, "host.decision"), ("deepspeed", DGX2, "host.decision")),
+            twice=everywhere("deepspeed", "host.decision", P3DN, P4D),
+        ),
         Constant("partition", 20e-6, everywhere("deepspeed", "host.partition", *_SLOW)),
         Constant("flush", 0.2e-9, everywhere("deepspeed", "host.flush", *_SLOW)),
         Constant("chance", 1e-3, everywhere("deepspeed", "host.chance", *_SLOW)),
@@ -234,9 +240,9 @@ def _remembered(case: Case) -> Answer:
 def _engines(constants: Sequence[Constant], values: Mapping[str, float]) -> dict[str, Engine]:
     found: dict[str, Engine] = {}
     for constant in constants:
-        for name, machine, path in constant.places:
+        for name, machine, path in (*constant.places, *constant.twice):
             engine = found.get(name, ENGINES[name])
-            value = values[constant.name]
+            value = values[constant.name] * (2 if (name, machine, path) in constant.twice else 1)
             if machine is None:
                 found[name] = _with(engine, path.split("."), value)
             else:

@@ -43,6 +43,14 @@ def test_blocks_too_large_to_live_beside_each_other_are_not_gathered_early() -> 
     assert overlaps(model="gpt-138b", **dgx2) == set()
 
 
+def test_gathers_of_the_backward_run_beside_nothing_where_reductions_synchronise() -> None:
+    dgx2: dict[str, Any] = {"model": "gpt-18b", "gpu": "v100-32g", "gpus": 384, "recompute": True, "seq": None}
+    waiting = answer(case(**dgx2, internode_gbps=400)).simulated.exposed
+    free = answer(case(**dgx2, internode_gbps=400, engine="deepspeed-efa")).simulated.exposed
+    lane = next(lane for lane in waiting if lane == "gather")
+    assert waiting[lane] > 3 * free[lane]
+
+
 def test_more_ranks_wait_longer_for_a_host_in_python() -> None:
     host = Host(decision=1.0, partition=0.1, flush=1.0, chance=0.01)
     assert host.gathering(4, 0.0, 8) == 4

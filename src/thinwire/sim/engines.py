@@ -23,7 +23,7 @@ from thinwire.cost import (
     flat_moves,
     memory,
 )
-from thinwire.program import Axis, Lane, Operation, UnitInfo, axis_shape
+from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
@@ -56,6 +56,7 @@ class Engine:
         overlaps: what it can run beside computation, by ZeRO stage (the highest state that is sharded; 0 is none).
         in_groups: the same where parameters are sharded over a part of the ranks (MiCS), or ``live`` is too small.
         live: parameters that may be gathered at once; a block and the next must fit for the next to be gathered early.
+        awaits: phases at which computation waits for whatever starts there, needed or not.
         host: what it waits for its host.
         call_by_tensor: whether every large tensor of a unit is gathered by a call of its own.
         codecs: bytes per second of its codecs, by family, where memory does not bound them.
@@ -81,6 +82,7 @@ class Engine:
     overlaps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     in_groups: tuple[str, ...] = ALL
     live: int | None = None
+    awaits: frozenset[Phase] = frozenset()
     host: Host = NO_STALLS
     call_by_tensor: bool = False
     codecs: Mapping[str, float] = field(default_factory=dict)
@@ -163,7 +165,13 @@ class Engine:
             return [Move("host", None, stall), *found] if stall else found
 
         played = simulate(
-            plan, workload, rates, micro_batches=micro_batches, trace=trace, pricing=pricing if self.flat else None
+            plan,
+            workload,
+            rates,
+            micro_batches=micro_batches,
+            trace=trace,
+            pricing=pricing if self.flat else None,
+            awaits=self.awaits,
         )
         if plan.pp == 1:
             return played
@@ -195,14 +203,15 @@ def _large_tensors(part: Part) -> int:
 _RING = (6e-6, 20e-6)
 """Seconds of a ring's step inside a node and across nodes: InternEvo's (by hand, at 512 GPUs), taken over by others."""
 
-_TODAY = Efficiency(compute=0.75, inside=0.75, nic=0.84, beside=1.0, step=0.1)
+_TODAY = Efficiency(compute=0.75, inside=0.75, nic=0.85, beside=1.0, step=0.1)
 """DeepSpeed's shares of A800s; other machines differ in ``compute`` alone. Fitted: ``compute`` and ``nic``."""
 
-_FILL = 670.0
+_FILL = 630.0
 """Tokens, fitted to ZeRO++'s charts, whose 1024 tokens take more than half as long as 2048."""
 
-_DECISION = 2.5e-3
-"""Seconds for each module that is gathered, fitted to ZeRO++'s charts and to DeepSpeed of 2021."""
+_DECISION = 1.25e-3
+"""Seconds for each module that is gathered since pull request 1453, and half of what it was before: fitted to the EFA
+table and to ZeRO++'s charts."""
 
 _FLUSHED = Host(partition=45e-6, flush=0.3e-9, chance=1.4e-3)
 """Fitted to issue 1069 (16 to 128 GPUs), pull request 1453 (64) and AMSP's ZeRO-3 and hpZ (1024) at once."""
@@ -222,6 +231,8 @@ _DEEPSPEED = Engine(
     # An assumption: with it, and with no other that was tried, AMSP's 30B is too much for 32 GPUs and not for more.
     keeps_gathered=True,
     live=1_000_000_000,  # stage3_max_live_parameters
+    # Reductions synchronise with the host, so that what is gathered in the backward runs beside nothing.
+    awaits=frozenset({Phase.PRE_BACKWARD}),
     host=_FLUSHED,
     call_by_tensor=True,
     latency=_RING,
@@ -235,7 +246,7 @@ _DEEPSPEED_2021 = replace(
     summary="DeepSpeed of 2021: gathers wait as well, gradients are reduced to their owners",
     overlaps={1: (), 2: ("reduce", "sync"), 3: ()},
     whole_sync=False,
-    host=replace(_FLUSHED, decision=_DECISION),
+    host=replace(_FLUSHED, decision=2 * _DECISION),
 )
 
 _P4D = replace(_TODAY, compute=0.50)
@@ -294,7 +305,7 @@ ENGINES: dict[str, Engine] = {
             # ZeRO++'s authors on their own DGX-2 machines: no flushes and no slow cutting of gradients.
             ("v100-32g", 16): replace(
                 _DEEPSPEED,
-                efficiency=replace(_TODAY, compute=0.70),
+                efficiency=replace(_TODAY, compute=0.69),
                 host=Host(decision=_DECISION),
                 known={"v100-32g": (384, 384)},
             ),
@@ -308,7 +319,8 @@ ENGINES: dict[str, Engine] = {
         in_groups=("gather", "reduce", "sync"),
         live=None,
         whole_sync=False,
-        host=Host(decision=_DECISION / 2),  # what to gather is remembered from step to step, not how to wait for it
+        awaits=frozenset(),
+        host=Host(decision=_DECISION),
         known={"a100-40g": (64, 256)},
     ),
     "megatron": Engine(
