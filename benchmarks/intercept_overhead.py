@@ -1,12 +1,15 @@
-"""What a compressed axis costs where it compresses nothing: its all-reduces beside plain gloo's.
+"""What a compressed axis costs where it compresses nothing: its collectives beside plain gloo's.
 
     python benchmarks/intercept_overhead.py
 
-Two ranks on this machine. Calls of both groups alternate, in an order that flips each time, so that whatever else
-happens on the machine happens to both. Of each round of such pairs the median difference is taken; printed are the
-median of the rounds, and their quartiles. ``cpu`` is the processor time of the calling thread until the asynchronous
-call returns: what the calls of a training loop cost. ``host`` is the time that passes until then; where ranks and
-gloo's threads are more than there are cores, it contains what others do on them. ``call`` is until the result is there.
+Two ranks on this machine, small tensors. A sample is a number of asynchronous calls, one right after the other, of
+which the time until the last has returned is taken, per call; then all are waited for. Samples of both groups
+alternate, in an order that flips each time, so that whatever else happens on the machine happens to both. Of each round
+of such pairs the median difference is taken; printed are the median of the rounds, and their quartiles.
+
+``of 16`` is a loop that starts several collectives (buckets, layers): the code is in the processor's cache. ``alone``
+is a single call after waiting for the one before, when the threads of both ranks and of gloo, more than there are
+cores, have emptied the caches: everything costs several times as much then, gloo itself too.
 """
 
 from __future__ import annotations
@@ -28,9 +31,9 @@ import thinwire as tw
 from thinwire.testing import run_ranks
 
 LIMIT_US = 20.0
+SEVERAL = 16
 
-Clock = Callable[[], float]
-Call = Callable[[dist.ProcessGroup, torch.Tensor, Clock], float]
+Start = Callable[[dist.ProcessGroup], Callable[[], object]]
 
 
 def measure(rounds: int, pairs: int) -> dict[str, dict[str, float]]:
@@ -38,7 +41,7 @@ def measure(rounds: int, pairs: int) -> dict[str, dict[str, float]]:
 
     Args:
         rounds: medians that are taken.
-        pairs: calls of each group in a round.
+        pairs: samples of each group in a round.
 
     Returns:
         ``median``, ``low`` and ``high`` (the quartiles of the rounds), and gloo's own ``plain`` median, by case.
@@ -47,62 +50,59 @@ def measure(rounds: int, pairs: int) -> dict[str, dict[str, float]]:
     thin = init_device_mesh("cpu", (2,), mesh_dim_names=("thin",), backend_override={"thin": tw.axis_backend()})
     lossy = init_device_mesh("cpu", (2,), mesh_dim_names=("lossy",), backend_override={"lossy": "gloo"})
     tw.compress_axis(lossy, "lossy", "int8:256")
-    small, large = torch.ones(256), torch.ones(1 << 16)
     gloo, none, outside = plain.get_group(), thin.get_group(), lossy.get_group()
+    tensor, gathered = torch.ones(2048), torch.empty(4096)
 
-    def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, clock: Clock) -> float:
-        start = clock()
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-        taken = clock() - start
-        work.wait()
-        return taken
+    def all_reduce(group: dist.ProcessGroup) -> Callable[[], object]:
+        return dist.all_reduce(tensor, group=group, async_op=True).wait
 
-    def all_reduce_and_wait(group: dist.ProcessGroup, tensor: torch.Tensor, clock: Clock) -> float:
-        start = clock()
-        dist.all_reduce(tensor, group=group)
-        return clock() - start
+    def all_gather(group: dist.ProcessGroup) -> Callable[[], object]:
+        return dist.all_gather_single(gathered, tensor, group=group, async_op=True).wait
 
-    def functional_all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor, clock: Clock) -> float:
-        start = clock()
+    def functional_all_reduce(group: dist.ProcessGroup) -> Callable[[], object]:
         result = functional.all_reduce(tensor, "sum", group)
-        taken = clock() - start
-        functional.wait_tensor(result)
-        return taken
+        return lambda: functional.wait_tensor(result)
 
-    def all_gather(group: dist.ProcessGroup, tensor: torch.Tensor, clock: Clock) -> float:
-        output = torch.empty(2 * tensor.numel())
-        start = clock()
-        work = dist.all_gather_single(output, tensor, group=group, async_op=True)
-        taken = clock() - start
-        work.wait()
-        return taken
+    cases: list[tuple[str, Start, dist.ProcessGroup]] = [
+        ("all_reduce, codec none", all_reduce, none),
+        ("all_gather, codec none", all_gather, none),
+        ("functional all_reduce, codec none", functional_all_reduce, none),
+        ("all_reduce, int8:256 outside a step", all_reduce, outside),
+    ]
+    return {
+        f"{name}, {'alone' if calls == 1 else f'of {calls}'}": _compare(start, gloo, group, calls, rounds, pairs)
+        for calls in (SEVERAL, 1)
+        for name, start, group in cases
+    }
 
-    calls = {"all_reduce": all_reduce, "all_gather": all_gather, "functional all_reduce": functional_all_reduce}
-    cases: dict[str, tuple[Call, dist.ProcessGroup, torch.Tensor, Clock]] = {}
-    for name, call in calls.items():
-        cases[f"{name} cpu, codec none"] = (call, none, small, time.thread_time)
-        cases[f"{name} host, codec none"] = (call, none, small, time.perf_counter)
-    cases["all_reduce cpu, int8:256 outside a step"] = (all_reduce, outside, large, time.thread_time)
-    cases["all_reduce call, codec none"] = (all_reduce_and_wait, none, small, time.perf_counter)
-    cases["all_reduce call of 256 KiB, codec none"] = (all_reduce_and_wait, none, large, time.perf_counter)
-    results = {}
-    for name, (call, group, tensor, clock) in cases.items():
-        for _ in range(pairs):
-            call(gloo, tensor, clock), call(group, tensor, clock)
-        medians, owns = [], []
-        for _ in range(rounds):
-            differences, own = [], []
-            for i in range(pairs):
-                first, second = (gloo, group) if i % 2 else (group, gloo)
-                taken = {first: call(first, tensor, clock)}
-                taken[second] = call(second, tensor, clock)
-                differences.append(taken[group] - taken[gloo])
-                own.append(taken[gloo])
-            medians.append(1e6 * statistics.median(differences))
-            owns.append(1e6 * statistics.median(own))
-        low, median, high = statistics.quantiles(medians, n=4)
-        results[name] = {"median": median, "low": low, "high": high, "plain": statistics.median(owns)}
-    return results
+
+def _compare(
+    start: Start, gloo: dist.ProcessGroup, group: dist.ProcessGroup, calls: int, rounds: int, pairs: int
+) -> dict[str, float]:
+    def sample(which: dist.ProcessGroup) -> float:
+        began = time.perf_counter()
+        waits = [start(which) for _ in range(calls)]
+        taken = time.perf_counter() - began
+        for wait in waits:
+            wait()
+        return taken / calls
+
+    for _ in range(pairs):
+        sample(gloo)
+        sample(group)
+    medians, owns = [], []
+    for _ in range(rounds):
+        differences, own = [], []
+        for i in range(pairs):
+            first, second = (gloo, group) if i % 2 else (group, gloo)
+            taken = {first: sample(first)}
+            taken[second] = sample(second)
+            differences.append(taken[group] - taken[gloo])
+            own.append(taken[gloo])
+        medians.append(1e6 * statistics.median(differences))
+        owns.append(1e6 * statistics.median(own))
+    low, median, high = statistics.quantiles(medians, n=4)
+    return {"median": median, "low": low, "high": high, "plain": statistics.median(owns)}
 
 
 def rank(rounds: int, pairs: int) -> dict[str, dict[str, float]]:
@@ -114,19 +114,18 @@ def rank(rounds: int, pairs: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--pairs", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--pairs", type=int, default=60)
     parser.add_argument("--json", help="also write the figures to this file")
     options = parser.parse_args()
     results = run_ranks(2, rank, options.rounds, options.pairs)[0]
-    print(f"{'us more than gloo':42} {'median':>8} {'quartiles':>16} {'gloo itself':>12}")
+    print(f"{'us a call more than gloo':46} {'median':>7} {'quartiles':>16} {'gloo itself':>12}")
     for name, found in results.items():
         spread = f"{found['low']:.1f} to {found['high']:.1f}"
-        print(f"{name:42} {found['median']:8.1f} {spread:>16} {found['plain']:12.1f}")
+        mark = "" if found["median"] < LIMIT_US else f"  above {LIMIT_US:.0f}"
+        print(f"{name:46} {found['median']:7.1f} {spread:>16} {found['plain']:12.1f}{mark}")
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=1), encoding="utf-8")
-    worst = max(found["median"] for name, found in results.items() if " cpu," in name)
-    print(f"worst processor time {worst:.1f} us, limit {LIMIT_US:.0f} us: {'ok' if worst < LIMIT_US else 'TOO SLOW'}")
 
 
 if __name__ == "__main__":

@@ -69,14 +69,16 @@ class Gate:
         self._size, self._min_numel = size, min_numel
         self._known: dict[tuple[Codec, torch.dtype, int], str] = {}
 
-    def choose(self, codec: Codec | None, tensor: torch.Tensor, numel: int, op: Any = None) -> tuple[Codec | None, str]:
+    def choose(
+        self, codec: Codec | None, tensor: torch.Tensor, numel: int, opts: Any = None
+    ) -> tuple[Codec | None, str]:
         """The codec of a tensor, or why it has none.
 
         Args:
             codec: of the operation.
             tensor: what is sent, or room for it.
             numel: values that the operation is about.
-            op: of a reduction.
+            opts: of a reduction.
         """
         if codec is None:
             return None, ""
@@ -88,14 +90,18 @@ class Gate:
             why = self._known[key] = self._why_not(*key)
         if not why and (tensor.device.type != "cpu" or tensor.layout != torch.strided):
             why = f"{tensor.device.type} {tensor.layout}"
-        if not why and op is not None and scale_of(op, self._size) is None:
-            why = "operation"
         if not why and is_exact():
             why = "exact scope"
         if not why and not self.always and not in_step():
             why = "outside a step"
-            self.missed_step = True
+            self.missed_step = self.missed_step or self._adds(opts)
+        if not why and not self._adds(opts):
+            why = "operation"
         return (None, why) if why else (codec, "")
+
+    def _adds(self, opts: Any) -> bool:
+        """Whether an operation is none but additions, if it has any."""
+        return opts is None or scale_of(opts.reduceOp, self._size) is not None
 
     def _why_not(self, codec: Codec, dtype: torch.dtype, numel: int) -> str:
         """What keeps so many values from this codec at any time."""

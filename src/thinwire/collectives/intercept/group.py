@@ -108,38 +108,38 @@ class CompressingGroup(PlainGroup):
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
         """See :func:`torch.distributed.all_reduce`."""
         tensors = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-        return self._all_reduce(tensors, _with_op(AllreduceOptions, opts, timeout), self._inner.allreduce)
+        opts = _with_op(AllreduceOptions, opts, timeout)
+        if len(tensors) != 1:
+            return self._all_reduce_many(tensors, opts, self._inner.allreduce)
+        codec, why = self._choose(self._gate.reduce, tensors[0], opts=opts)
+        if codec is None:
+            return self._pass_one_on("all_reduce", tensors[0], why, self._inner.allreduce, tensors, opts)
+        return self._encoded_reduce(tensors[0], codec, opts)
 
     def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> dist.Work:
         """Several all-reduces in one call."""
-        return self._all_reduce(tensors, _with_op(AllreduceCoalescedOptions, opts), self._inner.allreduce_coalesced)
+        return self._all_reduce_many(
+            tensors, _with_op(AllreduceCoalescedOptions, opts), self._inner.allreduce_coalesced
+        )
 
-    def _all_reduce(self, tensors: Sequence[torch.Tensor], opts: Any, call: Callable[..., dist.Work]) -> dist.Work:
-        choices = [self._choose(self._gate.reduce, tensor, tensor.numel(), opts.reduceOp) for tensor in tensors]
-        if len(choices) == 1 and choices[0][0] is None:
-            return self._pass_on("all_reduce", tensors, call, tensors, opts, why=[choices[0][1]])
-
+    def _all_reduce_many(self, tensors: Sequence[torch.Tensor], opts: Any, call: Callable[..., dist.Work]) -> dist.Work:
         def encode(i: int, codec: Codec) -> dist.Work:
-            tensor, scale = tensors[i], self._scale(opts)
-
-            def body(axis: MembersAxis, seed: int | None) -> None:
-                encoded.all_reduce(axis, tensor, scale, codec, seed)
-
-            return self._perform("all_reduce", codec, body, [tensor], tensor.nbytes, opts)
+            return self._encoded_reduce(tensors[i], codec, opts)
 
         def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
             rest = [tensors[i] for i in chosen]
             return self._pass_on("all_reduce", rest, call, rest, opts, why=why)
 
+        choices = [self._choose(self._gate.reduce, tensor, opts=opts) for tensor in tensors]
         return _each(choices, encode, pass_on, tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """See :func:`torch.distributed.reduce_scatter_single`."""
         opts = _with_op(ReduceScatterOptions, opts)
-        codec, why = self._choose(self._gate.reduce, tensor, tensor.numel(), opts.reduceOp)
+        codec, why = self._choose(self._gate.reduce, tensor, opts=opts)
         if codec is None:
             call = self._inner.reduce_scatter_single
-            return self._pass_on("reduce_scatter", [tensor], call, output, tensor, opts, why=[why])
+            return self._pass_one_on("reduce_scatter", tensor, why, call, output, tensor, opts)
         return self._encoded_scatter(output, [tensor], codec, opts)
 
     def reduce_scatter_single_coalesced(
@@ -156,7 +156,7 @@ class CompressingGroup(PlainGroup):
             call = self._inner.reduce_scatter_single_coalesced
             return self._pass_on("reduce_scatter", ins, call, outs, ins, opts, why=why)
 
-        choices = [self._choose(self._gate.reduce, tensor, tensor.numel(), opts.reduceOp) for tensor in tensors]
+        choices = [self._choose(self._gate.reduce, tensor, opts=opts) for tensor in tensors]
         return _each(choices, encode, pass_on, outputs)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -165,8 +165,7 @@ class CompressingGroup(PlainGroup):
             outputs, tensors = [outputs], [tensors]
         opts = _with_op(ReduceScatterOptions, opts, timeout)
         even = all(tensor.numel() == outputs[0].numel() for tensor in tensors[0])
-        numel = outputs[0].numel() * len(self._ranks)
-        codec, why = self._choose(self._gate.reduce, outputs[0], numel, opts.reduceOp)
+        codec, why = self._choose(self._gate.reduce, outputs[0], len(self._ranks), opts=opts)
         if codec is None or len(outputs) != 1 or not even:
             return self._pass_on(
                 "reduce_scatter", tensors, self._inner.reduce_scatter, outputs, tensors, opts, why=[why]
@@ -178,9 +177,10 @@ class CompressingGroup(PlainGroup):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """See :func:`torch.distributed.all_gather_single`."""
         opts = _options(AllgatherOptions, opts)
-        codec, why = self._choose(self._gate.gather, tensor, tensor.numel())
+        codec, why = self._choose(self._gate.gather, tensor)
         if codec is None:
-            return self._pass_on("all_gather", [tensor], self._inner.all_gather_single, output, tensor, opts, why=[why])
+            call = self._inner.all_gather_single
+            return self._pass_one_on("all_gather", tensor, why, call, output, tensor, opts)
         return self._encoded_gather([output], tensor, codec, opts)
 
     def all_gather_single_coalesced(
@@ -196,7 +196,7 @@ class CompressingGroup(PlainGroup):
             outs, ins = [outputs[i] for i in chosen], [tensors[i] for i in chosen]
             return self._pass_on("all_gather", ins, self._inner.all_gather_single_coalesced, outs, ins, opts, why=why)
 
-        choices = [self._choose(self._gate.gather, tensor, tensor.numel()) for tensor in tensors]
+        choices = [self._choose(self._gate.gather, tensor) for tensor in tensors]
         return _each(choices, encode, pass_on, outputs)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
@@ -205,7 +205,7 @@ class CompressingGroup(PlainGroup):
             outputs, tensors = [outputs], [tensors]
         opts = _options(AllgatherOptions, opts, timeout)
         even = all(output.numel() == tensors[0].numel() for output in outputs[0])
-        codec, why = self._choose(self._gate.gather, tensors[0], tensors[0].numel())
+        codec, why = self._choose(self._gate.gather, tensors[0])
         if codec is None or len(tensors) != 1 or not even:
             return self._pass_on("all_gather", tensors, self._inner.allgather, outputs, tensors, opts, why=[why])
         return self._encoded_gather(outputs[0], tensors[0], codec, opts)
@@ -231,9 +231,9 @@ class CompressingGroup(PlainGroup):
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """See :func:`torch.distributed.isend`; ``dst`` is a rank of the group."""
         (tensor,) = tensors
-        codec, why = self._choose(self._gate.send, tensor, tensor.numel(), tag=tag)
+        codec, why = self._choose(self._gate.send, tensor, tag=tag)
         if codec is None:
-            return self._pass_on("send", tensors, self._inner.send, tensors, dst, tag, why=[why])
+            return self._pass_one_on("send", tensor, why, self._inner.send, tensors, dst, tag)
         message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
         works = []
         sent = message.numel()
@@ -248,9 +248,9 @@ class CompressingGroup(PlainGroup):
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """See :func:`torch.distributed.irecv`; ``src`` is a rank of the group."""
         (tensor,) = tensors
-        codec, why = self._choose(self._gate.send, tensor, tensor.numel(), tag=tag)
+        codec, why = self._choose(self._gate.send, tensor, tag=tag)
         if codec is None:
-            return self._pass_on("recv", tensors, self._inner.recv, tensors, src, tag, why=[why])
+            return self._pass_one_on("recv", tensor, why, self._inner.recv, tensors, src, tag)
         self._report("recv", str(codec.spec), 0, 0)
         room = torch.empty(codec.max_wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
         if codec.spec.is_variable_length:
@@ -283,7 +283,7 @@ class CompressingGroup(PlainGroup):
         Raises:
             UsageError: if the message would be encoded: what to expect depends on who sends.
         """
-        codec, why = self._choose(self._gate.send, tensors[0], tensors[0].numel(), tag=tag)
+        codec, why = self._choose(self._gate.send, tensors[0], tag=tag)
         if codec is not None:
             raise UsageError(
                 f"axis {self.axis} receives with codec {codec.spec}: name the rank that sends, or send and receive "
@@ -304,21 +304,30 @@ class CompressingGroup(PlainGroup):
     # ------------------------------------------------------------------------------------------------ encoded
 
     def _choose(
-        self, codec: Codec | None, tensor: torch.Tensor, numel: int, op: Any = None, tag: int = 0
+        self, codec: Codec | None, tensor: torch.Tensor, times: int = 1, opts: Any = None, tag: int = 0
     ) -> tuple[Codec | None, str]:
+        """The codec of a tensor, or of so many like it; or why it has none."""
         if codec is None:
             return None, ""
         if tag >= MESSAGE_TAG:
             return None, "tag"
         if not encoded.is_plain(tensor):
             return None, type(tensor).__name__
-        choice = self._gate.choose(codec, tensor, numel, op)
+        choice = self._gate.choose(codec, tensor, times * tensor.numel(), opts)
         if choice[0] is not None and self._gate.missed_step and in_backward() and not is_marked():
             self._warn_once(
                 "encodes what it sends in the backward pass and nothing in the forward pass, because no training step "
                 "is marked: call thinwire.mark_steps(model), or put `with thinwire.step_scope():` around the step"
             )
         return choice
+
+    def _encoded_reduce(self, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
+        scale = self._scale(opts)
+
+        def body(axis: MembersAxis, seed: int | None) -> None:
+            encoded.all_reduce(axis, tensor, scale, codec, seed)
+
+        return self._perform("all_reduce", codec, body, [tensor], tensor.nbytes, opts)
 
     def _encoded_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any

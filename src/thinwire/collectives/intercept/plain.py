@@ -51,12 +51,13 @@ class PlainGroup(dist.ProcessGroup):
         self._ledger = Ledger()
         self._coalesced: list[dist.Work] | None = None
         self._warned: set[str] = set()
-        size = len(self._ranks)
+        self._size = size = len(self._ranks)
         self._sent_times = {  # of a tensor's bytes, times the number of ranks
             "all_reduce": 2 * (size - 1),
             "all_gather": size * (size - 1),
             "reduce_scatter": size - 1,
             "all_to_all": size - 1,
+            "send": size,
             "recv": 0,
         }
 
@@ -150,12 +151,20 @@ class PlainGroup(dist.ProcessGroup):
             *args: its arguments.
             why: for each tensor, why it is not encoded although the axis has a codec.
         """
+        parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+        for i, tensor in enumerate(parts):
+            for part in tensor if isinstance(tensor, list) else (tensor,):
+                self._count_plain(op, part, why[i] if why else "")
+        return self._noted(self._counted(call, *args))
+
+    def _pass_one_on(
+        self, op: str, tensor: torch.Tensor, why: str, call: Callable[..., dist.Work], *args: Any
+    ) -> dist.Work:
+        """:meth:`_pass_on` of one tensor: what most calls are, and nothing that they need not pay for."""
         # Counted before the call: after it, the transport's threads compete for the processor.
         with self._lock:
-            for i, tensor in enumerate([tensors] if isinstance(tensors, torch.Tensor) else tensors):
-                for part in tensor if isinstance(tensor, list) else (tensor,):
-                    plain = self._plain_bytes(op, part.nbytes)
-                    self._ledger.add(op, "none", why[i] if why else "", plain, plain)
+            plain = tensor.nbytes * self._sent_times[op] // self._size
+            self._ledger.add(op, "none", why, plain, plain)
             if self._owns_inner and self._transport_count() != self._sequence:
                 self._note_bypass()
             work = call(*args)
@@ -169,6 +178,12 @@ class PlainGroup(dist.ProcessGroup):
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+    def _count_plain(self, op: str, tensor: torch.Tensor, why: str) -> None:
+        """Of a tensor that is not encoded."""
+        plain = self._plain_bytes(op, tensor.nbytes)
+        with self._lock:
+            self._ledger.add(op, "none", why, plain, plain)
 
     def _report(self, op: str, codec: str, plain: int, sent: int) -> None:
         """Of an encoded tensor."""
@@ -202,4 +217,4 @@ class PlainGroup(dist.ProcessGroup):
 
     def _plain_bytes(self, op: str, nbytes: int) -> int:
         """Bytes that a rank sends of a tensor that is not encoded; see :class:`TrafficRow`."""
-        return nbytes * self._sent_times.get(op, len(self._ranks)) // len(self._ranks)
+        return nbytes * self._sent_times.get(op, self._size) // self._size
