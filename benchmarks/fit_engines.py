@@ -3,9 +3,10 @@
     python benchmarks/fit_engines.py deepspeed --leave-out --write
 
 Prints the mean error of each table with the committed constants and with those that the search ends at. With
-``--leave-out`` each table is also predicted from a fit to the system's other tables (of a system with one table, each
-fifth of its ways of running a step from the rest); such a fit starts from the nominal values below, so that nothing of
-what was left out is in it, and a constant that no other table depends on stays there. ``--write`` puts the figures into
+``--leave-out`` each table is also predicted from a fit to the system's other publications (of a system with one, to its
+other tables; of a system with one table, each fifth of its ways of running a step from the rest). Such a fit starts from
+the nominal values below, so that nothing of what was left out is in it; a constant that nothing else depends on stays
+there. ``--write`` puts the figures into
 ``src/thinwire/published/fits.json``, which ``thinwire reproduce`` prints.
 """
 
@@ -149,7 +150,7 @@ def run(name: str, rounds: int, *, leave_out: bool) -> dict[str, Any]:
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "constants": [constant.name for constant in constants],
         "left_out": {},
-        "by": "table" if len(tables) > 1 else "rows",
+        "by": _left_out_by(tables),
     }
     if leave_out:
         for title, group in targets.items():
@@ -159,11 +160,15 @@ def run(name: str, rounds: int, *, leave_out: bool) -> dict[str, Any]:
     return found
 
 
+def _left_out_by(tables: Sequence[Table]) -> str:
+    if len({table.name for table in tables}) > 1:
+        return "publication"
+    return "table" if len(tables) > 1 else "rows"
+
+
 def _apart(one: Table, other: Table, tables: Sequence[Table]) -> bool:
     """Whether two tables share no figures: those of one publication may, where a system has several publications."""
-    if len({table.name for table in tables}) > 1:
-        return one.name != other.name
-    return one is not other
+    return one.name != other.name if _left_out_by(tables) == "publication" else one is not other
 
 
 def predicted(constants: Sequence[Constant], group: Sequence[Target], others: Sequence[Target], rounds: int) -> float:

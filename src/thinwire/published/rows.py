@@ -59,7 +59,7 @@ class Fit:
         date: on which.
         constants: what was fitted.
         left_out: by table, the mean error of what was predicted from a fit without it.
-        by: whether whole tables were left out, or rows of an only table.
+        by: what was left out at a time: a publication, a table, or rows of an only table.
     """
 
     date: str
