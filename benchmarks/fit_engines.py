@@ -3,11 +3,11 @@
     python benchmarks/fit_engines.py deepspeed --leave-out --write
 
 Prints the mean error of each table with the committed constants and with those that the search ends at. With
-``--leave-out`` each table is also predicted from a fit to the system's other publications (of a system with one, to its
-other tables; of a system with one table, each fifth of its ways of running a step from the rest). Such a fit starts from
-the nominal values below, so that nothing of what was left out is in it; a constant that nothing else depends on stays
-there. ``--write`` puts the figures into
-``src/thinwire/published/fits.json``, which ``thinwire reproduce`` prints.
+``--leave-out`` each table is also predicted from a fit to the system's other publications (of a system with one, to
+its other tables; of a system with one table, each fifth of its ways of running a step from the rest). Such a fit
+starts from the nominal values below, so that nothing of what was left out is in it; a constant that nothing else
+depends on stays there. ``--write`` puts the figures into ``src/thinwire/published/fits.json``, which ``thinwire
+reproduce`` prints.
 """
 
 from __future__ import annotations
