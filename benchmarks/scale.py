@@ -33,8 +33,8 @@ BATCH = 16 << 20
 LINKS = (100, 200, 400, 800, 1600, 3200)
 """Gbit/s of a node of eight, from one Ethernet card to one card of 400 Gbit/s for every GPU."""
 
-THREE_D = {"plan": "zero1", "tp": 8, "pp": 8}
-"""Tensor parallelism inside a node, eight pipeline stages, ZeRO-1 on what is left."""
+STAGES = (1, 2, 4, 8, 16, 32, 64)
+"""Pipeline stages that are tried with tensor parallelism over a node of eight and ZeRO-1 on what is left."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +85,11 @@ class Found:
     def __str__(self) -> str:
         return "does not fit" if self.mfu is None else f"~{self.mfu:.0%}"
 
+    @property
+    def with_plan(self) -> str:
+        """Both."""
+        return f"{self} ({self.plan})" if self.plan else str(self)
+
 
 def classic(point: Point, **fields: Any) -> Found:
     """A preset, with recomputation where it does not fit without."""
@@ -104,6 +109,13 @@ def classic(point: Point, **fields: Any) -> Found:
     return Found(None)
 
 
+def three_d(point: Point) -> Found:
+    """Tensor parallelism inside a node, as many pipeline stages as is fastest, ZeRO-1."""
+    found = [(stages, classic(point, plan="zero1", tp=8, pp=stages)) for stages in STAGES]
+    stages, best = max(found, key=lambda pair: pair[1].mfu or 0.0)
+    return Found(best.mfu, f"pp {stages}" if best.mfu else "")
+
+
 @cache
 def chosen(point: Point, codecs: CodecLevel) -> Found:
     """The planner's choice."""
@@ -119,12 +131,12 @@ def sheet(title: str, points: Sequence[Point], first: str) -> Sheet:
     for point in points:
         name = f"{point.gbps:,.0f}" if first == "Gbit/s of a node" else f"{point.gpus:,}"
         classics = [str(classic(point, plan=plan)) for plan in CLASSIC]
-        three = str(classic(point, **THREE_D)) if point.local == 8 else ""
+        three = three_d(point).with_plan if point.local == 8 else ""
         plain, coded = chosen(point, "none"), chosen(point, "standard")
         rows.append(
             [point.model, name, f"{point.tokens >> 20:,}", *classics, three, str(plain), str(coded), coded.plan]
         )
-    columns = ["model", first, "Mi tokens", *CLASSIC, "TP 8, PP 8, zero1", "ours, exact", "ours, codecs", "its plan"]
+    columns = ["model", first, "Mi tokens", *CLASSIC, "TP 8, PP, zero1", "ours, exact", "ours, codecs", "its plan"]
     return Sheet(title, columns, 2, rows)
 
 

@@ -184,13 +184,13 @@ def test_moves_of_an_operation_send_what_its_hops_say() -> None:
             assert bool(works) == (operation.encoded and not chosen.wire.is_none)
 
 
-def test_memory_counts_what_waits_for_slow_links_and_on_hosts_what_is_written() -> None:
+def test_memory_counts_what_is_under_way_and_on_hosts_what_is_written() -> None:
     model, chosen = ModelSpec.preset("llama-7b"), plan("thinwire")
     infos = units(model, chosen)
-    fast, slow, host = (
-        memory(model, chosen, infos, seq=4096, **options) for options in ({}, {"backlog": 1.0}, {"touched_only": True})
-    )
-    assert slow.buffers - fast.buffers >= 2 * model.parameters
-    assert host.grads < fast.grads
+    needed, host = (memory(model, chosen, infos, seq=4096, touched_only=flag) for flag in (False, True))
+    # Buckets that are under way and the one that fills, each in bf16 and in fp32; not all gradients.
+    bucket = chosen.bucket_bytes // 2
+    assert 4 * 6 * bucket < needed.buffers < 2 * model.parameters
+    assert host.grads < needed.grads
     # The last hop of the reduction inside a node, and that of the replicas.
-    assert fast.feedback == pytest.approx(4 * model.parameters * (1 + 1 / 8), rel=1e-3)
+    assert needed.feedback == pytest.approx(4 * model.parameters * (1 + 1 / 8), rel=1e-3)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.cost.anatomy import Part
-from thinwire.program import Axis, Even, UnitInfo, axis_shape, together
+from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, together
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
@@ -20,9 +20,6 @@ __all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "kept_activations
 
 OVERHEAD = 1_500 << 20
 """Bytes of a GPU that hold no tensor: contexts, communicators, libraries, fragments. A profile measures it."""
-
-_STAGES = 3
-"""Buckets on their way at once: one is packed or unpacked, one travels inside nodes, one across."""
 
 _LOSS_CHUNK = 1 << 22
 """Logits that the loss works on at a time, in two fp32 copies."""
@@ -99,7 +96,6 @@ def memory(
     seq: int,
     states: States | None = None,
     overhead: int = OVERHEAD,
-    backlog: float = 0.0,
     touched_only: bool = False,
     share: int | None = None,
 ) -> Memory:
@@ -112,8 +108,6 @@ def memory(
         seq: tokens of a sequence.
         states: bytes per parameter; thinwire's by default.
         overhead: bytes in use without any model.
-        backlog: share of a step's gradients that wait for the links at once: 0 where the links keep up, 1 where they
-            are slower than the backward.
         touched_only: whether memory counts when it is written, as on a host, not when it is allocated: with one
             micro-batch gradients go from autograd to the reduction, past the ``G`` shard.
         share: elements that the rank owns which owns most; from ``units`` by default.
@@ -130,7 +124,7 @@ def memory(
         optimizer=states.optimizer * share,
         secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
         gathered=_gathered(plan, units),
-        buffers=_buffers(plan, units, backlog),
+        buffers=_buffers(plan, units),
         feedback=_feedback(plan, padded),
         activations=_activations(model, plan, tokens, itemsize),
         logits=_logits(model, -(-tokens // plan.tp), itemsize),
@@ -162,9 +156,9 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
     return around + max(window, inner[-1] + max((sum(inner[i : i + 2]) for i in range(len(inner) - 1)), default=0))
 
 
-def _buffers(plan: Plan, units: Sequence[UnitInfo], backlog: float) -> int:
-    """Gradients of one unit before they are reduced, a bucket that is filled, units and buckets on their way, and what
-    waits for the links; messages of codecs."""
+def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
+    """Gradients of one unit before they are reduced, a bucket that is filled, and what is under way; messages of
+    codecs."""
     reduce_size = ITEMSIZE[plan.effective_reduce_dtype]
     largest = max(sum(b.numel for b in unit.buffers) for unit in units)
     padded = sum(b.numel for unit in units for b in unit.buffers)
@@ -172,13 +166,13 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo], backlog: float) -> int:
     if plan.world == 1:
         return produced
     shard = padded // plan.params.ranks
-    waiting = int(backlog * (reduce_size * padded + _message_bytes(plan, shard)))
-    total = produced + _spread_bytes(plan, shard) + waiting
+    total = produced + _spread_bytes(plan, shard)
     if plan.params.ranks > 1:
-        total += min(_STAGES, len(units)) * _scattered(plan, largest)
+        total += min(UNDER_WAY if plan.overlap.reduce else 1, len(units)) * _scattered(plan, largest)
     if plan.params.ranks < plan.world:
         bucket = min(shard, max(plan.bucket_bytes // reduce_size, largest // plan.params.ranks))
-        total += reduce_size * bucket + min(_STAGES, -(-shard // bucket)) * _reduced(plan, bucket)
+        under_way = UNDER_WAY if plan.overlap.sync else 1
+        total += reduce_size * bucket + min(under_way, -(-shard // bucket)) * _reduced(plan, bucket)
     return total
 
 

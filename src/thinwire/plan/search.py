@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
-from thinwire.cost import Busy, Pricer, Traffic, UnitKind, memory, working_memory
+from thinwire.cost import Busy, Memory, Pricer, Traffic, UnitKind, memory, working_memory
 from thinwire.plan.job import CODEC_LEVELS, Candidate, Job
 from thinwire.plan.rules import Chain, chain_ends, knobs, secondaries
-from thinwire.program import Kind, Lane, Scope, default_trace
+from thinwire.program import Kind, Scope, default_trace
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim import Resource, simulate
+from thinwire.sim import simulate
 from thinwire.spec import CodecSpec, Factor, Plan
 
 __all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "search"]
@@ -101,20 +101,12 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
     """
     workload = job.workload(plan)
     simulated = simulate(plan, workload, job.rates, micro_batches=plan.micro_batches)
-    links = max(simulated.busy[Resource.INSIDE], simulated.busy[Resource.ACROSS])
-    # Gradients wait as far as the links take longer than the computation that makes them, which waits for gathers.
-    making = simulated.computing + simulated.exposed[Lane.GATHER]
-    backlog = max(0.0, 1 - making / links) if links else 0.0
-    needed = memory(
-        job.model,
-        plan,
-        workload.units,
-        seq=job.seq,
-        overhead=job.overhead,
-        backlog=backlog,
-        touched_only=job.on_host,
-    )
+    needed = _memory(job, plan)
     return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label)
+
+
+def _memory(job: Job, plan: Plan) -> Memory:
+    return memory(job.model, plan, job.units(plan), seq=job.seq, overhead=job.overhead, touched_only=job.on_host)
 
 
 class Search:
@@ -166,24 +158,32 @@ class Search:
             if len(simulated) >= most:
                 complete = False
                 break
-            simulated[draft] = candidate(self.job, self.plan(draft))
-            best = min(best, simulated[draft].seconds)
+            if self._fits(draft):
+                simulated[draft] = candidate(self.job, self.plan(draft))
+                best = min(best, simulated[draft].seconds)
         # The plainest plans that may tie with the best.
-        tying = (draft for draft in drafts if draft.bound <= best * (1 + self.job.tie) and draft not in simulated)
+        tying = (
+            draft
+            for draft in drafts
+            if draft.bound <= best * (1 + self.job.tie) and draft not in simulated and self._fits(draft)
+        )
         for draft in sorted(tying, key=lambda draft: (draft.knobs, draft.bound))[:top]:
             simulated[draft] = candidate(self.job, self.plan(draft))
-        found = list(simulated.values())
         return Searched(
-            tuple(_ranked(found, self.job.tie)),
+            tuple(_ranked(list(simulated.values()), self.job.tie)),
             tuple(self.classics()),
             considered=self.considered,
             fitting=len(drafts),
-            simulated=len(found),
+            simulated=len(simulated),
             complete=complete,
         )
 
+    def _fits(self, draft: Draft) -> bool:
+        """Whether a draft fits into memory with the messages of its codecs."""
+        return _memory(self.job, self.plan(draft)).total <= self.job.cluster.memory
+
     def drafts(self) -> Iterator[Draft]:
-        """Every valid plan that fits into memory, with its estimate."""
+        """Every valid plan that fits into memory without codecs, with its estimate."""
         job, room = self.job, self.job.cluster.memory
         # a (+) b = max(a, b) + (gamma - 1) min(a, b): what computation and transfers take together, at best.
         slowing = job.rates.least_slowing - 1

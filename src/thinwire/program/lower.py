@@ -16,10 +16,14 @@ from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Tr
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["CONTROL_WORDS", "buckets", "control_bytes", "default_trace", "lower"]
+__all__ = ["CONTROL_WORDS", "UNDER_WAY", "buckets", "control_bytes", "default_trace", "lower"]
 
 CONTROL_WORDS = 4
 """64-bit words of the step's one scalar exchange: squared norm, order hash, unfinished gradients, step number."""
+
+UNDER_WAY = 4
+"""Reductions that may be under way while the backward goes on. Where links are slower than computation, it waits for
+them at the end in any case; without a bound it would only pile up gradients in memory first."""
 
 
 def control_bytes(units: Sequence[UnitInfo]) -> int:
@@ -104,6 +108,7 @@ class _Lowering:
         self.gathers: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
         self.secondary: set[int] = set()  # units whose secondary shard is valid
         self.reduced: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
+        self.reductions: list[int] = []  # operations that reduce gradients, in order
         self.shapes = {axis: axis_shape(plan, axis) for axis in Axis}
         self.places = {axis: axis_index(plan, axis, rank) for axis in Axis}
 
@@ -312,6 +317,10 @@ class _Lowering:
         sent = hops(kind, local, nodes, pieces, self.places[axis], sizes)
         index = len(self.operations)
         self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after, encoded))
+        if lane in (Lane.REDUCE, Lane.SYNC):
+            self.reductions.append(index)
+            if len(self.reductions) > UNDER_WAY:
+                self._wait(event, self.reductions[-1 - UNDER_WAY])
         return index
 
     def _extent(self, axis: Axis) -> int:

@@ -18,7 +18,7 @@ from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Lane, UnitInfo, buckets, padded
+from thinwire.program import UNDER_WAY, Lane, UnitInfo, buckets, padded
 from thinwire.shard.gradient import Accumulator, Topology, UnitGradient
 from thinwire.shard.lanes import Lanes, Ticket
 from thinwire.shard.seeds import Seeds
@@ -73,6 +73,7 @@ class Reducer:
         self._bucket_cache: dict[tuple[int, ...], dict[int, tuple[int, ...]]] = {}
         self._filling = (_Filling(), _Filling())  # of what is encoded, and of what is not
         self._tickets: dict[int, list[Ticket]] = {unit: [] for unit in gradients}
+        self._under_way: deque[Ticket] = deque()
         self._last = True
 
     # -- a backward, from begin to end -------------------------------------------------------------------------
@@ -135,6 +136,7 @@ class Reducer:
 
     def join(self) -> None:
         """Wait until every reduction has arrived."""
+        self._under_way.clear()
         for unit in self._tickets:
             self.join_unit(unit)
 
@@ -358,6 +360,9 @@ class Reducer:
             tickets = self._tickets[gradient.unit]
             tickets[:] = [other for other in tickets if not _finished(other)]
             tickets.append(ticket)
+        self._under_way.append(ticket)
+        while len(self._under_way) > UNDER_WAY:
+            self._under_way.popleft().wait()
         return ticket
 
     def _bucket_ends(self, order: tuple[int, ...]) -> dict[int, tuple[int, ...]]:

@@ -220,6 +220,9 @@ _BUFFERS = 12_000_000_000
 """Bytes that InternEvo's ZeRO-1 has in use besides states and activations: flat gradients and parameters on their way,
 libraries. Fitted to its table of memory; AMSP runs on the same code."""
 
+_BUCKET = 1_000_000_000
+"""Bytes of DeepSpeed's reduce_bucket_size, in 16 bits: gradients fill one such buffer while another is reduced."""
+
 _DEEPSPEED = Engine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
     _TODAY,
@@ -237,7 +240,8 @@ _DEEPSPEED = Engine(
     call_by_tensor=True,
     latency=_RING,
     fill=_FILL,
-    bucket_bytes=1_000_000_000,  # reduce_bucket_size, in 16 bits
+    bucket_bytes=_BUCKET,
+    overhead=OVERHEAD + 2 * _BUCKET,
     known={"a800-80g": (8, 1024)},
 )
 
