@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cost import NominalRates
-from thinwire.plan import Job, search, summary
+from thinwire.plan import Job, Search, search, summary
 from thinwire.plan.job import CodecLevel
 from thinwire.report import Sheet, insert, markdown_table
 from thinwire.sim import Case, answer
 from thinwire.spec import ClusterSpec, ModelSpec
 
 MODELS = {"7B": "llama-2-7b", "70B": "llama-2-70b", "405B": "llama-3-405b", "1T": "gpt-1t"}
-GPUS = (1_024, 8_192, 32_768, 102_400)
-DOMAINS = (1_152, 9_216, 36_864, 103_680)
+GPUS = (1_024, 8_192, 102_400)
+DOMAINS = (1_152, 9_216, 103_680)
 CLASSIC = ("zero1", "mics", "zero3", "zeropp")
 SEQ = 4_096
 BATCH = 16 << 20
@@ -121,6 +121,8 @@ def chosen(point: Point, codecs: CodecLevel) -> Found:
     """The planner's choice."""
     model = ModelSpec.named(MODELS[point.model], seq=SEQ)
     job = Job(model, point.cluster, point.tokens, SEQ, micro_batch=1, codecs=codecs, rates=NominalRates(point.cluster))
+    if not Search(job).smallest().fits:
+        return Found(None)
     found = search(job, top=1).candidates
     return Found(found[0].mfu(job), summary(found[0].plan).partition("; micro-batch")[0]) if found else Found(None)
 
