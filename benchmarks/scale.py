@@ -160,6 +160,8 @@ def draw(path: Path) -> None:
 
     mpl.use("agg")
     figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    names = (*CLASSIC, "ours, exact", "ours, codecs")
+    colour = {name: f"C{number}" for number, name in enumerate(names)}
     for panel, model in zip(axes, ("7B", "70B"), strict=True):
         points = [Point(model, 1_024, 8, gbps) for gbps in LINKS]
         lines = {plan: [classic(point, plan=plan).mfu for point in points] for plan in CLASSIC}
@@ -169,7 +171,7 @@ def draw(path: Path) -> None:
             if any(value is not None for value in values):
                 ours = name.startswith("ours")
                 shown = [None if value is None else 100 * value for value in values]
-                panel.plot(LINKS, shown, "o-" if ours else "o--", label=name, lw=2.2 if ours else 1.2)
+                panel.plot(LINKS, shown, "o-" if ours else "o--", label=name, lw=2.2 if ours else 1.2, c=colour[name])
         panel.set(title=f"{model}, 1,024 H100", xlabel="Gbit/s of a node of 8", ylim=(0, None))
         panel.set_xscale("log", base=2)
         panel.set_xticks(LINKS, [str(gbps) for gbps in LINKS])
