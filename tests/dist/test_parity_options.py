@@ -37,7 +37,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import Subgroup, recording
-from thinwire.program import Lane
+from thinwire.program import UNDER_WAY, Lane
 from thinwire.shard.api import runtime
 from thinwire.shard.unit import State
 from thinwire.testing import run_ranks
@@ -105,8 +105,9 @@ def test_secondary_reuse(group: str) -> None:
 # -- the options do something ----------------------------------------------------------------------------------
 
 
-def returns_before(name: str, switch: str, lane: Lane, *, on: bool) -> bool:
-    """Whether backward and step return before the lane's first transfer has been let through."""
+def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: int = 100) -> bool:
+    """Whether backward and step return before the lane's first transfer has been let through, where so many reductions
+    may be under way."""
     model = tw.shard(build(), plan(name, overlap={switch: on}))
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     tokens = batches(4, 1, 1)[0][0, dist.get_rank()]
@@ -124,6 +125,7 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool) -> bool:
     with (
         mock.patch.object(Subgroup, "gather", held_up(Subgroup.gather)),
         mock.patch.object(Subgroup, "exchange", held_up(Subgroup.exchange)),
+        mock.patch("thinwire.shard.reducer.UNDER_WAY", under_way),
     ):
         loss.backward()
         if lane is Lane.SPREAD:
@@ -147,6 +149,11 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool) -> bool:
 def test_switches_decide_who_waits(name: str, switch: str, lane: Lane) -> None:
     for on in (True, False):
         assert run_ranks(4, partial(returns_before, name, switch, lane, on=on)) == [on] * 4
+
+
+def test_a_backward_waits_when_too_many_reductions_are_under_way() -> None:
+    held = partial(returns_before, "zero3", "reduce", Lane.REDUCE, on=True, under_way=UNDER_WAY)
+    assert run_ranks(4, held) == [False] * 4
 
 
 def gathered_units(options: dict[str, Any]) -> dict[str, list[str]]:
