@@ -42,8 +42,8 @@ class _Groups:
         return self._made[group]
 
 
-class CompressedAllGather(AllGather):
-    """For ``FSDPModule.set_custom_all_gather``; :func:`compress_fsdp` sets it on every module."""
+class _Collective:
+    """What FSDP asks of both of its collectives."""
 
     def __init__(self, groups: _Groups) -> None:
         self._groups = groups
@@ -51,6 +51,10 @@ class CompressedAllGather(AllGather):
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer, uninitialised."""
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CompressedAllGather(_Collective, AllGather):
+    """For ``FSDPModule.set_custom_all_gather``; :func:`compress_fsdp` sets it on every module."""
 
     def __call__(
         self,
@@ -65,15 +69,8 @@ class CompressedAllGather(AllGather):
         return _finished(self._groups.of(group).all_gather_single(output_tensor, input_tensor, opts), async_op)
 
 
-class CompressedReduceScatter(ReduceScatter):
+class CompressedReduceScatter(_Collective, ReduceScatter):
     """For ``FSDPModule.set_custom_reduce_scatter``; :func:`compress_fsdp` sets it on every module."""
-
-    def __init__(self, groups: _Groups) -> None:
-        self._groups = groups
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer, uninitialised."""
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -148,7 +148,7 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
     """The units that computation and prefetch hold at once, and those that stay gathered until backward."""
     if plan.params.ranks == 1:
         return 0
-    sizes = [sum(b.numel * b.itemsize for b in unit.buffers) for unit in units]
+    sizes = [unit.nbytes for unit in units]
     around = sizes[0] if units[0].name == "" else 0
     inner = sizes[1:] if units[0].name == "" else sizes
     ahead = 1 + max(1, plan.prefetch)

@@ -91,6 +91,11 @@ class UnitInfo:
         """Whether any buffer has gradients."""
         return any(buffer.trainable for buffer in self.buffers)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its parameters when they are gathered."""
+        return sum(buffer.numel * buffer.itemsize for buffer in self.buffers)
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:

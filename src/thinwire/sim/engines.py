@@ -112,7 +112,7 @@ class Engine:
         found = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead)
         if not (self.keeps_gathered and plan.secondary and plan.micro_batches > 1):
             return found
-        return replace(found, gathered=sum(b.numel * b.itemsize for unit in units for b in unit.buffers))
+        return replace(found, gathered=sum(unit.nbytes for unit in units))
 
     def overlapped(self, plan: Plan, block: int) -> Plan:
         """The plan with what this engine cannot run beside computation switched off.
@@ -189,7 +189,7 @@ class Engine:
     def _stall(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo], tensors: int) -> float:
         local, nodes = axis_shape(plan, operation.axis)
         if operation.lane is Lane.GATHER:
-            size = sum(b.numel * b.itemsize for unit in operation.units for b in units[unit].buffers)
+            size = sum(units[unit].nbytes for unit in operation.units)
             return self.host.gathering(tensors, size, local * nodes)
         if operation.axis is Axis.PARAMS and operation.lane is Lane.REDUCE and plan.wire.reduce_intra.is_none:
             return self.host.reducing(tensors, local * nodes)

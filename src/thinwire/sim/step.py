@@ -351,7 +351,7 @@ class _Player:
         """What an operation holds while it is under way."""
         if self._spans is None or operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
             return
-        whole = sum(_bytes(self._program.units[unit]) for unit in operation.units)
+        whole = sum(self._program.units[unit].nbytes for unit in operation.units)
         if operation.lane is Lane.GATHER:
             self._hold(GATHERED, sign * whole)
         else:
@@ -484,15 +484,11 @@ def _update_shares(units: Sequence[UnitInfo]) -> list[int]:
     return [sum(buffer.shares[busiest] for buffer in unit.buffers) for unit in units]
 
 
-def _bytes(unit: UnitInfo) -> int:
-    return sum(buffer.numel * buffer.itemsize for buffer in unit.buffers)
-
-
 def _reach(program: StepProgram, event: Event) -> Iterator[_Instruction]:
     """An event: operations start, parameters are let go, and computation waits for what it needs."""
     if starts := program.starts(event):
         yield _Start(tuple(op.index for op in starts))
     for unit in program.frees.get(event, ()):
-        yield _Hold(GATHERED, -_bytes(program.units[unit]))
+        yield _Hold(GATHERED, -program.units[unit].nbytes)
     if needed := program.waits.get(event):
         yield _Wait(needed)
