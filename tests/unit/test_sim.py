@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.cost import Efficiency, NominalRates, parts, units
-from thinwire.program import Lane
+from thinwire.program import UNDER_WAY, Lane, lower
 from thinwire.program.timeline import COMPUTE
 from thinwire.sim import Resource, Workload, simulate
 from thinwire.sim.step import _play
@@ -106,3 +106,13 @@ def test_compression_helps_where_the_network_is_the_bottleneck() -> None:
     slow = NominalRates(CLUSTER)
     exact, packed = preset("zero3"), preset("zeropp")
     assert simulate(packed, workload(packed), slow).seconds < simulate(exact, workload(exact), slow).seconds / 2
+
+
+def test_a_program_waits_for_the_reduction_before_the_last_few() -> None:
+    plan = Plan.preset("zero3", nodes=2, local=4)
+    program = lower(plan, units(MODEL, plan), micro_batches=1)
+    reductions = [op for op in program.operations if op.lane is Lane.REDUCE]
+    assert len(reductions) > UNDER_WAY
+    for earlier, later in zip(reductions, reductions[UNDER_WAY:], strict=False):
+        assert earlier.index in program.waits[later.start]
+    assert not program.waits.get(reductions[0].start)
