@@ -40,7 +40,7 @@ if TYPE_CHECKING:
         worked,
     )
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
-    from thinwire.spec.hybrid import HybridPolicy
+    from thinwire.spec.policy import HybridPolicy
 
 __version__ = "0.1.0"
 
@@ -97,7 +97,7 @@ _HOMES = {
         "mark_steps",
         "step_scope",
     ),
-    "thinwire.spec.hybrid": ("HybridPolicy",),
+    "thinwire.spec.policy": ("HybridPolicy",),
     "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
     "thinwire.shard.api": (
         "clip_grad_norm_",

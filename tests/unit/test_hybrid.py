@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from thinwire.errors import SpecError
-from thinwire.spec import Wire
-from thinwire.spec.hybrid import AXES, POLICIES, STUDIED, HybridPolicy
-from thinwire.spec.policy import policy_codecs
+from thinwire.spec import Plan, Wire
+from thinwire.spec.policy import AXES, POLICIES, STUDIED, HybridPolicy
 
 INT8, INT6 = "int8:256", "int6:256,hadamard"
 
@@ -16,11 +15,14 @@ INT8, INT6 = "int8:256", "int6:256,hadamard"
     ("name", "dense", "gradients"),
     [
         ("none", "none", "none"),
+        ("naive-zfp", "zfp:8", "zfp:8"),
         ("naive-zfp:8", "zfp:8", "zfp:8"),
         ("naive-zfp:16", "zfp:16", "zfp:16"),
         ("naive-mpc", "mpc", "mpc"),
+        ("mzhybrid", "mpc", "zfp:8"),
         ("mzhybrid:8", "mpc", "zfp:8"),
         ("mzhybrid:16", "mpc", "zfp:16"),
+        ("zhybrid", "zfp:24", "zfp:8"),
         ("zhybrid:16-8", "zfp:16", "zfp:8"),
         ("zhybrid:24-8", "zfp:24", "zfp:8"),
         ("hybrid", INT8, INT6),
@@ -37,6 +39,14 @@ def test_every_dimension_has_the_codec_of_the_table(name: str, dense: str, gradi
         "tp": dense,
         "pp": dense,
     }
+    assert {field: str(codec) for field, codec in Wire(policy=name).codecs().items()} == {
+        "gather": dense,
+        "reduce_intra": gradients,
+        "reduce_inter": gradients,
+        "spread": dense,
+        "tp": dense,
+        "pp": dense,
+    }
 
 
 def test_the_studied_policies_are_valid_and_differ() -> None:
@@ -46,15 +56,33 @@ def test_the_studied_policies_are_valid_and_differ() -> None:
 
 def test_the_listed_names_are_valid() -> None:
     for name in POLICIES:
-        HybridPolicy.parse(name.replace("RATE", "16").replace("A-B", "8-6"))
+        policy = HybridPolicy.parse(name.replace("RATE", "16").replace("A-B", "8-6"))
+        assert policy.wire() == Wire(policy=policy.name).codecs()
 
 
-@pytest.mark.parametrize("name", ["zip", "hybrid:8", "hybrid:9-4", "hybrid:8-", "naive-mpc:8", "none:1", "zhybrid:24"])
-def test_other_names_are_refused(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("zip", "hybrid:A-B"),
+        ("none:1", "naive-zfp:RATE"),
+        ("naive-mpc:8", "valid are none, naive-zfp"),
+        ("mzhybrid:", "mzhybrid:RATE"),
+        ("mzhybrid:99", "at most 32"),
+        ("zhybrid:24", "zhybrid:A-B"),
+        ("zhybrid:24-", "zhybrid:A-B"),
+        ("hybrid:8", "hybrid:A-B"),
+        ("hybrid:8-x", "hybrid:A-B"),
+        ("hybrid:9-4", "9 bits per value, valid are 2 to 8"),
+    ],
+)
+def test_other_names_are_refused(name: str, hint: str) -> None:
     with pytest.raises(SpecError, match="is not a policy") as caught:
         HybridPolicy.parse(name)
-    if name == "zip":
-        assert "hybrid:A-B" in str(caught.value)
+    assert repr(name) in str(caught.value)
+    assert hint in str(caught.value)
+    with pytest.raises(SpecError, match=r"policy = .* is not a policy") as refused:
+        Wire(policy=name)
+    assert hint in str(refused.value)
 
 
 def test_an_unknown_dimension_is_refused() -> None:
@@ -62,18 +90,12 @@ def test_an_unknown_dimension_is_refused() -> None:
         HybridPolicy.parse("hybrid").codec("ep")
 
 
-def test_a_policy_becomes_the_wire_of_a_plan() -> None:
-    for name in STUDIED[1:-1]:
-        assert HybridPolicy.parse(name).wire() == policy_codecs(name)
-    ours = Wire(**HybridPolicy.parse("hybrid").wire())
-    assert {field: str(codec) for field, codec in ours.codecs().items()} == {
-        "gather": INT8,
-        "spread": INT8,
-        "tp": INT8,
-        "pp": INT8,
-        "reduce_intra": INT6,
-        "reduce_inter": INT6,
-    }
+@pytest.mark.parametrize("name", STUDIED)
+def test_a_plan_keeps_its_policy_through_toml(name: str) -> None:
+    plan = Plan.preset("zero1", nodes=2, local=2, wire={"policy": name, "tp": "bf16"})
+    assert Plan.from_toml(plan.to_toml()) == plan
+    assert (plan.wire.policy, str(plan.wire.tp)) == (name, "bf16")
+    assert plan.wire.pp == HybridPolicy.parse(name).pp
 
 
 def test_ours_says_more_with_fewer_bytes_than_zhybrid() -> None:

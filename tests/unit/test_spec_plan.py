@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.errors import SpecError
-from thinwire.spec import Factor, Plan, UnitOverride
+from thinwire.spec import CodecSpec, Factor, Plan, UnitOverride, Wire
 
 
 def factor(text: str) -> Factor:
@@ -241,3 +241,44 @@ def test_validation_agrees_with_the_rules_spelled_out(data: st.DataObject) -> No
     else:
         with pytest.raises(SpecError):
             Plan.parse(fields)
+
+
+def gradient_codecs(wire: Wire) -> tuple[str, str]:
+    return str(wire.reduce_intra), str(wire.reduce_inter)
+
+
+def test_dp_is_short_for_both_hops_of_gradients() -> None:
+    wire = Wire.parse({"dp": "int4:256"})
+    assert wire == Wire(reduce_intra=CodecSpec("int4:256"), reduce_inter=CodecSpec("int4:256"))
+    assert Wire(dp=CodecSpec("int4:256")) == wire
+    assert gradient_codecs(Wire.parse({"dp": "int4:256", "reduce_intra": "int8:256"})) == ("int8:256", "int4:256")
+
+
+def test_dp_comes_before_a_policy() -> None:
+    wire = Wire.parse({"policy": "zhybrid:16-8", "dp": "int4:256", "reduce_inter": "int6:256"})
+    assert gradient_codecs(wire) == ("int4:256", "int6:256")
+    assert str(wire.tp) == "zfp:16"
+
+
+def test_a_plan_written_with_dp_reads_back_the_same() -> None:
+    short = plan("2x2", "1x1", "1x1", "2x2", wire={"dp": "int4:256"})
+    full = short.with_(wire={"reduce_intra": "int4:256", "reduce_inter": "int4:256"})
+    assert short == full == Plan.from_toml(short.to_toml()) == Plan.parse(short.to_dict())
+    assert short.fingerprint() == full.fingerprint()
+    assert Plan.from_toml(short.to_toml()).to_toml() == short.to_toml()
+
+
+def test_a_new_dp_replaces_the_codecs_of_gradients() -> None:
+    wire = Wire.parse({"policy": "naive-mpc", "reduce_intra": "int8:256"})
+    assert gradient_codecs(wire.with_(dp="int4:256")) == ("int4:256", "int4:256")
+    assert gradient_codecs(wire.with_(dp="int4:256", reduce_inter="none")) == ("int4:256", "none")
+    assert wire.with_(dp=None) == wire
+    assert wire.with_(dp="int4:256").tp == wire.tp
+
+
+@pytest.mark.parametrize(("codec", "problem"), [("int9:8", "is not a codec: it has 9 bits"), (3, "expected text")])
+def test_a_wrong_dp_is_reported_once_by_its_own_name(codec: object, problem: str) -> None:
+    with pytest.raises(SpecError, match=problem) as caught:
+        plan("2x2", "1x1", "1x1", "2x2", wire={"dp": codec})
+    assert len(caught.value.problems) == 1
+    assert caught.value.problems[0].startswith("wire.dp = ")

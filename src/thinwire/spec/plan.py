@@ -7,6 +7,7 @@ program.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
@@ -17,7 +18,7 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.factor import Factor
-from thinwire.spec.policy import policy_codecs
+from thinwire.spec.policy import HybridPolicy
 from thinwire.spec.presets import PRESETS, preset_fields
 
 __all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire"]
@@ -40,9 +41,13 @@ class Overlap(Spec):
     )
 
 
+_DP = ("reduce_intra", "reduce_inter")
+"""The fields that ``Wire.dp`` fills in: gradients cross data-parallel ranks in these two hops."""
+
+
 def _policy_name(value: Any) -> Any:
     if isinstance(value, str):
-        policy_codecs(value)
+        HybridPolicy.parse(value)
     return value
 
 
@@ -55,10 +60,15 @@ class Wire(Spec):
     spread: CodecSpec = Field(default=CodecSpec(), description="codec of updated parameters after a step")
     tp: CodecSpec = Field(default=CodecSpec(), description="codec of tensor-parallel collectives")
     pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
+    dp: CodecSpec | None = Field(
+        default=None,
+        description="short for reduce_intra and reduce_inter, which is how a plan keeps it; one written beside it "
+        "takes precedence",
+    )
     policy: Annotated[str | None, BeforeValidator(_policy_name)] = Field(
         default=None,
-        description="a named choice for all six codecs: naive-zfp, naive-mpc, mzhybrid or zhybrid, rates "
-        "after a colon; a codec written beside it takes precedence",
+        description="a named choice for all six codecs: none, naive-zfp, naive-mpc, mzhybrid, zhybrid or hybrid, "
+        "bits per value after a colon; a codec written beside it takes precedence",
     )
     error_feedback: Flag = Field(
         default=False, description="what a gradient codec rounded away is added to the next step's gradient"
@@ -81,21 +91,27 @@ class Wire(Spec):
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A policy fills in the codecs that are not written out, so that readers look at codecs only."""
-        policy = data.get("policy")
-        if not isinstance(policy, str):
-            return data
-        try:
-            return {**policy_codecs(policy), **data}
-        except SpecError:
-            return data  # the field's own check reports it, together with every other problem
+        """What a policy and ``dp`` stand for is filled in, so that readers look at the six codecs only."""
+        data = dict(data)
+        filled: dict[str, Any] = {}
+        # What is invalid stays: the field's own check reports it, together with every other problem.
+        if isinstance(policy := data.get("policy"), str):
+            with contextlib.suppress(SpecError):
+                filled |= HybridPolicy.parse(policy).wire()
+        if isinstance(gradients := data.get("dp"), str | CodecSpec):
+            with contextlib.suppress(SpecError):
+                filled |= dict.fromkeys(_DP, CodecSpec(str(gradients)))
+                del data["dp"]
+        return filled | data
 
     def _merged(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         merged = super()._merged(changes)
-        if "policy" in changes:  # a new policy replaces the codecs of the old one
-            for name in self.codecs():
-                if name not in changes:
-                    del merged[name]
+        # A new policy replaces the codecs of the old one, a new dp those of gradients.
+        replaced = {*_DP} if changes.get("dp") is not None else set()
+        if "policy" in changes:
+            replaced |= self.codecs().keys()
+        for name in replaced - changes.keys():
+            del merged[name]
         return merged
 
     def codecs(self) -> dict[str, CodecSpec]:

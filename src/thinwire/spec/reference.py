@@ -22,7 +22,7 @@ from thinwire.spec.base import Spec, nested, rules
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
-from thinwire.spec.policy import NAMES, policy_codecs
+from thinwire.spec.policy import POLICIES
 from thinwire.spec.presets import PRESETS
 
 _QUANTITIES = {
@@ -69,7 +69,7 @@ def plan_reference() -> str:
         _table(("codec", "meaning"), ((f"`{text}`", meaning) for text, meaning in NOTATION)),
         "Options may be combined: `int4:256,hadamard,stochastic`.",
         "## Policies",
-        "`wire.policy` chooses all six codecs by one name; rates are bits per value.",
+        "`wire.policy` chooses all six codecs by one name; RATE, A and B are bits per value.",
         _policies(),
         "## Presets",
         "`Plan.preset(name, nodes=4, local=8)`, or `preset:NAME` on the command line. The factors below are "
@@ -137,15 +137,7 @@ def _rule_text(check: Any) -> str:
 
 
 def _policies() -> str:
-    rows = []
-    for name in NAMES:
-        codecs = policy_codecs(name.replace("RATE", "16").replace("A-B", "16-8"))
-        dense, gradients = str(codecs["gather"]), str(codecs["reduce_inter"])
-        if "RATE" in name:
-            dense, gradients = dense.replace("16", "RATE"), gradients.replace("16", "RATE")
-        if "A-B" in name:
-            dense, gradients = dense.replace("16", "A"), gradients.replace("8", "B")
-        rows.append((f"`{name}`", f"`{dense}`", f"`{gradients}`"))
+    rows = ((f"`{name}`", f"`{dense}`", f"`{gradients}`") for name, (dense, gradients) in POLICIES.items())
     return _table(("policy", "gather, spread, tp, pp", "reduce_intra, reduce_inter"), rows)
 
 

@@ -21,7 +21,7 @@ from thinwire.collectives.intercept.scope import on_entry
 from thinwire.collectives.intercept.traffic import AxisTraffic
 from thinwire.errors import UsageError
 from thinwire.spec import CodecSpec
-from thinwire.spec.hybrid import HybridPolicy
+from thinwire.spec.policy import HybridPolicy
 
 __all__ = [
     "BACKEND",
@@ -152,7 +152,7 @@ def compress_mesh(
 
     Args:
         mesh: of CPU devices.
-        policy: for example ``"zhybrid:24-8"`` or ``"hybrid"``; see :data:`thinwire.spec.hybrid.POLICIES`.
+        policy: for example ``"zhybrid:24-8"`` or ``"hybrid"``; see :data:`thinwire.spec.policy.POLICIES`.
         roles: ``"dp"``, ``"tp"`` or ``"pp"`` by axis; by default as :data:`ROLES` reads the axes' names.
 
     Returns:
