@@ -21,7 +21,6 @@ import thinwire as tw
 from thinwire.collectives import group as groups
 from thinwire.errors import ThinwireError
 from thinwire.shard.api import runtime
-from thinwire.shard.optim import own_fragments
 from thinwire.testing.ranks import RankPool, free_port
 
 TIMEOUT = 5.0
@@ -185,7 +184,7 @@ def step_differently(name: str, what: str) -> None:
     if what != "order at once":
         step(2)
     runtime(model).join_spreads()
-    before = [owned.value.detach().clone() for owned in own_fragments(runtime(model))]
+    before = [owned.value.detach().clone() for owned in runtime(model).fragments()]
     if rank == 1 and what in ("order", "order at once", "sizes"):
         model.order = (0, 2, 1)
     if rank == 1 and what == "skipped":
@@ -193,7 +192,7 @@ def step_differently(name: str, what: str) -> None:
     try:
         step(1 if rank == 1 and what == "fewer" else 2)
     finally:
-        assert gap([owned.value for owned in own_fragments(runtime(model))], before) == 0.0
+        assert gap([owned.value for owned in runtime(model).fragments()], before) == 0.0
 
 
 @pytest.mark.parametrize("what", ["order", "sizes", "fewer"])

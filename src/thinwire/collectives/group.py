@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.memory import release_memory
@@ -33,6 +34,7 @@ __all__ = [
     "Meter",
     "Record",
     "Subgroup",
+    "arrived",
     "before_shutdown",
     "control",
     "init",
@@ -95,15 +97,15 @@ def before_shutdown(close: Callable[[], None]) -> None:
 
 def shutdown() -> None:
     """Leave the job; safe to call twice."""
-    global _control, _device, _num_jobs
+    global _device, _num_jobs
     while _closing:
         _closing.pop()()
     # Whoever is referred to keeps its threads and sockets, and models live on in reference cycles.
     for subgroup in _subgroups:
         subgroup.leave()
-    if _control is not None:
-        _control.process_group = None
-    _control = None
+    for members in _controls.values():
+        members.process_group = None
+    _controls.clear()
     _groups.clear()
     _links.clear()
     _device = None
@@ -111,6 +113,11 @@ def shutdown() -> None:
     if is_initialized():
         _num_jobs += 1
         dist.destroy_process_group()
+
+
+def arrived(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that a functional collective of torch may still be filling, once it is full."""
+    return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
 def uses_nccl() -> bool:
@@ -122,54 +129,71 @@ def uses_nccl() -> bool:
 
 
 class Control:
-    """Small host-side exchanges between all ranks: agreement checks, checkpoint plans, stop signals."""
+    """Small host-side exchanges between ranks: agreement checks, checkpoint plans, stop signals.
 
-    def __init__(self) -> None:
-        self.rank = dist.get_rank()
-        self.size = dist.get_world_size()
-        self.process_group: dist.ProcessGroup | None = (
-            dist.new_group(backend="gloo", timeout=_timeout, group_desc="thinwire-control") if self.size > 1 else None
-        )
+    Args:
+        ranks: global ranks, in ascending order, this one among them; only they take part in making it.
+
+    Attributes:
+        ranks: the same.
+        rank: this rank's position among them.
+        size: how many they are.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.rank = self.ranks.index(dist.get_rank())
+        self.size = len(self.ranks)
+        self.process_group: dist.ProcessGroup | None = None
+        if self.size > 1:
+            everyone = self.size == dist.get_world_size()
+            self.process_group = dist.new_group(
+                list(self.ranks),
+                backend="gloo",
+                timeout=_timeout,
+                group_desc="thinwire-control",
+                use_local_synchronization=not everyone,
+            )
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """Everyone's object, by rank. Objects travel pickled between the ranks of one job, never to or from disk."""
         if self.process_group is None:
             return [obj]
         everyone: list[Any] = [None] * self.size
-        with _explained("all_gather_object", Lane.CONTROL, range(self.size)):
+        with _explained("all_gather_object", Lane.CONTROL, self.ranks):
             dist.all_gather_object(everyone, obj, group=self.process_group)
         return everyone
 
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.process_group is not None:
-            with _explained("barrier", Lane.CONTROL, range(self.size)):
+            with _explained("barrier", Lane.CONTROL, self.ranks):
                 dist.barrier(group=self.process_group)
 
     def all_reduce_mean(self, values: Sequence[float]) -> list[float]:
         """Mean over ranks of each value, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.process_group is not None:
-            with _explained("all_reduce", Lane.CONTROL, range(self.size)):
+            with _explained("all_reduce", Lane.CONTROL, self.ranks):
                 dist.all_reduce(total, group=self.process_group)
         return [float(value) for value in total / self.size]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor of any layout and type with rank 0's (initial weights, buffers)."""
+        """Overwrite a tensor of any layout and type with the first rank's (initial weights, buffers)."""
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0:
                 tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))  # an expanded tensor stores this once
         if self.process_group is None or not tensor.numel():
             return
         staged = tensor.detach().cpu().contiguous()
-        with _explained("broadcast", Lane.CONTROL, range(self.size)):
+        with _explained("broadcast", Lane.CONTROL, self.ranks):
             # As bytes: gloo knows neither complex numbers nor small integers.
-            dist.broadcast(staged.view(-1).view(torch.uint8), 0, group=self.process_group)
+            dist.broadcast(staged.view(-1).view(torch.uint8), self.ranks[0], group=self.process_group)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
 
 
-_control: Control | None = None
+_controls: dict[tuple[int, ...], Control] = {}
 
 
 def _timeout_of_job() -> datetime.timedelta:
@@ -181,16 +205,21 @@ def _timeout_of_job() -> datetime.timedelta:
     return DEFAULT_TIMEOUT
 
 
-def control() -> Control:
-    """The control group of this job; made on first use, by all ranks together."""
-    global _control, _timeout
+def control(ranks: Sequence[int] | None = None) -> Control:
+    """The control group of some ranks; made on first use, by all of them together.
+
+    Args:
+        ranks: global ranks in ascending order; by default every rank of the job.
+    """
+    global _timeout
     if not is_initialized():
         raise UsageError("torch.distributed is not initialised: call thinwire.collectives.group.init() first")
-    if _control is None:
-        if not _joined_here:
+    members = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+    if members not in _controls:
+        if not _controls and not _joined_here:
             _timeout = _timeout_of_job()
-        _control = Control()
-    return _control
+        _controls[members] = Control(members)
+    return _controls[members]
 
 
 # -- recording and metering ------------------------------------------------------------------------------------
@@ -256,15 +285,25 @@ class Subgroup:
         stage: the stage of that lane; only it may use the group.
         device: where the tensors live.
         meter: counts the bytes.
+        channel: whose lane it is, where several models of a process have lanes between the same ranks.
     """
 
-    def __init__(self, ranks: tuple[int, ...], lane: Lane, stage: Stage, device: torch.device, meter: Meter) -> None:
+    def __init__(
+        self,
+        ranks: tuple[int, ...],
+        lane: Lane,
+        stage: Stage,
+        device: torch.device,
+        meter: Meter,
+        channel: int = 0,
+    ) -> None:
         self.ranks, self.lane, self.stage, self.scope, self.meter = ranks, lane, stage, stage.scope, meter
         self.size = len(ranks)
         self.index = ranks.index(dist.get_rank())
         self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
-        self._group = _process_group(ranks, lane, stage) if self.size > 1 and self.native else None
-        self._links = _gloo_links(ranks, lane, stage) if self.size > 1 and not self.native else None
+        key = (ranks, lane, stage, channel)
+        self._group = _process_group(*key) if self.size > 1 and self.native else None
+        self._links = _gloo_links(*key) if self.size > 1 and not self.native else None
         self._staged = device.type == "cuda" and not self.native
         self._left = False
         _subgroups.add(self)
@@ -358,36 +397,36 @@ class Subgroup:
 
 
 _subgroups: weakref.WeakSet[Subgroup] = weakref.WeakSet()
-_groups: dict[tuple[tuple[int, ...], Lane, Stage], dist.ProcessGroup] = {}
-_links: dict[tuple[tuple[int, ...], Lane, Stage], GlooLinks] = {}
+_groups: dict[tuple[tuple[int, ...], Lane, Stage, int], dist.ProcessGroup] = {}
+_links: dict[tuple[tuple[int, ...], Lane, Stage, int], GlooLinks] = {}
 _device: dist.ProcessGroupGloo.Device | None = None
 
 
-def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage) -> dist.ProcessGroup:
+def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) -> dist.ProcessGroup:
     """NCCL's group of a lane's stage over ``ranks``, made once. Only members take part in making it, so that a thousand
     ranks need not visit every group of the mesh."""
-    key = (ranks, lane, stage)
+    key = (ranks, lane, stage, channel)
     if key not in _groups:
         group = dist.new_group(
             list(ranks),
             timeout=_timeout,  # not inherited: the default would be half an hour
             backend="nccl",
             use_local_synchronization=True,
-            group_desc=f"thinwire-{lane}-{stage}",
+            group_desc=f"thinwire-{lane}-{stage}-{channel}",
         )
         assert isinstance(group, dist.ProcessGroup)
         _groups[key] = group
     return _groups[key]
 
 
-def _gloo_links(ranks: tuple[int, ...], lane: Lane, stage: Stage) -> GlooLinks:
+def _gloo_links(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) -> GlooLinks:
     """The connections of a lane's stage between ``ranks``, made once, by the members alone."""
     global _device
-    key = (ranks, lane, stage)
+    key = (ranks, lane, stage, channel)
     if key not in _links:
         if _device is None:
             _device = make_device()
-        name = f"thinwire/{_num_jobs}/{lane}/{stage}/{'-'.join(map(str, ranks))}"
+        name = f"thinwire/{_num_jobs}/{channel}/{lane}/{stage}/{'-'.join(map(str, ranks))}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
         _links[key] = GlooLinks(store, ranks.index(dist.get_rank()), len(ranks), _device, _timeout)
     return _links[key]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +12,7 @@ from thinwire.collectives.moves import TRANSFERS, Stage
 from thinwire.program import Axis, Lane, axis_index, axis_members
 from thinwire.spec import Plan
 
-__all__ = ["AxisGroup"]
+__all__ = ["AxisGroup", "DataRanks"]
 
 _STAGES = {
     Lane.GATHER: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
@@ -20,6 +21,20 @@ _STAGES = {
     Lane.SPREAD: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
     Lane.CONTROL: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
 }
+
+
+@dataclass(frozen=True)
+class DataRanks:
+    """Who trains a model together, each on data of its own.
+
+    Attributes:
+        ranks: the global rank at each position of the plan's mesh, ascending; without tensor and pipeline parallelism
+            every rank of the job.
+        channel: tells models apart whose lanes join the same ranks: the parts of a pipeline that one rank holds.
+    """
+
+    ranks: tuple[int, ...]
+    channel: int = 0
 
 
 class AxisGroup:
@@ -42,17 +57,23 @@ class AxisGroup:
         device: torch.device,
         meter: Meter,
         stages: Sequence[Stage] | None = None,
+        data: DataRanks | None = None,
     ) -> None:
         members = axis_members(plan, axis, rank)
         self.size = members.size
         self.index = axis_index(plan, axis, rank)
         self.local, self.nodes = len(members.inside), len(members.across)
         self.local_index = members.inside.index(rank)
+        data = data or DataRanks(tuple(range(plan.world)))
         self._subgroups = {
-            stage: Subgroup(getattr(members, stage.scope), lane, stage, device, meter)
+            stage: Subgroup(_global(data, getattr(members, stage.scope)), lane, stage, device, meter, data.channel)
             for stage in stages or _STAGES[lane]
         }
 
     def at(self, stage: Stage) -> Subgroup:
         """The ranks that one hop joins: this rank's neighbours in the node, or its peers on the other nodes."""
         return self._subgroups[stage]
+
+
+def _global(data: DataRanks, positions: Sequence[int]) -> tuple[int, ...]:
+    return tuple(data.ranks[position] for position in positions)

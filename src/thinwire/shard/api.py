@@ -148,7 +148,7 @@ def save(
     Raises:
         CheckpointError: on every rank, if any rank fails.
     """
-    snapshot.save(model, optim, Path(path), extra)
+    snapshot.save([(model, optim)], Path(path), extra)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> 
     Raises:
         CheckpointError: on every rank, if it is missing, incomplete or corrupt, or does not fit.
     """
-    return snapshot.load(model, optim, Path(path))
+    return snapshot.load([(model, optim)], Path(path))
 
 
 def progress(model: nn.Module, share: float) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Control, Meter
-from thinwire.collectives.topology import AxisGroup
+from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
 from thinwire.shard import hooks
@@ -20,6 +20,7 @@ from thinwire.shard.encoding import PlanCodecs, check_exclusions, codec_problems
 from thinwire.shard.gradient import Topology, UnitGradient
 from thinwire.shard.lanes import Lanes
 from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
+from thinwire.shard.local import Part, local_tensor, slice_of
 from thinwire.shard.memory import keep_freed_memory
 from thinwire.shard.runtime import Runtime, attach
 from thinwire.shard.seeds import Seeds
@@ -50,15 +51,32 @@ class _Flat:
 
 
 def build(
-    model: nn.Module, plan: Plan, selection: Selection, *, sync_initial: bool, codec_backend: str | None = None
+    model: nn.Module,
+    plan: Plan,
+    selection: Selection,
+    *,
+    sync_initial: bool,
+    codec_backend: str | None = None,
+    part: Part | None = None,
 ) -> Runtime:
-    """Shard a model in place; see :func:`thinwire.shard.api.shard`."""
-    control = groups.control()
+    """Shard a model in place; see :func:`thinwire.shard.api.shard`.
+
+    Args:
+        model: the model.
+        plan: the plan.
+        selection: of its units.
+        sync_initial: start from the first rank's values.
+        codec_backend: of every codec.
+        part: what of a larger model it is; by default all ranks of the job train all of it.
+    """
+    alone = part is None
+    part = part or Part(DataRanks(groups.control().ranks))
+    control = groups.control(part.data.ranks)
     problem: ThinwireError | None = None
     modules: list[UnitModules] = []
     try:
-        check_supported(plan, control.size)
-        _check_parameters(model)
+        check_supported(plan, control.size, whole=alone)
+        _check_parameters(model, whole=alone)
         modules = discover(model, selection, plan.granularity)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:
@@ -72,7 +90,7 @@ def build(
     codecs, seeds = PlanCodecs.of(plan, device, codec_backend), Seeds(plan, control.rank)
     groups.before_shutdown(lanes.close)
     axes = {
-        (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter)
+        (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter, data=part.data)
         for axis, lane in _GROUPS
         if axis is not Axis.SECONDARY or plan.secondary is not None
     }
@@ -81,7 +99,7 @@ def build(
     gradients: dict[int, list[UnitGradient]] = {}
     topology = Topology(plan)
     for flat in flats:
-        initial = _initial_values(flat, control if sync_initial else None)
+        initial = _initial_values(flat, part, control if sync_initial else None)
         buffer = arenas.carve(flat, initial)
         # Now, buffer by buffer: what the parameters held before is freed as the arenas fill.
         buffer.show(whole=plan.params.ranks == 1)
@@ -116,7 +134,10 @@ def build(
         )
         for number, unit in enumerate(modules)
     ]
-    runtime = Runtime(model, plan, units, gradients, arenas.gradients, lanes, meter, axes, control.rank, codecs, seeds)
+    slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
+    runtime = Runtime(
+        model, plan, units, gradients, arenas.gradients, lanes, meter, axes, control.rank, codecs, seeds, part, slices
+    )
     attach(model, runtime)
     hooks.install(runtime)
     if plan.recompute:
@@ -128,8 +149,13 @@ def build(
 # -- checks ----------------------------------------------------------------------------------------------------
 
 
-def check_supported(plan: Plan, world: int) -> None:
+def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
     """Refuse, all at once, what this runtime cannot do.
+
+    Args:
+        plan: the plan.
+        world: data-parallel ranks that there are.
+        whole: whether the model is trained whole, without tensor and pipeline parallelism.
 
     Raises:
         SpecError: naming every key, its value and what is valid.
@@ -141,11 +167,18 @@ def check_supported(plan: Plan, world: int) -> None:
             "plan for this mesh: Plan.preset(name, nodes=..., local=...)"
         )
     problems += codec_problems(plan)
-    problems += [
-        f"{axis} = {ways}: only data-parallel ranks are supported; valid: 1"
-        for axis, ways in (("tp", plan.tp), ("pp", plan.pp))
-        if ways != 1
-    ]
+    if whole:
+        problems += [
+            f"{axis} = {ways}: thinwire.shard(model, plan) knows data-parallel ranks only; use "
+            "thinwire.parallelize(model, plan), or set it to 1"
+            for axis, ways in (("tp", plan.tp), ("pp", plan.pp))
+            if ways != 1
+        ]
+    if plan.pp > 1 and plan.params.ranks > 1:
+        problems.append(
+            f"params = {plan.params}: parameters of a pipeline stage stay whole, or every micro-batch would gather "
+            f"them anew; with pp = {plan.pp} use params = 1x1 and shard grads or optimizer"
+        )
     if plan.placement is not None and plan.placement != tuple(range(plan.world)):
         problems.append(
             f"placement = {list(plan.placement)}: ranks are numbered by the launcher here; valid: unset, with the "
@@ -159,7 +192,7 @@ def check_supported(plan: Plan, world: int) -> None:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
 
-def _check_parameters(model: nn.Module) -> None:
+def _check_parameters(model: nn.Module, *, whole: bool) -> None:
     devices = set()
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
@@ -169,7 +202,7 @@ def _check_parameters(model: nn.Module) -> None:
             )
         if parameter.is_complex():
             raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
-        if type(parameter.data) is not torch.Tensor:
+        if type(local_tensor(parameter.data) if not whole else parameter.data) is not torch.Tensor:
             raise UsageError(f"parameter {name} is a {type(parameter.data).__name__}; plain tensors are supported")
         if parameter.grad is not None:
             raise UsageError(f"parameter {name} has a gradient already: call model.zero_grad() before thinwire.shard")
@@ -227,7 +260,7 @@ def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
             kinds.setdefault((parameter.requires_grad, dtype, encoded), []).append((name, parameter))
         # What is encoded first: so do reductions go.
         for (trainable, dtype, encoded), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
-            shapes = [(name, p.shape) for name, p in named]
+            shapes = [(name, local_tensor(p).shape) for name, p in named]
             layout = lay_out(shapes, plan, dtype, trainable=trainable, encoded=encoded)
             flats.append(_Flat(number, layout, [p for _, p in named]))
     trained = [flat for flat in flats if flat.layout.trainable]
@@ -355,13 +388,14 @@ class _Arena:
         return self._memory[self._at - numel : self._at]
 
 
-def _initial_values(flat: _Flat, control: Control | None) -> torch.Tensor:
-    """A buffer's whole initial value, the same on every rank (rank 0's, if ranks are to be synchronised)."""
+def _initial_values(flat: _Flat, part: Part, control: Control | None) -> torch.Tensor:
+    """A buffer's whole initial value, the same on every rank (the first's, if ranks are to be synchronised)."""
     first = flat.parameters[0]
     dtype = torch.float32 if first.is_floating_point() else first.dtype
     values = torch.zeros(flat.layout.numel, dtype=dtype, device=first.device)
     for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-        values[slot.offset : slot.offset + slot.numel].copy_(parameter.detach().reshape(-1))
+        value = part.masters.get(slot.name, parameter.detach())
+        values[slot.offset : slot.offset + slot.numel].copy_(local_tensor(value).reshape(-1))
     if control is not None:
         control.broadcast(values)
     return values

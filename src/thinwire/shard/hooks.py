@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
+from thinwire.shard.local import local_gradient
 from thinwire.shard.runtime import Runtime
 from thinwire.shard.unit import Unit
 
@@ -81,7 +82,8 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
         grad, runtime = parameter.grad, alive()
         if grad is not None and runtime is not None:
             parameter.grad = None
-            grad = grad.detach()  # a backward that is to be differentiated again delivers graphs
+            # A backward that is to be differentiated again delivers graphs.
+            grad = local_gradient(parameter, grad.detach())
             runtime.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
 
     return hook

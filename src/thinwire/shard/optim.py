@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,32 +15,10 @@ from torch import nn
 
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
-from thinwire.program import Axis, Lane
-from thinwire.shard.layout import Fragment
+from thinwire.shard.fragments import OwnedFragment
 from thinwire.shard.runtime import Runtime, runtime_of
 
-__all__ = ["OwnedFragment", "ShardedOptimizer", "build_optimizer"]
-
-
-@dataclass(frozen=True)
-class OwnedFragment:
-    """A fragment this rank updates.
-
-    Attributes:
-        unit: index of its unit.
-        slot: index of its parameter within the unit.
-        fragment: which part of the parameter it is.
-        value: what the optimizer updates, fp32; in the parameter's shape if whole, else 1-D.
-        held: the same elements of the P shard, 1-D: what ranks compute with.
-        grad: its gradient, fp32, same shape.
-    """
-
-    unit: int
-    slot: int
-    fragment: Fragment
-    value: nn.Parameter
-    held: torch.Tensor
-    grad: torch.Tensor
+__all__ = ["ShardedOptimizer", "build_optimizer"]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -183,10 +160,11 @@ def build_optimizer(
 ) -> ShardedOptimizer:
     """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
     runtime = runtime_of(model)
-    fragments = own_fragments(runtime)
+    fragments = runtime.fragments()
     # The plan decides, not this rank's fragments: every rank is to refuse, or none.
     plan = runtime.plan
-    if plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1):
+    cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
+    if cut or plan.tp > 1:
         _refuse_per_tensor(optimizer_class, options)
     groups = _group(runtime, fragments, list(param_groups or []))
     problem = None
@@ -201,31 +179,6 @@ def build_optimizer(
     return ShardedOptimizer(
         runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=_updates_in_parts(optimizer_class, options)
     )
-
-
-def own_fragments(runtime: Runtime) -> list[OwnedFragment]:
-    """Every fragment of this rank's shares, with views of its master and its gradient."""
-    shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
-    share_index = runtime.axes[Axis.SHARD, Lane.REDUCE].index
-    owned = []
-    for unit in runtime.units:
-        trained = [buffer for buffer in unit.buffers if buffer.layout.trainable]
-        for buffer, part in zip(trained, runtime.gradients.get(unit.index, ()), strict=True):
-            gradient = part.owned.values
-            share = buffer.shares[share_index]
-            position = 0
-            for run in share:
-                for fragment in buffer.layout.fragments(shard, [run]):
-                    begin, start = position + fragment.position, run.start + fragment.position
-                    held = buffer.shard[start : start + fragment.length]
-                    value = held if buffer.master is None else buffer.master[begin : begin + fragment.length]
-                    grad = gradient[begin : begin + fragment.length]
-                    if fragment.whole:
-                        value, grad = value.view(fragment.slot.shape), grad.view(fragment.slot.shape)
-                    slot = part.first_slot + buffer.layout.slots.index(fragment.slot)
-                    owned.append(OwnedFragment(unit.index, slot, fragment, nn.Parameter(value), held, grad))
-                position += run.length
-    return owned
 
 
 def _group(
@@ -307,7 +260,7 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
     if not elementwise:
         raise UsageError(
             f"{optimizer_class.__name__} updates whole tensors, but the plan's partition = 'intra' (or sharded "
-            "parameters) cuts them: use partition = 'inter' with params = 1x1"
+            "parameters, or tp) cuts them: use partition = 'inter' with params = 1x1 and tp = 1"
         )
 
 

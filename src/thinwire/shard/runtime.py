@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import Axis, Kind, Lane, Phase, Scope, control_bytes
 from thinwire.shard.encoding import PlanCodecs
+from thinwire.shard.fragments import OwnedFragment, own_fragments
 from thinwire.shard.gradient import UnitGradient
 from thinwire.shard.lanes import Lanes, Mark
+from thinwire.shard.local import Part, Slice
 from thinwire.shard.reducer import Reducer
 from thinwire.shard.schedule import Schedule
 from thinwire.shard.seeds import Seeds
@@ -65,6 +68,8 @@ class Runtime:
         rank: this rank.
         codecs: what encodes messages.
         seeds: for codecs that round at random.
+        part: what of a larger model it is.
+        slices: by parameter, which slice of it tensor parallelism has left here, if not all of it.
     """
 
     def __init__(
@@ -80,8 +85,10 @@ class Runtime:
         rank: int,
         codecs: PlanCodecs,
         seeds: Seeds,
+        part: Part,
+        slices: Mapping[str, Slice | None],
     ) -> None:
-        self.codecs, self.seeds = codecs, seeds
+        self.codecs, self.seeds, self.part, self.slices = codecs, seeds, part, slices
         self.model, self.plan, self.units, self.gradients = model, plan, tuple(units), gradients
         self.arena, self.lanes, self.meter, self.rank = arena, lanes, meter, rank
         self.axes = axes
@@ -419,6 +426,16 @@ class Runtime:
         """Whether any rank had a gradient for a parameter in this step."""
         return self.agree(measure=False).used[self._first_bit[index] + slot]
 
+    def fragments(self) -> list[OwnedFragment]:
+        """What this rank updates."""
+        shard = self.axes[Axis.PARAMS, Lane.REDUCE].index
+        return own_fragments(self.units, self.gradients, shard, self.axes[Axis.SHARD, Lane.REDUCE].index)
+
+    @functools.cached_property
+    def _sliced_fragments(self) -> list[OwnedFragment]:
+        """Those of parameters that no other tensor-parallel rank holds."""
+        return [owned for owned in self.fragments() if self.slices[owned.fragment.slot.name] is not None]
+
     def _number_parameters(self) -> list[int]:
         first, bits = 0, []
         for unit in self.units:
@@ -427,10 +444,14 @@ class Runtime:
         return bits
 
     def _squared_norm(self) -> float:
-        """Squared norm of what this rank owns; replicas of a share count once. One pass over memory."""
+        """Squared norm of what this rank owns; replicas of a share, and what tensor-parallel ranks all hold, count
+        once. One pass over memory."""
         if self.axes[Axis.REPLICA, Lane.SYNC].index != 0:
             return 0.0
-        held = [g.owned.values for g in self.reducer.parts if not g.owned.empty]
+        if self.part.tensor == 0:
+            held = [g.owned.values for g in self.reducer.parts if not g.owned.empty]
+        else:
+            held = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
         if not held:
             return 0.0
         norms = torch.stack(torch._foreach_norm(held)).double()

@@ -47,6 +47,7 @@ class Schedule:
         self._tables: dict[tuple[int, int], Table] = {}
         self._kept: frozenset[int] = frozenset()
         self._forward: list[tuple[Phase, int]] = []
+        self._parked: dict[int, list[tuple[Phase, int]]] = {}
         self._backward: list[int] = []
         self._deviated = False
         self._reported = False
@@ -102,12 +103,24 @@ class Schedule:
             self._adopt(seen)
         self._restart()
 
+    def select(self, micro_batch: int, *, last: bool) -> None:
+        """Turn to a micro-batch of a pipeline, which has several under way: events belong to it from now on.
+
+        Args:
+            micro_batch: its number.
+            last: whether its backward is the step's last.
+        """
+        self._parked[self.micro_batch] = self._forward
+        self._forward = self._parked.pop(micro_batch, [])
+        self.micro_batch, self.last = micro_batch, last
+
     def abandon_micro_batch(self) -> None:
         """A backward failed: its events are forgotten."""
         self._restart()
 
     def abandon(self) -> None:
         """A step is taken: a forward that never had a backward is forgotten."""
+        self._parked.clear()
         self._restart()
         self.order_hash = 0
 

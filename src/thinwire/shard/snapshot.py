@@ -4,12 +4,18 @@ Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, ``o
 as the parameter. State that is one number per parameter (Adam's ``step``) is stored as a value. What error feedback
 owes belongs to the plan that made it: ``feedback/REDUCTION`` holds every rank's, one after the other. Where differences
 are spread, so does what ranks hold in place of the masters: ``held/NAME``, in compute dtype.
+
+A parameter that tensor parallelism cuts is stored slice by slice, ``model/NAME@INDEX``, and the value ``slices`` says
+along which dimension and in how many; whoever loads it puts together the slice that it needs. What belongs to one part
+of a model spread over stages and tensor-parallel ranks has the part's label in its key.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -20,7 +26,9 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.shard import state as store
-from thinwire.shard.optim import OwnedFragment, ShardedOptimizer, own_fragments
+from thinwire.shard.fragments import OwnedFragment
+from thinwire.shard.local import Slice
+from thinwire.shard.optim import ShardedOptimizer
 from thinwire.shard.runtime import Runtime, runtime_of
 from thinwire.shard.state import Chunk, ShardedVector
 
@@ -32,92 +40,158 @@ Json = Any
 T = TypeVar("T")
 
 
-def save(model: nn.Module, optim: ShardedOptimizer | None, path: Path, extra: Mapping[str, Json] | None) -> None:
-    """Write a checkpoint; see :func:`thinwire.save`."""
+Trained = tuple[nn.Module, ShardedOptimizer | None]
+"""A sharded model, or a part of one, with its optimizer if that is saved or loaded as well."""
+
+
+def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None) -> None:
+    """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
+
+    Args:
+        parts: this rank's; equally many on every rank.
+        path: the directory.
+        extra: what else to keep.
+    """
+    vectors = _Vectors()
+    plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
+    values: dict[str, Json] = {"plan": plan.to_toml(), "num_steps": num_steps, "extra": dict(extra or {})}
+    values["shapes"] = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
+    values["slices"] = _union({name: cut for model, _ in parts for name, cut in _cuts(runtime_of(model)).items()})
+    for model, optim in parts:
+        _save_part(model, optim, vectors, values)
+    store.write(path, vectors.sharded(), values, control=control())
+
+
+def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vectors, values: dict[str, Json]) -> None:
     runtime = runtime_of(model)
     runtime.join_spreads()
-    vectors = _Vectors()
     first_replica = runtime.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_holder = first_replica and runtime.axes[Axis.SHARD, Lane.REDUCE].index == 0
-    values: dict[str, Json] = {
-        "plan": runtime.plan.to_toml(),
-        "num_steps": runtime.num_steps,
-        "shapes": _shapes(model),
-        "extra": dict(extra or {}),
-    }
-    for key, numel, offset, tensor in _frozen(runtime):
-        vectors.add(key, numel, offset, tensor if first_holder else None)
+    first_tensor = runtime.part.tensor == 0
+
+    def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
+        cut = runtime.slices.get(name)
+        if cut is not None:
+            vectors.add(_sliced(f"{prefix}/{name}{suffix}", cut.index), numel, offset, tensor)
+        else:
+            vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
+
+    for name, numel, offset, tensor in _frozen(runtime):
+        add("model", name, "", numel, offset, tensor if first_holder else None)
     for name, buffer in _persistent_buffers(model):
-        vectors.add(f"buffer/{name}", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == 0 else None)
-    fragments = optim.fragments if optim is not None else own_fragments(runtime)
-    for owned in fragments:
-        slot = owned.fragment.slot
+        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == 0 else None)
+    for owned in optim.fragments if optim is not None else runtime.fragments():
+        slot, offset = owned.fragment.slot, owned.fragment.offset
         value = owned.value.detach().reshape(-1)
-        vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, value if first_replica else None)
+        add("model", slot.name, "", slot.numel, offset, value if first_replica else None)
         if runtime.plan.wire.spread_difference:
-            vectors.add(f"held/{slot.name}", slot.numel, owned.fragment.offset, owned.held if first_replica else None)
+            add("held", slot.name, "", slot.numel, offset, owned.held if first_replica else None)
         for key, entry in _state_of(optim, owned).items():
-            name = f"optimizer/{slot.name}/{key}"
-            if isinstance(entry, torch.Tensor) and entry.numel() == owned.value.numel() and entry.dim() > 0:
-                vectors.add(name, slot.numel, owned.fragment.offset, entry.reshape(-1) if first_replica else None)
-            elif isinstance(entry, torch.Tensor) and entry.dim() > 0:
-                vectors.add(name, entry.numel(), 0, entry.reshape(-1) if first_replica else None)
+            if isinstance(entry, torch.Tensor) and entry.dim() > 0:
+                as_long = entry.numel() == owned.value.numel()
+                numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
+                add("optimizer", slot.name, f"/{key}", numel, begin, entry.reshape(-1) if first_replica else None)
             else:
-                values[name] = entry.item() if isinstance(entry, torch.Tensor) else entry
-    values["feedback"] = sizes = _feedback_sizes(runtime)
+                number = entry.item() if isinstance(entry, torch.Tensor) else entry
+                values[f"optimizer/{slot.name}/{key}"] = number
+    values[_of_part("feedback", runtime)] = sizes = _feedback_sizes(runtime)
     for key, lost in runtime.reducer.lost.items():
-        vectors.add(f"feedback/{key}", sum(sizes[key]), sum(sizes[key][: runtime.rank]), lost)
+        name = _of_part(f"feedback/{key}", runtime)
+        vectors.add(name, sum(sizes[key]), sum(sizes[key][: runtime.rank]), lost)
     if optim is not None:
         values["optimizer"] = type(optim.inner).__name__
         values["groups"] = [
             {key: _as_json(value) for key, value in group.items() if key != "params" and _is_json(value)}
             for group in optim.param_groups
         ]
-    store.write(path, vectors.sharded(), values, control=control())
 
 
-def load(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> dict[str, Json]:
-    """Read a checkpoint; see :func:`thinwire.load`."""
-    runtime = runtime_of(model)
-    runtime.refuse_if_whole("load()")
-    manifest = _everywhere(lambda: _open(model, optim, path))
-    runtime.join_spreads()
-    runtime.zero_grad()
+def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
+    """Read a checkpoint; see :func:`thinwire.load`.
+
+    Args:
+        parts: this rank's; equally many on every rank.
+        path: the directory.
+    """
+    for model, _ in parts:
+        runtime_of(model).refuse_if_whole("load()")
+    shapes = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
+    manifest = _everywhere(lambda: _open(shapes, parts, path))
+    loading = [_Loading(model, optim, manifest, path) for model, optim in parts]
     vectors = _Vectors()
-    casts = _want_unoptimized(model, runtime, manifest, vectors)
-    same_plan = manifest.values["plan"] == runtime.plan.to_toml()
-    with_held = runtime.plan.wire.spread_difference and same_plan
-    for owned in optim.fragments if optim is not None else own_fragments(runtime):
-        slot = owned.fragment.slot
-        vectors.add(f"model/{slot.name}", slot.numel, owned.fragment.offset, owned.value.detach().view(-1))
-        if with_held:
-            vectors.add(f"held/{slot.name}", slot.numel, owned.fragment.offset, owned.held)
-    numbers = []
-    made = _make_state(optim) if optim is not None else []
-    lost = _want_feedback(runtime, manifest, vectors, same_plan=same_plan)
     try:
-        if optim is not None:
-            numbers = _everywhere(lambda: _want_state(optim, manifest, vectors, path))
+        # All ranks look before any reads: none may wait for one that has given up.
+        _everywhere(lambda: _want_all(loading, vectors))
         store.read(path, vectors.sharded(), control=control())
     except CheckpointError:
-        for owned in made:  # the optimizer is as it was
-            assert optim is not None
-            optim.state.pop(owned.value, None)
+        for part in loading:
+            part.undo()
         raise
-    for target, stored in casts:
-        target.copy_(stored.view(target.shape))
-    for state, key, value in numbers:
-        if isinstance(state[key], torch.Tensor):
-            state[key].fill_(value)
-        else:
-            state[key] = value
-    if optim is not None:
-        _restore_groups(optim, manifest.values["groups"])
-    runtime.reducer.lost = lost
-    runtime.num_steps = int(manifest.values["num_steps"]) - 1  # the update that is about to be spread belongs to it
-    runtime.loaded(with_replicas=with_held)
-    runtime.join_spreads()
+    for part in loading:
+        part.finish()
     return dict(manifest.values["extra"])
+
+
+def _want_all(loading: Sequence[_Loading], vectors: _Vectors) -> None:
+    for part in loading:
+        part.want(vectors)
+
+
+class _Loading:
+    """A part that is being loaded: nothing of it is touched before all that it wants has been found."""
+
+    def __init__(self, model: nn.Module, optim: ShardedOptimizer | None, manifest: store.Manifest, path: Path) -> None:
+        self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
+        self._runtime = runtime = runtime_of(model)
+        runtime.join_spreads()
+        runtime.zero_grad()
+        self._same_plan = manifest.values["plan"] == runtime.plan.to_toml()
+        self._with_held = runtime.plan.wire.spread_difference and self._same_plan
+        self._made = _make_state(optim) if optim is not None else []
+        self._numbers: list[tuple[dict[str, Any], str, Json]] = []
+        self._copies: list[Callable[[], object]] = []
+        self._lost: dict[str, torch.Tensor] = {}
+
+    def want(self, vectors: _Vectors) -> None:
+        """Say what is to be read, and where to.
+
+        Raises:
+            CheckpointError: if the checkpoint lacks the optimizer's state.
+        """
+        stored = _StoredParameters(self._manifest, self._runtime, vectors)
+        self._copies = _want_unoptimized(self._model, self._runtime, self._manifest, vectors, stored)
+        for owned in self._optim.fragments if self._optim is not None else self._runtime.fragments():
+            stored.want("model", owned, "", owned.value.detach().view(-1))
+            if self._with_held:
+                stored.want("held", owned, "", owned.held)
+        self._lost = _want_feedback(self._runtime, self._manifest, vectors, same_plan=self._same_plan)
+        if self._optim is not None:
+            self._numbers = _want_state(self._optim, self._manifest, stored, self._path)
+        self._copies += stored.copies
+
+    def undo(self) -> None:
+        """Leave the optimizer as it was."""
+        for owned in self._made:
+            assert self._optim is not None
+            self._optim.state.pop(owned.value, None)
+
+    def finish(self) -> None:
+        """Everything has been read."""
+        for copy in self._copies:
+            copy()
+        for state, key, value in self._numbers:
+            if isinstance(state[key], torch.Tensor):
+                state[key].fill_(value)
+            else:
+                state[key] = value
+        if self._optim is not None:
+            _restore_groups(self._optim, self._manifest.values["groups"])
+        runtime = self._runtime
+        runtime.reducer.lost = self._lost
+        # The update that is about to be spread belongs to it.
+        runtime.num_steps = int(self._manifest.values["num_steps"]) - 1
+        runtime.loaded(with_replicas=self._with_held)
+        runtime.join_spreads()
 
 
 def _everywhere(action: Callable[[], T]) -> T:
@@ -134,10 +208,20 @@ def _everywhere(action: Callable[[], T]) -> T:
     return cast(T, result)
 
 
-def _open(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> store.Manifest:
+def _union(mine: Mapping[str, Json]) -> dict[str, Json]:
+    """What all ranks hold, each a part of it."""
+    return {key: value for part in control().all_gather_object(dict(mine)) for key, value in part.items()}
+
+
+def _of_part(key: str, runtime: Runtime) -> str:
+    label = runtime.part.label
+    return f"{key} of {label}" if label else key
+
+
+def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> store.Manifest:
     """The verified manifest of a checkpoint that fits the model and the optimizer; nothing has been touched yet."""
     manifest = store.verify(path, checksums=False)
-    saved_shapes, shapes = manifest.values.get("shapes", {}), _shapes(model)
+    saved_shapes = manifest.values.get("shapes", {})
     differences = [
         f"{name} is {saved_shapes.get(name, 'missing')} in the checkpoint, {shapes.get(name, 'missing')} in the model"
         for name in {**shapes, **saved_shapes}
@@ -146,6 +230,7 @@ def _open(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> store
     if differences:
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(f"{path}: saved from another model: {'; '.join(differences[:3])}{more}")
+    optim = parts[0][1]
     if optim is None:
         return manifest
     saved, present = manifest.values.get("optimizer"), type(optim.inner).__name__
@@ -164,37 +249,38 @@ def _open(model: nn.Module, optim: ShardedOptimizer | None, path: Path) -> store
 
 
 def _want_unoptimized(
-    model: nn.Module, runtime: Runtime, manifest: store.Manifest, vectors: _Vectors
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    model: nn.Module, runtime: Runtime, manifest: store.Manifest, vectors: _Vectors, parameters: _StoredParameters
+) -> list[Callable[[], object]]:
     """Ask for frozen parameters and buffers, in the dtype in which they are stored.
 
     Returns:
-        Pairs of where a value belongs and where it will be read, for the caller to copy.
+        What copies values from where they will be read to where they belong.
     """
-    casts = []
-    wanted = list(_frozen(runtime))
-    wanted += [(f"buffer/{name}", buffer.numel(), 0, buffer) for name, buffer in _persistent_buffers(model)]
-    for key, numel, offset, target in wanted:
-        entry = manifest.vectors.get(key)
-        dtype = entry.dtype if entry is not None and entry.dtype is not None else target.dtype
-        if dtype == target.dtype and target.dim() == 1 and target.is_contiguous():
-            vectors.add(key, numel, offset, target)
-        else:
-            stored = torch.empty(target.numel(), dtype=dtype, device=target.device)
-            vectors.add(key, numel, offset, stored)
-            casts.append((target, stored))
-    return casts
+    copies: list[Callable[[], object]] = []
+    for name, numel, offset, target in _frozen(runtime):
+        dtype = parameters.dtype_of(f"model/{name}") or target.dtype
+        place = target if dtype == target.dtype else torch.empty(target.numel(), dtype=dtype, device=target.device)
+        parameters.want_fragment(f"model/{name}", name, numel, offset, place)
+        if place is not target:
+            copies.append(functools.partial(target.copy_, place))
+    for name, buffer in _persistent_buffers(model):
+        entry = manifest.vectors.get(f"buffer/{name}")
+        dtype = entry.dtype if entry is not None and entry.dtype is not None else buffer.dtype
+        stored = torch.empty(buffer.numel(), dtype=dtype, device=buffer.device)
+        vectors.add(f"buffer/{name}", buffer.numel(), 0, stored)
+        copies.append(functools.partial(buffer.copy_, stored.view(buffer.shape)))
+    return copies
 
 
 def _want_state(
-    optim: ShardedOptimizer, manifest: store.Manifest, vectors: _Vectors, path: Path
+    optim: ShardedOptimizer, manifest: store.Manifest, parameters: _StoredParameters, path: Path
 ) -> list[tuple[dict[str, Any], str, Json]]:
     """Ask for this rank's optimizer state.
 
     Returns:
         State that is one number, not a vector: where it belongs and its value.
     """
-    stored = {*manifest.vectors, *manifest.values}
+    stored = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
     stepped = {key.rpartition("/")[0] for key in stored if key.startswith("optimizer/")}
     numbers = []
     for owned in optim.fragments:
@@ -213,10 +299,92 @@ def _want_state(
             if full in manifest.values:
                 numbers.append((optim.state[owned.value], key, manifest.values[full]))
             elif entry.numel() == owned.value.numel():
-                vectors.add(full, slot.numel, owned.fragment.offset, entry.view(-1))
+                parameters.want("optimizer", owned, f"/{key}", entry.view(-1))
             else:
-                vectors.add(full, entry.numel(), 0, entry.view(-1))
+                parameters.want_fragment(full, slot.name, entry.numel(), 0, entry.view(-1))
     return numbers
+
+
+class _StoredParameters:
+    """Asks for fragments of parameters, however tensor parallelism had cut them when they were saved."""
+
+    def __init__(self, manifest: store.Manifest, runtime: Runtime, vectors: _Vectors) -> None:
+        self._manifest, self._runtime, self._vectors = manifest, runtime, vectors
+        self._cuts: dict[str, list[int]] = manifest.values.get("slices", {})
+        self.copies: list[Callable[[], object]] = []
+
+    def dtype_of(self, key: str) -> torch.dtype | None:
+        """The element type of a vector, or of its slices; None if there is no such vector."""
+        entry = self._manifest.vectors.get(key) or self._manifest.vectors.get(_sliced(key, 0))
+        return None if entry is None else entry.dtype
+
+    def want(self, prefix: str, owned: OwnedFragment, suffix: str, target: torch.Tensor) -> None:
+        """Ask for what belongs to a fragment: a part of a vector as long as its parameter."""
+        slot = owned.fragment.slot
+        self.want_fragment(f"{prefix}/{slot.name}{suffix}", slot.name, slot.numel, owned.fragment.offset, target)
+
+    def want_fragment(self, key: str, name: str, numel: int, offset: int, target: torch.Tensor) -> None:
+        """Ask for elements from ``offset`` on of this rank's slice of a vector.
+
+        Args:
+            key: of the vector, without its slice.
+            name: of the parameter.
+            numel: elements of this rank's slice.
+            offset: of the first.
+            target: 1-D, contiguous; filled once everything has been read and copied.
+        """
+        here, cut = self._runtime.slices.get(name), self._cuts.get(name)
+        if cut is None and here is None:
+            self._vectors.add(key, numel, offset, target)
+        elif here is not None and cut == [here.dim, here.ways]:
+            self._vectors.add(_sliced(key, here.index), numel, offset, target)
+        elif target.numel():
+            self._piece_together(key, self._manifest.values["shapes"][name], here, cut, offset, target)
+
+    def _piece_together(
+        self, key: str, shape: list[int], here: Slice | None, cut: list[int] | None, offset: int, target: torch.Tensor
+    ) -> None:
+        """Read the rows that a fragment touches from every slice that holds a part of them.
+
+        A *row* is what is contiguous in the whole parameter and is cut: all from the dimension on that is cut.
+        """
+        dim = here.dim if here is not None else cut[0] if cut is not None else 0
+        inner = math.prod(shape[dim + 1 :])
+        row = shape[dim] * inner  # elements of a row of the whole
+        begin, width = (0, row) if here is None else (here.index * row // here.ways, row // here.ways)
+        ways = 1 if cut is None else cut[1]
+        stored_width = row // ways
+        if math.prod(shape[:dim]) == 1:  # one row: slices lie one behind the other
+            for index in range(ways):
+                low = max(begin + offset, index * stored_width)
+                high = min(begin + offset + target.numel(), (index + 1) * stored_width)
+                if low < high:
+                    name = key if cut is None else _sliced(key, index)
+                    place = target[low - begin - offset : high - begin - offset]
+                    self._vectors.add(name, stored_width, low - index * stored_width, place)
+            return
+        first, last = offset // width, (offset + target.numel() - 1) // width + 1
+        rows = torch.empty(last - first, width, dtype=target.dtype, device=target.device)
+        for index in range(ways):
+            low, high = max(begin, index * stored_width), min(begin + width, (index + 1) * stored_width)
+            if low >= high:
+                continue
+            stored = torch.empty((last - first) * stored_width, dtype=target.dtype, device=target.device)
+            name = key if cut is None else _sliced(key, index)
+            self._vectors.add(name, math.prod(shape) // ways, first * stored_width, stored)
+            piece = stored.view(last - first, stored_width)[:, low - index * stored_width : high - index * stored_width]
+            self.copies.append(functools.partial(rows[:, low - begin : high - begin].copy_, piece))
+        start = offset - first * width
+        self.copies.append(lambda: target.copy_(rows.view(-1)[start : start + target.numel()]))
+
+
+def _sliced(key: str, index: int) -> str:
+    return f"{key}@{index}"
+
+
+def _cuts(runtime: Runtime) -> dict[str, Json]:
+    """Dimension and number of slices of every parameter that is cut."""
+    return {name: [cut.dim, cut.ways] for name, cut in runtime.slices.items() if cut is not None}
 
 
 class _Vectors:
@@ -241,7 +409,9 @@ class _Vectors:
 def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
     """Elements that each rank keeps for each reduction's error feedback."""
     runtime.reducer.join()
-    everyone = control().all_gather_object({key: lost.numel() for key, lost in runtime.reducer.lost.items()})
+    everyone = control(runtime.part.data.ranks).all_gather_object(
+        {key: lost.numel() for key, lost in runtime.reducer.lost.items()}
+    )
     return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.lost}
 
 
@@ -249,7 +419,7 @@ def _want_feedback(
     runtime: Runtime, manifest: store.Manifest, vectors: _Vectors, *, same_plan: bool
 ) -> dict[str, torch.Tensor]:
     """Room for this rank's error feedback, if the checkpoint has it and it was made by the same plan."""
-    stored: dict[str, list[int]] = manifest.values.get("feedback", {})
+    stored: dict[str, list[int]] = manifest.values.get(_of_part("feedback", runtime), {})
     if not runtime.plan.wire.error_feedback or not stored:
         return {}
     if not same_plan:
@@ -259,7 +429,7 @@ def _want_feedback(
     wanted = {}
     for key, sizes in stored.items():
         wanted[key] = torch.zeros(sizes[runtime.rank], device=runtime.arena.device)
-        vectors.add(f"feedback/{key}", sum(sizes), sum(sizes[: runtime.rank]), wanted[key])
+        vectors.add(_of_part(f"feedback/{key}", runtime), sum(sizes), sum(sizes[: runtime.rank]), wanted[key])
     return wanted
 
 
@@ -270,14 +440,14 @@ def _shapes(model: nn.Module) -> dict[str, Json]:
 
 
 def _frozen(runtime: Runtime) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """Frozen parameters' parts of this rank's P shard: key, length of the parameter, offset in it, values."""
+    """Frozen parameters' parts of this rank's P shard: name, length of the parameter, offset in it, values."""
     shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in runtime.units:
         for buffer in unit.buffers:
             if not buffer.layout.trainable:
                 for slot, offset, run in buffer.layout.pieces(shard):
                     part = buffer.shard[run.start : run.start + run.length]
-                    yield f"model/{slot.name}", slot.numel, offset, part
+                    yield slot.name, slot.numel, offset, part
 
 
 def _persistent_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -24,6 +24,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Lane, UnitInfo
 from thinwire.shard.lanes import Lanes, Ticket
 from thinwire.shard.layout import FlatLayout, Run
+from thinwire.shard.local import set_local
 from thinwire.shard.seeds import Seeds
 
 __all__ = ["FlatBuffer", "State", "Unit"]
@@ -81,11 +82,6 @@ class FlatBuffer:
                 husk.copy_(self._poison)
         for parameter, value in zip(self.parameters, self._views if whole else self._husks, strict=True):
             set_local(parameter, value)
-
-
-def set_local(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Re-point a parameter at other memory; the one place that does (a DTensor's local tensor would go here)."""
-    parameter.data = value
 
 
 class Unit:
