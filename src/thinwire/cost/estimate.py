@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from thinwire.cost.operations import CodedHop, moves_of
+from thinwire.cost.operations import CodedHop, Move, moves_of
 from thinwire.cost.rates import Rates
 from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
 from thinwire.program.wire import ITEMSIZE, Encoding, ReductionEncodings
@@ -31,22 +31,35 @@ class Busy:
     Attributes:
         codec: of encoding and decoding.
         inside: of links inside a node.
-        across: of links between nodes.
+        across: of a node's cards.
+        spine: of the spine, where transfers cross it.
+        between: of transfers between nodes, one after another: each is as long as cards or spine need.
     """
 
     codec: float = 0.0
     inside: float = 0.0
     across: float = 0.0
+    spine: float = 0.0
+    between: float = 0.0
 
     @property
     def total(self) -> float:
         """Seconds if nothing runs beside anything else."""
-        return self.codec + self.inside + self.across
+        return self.codec + self.inside + self.between
+
+    @property
+    def transferring(self) -> float:
+        """Seconds of the busiest links."""
+        return max(self.inside, self.across, self.spine)
 
     def plus(self, other: Busy, count: float = 1.0) -> Busy:
         """This and ``count`` times the other."""
         return Busy(
-            self.codec + count * other.codec, self.inside + count * other.inside, self.across + count * other.across
+            self.codec + count * other.codec,
+            self.inside + count * other.inside,
+            self.across + count * other.across,
+            self.spine + count * other.spine,
+            self.between + count * other.between,
         )
 
 
@@ -66,10 +79,11 @@ class UnitKind:
 
 
 class Shape(NamedTuple):
-    """Ranks of a group inside a node, and nodes it spans; a light key."""
+    """Ranks of a group inside a node, nodes it spans, and from each of them to the next; a light key."""
 
     local: int
     nodes: int
+    stride: int = 1
 
     @property
     def ranks(self) -> int:
@@ -97,11 +111,21 @@ class Traffic:
     every_micro_batch: bool
 
     @classmethod
-    def of(cls, mesh: Factor, params: Factor, grads: Factor, optimizer: Factor, secondary: Factor | None) -> Traffic:
-        """From the factors of a plan."""
+    def of(
+        cls,
+        mesh: Factor,
+        params: Factor,
+        grads: Factor,
+        optimizer: Factor,
+        secondary: Factor | None,
+        *,
+        strided: bool = True,
+    ) -> Traffic:
+        """From the factors of a plan; ``strided`` is whether it matters how far apart the nodes of a group are."""
 
         def between(inner: Factor, outer: Factor) -> Shape | None:
-            shape = Shape(outer.local // inner.local, outer.nodes // inner.nodes)
+            stride = inner.nodes if strided else 1
+            shape = Shape(outer.local // inner.local, outer.nodes // inner.nodes, stride)
             return shape if shape.ranks > 1 else None
 
         one = Factor()
@@ -112,6 +136,16 @@ class Traffic:
             between(optimizer, mesh),
             grads == optimizer,
         )
+
+
+def _busy(move: Move) -> Busy:
+    """Of one move. The longer of cards and spine takes all of its seconds, the other its share."""
+    if move.scope is None:
+        return Busy(codec=move.seconds)
+    if move.scope is Scope.INSIDE:
+        return Busy(inside=move.seconds)
+    share = move.seconds / max(1.0, move.spine_load)
+    return Busy(across=share, spine=share * move.spine_load, between=move.seconds)
 
 
 class Pricer:
@@ -157,11 +191,11 @@ class Pricer:
         self, kind: Kind, mesh: Shape, numel: int, sizes: MessageSizes, encoding: Callable[[Hop], Encoding]
     ) -> Busy:
         pieces = Even(math.ceil(numel / mesh.ranks), mesh.ranks)
-        coded = [CodedHop(hop, encoding(hop)) for hop in hops(kind, mesh.local, mesh.nodes, pieces, 0, sizes)]
-        seconds: dict[Scope | None, float] = {}
-        for move in moves_of(coded, self._rates):
-            seconds[move.scope] = seconds.get(move.scope, 0.0) + move.seconds
-        return Busy(seconds.get(None, 0.0), seconds.get(Scope.INSIDE, 0.0), seconds.get(Scope.ACROSS, 0.0))
+        found = hops(kind, mesh.local, mesh.nodes, pieces, 0, sizes, mesh.stride)
+        total = Busy()
+        for move in moves_of([CodedHop(hop, encoding(hop)) for hop in found], self._rates):
+            total = total.plus(_busy(move))
+        return total
 
     # -- what a step needs -----------------------------------------------------------------------------------------
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from thinwire.cost.operations import CodedHop, Move, codec_seconds, coded_hops, moves
 from thinwire.cost.rates import Efficiency, Rates, wire_bytes_per_value
-from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_shape
-from thinwire.spec import ClusterSpec, Factor, Plan
+from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_shape, axis_stride
+from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
 __all__ = ["FlatCollectives", "flat_moves"]
 
@@ -37,35 +37,41 @@ class FlatCollectives:
 
     def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None, *, contention: bool = True) -> None:
         self._cluster, self._efficiency, self._contention = cluster, efficiency or Efficiency(), contention
+        self._fabric = Fabric(cluster)
 
-    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor) -> float:
+    def spine_load(self, mesh: Factor, stride: int) -> float:
+        """How many times longer a collective keeps the spine busy than the cards of a node; 0 where it crosses none."""
+        return self._fabric.route(mesh.nodes, stride).load
+
+    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor, stride: int = 1) -> float:
         """Time of one collective.
 
         Args:
             kind: all-gather, reduce-scatter, all-reduce or broadcast.
             size: bytes of the whole vector.
             mesh: the group.
+            stride: nodes from one of its nodes to the next.
         """
         ranks = mesh.ranks
         if ranks == 1:
             return 0.0
-        links, share = self._cluster.links, self._efficiency
+        links, share, route = self._cluster.links, self._efficiency, self._fabric.route(mesh.nodes, stride)
         inside = links.inside.bandwidth * share.inside
         if mesh.nodes == 1:
             bandwidth, latency = inside, (ranks - 1) * links.inside.latency
         else:
             # R / local groups cross each node's cards at the same time (NIC contention).
             sharing = self._cluster.gpus_per_node / mesh.local if self._contention else 1
-            bandwidth = min(inside, links.nic.bandwidth * share.nic / sharing)
+            bandwidth = min(inside, route.bandwidth * share.nic / sharing)
             # A ring enters and leaves each node once.
-            latency = (ranks - mesh.nodes) * links.inside.latency + (mesh.nodes - 1) * links.nic.latency
+            latency = (ranks - mesh.nodes) * links.inside.latency + (mesh.nodes - 1) * route.latency
         if kind == "BC":
             return latency + 8 * size / bandwidth
         ring = latency + 8 * size * (ranks - 1) / ranks / bandwidth
         if kind != "AR":
             return ring
         # What NCCL takes where latency would dominate: chains inside nodes, a tree across them.
-        hops = math.log2(mesh.nodes) * links.nic.latency + (mesh.local - 1) * links.inside.latency
+        hops = math.log2(mesh.nodes) * route.latency + (mesh.local - 1) * links.inside.latency
         return 2 * min(ring, hops + 8 * size / bandwidth)
 
 
@@ -100,22 +106,22 @@ def flat_moves(
     if whole_sync and gradients and operation.axis is Axis.REPLICA and plan.optimizer != plan.params:
         return []  # part of the all-reduce that stands for the reduce-scatter
     local, nodes = axis_shape(plan, operation.axis)
-    mesh = Factor(local=local, nodes=nodes)
+    mesh, stride = Factor(local=local, nodes=nodes), axis_stride(plan, operation.axis)
     values = _whole(coded, operation, mesh.ranks)
     per_value = wire_bytes_per_value(coded[0].encoding.codec, coded[0].encoding.dtype)
     if whole_sync and gradients and operation.axis is Axis.SHARD:
         mesh = plan.params.quotient(plan.mesh)
-        seconds = calls * flat.seconds("AR", values * per_value / calls, mesh)
+        seconds = calls * flat.seconds("AR", values * per_value / calls, mesh, stride)
     elif operation.kind is Kind.BROADCAST:
         owned = [sum(shares) for shares in zip(*_shares(operation, units), strict=True)]
         values, owners = float(sum(owned)), sum(1 for numel in owned if numel)
-        seconds = owners * flat.seconds("BC", values / owners * per_value, mesh)
+        seconds = owners * flat.seconds("BC", values / owners * per_value, mesh, stride)
     else:
-        seconds = calls * flat.seconds(_CALLS[operation.kind], values * per_value / calls, mesh)
+        seconds = calls * flat.seconds(_CALLS[operation.kind], values * per_value / calls, mesh, stride)
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
     found = [
         Move("encode", None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
-        Move("call", scope, seconds, rates.beside(scope, round(values * per_value))),
+        Move("call", scope, seconds, rates.beside(scope, round(values * per_value)), flat.spine_load(mesh, stride)),
         Move("decode", None, codec_seconds(rates, coded[0], decoded=values)),
     ]
     return [move for move in found if move.seconds]

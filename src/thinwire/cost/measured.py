@@ -87,13 +87,20 @@ class ProfiledRates:
         for row in sorted(profile.overlap, key=lambda row: row.sent):
             self._overlap.setdefault(row.scope, []).append(row)
 
-    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
-        """Interpolated; groups of a size that was not measured are scaled from the nearest one that was."""
+    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
+        """Interpolated; groups of a size that was not measured are scaled from the nearest one that was, and all groups
+        are taken to be as fast as those of neighbouring nodes, which were."""
+        del stride
         name = "all_to_all" if encoded and kind is Kind.REDUCE_SCATTER else str(kind)
         line, measured = self._line(name, scope, ranks)
         self._outside |= measured != ranks or not line.covers(sent)
         # A rank sends as many bytes a link as before; latency grows with the rounds.
         return line.at(sent) if measured == ranks else line.at(sent) * max(1.0, math.log2(ranks) / math.log2(measured))
+
+    def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
+        """A profile knows of no spine."""
+        del kind, scope, ranks, stride
+        return 0.0
 
     def _line(self, name: str, scope: Scope, ranks: int) -> tuple[_Line, int]:
         def shape(count: int) -> tuple[int, int]:

@@ -24,12 +24,14 @@ class Move:
         scope: the links it uses; ``None`` for a codec's work.
         seconds: alone.
         beside: what it and computation do to each other.
+        spine_load: how many times longer it keeps the spine busy than the cards of a node.
     """
 
     stage: str
     scope: Scope | None
     seconds: float
     beside: Beside = ALONE
+    spine_load: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +160,12 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
 
 def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
     hop = step.hop
-    seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=not step.encoding.codec.is_none)
-    return Move(f"{what}-{hop.scope}", hop.scope, seconds, rates.beside(hop.scope, step.sent))
+    encoded = not step.encoding.codec.is_none
+    seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=encoded, stride=hop.stride)
+    beside = rates.beside(hop.scope, step.sent)
+    return Move(
+        f"{what}-{hop.scope}", hop.scope, seconds, beside, rates.spine_load(hop.kind, hop.scope, hop.ranks, hop.stride)
+    )
 
 
 def codec_seconds(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:

@@ -12,7 +12,7 @@ from thinwire.cost.anatomy import Part
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
-from thinwire.spec import ClusterSpec, CodecSpec, Plan
+from thinwire.spec import ClusterSpec, CodecSpec, Fabric, Link, Plan, Route
 
 __all__ = [
     "ALONE",
@@ -65,8 +65,12 @@ ALONE = Beside()
 class Rates(Protocol):
     """Seconds of everything a step consists of, each alone on its resource, all ranks of the cluster at it at once."""
 
-    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
+    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """One exchange of a collective, as :class:`thinwire.program.Hop` describes it."""
+        ...
+
+    def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
+        """How many times longer such a hop keeps the spine busy than the cards of a node; 0 where it crosses none."""
         ...
 
     def codec(self, work: Work) -> float:
@@ -152,6 +156,7 @@ class NominalRates:
         self, cluster: ClusterSpec, plan_dtype: str = "bfloat16", efficiency: Efficiency | None = None
     ) -> None:
         self._cluster, self._efficiency = cluster, efficiency or Efficiency()
+        self._fabric = Fabric(cluster)
         peaks = cluster.peak_flops
         half = peaks.get("bfloat16", peaks.get("float16"))
         peak = half if plan_dtype in {"bfloat16", "float16"} else peaks.get(plan_dtype)
@@ -163,19 +168,27 @@ class NominalRates:
         self._flops = peak * self._efficiency.compute
         self._memory = cluster.memory_bandwidth / 8 * self._efficiency.memory
 
-    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
+    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """Latency of ``ranks - 1`` rounds, and the bytes over this rank's part of the links.
 
         Across nodes every rank of a node sends at the same time, each in a group of its own: they share the node's
-        cards (the NIC contention that AMSP's sums leave out).
+        cards (the NIC contention that AMSP's sums leave out), and the spine with all that cross it.
         """
-        del kind, encoded
-        links = self._cluster.links
+        del encoded
+        way: Link | Route
         if scope is Scope.INSIDE:
-            link, share = links.inside, self._efficiency.inside
+            way, share = self._cluster.links.inside, self._efficiency.inside
         else:
-            link, share = links.nic, self._efficiency.nic / self._cluster.gpus_per_node
-        return link.latency * (ranks - 1) + 8 * sent / (link.bandwidth * share)
+            way, share = self._route(kind, ranks, stride), self._efficiency.nic / self._cluster.gpus_per_node
+        return way.latency * (ranks - 1) + 8 * sent / (way.bandwidth * share)
+
+    def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
+        """Of the cluster's leaves and spine."""
+        return 0.0 if scope is Scope.INSIDE else self._route(kind, ranks, stride).load
+
+    def _route(self, kind: Kind, ranks: int, stride: int) -> Route:
+        """Parts of sums go from each rank to each, all else around rings."""
+        return self._fabric.route(ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
 
     def codec(self, work: Work) -> float:
         """Bound by memory: values and messages are read and written once each."""

@@ -186,14 +186,15 @@ class Search:
         """Every valid plan that fits into memory without codecs, with its estimate."""
         job, room = self.job, self.job.cluster.memory
         # a (+) b = max(a, b) + (gamma - 1) min(a, b): what computation and transfers take together, at best.
-        slowing = job.rates.least_slowing - 1
+        slowing, strided = job.rates.least_slowing - 1, job.cluster.links.spine is not None
         for params, optimizer in chain_ends(job.mesh):
             update = job.rates.update(self._parameters // optimizer.ranks)
             for secondary in secondaries(job.mesh, params):
                 # Cutting G like OS saves memory and never time: only where it does not fit otherwise.
                 for grads in dict.fromkeys((params, optimizer)):
                     chain = (params, grads, optimizer)
-                    choices = list(self._communication(Traffic.of(job.mesh, *chain, secondary)))
+                    traffic = Traffic.of(job.mesh, *chain, secondary, strided=strided)
+                    choices = list(self._communication(traffic))
                     self.considered += len(choices) * len(self._batches)
                     states = self._states(chain, secondary)
                     fitting = [batch for batch in self._batches if states + batch.working <= room]
@@ -202,9 +203,8 @@ class Search:
                         for choice in choices:
                             busy = choice.once.plus(choice.every, batch.micro_batches)
                             computing = batch.computing + update + busy.codec
-                            transferring = max(busy.inside, busy.across)
-                            beside = slowing * min(computing, transferring - choice.exposed)
-                            bound = max(computing + beside + choice.exposed, transferring)
+                            beside = slowing * min(computing, busy.transferring - choice.exposed)
+                            bound = max(computing + beside + choice.exposed, busy.transferring)
                             yield Draft(
                                 bound,
                                 choice.knobs + extra,

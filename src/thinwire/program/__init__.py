@@ -11,6 +11,7 @@ from thinwire.program.mesh import (
     axis_extent,
     axis_index,
     axis_members,
+    axis_stride,
     hops,
 )
 from thinwire.program.shares import Even, deal, flat_numel, padded, together
@@ -47,6 +48,7 @@ __all__ = [
     "axis_index",
     "axis_members",
     "axis_shape",
+    "axis_stride",
     "buckets",
     "control_bytes",
     "deal",

@@ -8,9 +8,10 @@ the order of the forward, synchronisation goes in buckets, the updated parameter
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 
-from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, hops
+from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, axis_stride, hops
 from thinwire.program.shares import Even, padded, together
 from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
@@ -108,9 +109,10 @@ class _Lowering:
         self.gathers: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
         self.secondary: set[int] = set()  # units whose secondary shard is valid
         self.reduced: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
-        self.reductions: list[int] = []  # operations that reduce gradients, in order
+        self.under_way: deque[int] = deque()  # reductions that nothing has waited for yet, oldest first
         self.shapes = {axis: axis_shape(plan, axis) for axis in Axis}
         self.places = {axis: axis_index(plan, axis, rank) for axis in Axis}
+        self.strides = {axis: axis_stride(plan, axis) for axis in Axis}
 
     # -- forward -----------------------------------------------------------------------------------------------
 
@@ -188,8 +190,8 @@ class _Lowering:
                 for buffer in self.units[unit].buffers
                 if buffer.trainable
             ]
-            for operation in self.reduced[unit] if not self.plan.overlap.reduce else ():
-                self._wait(event, operation)
+            for operation in self.reduced[unit]:
+                self._reducing(operation, event, overlapped=self.plan.overlap.reduce)
         for bucket in self.buckets:
             if bucket[-1] == unit:
                 for encoded in (True, False):
@@ -211,8 +213,7 @@ class _Lowering:
                 Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, pieces, sizes, event, after, encoded=encoded
             )
             after = (scattered,)
-            if not overlapped:
-                self._wait(event, scattered)
+            self._reducing(scattered, event, overlapped=overlapped)
         replicas = self._extent(Axis.REPLICA)
         if last and replicas > 1:
             share = pieces[self.places[Axis.SHARD]]
@@ -220,8 +221,16 @@ class _Lowering:
             synced = self._even(
                 Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, numel, sizes, event, after, encoded=encoded
             )
-            if not overlapped:
-                self._wait(event, synced)
+            self._reducing(synced, event, overlapped=overlapped)
+
+    def _reducing(self, operation: int, event: Event, *, overlapped: bool) -> None:
+        """Computation waits for a reduction at once, or when too many others are under way."""
+        if not overlapped:
+            self._wait(event, operation)
+            return
+        self.under_way.append(operation)
+        if len(self.under_way) > UNDER_WAY:
+            self._wait(event, self.under_way.popleft())
 
     # -- step --------------------------------------------------------------------------------------------------
 
@@ -314,13 +323,9 @@ class _Lowering:
         encoded: bool = False,
     ) -> int:
         local, nodes = self.shapes[axis]
-        sent = hops(kind, local, nodes, pieces, self.places[axis], sizes)
+        sent = hops(kind, local, nodes, pieces, self.places[axis], sizes, self.strides[axis])
         index = len(self.operations)
         self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after, encoded))
-        if lane in (Lane.REDUCE, Lane.SYNC):
-            self.reductions.append(index)
-            if len(self.reductions) > UNDER_WAY:
-                self._wait(event, self.reductions[-1 - UNDER_WAY])
         return index
 
     def _extent(self, axis: Axis) -> int:

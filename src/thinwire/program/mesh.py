@@ -27,6 +27,7 @@ __all__ = [
     "axis_extent",
     "axis_index",
     "axis_members",
+    "axis_stride",
     "hops",
 ]
 
@@ -77,12 +78,14 @@ class Hop:
         scope: inside a node or across nodes.
         ranks: number of ranks that take part.
         sent: bytes this rank sends.
+        stride: nodes from one rank to the next, across nodes.
     """
 
     kind: Kind
     scope: Scope
     ranks: int
     sent: int
+    stride: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,12 @@ def axis_extent(plan: Plan, axis: Axis) -> tuple[Factor, Factor]:
             return plan.optimizer, plan.mesh
         case Axis.WORLD:
             return _ONE, plan.mesh
+
+
+def axis_stride(plan: Plan, axis: Axis) -> int:
+    """Nodes from one rank of an axis to its peer on the next node: 1 where they are neighbours."""
+    inner, _ = axis_extent(plan, axis)
+    return inner.nodes
 
 
 def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:
@@ -158,7 +167,13 @@ class MessageSizes:
 
 
 def hops(
-    kind: Kind, local: int, nodes: int, pieces: Sequence[int], index: int, messages: MessageSizes
+    kind: Kind,
+    local: int,
+    nodes: int,
+    pieces: Sequence[int],
+    index: int,
+    messages: MessageSizes,
+    stride: int = 1,
 ) -> tuple[Hop, ...]:
     """The hops of one collective and the bytes that one rank sends in each.
 
@@ -169,6 +184,7 @@ def hops(
         pieces: elements of every member's piece, local-major; their sum is the whole vector.
         index: this rank's position along the axis.
         messages: what pieces and columns weigh on the wire.
+        stride: nodes from one of these to the next.
 
     Returns:
         Hops in the order in which they run; hops over a single rank are left out.
@@ -181,14 +197,14 @@ def hops(
     to_peers = summed(own, messages.scatter_across) - messages.scatter_across(own[node])
     scatter: tuple[Hop, ...] = (
         Hop(Kind.REDUCE_SCATTER, Scope.INSIDE, local, to_columns),
-        Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, to_peers),
+        Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, to_peers, stride),
     )
     if kind is Kind.ALL_REDUCE and local * nodes == 2 and messages.encoded:
         # Two members exchange a message each of the whole vector, which is like gathering two such pieces.
-        return hops(Kind.ALL_GATHER, local, nodes, Even(summed(pieces), 2), index, messages)
+        return hops(Kind.ALL_GATHER, local, nodes, Even(summed(pieces), 2), index, messages, stride)
     spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
     gather: tuple[Hop, ...] = (
-        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(own[node])),
+        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(own[node]), stride),
         Hop(spread, Scope.INSIDE, local, (local - 1) * summed(own, messages.gather)),
     )
     match kind:

@@ -101,9 +101,13 @@ class TensorParallelRates:
 
     # All else is as it was.
 
-    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> float:
+    def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """As without."""
-        return self.rates.hop(kind, scope, ranks, sent, encoded=encoded)
+        return self.rates.hop(kind, scope, ranks, sent, encoded=encoded, stride=stride)
+
+    def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
+        """As without."""
+        return self.rates.spine_load(kind, scope, ranks, stride)
 
     def codec(self, work: Work) -> float:
         """As without."""

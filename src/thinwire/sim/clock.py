@@ -1,8 +1,9 @@
 """A clock over tasks that slow each other down: fluid, event-driven, no randomness.
 
-A *task* has seconds of work, alone, on one resource. Tasks that run at the same time share: transfers over the same
-links divide them, computation and codecs divide the processor, and computation and transfers slow each other by
-measured factors (gamma), which differ from transfer to transfer. Time jumps from one completion to the next.
+A *task* has seconds of work, alone, on one resource, and on the spine where it crosses it. Tasks that run at the same
+time share: transfers over the same links divide them, computation and codecs divide the processor, and computation and
+transfers slow each other by measured factors (gamma), which differ from transfer to transfer. Time jumps from one
+completion to the next.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ class Resource(Enum):
     CODEC = "codec"
     INSIDE = "inside"
     ACROSS = "across"
+    """A node's cards."""
+    SPINE = "spine"
+    """The links from leaf switches to the spine. Whatever crosses them is on a node's cards too."""
 
     # Identity is enough, and hashing is most of what the clock does.
     __hash__ = object.__hash__
@@ -45,12 +49,16 @@ class Task:
         left: seconds of work, alone, that are left.
         done: called when there is none.
         beside: of a transfer: what it and computation do to each other.
+        share: of the resource that it takes, alone; less than all where the spine is what limits it.
+        spine: share of the spine that it takes, alone.
     """
 
     resource: Resource
     left: float
     done: Callable[[], None]
     beside: Beside = ALONE
+    share: float = 1.0
+    spine: float = 0.0
 
 
 @dataclass
@@ -68,9 +76,25 @@ class Clock:
     def __post_init__(self) -> None:
         self._active: list[Task] = []
 
-    def begin(self, resource: Resource, seconds: float, done: Callable[[], None], beside: Beside = ALONE) -> None:
-        """Start a task now; ``done`` may start others."""
-        self._active.append(Task(resource, seconds, done, beside))
+    def begin(
+        self,
+        resource: Resource,
+        seconds: float,
+        done: Callable[[], None],
+        beside: Beside = ALONE,
+        spine_load: float = 0.0,
+    ) -> None:
+        """Start a task now; ``done`` may start others.
+
+        Args:
+            resource: what it runs on.
+            seconds: of work, alone.
+            done: called when there is none left.
+            beside: of a transfer: what it and computation do to each other.
+            spine_load: how many times longer it keeps the spine busy than its resource.
+        """
+        most = max(1.0, spine_load)
+        self._active.append(Task(resource, seconds, done, beside, 1.0 / most, spine_load / most))
 
     def run(self) -> None:
         """Until nothing is left to run."""
@@ -84,7 +108,10 @@ class Clock:
         finished = []
         for task, slow in zip(active, slowness, strict=True):
             step = wait / slow
-            self.busy[task.resource] += min(step, task.left)
+            worked = min(step, task.left)
+            self.busy[task.resource] += worked * task.share
+            if task.spine:
+                self.busy[Resource.SPINE] += worked * task.spine
             task.left -= step
             if task.left <= 1e-12:
                 finished.append(task)
@@ -97,18 +124,20 @@ class Clock:
 
     def _slowness(self) -> list[float]:
         """Seconds that a second of each task's work takes now."""
-        count = dict.fromkeys(Resource, 0)
+        wanted = dict.fromkeys(Resource, 0.0)
         # Transfers over the same links take turns, so the one that disturbs computation most stands for them.
         disturbing = {Resource.INSIDE: 1.0, Resource.ACROSS: 1.0}
         for task in self._active:
-            count[task.resource] += 1
+            wanted[task.resource] += task.share
+            wanted[Resource.SPINE] += task.spine
             if task.beside is not ALONE:
                 disturbing[task.resource] = max(disturbing[task.resource], task.beside.compute)
-        sharing = (1 if count[Resource.COMPUTE] else 0) + count[Resource.CODEC]
+        sharing = (1 if wanted[Resource.COMPUTE] else 0) + wanted[Resource.CODEC]
         processing = sharing * (sum(disturbing.values()) - 1)
         return [
             processing
             if task.resource is Resource.COMPUTE or task.resource is Resource.CODEC
-            else count[task.resource] * (task.beside.transfer if sharing else 1.0)
+            else max(wanted[task.resource], wanted[Resource.SPINE] if task.spine else 0.0)
+            * (task.beside.transfer if sharing else 1.0)
             for task in self._active
         ]

@@ -324,7 +324,11 @@ class _Player:
         self._busy_queues.add(key)
         begin = self._clock.now
         self._clock.begin(
-            Resource.of(move.scope), move.seconds, lambda: self._moved(run, move, key, begin), move.beside
+            Resource.of(move.scope),
+            move.seconds,
+            lambda: self._moved(run, move, key, begin),
+            move.beside,
+            move.spine_load,
         )
 
     def _moved(self, run: _Run, move: Move, key: tuple[Lane, str], begin: float) -> None:

@@ -3,6 +3,7 @@
 from thinwire.spec.base import Problem, Spec, rule
 from thinwire.spec.cluster import ClusterSpec, Link, Links
 from thinwire.spec.codec import CodecSpec
+from thinwire.spec.fabric import Fabric, Route
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
 from thinwire.spec.model import ModelSpec
@@ -11,6 +12,7 @@ from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 __all__ = [
     "ClusterSpec",
     "CodecSpec",
+    "Fabric",
     "Factor",
     "Link",
     "Links",
@@ -19,6 +21,7 @@ __all__ = [
     "Plan",
     "Problem",
     "Residence",
+    "Route",
     "Spec",
     "UnitOverride",
     "Wire",

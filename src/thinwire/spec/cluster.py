@@ -10,7 +10,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.accelerators import ACCELERATORS
-from thinwire.spec.base import Bandwidth, Bytes, Count, Positive, Problem, Seconds, Spec, rule
+from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Seconds, Spec, rule
 
 INSIDE_LATENCY = 3e-6
 """Seconds for a message between two accelerators of a node: typical of NVLink under NCCL."""
@@ -29,7 +29,11 @@ class Link(Spec):
 
 
 class Links(Spec):
-    """Links by class. Leaf and spine are unset where the network does not slow a node's NICs down."""
+    """Links by class. Leaf and spine are unset where the network does not slow a node's NICs down.
+
+    A figure per node is the switch's, shared out among the nodes below it: a leaf of 16 nodes whose links to the spine
+    carry a quarter of what its nodes' NICs do has a spine of a quarter of ``nic``.
+    """
 
     inside: Link = Field(description="between two accelerators of a node, per accelerator")
     nic: Link = Field(description="from a node to the network, all NICs of the node together")
@@ -51,7 +55,10 @@ class ClusterSpec(Spec):
         default=8e12, description='bits per second of one accelerator\'s memory, or text such as "2TB/s"'
     )
     links: Links = Field(description="bandwidth and latency by class of link")
-    nodes_per_leaf: Count | None = Field(default=None, description="nodes below one leaf switch")
+    nodes_per_leaf: Count | None = Field(default=None, description="nodes below one leaf switch, in order")
+    leaves: tuple[Depth, ...] | None = Field(
+        default=None, description="number of the leaf switch above each node; instead of ``nodes_per_leaf``"
+    )
     price_per_gpu_hour: Positive | None = Field(default=None, description="price of one accelerator for an hour")
 
     @property
@@ -121,8 +128,26 @@ class ClusterSpec(Spec):
             )
         return cls.preset(name, nodes=int(nodes), gpus_per_node=int(gpus), **overrides)
 
-    @rule("links", "nodes_per_leaf")
+    @rule("links", "nodes_per_leaf", "leaves")
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
-        """A spine link needs ``nodes_per_leaf``."""
-        if self.links.spine is not None and self.nodes_per_leaf is None:
+        """A spine link needs ``nodes_per_leaf`` or ``leaves``."""
+        if self.links.spine is not None and self.nodes_per_leaf is None and self.leaves is None:
             yield Problem("nodes_per_leaf", "is missing: a spine link says nothing without the size of a leaf")
+
+    @rule("nodes", "nodes_per_leaf", "leaves")
+    def _every_node_is_below_one_leaf(self) -> Iterator[Problem]:
+        """``leaves`` names a leaf for every node, and stands alone."""
+        if self.leaves is None:
+            return
+        if len(self.leaves) != self.nodes:
+            yield Problem("leaves", f"names {len(self.leaves)} leaf switches, and there are {self.nodes} nodes")
+        if self.nodes_per_leaf is not None:
+            yield Problem("leaves", f"contradicts nodes_per_leaf = {self.nodes_per_leaf}: set one of them")
+
+    @property
+    def leaf_of_nodes(self) -> tuple[int, ...]:
+        """Number of the leaf switch above every node; one leaf where nothing is known of any."""
+        if self.leaves is not None:
+            return self.leaves
+        size = self.nodes_per_leaf or self.nodes
+        return tuple(node // size for node in range(self.nodes))
