@@ -7,12 +7,14 @@ Shapes: B sequences, T tokens, D hidden, H heads, C channels per head.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.train.models.common import (
     CausalOutput,
@@ -22,6 +24,7 @@ from thinwire.train.models.common import (
     init_weights,
     rotate,
 )
+from thinwire.train.models.cutting import Half, kept_blocks, styles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,13 +73,13 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.heads
+        self.channels = config.hidden // config.heads
         self.query_key_value = nn.Linear(config.hidden, 3 * config.hidden)
         self.dense = nn.Linear(config.hidden, config.hidden)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """Attend: ``(B, T, D)`` to ``(B, T, D)``."""
-        joint = self.query_key_value(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        joint = self.query_key_value(x).unflatten(-1, (-1, 3 * self.channels)).transpose(1, 2)
         queries, keys, values = joint.chunk(3, dim=-1)
         if cos is not None and sin is not None:
             queries, keys = rotate(queries, cos, sin), rotate(keys, cos, sin)
@@ -126,6 +129,11 @@ class GPT(nn.Module):
         seed: of the initial weights.
     """
 
+    embed_in: nn.Embedding | None
+    embed_positions: nn.Embedding | None
+    final_layer_norm: nn.LayerNorm | None
+    lm_head: nn.Linear | None
+
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
         self.config = config
@@ -137,24 +145,89 @@ class GPT(nn.Module):
         channels = config.rotary_channels
         self.rotary = RotaryTable(channels, config.seq, config.rope_theta) if channels else None
         init_weights(self, seed, config.layers, ("dense", "dense_4h_to_h"))
-        if config.tied:
-            self.lm_head.weight = self.embed_in.weight
+        self.sequence_ways = 1
+        """Tensor-parallel ranks between which the tokens of hidden states are cut; set by whoever cuts them."""
+        self.tie()
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput:
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
         """Predict the next tokens.
 
         Args:
-            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``.
+            input_ids: int64, shape ``(B, T)`` with T at most ``config.seq``; hidden states ``(B, T, D)`` where the
+                embedding is on an earlier stage of a pipeline.
             labels: int64, shape ``(B, T)``: the token that follows each input.
 
         Returns:
-            Logits, and the loss when there are labels.
+            Logits, and the loss when there are labels; hidden states where the head is on a later stage.
         """
-        x = self.embed_in(input_ids)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(torch.arange(input_ids.shape[1], device=input_ids.device))
-        cos, sin = (None, None) if self.rotary is None else self.rotary(input_ids.shape[1], x.dtype)
+        x, length = input_ids, input_ids.shape[1]
+        if self.embed_in is None:
+            length *= self.sequence_ways
+        else:
+            x = self.embed_in(input_ids)
+            if self.embed_positions is not None:
+                x = x + self.embed_positions(torch.arange(length, device=input_ids.device))
+        cos, sin = (None, None) if self.rotary is None else self.rotary(length, x.dtype)
         for layer in self.layers:
             x = call_layer(layer, self.config.recompute, x, cos, sin)
+        if self.final_layer_norm is None or self.lm_head is None:
+            return x
         logits = self.lm_head(self.final_layer_norm(x))
         return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))
+
+    # -- how it is cut: thinwire.parallel.Divisible ------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks here."""
+        return len(self.layers)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.config.hidden
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.config.vocab
+
+    @property
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """What tensor-parallel ranks must divide."""
+        config = self.config
+        sizes = {"heads": config.heads, "ffn": config.ffn, "vocab": config.vocab}
+        return sizes | ({"seq": config.seq} if self.embed_positions is not None else {})
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head shares the embedding's weight."""
+        return self.config.tied
+
+    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
+        """Torch's style of each module."""
+        return styles(
+            embedding="embed_in" if self.embed_in is not None else None,
+            positions="embed_positions" if self.embed_positions is not None else None,
+            norm="final_layer_norm" if self.final_layer_norm is not None else None,
+            head="lm_head" if self.lm_head is not None else None,
+            block_norms=("input_layernorm", "post_attention_layernorm"),
+            halves={
+                "attention": Half(columns=("query_key_value",), rows="dense", inputs=3),
+                "mlp": Half(columns=("dense_h_to_4h",), rows="dense_4h_to_h", inputs=1),
+            },
+            sequence=sequence,
+        )
+
+    def tie(self) -> None:
+        """Share the embedding's weight with the head, where they are tied."""
+        if self.config.tied and self.lm_head is not None and self.embed_in is not None:
+            self.lm_head.weight = self.embed_in.weight
+
+    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
+        """Keep one stage of a pipeline."""
+        self.layers = kept_blocks(self.layers, blocks)
+        if not first:
+            self.embed_in = self.embed_positions = None
+        if not last:
+            self.final_layer_norm = self.lm_head = None

@@ -1,0 +1,303 @@
+"""A model over a grid of ranks, trained as one: steps, clipping, checkpoints, measurements of all its parts."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import loss_parallel
+
+from thinwire.collectives import group as groups
+from thinwire.collectives.intercept import AxisTraffic, axis_traffic, step_scope
+from thinwire.collectives.topology import DataRanks
+from thinwire.errors import SpecError
+from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
+from thinwire.parallel.grid import Grid
+from thinwire.parallel.pipeline import STAGES_OF_A_RANK, Loss, Pipeline, Shapes
+from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
+from thinwire.shard import api, snapshot
+from thinwire.shard.build import build
+from thinwire.shard.local import Part
+from thinwire.shard.optim import ShardedOptimizer
+from thinwire.shard.runtime import runtime_of
+from thinwire.spec import Plan
+
+__all__ = ["ParallelModel", "ParallelOptimizer", "TokenBatch", "parallelize"]
+
+
+class TokenBatch(Protocol):
+    """A micro-batch of one data-parallel rank."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """int64, ``(B, T)``."""
+
+    @property
+    def labels(self) -> Tensor:
+        """int64, ``(B, T)``: the token after each input; -100 does not count."""
+
+
+class ParallelModel:
+    """What one rank trains; made by :func:`parallelize`.
+
+    Attributes:
+        plan: the plan.
+        grid: where this rank stands.
+        chunks: its parts of the model, each sharded: one for each of its pipeline stages.
+        mesh: torch's, with axes ``pp``, ``dp`` and ``tp``; none where all ranks are data-parallel.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        grid: Grid,
+        chunks: Sequence[nn.Module],
+        mesh: DeviceMesh | None,
+        pipeline: Pipeline | None,
+        loss: Loss,
+    ) -> None:
+        self.plan, self.grid, self.chunks, self.mesh = plan, grid, tuple(chunks), mesh
+        self._pipeline, self._loss = pipeline, loss
+        self._whole = groups.control(grid.model_ranks) if grid.size > grid.dp else None
+        self._device = next(self.chunks[0].parameters()).device
+
+    @property
+    def knows_loss(self) -> bool:
+        """Whether losses that this rank returns are the model's, not zero: it has the last stage."""
+        return self._pipeline is None or self._pipeline.holds_last
+
+    def step(self, batches: Sequence[TokenBatch]) -> Tensor:
+        """Forward and backward of a step's micro-batches; gradients add up to those of their mean loss.
+
+        Args:
+            batches: ``plan.micro_batches`` of them, the same on all ranks that hold the model together.
+
+        Returns:
+            Mean loss, fp32, on the device; zero where this rank does not know it.
+        """
+        with self._training_step():
+            if self._pipeline is not None:
+                ids = torch.cat([batch.input_ids for batch in batches]).to(self._device)
+                labels = torch.cat([batch.labels for batch in batches]).to(self._device)
+                return self._pipeline.step(ids, labels)
+            total = torch.zeros((), device=self._device)
+            for batch in api.micro_batches(self.chunks[0], batches):
+                loss = self._mean_loss(batch) / len(batches)
+                loss.backward()
+                total += loss.detach()
+            return total
+
+    @torch.no_grad()
+    def evaluate(self, batch: TokenBatch) -> Tensor:
+        """Mean loss of a micro-batch, without gradients; zero where this rank does not know it."""
+        if self._pipeline is not None:
+            with self._vocabulary_parallel():
+                return self._pipeline.evaluate(batch.input_ids.to(self._device), batch.labels.to(self._device))
+        with self._vocabulary_parallel():
+            return self._mean_loss(batch)
+
+    def train(self, mode: bool = True) -> None:
+        """Switch all parts between training and evaluation."""
+        for chunk in self.chunks:
+            chunk.train(mode)
+
+    def optimizer(
+        self,
+        optimizer_class: type[torch.optim.Optimizer],
+        *,
+        param_groups: Iterable[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ) -> ParallelOptimizer:
+        """An optimizer over this rank's shares; see :func:`thinwire.optimizer`.
+
+        Args:
+            optimizer_class: for example ``torch.optim.AdamW``.
+            param_groups: names or patterns of the whole model's parameters.
+            **options: passed on.
+        """
+        wanted = list(param_groups or ())
+        made = [
+            api.optimizer(chunk, optimizer_class, param_groups=_groups_of(chunk, wanted), **options)
+            for chunk in self.chunks
+        ]
+        return ParallelOptimizer(made)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
+
+        Returns:
+            The norm before, equal on every rank.
+        """
+        runtimes = [runtime_of(chunk) for chunk in self.chunks]
+        found = [runtime.agree(measure=True) for runtime in runtimes]
+        squared = sum(agreement.norm**2 for agreement in found)
+        if self._whole is not None:
+            squared = self._whole.all_reduce_mean([squared])[0] * self._whole.size
+        norm = math.sqrt(squared) if squared == squared else squared
+        coefficient = max_norm / (norm + 1e-6)
+        if not coefficient >= 1.0:
+            for runtime, agreement in zip(runtimes, found, strict=True):
+                runtime.arena.mul_(coefficient)
+                runtime.agreement = replace(agreement, norm=agreement.norm * coefficient)
+        return norm
+
+    def progress(self, share: float) -> None:
+        """Say how much of training is done; see :func:`thinwire.progress`."""
+        for chunk in self.chunks:
+            api.progress(chunk, share)
+
+    def save(
+        self, optim: ParallelOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write a checkpoint of the whole model; see :func:`thinwire.save`."""
+        snapshot.save(self._with(optim), Path(path), extra)
+
+    def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
+        """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""
+        return snapshot.load(self._with(optim), Path(path))
+
+    def axis_traffic(self) -> dict[str, AxisTraffic]:
+        """What this rank has sent on the axes ``tp`` and ``pp`` since the last call."""
+        return {} if self.mesh is None else axis_traffic(self.mesh, reset=True)
+
+    def _mean_loss(self, batch: TokenBatch) -> Tensor:
+        ids, labels = batch.input_ids.to(self._device), batch.labels.to(self._device)
+        if self.grid.tp > 1:
+            return self._loss(self.chunks[0](ids).logits, labels)
+        loss: Tensor = self.chunks[0](input_ids=ids, labels=labels).loss
+        return loss
+
+    @contextlib.contextmanager
+    def _training_step(self) -> Any:
+        if self.mesh is None:
+            yield
+            return
+        with step_scope(), self._vocabulary_parallel():
+            yield
+
+    def _vocabulary_parallel(self) -> contextlib.AbstractContextManager[None]:
+        return loss_parallel() if self.grid.tp > 1 else contextlib.nullcontext()
+
+    def _with(self, optim: ParallelOptimizer | None) -> list[snapshot.Trained]:
+        parts: Sequence[ShardedOptimizer | None] = [None] * len(self.chunks) if optim is None else optim.parts
+        return list(zip(self.chunks, parts, strict=True))
+
+
+class ParallelOptimizer:
+    """The optimizers of this rank's parts, as one.
+
+    Args:
+        parts: in the order of the chunks.
+    """
+
+    def __init__(self, parts: Sequence[ShardedOptimizer]) -> None:
+        self.parts = tuple(parts)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all parts; equal ones are alike on every rank."""
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        """Update all parts, and start spreading what changed."""
+        for part in self.parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        """Forget every gradient."""
+        for part in self.parts:
+            part.zero_grad()
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan,
+    *,
+    loss: Loss | None = None,
+    sequence_parallel: bool = True,
+    encoded: bool = True,
+    codec_backend: str | None = None,
+) -> ParallelModel:
+    """Cut a model over all ranks of the job: stages, matrices, and within the data-parallel ranks as the plan says.
+
+    Every rank calls it with the same model: same shapes, same values. Without ``tp`` and ``pp`` it is
+    :func:`thinwire.shard` with the conveniences of a :class:`ParallelModel`.
+
+    Args:
+        model: fp32; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`. Consumed: parts of it live on.
+        plan: its mesh times ``tp`` times ``pp`` has as many ranks as the job.
+        loss: mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
+        sequence_parallel: with ``tp``: cut sequences between matrices, too.
+        encoded: whether ``tp`` and ``pp`` send through their codecs, ``none`` included, which counts bytes; without,
+            torch's own groups are used.
+        codec_backend: see :func:`thinwire.shard`.
+
+    Raises:
+        SpecError: if the plan asks for what this model or this job cannot do.
+        UsageError: if the model does not know how to be cut.
+    """
+    if not groups.is_initialized():
+        groups.init()
+    control = groups.control()
+    grid = Grid.of(plan, control.rank, control.size)
+    if grid.size == grid.dp:
+        api.shard(model, plan, codec_backend=codec_backend)
+        return ParallelModel(plan, grid, [model], None, None, _unknown_loss if loss is None else loss)
+    if not encoded and not (plan.wire.tp.is_none and plan.wire.pp.is_none):
+        raise SpecError("plan", ["wire.tp and wire.pp need encoded = True, or set both to 'none'"])
+    device = next(model.parameters()).device
+    per_rank = STAGES_OF_A_RANK[plan.schedule] if grid.pp > 1 else 1
+    stages = grid.pp * per_rank
+    anatomy = divisible(model, plan, sequence=sequence_parallel, stages=stages)
+    shapes = Shapes(
+        sequence_ways=grid.tp if sequence_parallel else 1,
+        width=anatomy.width,
+        vocabulary=anatomy.vocabulary // grid.tp,
+        dtype=getattr(torch, plan.compute_dtype),
+    )
+    mesh = grid.mesh(plan, device, encoded=encoded)
+    ranges = blocks_of_stages(anatomy.num_blocks, stages)
+    chunks = []
+    for number in range(per_rank):
+        index = number * grid.pp + grid.stage
+        chunk = model if number == per_rank - 1 else copy.deepcopy(model)
+        assert isinstance(chunk, Divisible)
+        chunk.keep(ranges[index], first=index == 0, last=index == stages - 1)
+        masters = {}
+        if grid.tp > 1:
+            masters = cut_matrices(chunk, chunk, mesh["tp"], shapes.dtype, sequence=sequence_parallel)
+        part = Part(DataRanks(grid.data_ranks, number), index, grid.tensor, grid.tp, masters)
+        build(chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part)
+        chunks.append(chunk)
+    mean_loss = _loss_of(grid, mesh, loss)
+    pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), device, shapes, mean_loss) if grid.pp > 1 else None
+    return ParallelModel(plan, grid, chunks, mesh, pipeline, mean_loss)
+
+
+def _loss_of(grid: Grid, mesh: DeviceMesh, loss: Loss | None) -> Loss:
+    if grid.tp > 1:
+        axis = mesh["tp"]
+        return lambda logits, labels: vocabulary_parallel_loss(logits, labels, axis)
+    return _unknown_loss if loss is None else loss
+
+
+def _unknown_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    raise SpecError("loss", ["a pipeline needs one: thinwire.parallelize(model, plan, loss=...)"])
+
+
+def _groups_of(chunk: nn.Module, groups_: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups with the names that a part of the model has."""
+    names = [name for name, _ in chunk.named_parameters()]
+    return [
+        {**group, "params": [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in group["params"])]}
+        for group in groups_
+    ]

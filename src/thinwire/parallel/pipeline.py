@@ -1,0 +1,167 @@
+"""Pipeline parallelism: stages of consecutive blocks, run by torch's 1F1B and interleaved schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+
+from thinwire.shard.runtime import runtime_of
+from thinwire.spec import Plan
+
+__all__ = ["STAGES_OF_A_RANK", "Pipeline", "Shapes"]
+
+STAGES_OF_A_RANK = {"1f1b": 1, "interleaved": 2}
+"""Stages that every rank holds, by schedule."""
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What stages hand to each other.
+
+    Attributes:
+        sequence_ways: tensor-parallel ranks between which the tokens of hidden states are cut.
+        width: D, of hidden states.
+        vocabulary: of the logits on one rank.
+        dtype: of both.
+    """
+
+    sequence_ways: int
+    width: int
+    vocabulary: int
+    dtype: torch.dtype
+
+
+class Pipeline:
+    """This rank's stages and the order in which their micro-batches run.
+
+    Args:
+        chunks: sharded modules of this rank's stages, in order.
+        plan: with the schedule and the number of micro-batches.
+        group: the ranks of the pipeline.
+        device: of this rank.
+        shapes: of messages.
+        loss: mean loss of a micro-batch, of logits and labels.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[nn.Module],
+        plan: Plan,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        shapes: Shapes,
+        loss: Loss,
+    ) -> None:
+        self._chunks, self._plan, self._group, self._device = tuple(chunks), plan, group, device
+        self._shapes, self._loss = shapes, loss
+        self._schedules: dict[tuple[int, int, int, bool], Any] = {}
+        self.holds_last = group.rank() == group.size() - 1
+        """Whether the last stage, which knows the loss, is this rank's."""
+
+    def step(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Forward and backward of a step's micro-batches.
+
+        Args:
+            ids: int64, ``(M * B, T)``.
+            labels: the same.
+
+        Returns:
+            Mean loss, fp32; zero where this rank does not have the last stage.
+        """
+        count = self._plan.micro_batches
+        schedule = self._schedule(count, ids.shape[0] // count, ids.shape[1], training=True)
+        return self._run(schedule.step, ids, labels)
+
+    @torch.no_grad()
+    def evaluate(self, ids: Tensor, labels: Tensor) -> Tensor:
+        """Mean loss of one micro-batch, ``(B, T)``; zero where this rank does not have the last stage."""
+        return self._run(self._schedule(1, *ids.shape, training=False).eval, ids, labels)
+
+    def _run(self, run: Callable[..., Any], ids: Tensor, labels: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        first = (ids,) if self._group.rank() == 0 else ()
+        last = {"target": labels, "losses": losses} if self.holds_last else {}
+        run(*first, **last)
+        if not losses:
+            return torch.zeros((), device=self._device)
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _schedule(self, count: int, sequences: int, tokens: int, *, training: bool) -> Any:
+        key = (count, sequences, tokens, training)
+        if key not in self._schedules:
+            stages = self._stages(sequences, tokens)
+
+            def loss(logits: Tensor, labels: Tensor) -> Tensor:
+                return self._loss(logits, labels) / count
+
+            options: dict[str, Any] = {"n_microbatches": count, "loss_fn": loss, "scale_grads": False}
+            if len(stages) > 1:
+                self._schedules[key] = ScheduleInterleaved1F1B(list(stages), **options)
+            else:
+                kind = Schedule1F1B if training else ScheduleGPipe
+                self._schedules[key] = kind(stages[0], **options)
+        return self._schedules[key]
+
+    def _stages(self, sequences: int, tokens: int) -> list[PipelineStage]:
+        shapes, num_stages = self._shapes, self._group.size() * len(self._chunks)
+        hidden = torch.empty(
+            sequences,
+            tokens // shapes.sequence_ways,
+            shapes.width,
+            dtype=shapes.dtype,
+            device="meta",
+            requires_grad=True,
+        )
+        ids = torch.empty(sequences, tokens, dtype=torch.int64, device="meta")
+        logits = torch.empty(
+            sequences, tokens, shapes.vocabulary, dtype=shapes.dtype, device="meta", requires_grad=True
+        )
+        stages = []
+        for number, chunk in enumerate(self._chunks):
+            index = number * self._group.size() + self._group.rank()
+            # Said, not found out by trying: a trial backward would count as one of the step's.
+            stages.append(
+                _Stage(
+                    chunk,
+                    index,
+                    num_stages,
+                    self._device,
+                    input_args=ids if index == 0 else hidden,
+                    output_args=logits if index == num_stages - 1 else hidden,
+                    group=self._group,
+                )
+            )
+        return stages
+
+
+class _Stage(PipelineStage):
+    """A stage that tells its runtime which micro-batch is at work."""
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Hidden states, or logits."""
+        output: Any = self.submod(*args, **kwargs)
+        found: Tensor = output if isinstance(output, Tensor) else output.logits
+        return found
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """As torch's."""
+        runtime_of(self.submod).schedule.select(fwd_chunk_id, last=False)
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """As torch's."""
+        schedule = runtime_of(self.submod).schedule
+        schedule.select(bwd_chunk_id, last=last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if last_backward:
+            schedule.select(0, last=True)
