@@ -13,10 +13,20 @@ import pytest
 from thinwire.cost import ProfiledRates
 from thinwire.plan import Job, profiled_cluster, search
 from thinwire.profile.exchanging import exchanges
+from thinwire.profile.meeting import line
 from thinwire.spec import Factor, ModelSpec
 from thinwire.spec.profile import Profile
 
 SHAPE = ModelSpec(name="tiny", layers=2, hidden=64, heads=4, ffn=128, vocab=256, seq=32)
+
+
+def test_a_delay_is_told_from_a_factor_in_spite_of_outliers() -> None:
+    alone = [1e-3, 2e-3, 5e-3, 0.02, 0.08]
+    points = [(seconds, 1.25 * seconds + 4e-3) for seconds in alone]
+    assert line([*points, (1e-3, 0.09), (5e-3, 0.2)]) == pytest.approx((1.25, 4e-3))
+    # A transfer beside computation is never faster: neither factor below 1 nor delay below 0.
+    assert line([(seconds, 0.9 * seconds) for seconds in alone]) == (1.0, 0.0)
+    assert line([(2e-3, 8e-3)]) == pytest.approx((1.0, 6e-3))
 
 
 def test_shapes_are_those_that_plans_use() -> None:
@@ -55,7 +65,11 @@ def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
     hops = {(row.kind, row.local, row.nodes) for row in measured.collectives}
     assert {(kind, *shape) for kind in ("all_gather", "reduce_scatter") for shape in ((2, 1), (1, 2))} <= hops
     assert all(row.low <= row.seconds <= row.high for row in measured.collectives)
-    assert {row.scope for row in measured.overlap} == {"inside", "across"}
+    for shape in ((2, 1), (1, 2)):
+        sizes = [row.sent for row in measured.collectives if (row.kind, row.local, row.nodes) == ("all_gather", *shape)]
+        assert len(sizes) >= 3  # latency and bandwidth follow from no single one
+    assert {(row.scope, row.hidden) for row in measured.overlap} == {("inside", 64), ("across", 64)}
+    assert all(row.delay is not None for row in measured.overlap)
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
     rates = ProfiledRates(measured, SHAPE, "bfloat16")
     assert search(Job(SHAPE, profiled_cluster(measured), 4 * 32, 32, rates=rates, overhead=0)).candidates

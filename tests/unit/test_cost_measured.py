@@ -56,9 +56,9 @@ def profile(**changes: Any) -> Profile:
         for kind in ("block", "head", "embedding")
     ]
     meetings = [
-        OverlapRow(scope="inside", sent=MIB, compute=1.3, transfer=1.5),
-        OverlapRow(scope="inside", sent=MIB // 16, compute=1.2, transfer=5.5),
-        OverlapRow(scope="across", sent=MIB, compute=1.1, transfer=1.0),
+        OverlapRow(scope="inside", sent=MIB, compute=1.3, transfer=1.5, delay=4e-3, hidden=64),
+        OverlapRow(scope="inside", sent=MIB, compute=1.2, transfer=1.0, delay=6e-3, hidden=4096),
+        OverlapRow(scope="across", sent=MIB, compute=1.1, transfer=1.2, delay=5e-3, hidden=64),
     ]
     made = Profile(
         device="cpu", backend="gloo", torch="2.13", nodes=2, gpus_per_node=2, memory=4 << 30, base_memory=200 * MIB,
@@ -77,18 +77,25 @@ def test_measured_points_come_back() -> None:
     assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, MIB, encoded=False) == pytest.approx(1e-3 + MIB / 1e8)
     assert known.hop(Kind.REDUCE_SCATTER, Scope.INSIDE, 2, 16 * MIB, encoded=True) == pytest.approx(1e-3 + MIB / 6.25e7)
     assert known.codec(Work(CodecSpec("int8:256"), "float32", 1 << 20, 0)) == pytest.approx((1 << 20) * 1e-9)
-    assert known.beside(Scope.INSIDE, MIB) == Beside(1.3, 1.5)
-    assert known.beside(Scope.ACROSS, 2 * MIB) == Beside(1.1, 1.0)
     assert not known.extrapolated
 
 
-def test_small_transfers_suffer_more_beside_computation() -> None:
+def test_transfers_lose_alike_whoever_computes_and_computation_as_its_model_does() -> None:
     known = rates()
-    assert known.beside(Scope.INSIDE, MIB // 4) == Beside(pytest.approx(1.25), pytest.approx(3.5))
-    assert known.beside(Scope.INSIDE, 100) == Beside(1.2, 5.5)
-    assert known.beside(Scope.INSIDE, 64 * MIB) == Beside(1.3, 1.5)
+    for sent in (100, MIB, 64 * MIB):
+        assert known.beside(Scope.INSIDE, sent) == Beside(1.3, 1.2, 5e-3)
+        assert known.beside(Scope.ACROSS, sent) == Beside(1.1, 1.2, 5e-3)
+    assert ProfiledRates(profile(), MODEL.with_(hidden=3072), "bfloat16").beside(Scope.INSIDE, MIB).compute == 1.2
     assert known.least_slowing == 1.1
     assert rates(overlap=[]).beside(Scope.INSIDE, MIB) == Beside()
+
+
+def test_factors_of_older_profiles_are_taken_for_the_delay_that_they_were() -> None:
+    row = {"scope": "inside", "sent": MIB, "compute": 1.3, "transfer": 3.0}
+    older = Profile.parse({**profile().to_dict(), "overlap": [row]}, "an older profile")
+    alone = 1e-3 + MIB / 1e9
+    found = ProfiledRates(older, MODEL, "bfloat16").beside(Scope.INSIDE, 100)
+    assert found == Beside(1.3, 1.0, pytest.approx(2 * alone))
 
 
 def test_between_points_times_grow_and_beyond_them_bandwidth_holds() -> None:

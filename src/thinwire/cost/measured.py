@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from thinwire.cost.anatomy import Part
-from thinwire.cost.rates import Beside, Work
+from thinwire.cost.rates import ALONE, Beside, Work
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.spec import ModelSpec, Plan
@@ -83,9 +84,7 @@ class ProfiledRates:
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
         )
         self._compute = {part: _nearest(profile, part, model, dtype) for part in ("block", "head", "embedding")}
-        self._overlap: dict[str, list[OverlapRow]] = {}
-        for row in sorted(profile.overlap, key=lambda row: row.sent):
-            self._overlap.setdefault(row.scope, []).append(row)
+        self._beside = self._meetings(profile.overlap)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """Interpolated; groups of a size that was not measured are scaled from the nearest one that was, and all groups
@@ -176,26 +175,46 @@ class ProfiledRates:
         return self.profile.step_seconds
 
     def beside(self, scope: Scope, sent: int) -> Beside:
-        """Interpolated between the sizes that were measured, the nearest one's beyond; 1 where nothing was.
+        """As measured on these links, whatever the size; ``ALONE`` where nothing was."""
+        del sent
+        return self._beside.get(scope, ALONE)
 
-        A small transfer mostly waits for its turn on a busy processor, so it suffers many times more than a large one.
+    def _meetings(self, rows: Sequence[OverlapRow]) -> dict[Scope, Beside]:
+        """What transfers and computation do to each other, by links.
+
+        How late a transfer is depends on the scheduler alone: the median of all rows. How much computation is held up
+        depends on the model: the rows of the nearest width.
         """
-        rows = self._overlap.get(str(scope), [])
-        high = next((index for index, row in enumerate(rows) if row.sent >= sent), len(rows))
-        if high in (0, len(rows)):
-            nearest = rows[min(high, len(rows) - 1) :][:1]
-            return Beside(nearest[0].compute, nearest[0].transfer) if nearest else Beside()
-        below, above = rows[high - 1], rows[high]
-        share = math.log(sent / below.sent) / math.log(above.sent / below.sent)
-        return Beside(
-            below.compute + share * (above.compute - below.compute),
-            below.transfer + share * (above.transfer - below.transfer),
-        )
+        losses = [self._loss(row) for row in rows if row.delay is not None] or [self._loss(row) for row in rows]
+        if not losses:
+            return {}
+        factor, delay = (statistics.median(values) for values in zip(*losses, strict=True))
+        found = {}
+        for scope in Scope:
+            here = [row for row in rows if row.scope == str(scope)]
+            noted = [row for row in here if row.hidden is not None]
+            nearest = min((self._distance(row) for row in noted), default=None)
+            here = here if nearest is None else [row for row in noted if self._distance(row) == nearest]
+            if here:
+                found[scope] = Beside(statistics.median(row.compute for row in here), factor, delay)
+        return found
+
+    def _loss(self, row: OverlapRow) -> tuple[float, float]:
+        """Factor and delay of a row; a factor of transfers of one size is taken for the delay that it was."""
+        if row.delay is not None:
+            return row.transfer, row.delay
+        scope = Scope(row.scope)
+        ranks = self.profile.gpus_per_node if scope is Scope.INSIDE else self.profile.nodes
+        line, _ = self._line("all_gather", scope, ranks)
+        return 1.0, (row.transfer - 1) * line.at(row.sent)
+
+    def _distance(self, row: OverlapRow) -> float:
+        return abs(math.log((row.hidden or 1) / self._model.hidden))
 
     @property
     def least_slowing(self) -> float:
         """As measured; 1 where it was not."""
-        return min((row.compute for row in self.profile.overlap), default=1.0)
+        return min((beside.compute for beside in self._beside.values()), default=1.0)
 
     @property
     def extrapolated(self) -> bool:

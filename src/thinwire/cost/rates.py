@@ -47,15 +47,17 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """How computation and a transfer slow each other down while both run; 1 is not at all.
+    """How computation and a transfer slow each other down while both run.
 
     Attributes:
-        compute: how many times longer computation and codecs take.
+        compute: how many times longer computation and codecs take; 1 is not at all.
         transfer: how many times longer the transfer takes.
+        delay: seconds by which the transfer begins late, because the processor is taken.
     """
 
     compute: float = 1.0
     transfer: float = 1.0
+    delay: float = 0.0
 
 
 ALONE = Beside()

@@ -15,7 +15,7 @@ from thinwire.errors import ThinwireError, UsageError
 from thinwire.profile.coding import CODECS, NUMELS, measure_codec
 from thinwire.profile.computing import Piece, measure_model, measure_touch, measure_update
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
-from thinwire.profile.meeting import Meeting, measure_meeting
+from thinwire.profile.meeting import Meeting, measure_meetings
 from thinwire.profile.timing import FEWEST, Deadline, timed
 from thinwire.program import Scope
 from thinwire.spec import Factor, ModelSpec
@@ -24,8 +24,12 @@ from thinwire.units import format_bytes
 
 __all__ = ["Settings", "measure"]
 
-MEETING_SIZES = (1 << 20, 1 << 16, 1 << 23)
-"""Bytes of the vectors that are gathered beside computation: a usual bucket's, a small one's, a large one's."""
+MEETING_SIZES = (1 << 16, 1 << 20, 1 << 14, 1 << 22)
+"""Bytes of the vectors that are gathered beside computation: what all lose is told from what grows with size."""
+
+
+NEEDED_SIZES = (1 << 20, 1 << 16, 1 << 12)
+"""Bytes of the vectors with which everything that plans consist of is measured in any case."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +111,7 @@ def measure(
     groups = Groups(settings.mesh, control.rank, settings.device)
     _measure_compute(settings, control, deadline.share(0.15), rows, report)
     profile()
-    _measure_meetings(settings, control, groups, deadline.share(0.3), rows, report)
+    _measure_meetings(settings, control, groups, deadline.share(0.4), rows, report)
     profile()
     _measure_collectives(settings, control, groups, deadline.share(0.6), rows, report, profile)
     _measure_codecs(settings, control, deadline, rows, report)
@@ -163,32 +167,30 @@ def _measure_meetings(
     report: Callable[[str], None],
 ) -> None:
     block = next((piece for piece in settings.pieces if piece.part == "block"), None)
-    shapes = {Scope.INSIDE: (settings.mesh.local, 1), Scope.ACROSS: (1, settings.mesh.nodes)}
-    known = {(row.scope, row.sent) for row in rows.overlap}
-    wanted = [
-        (scope, size, sent)
-        for size in MEETING_SIZES
-        for scope, shape in shapes.items()
-        if math.prod(shape) > 1
-        if (str(scope), sent := sent_bytes(Exchange("all_gather", *shape), size)) not in known
-    ]
     if block is None:
         return
+    shapes = {Scope.INSIDE: (settings.mesh.local, 1), Scope.ACROSS: (1, settings.mesh.nodes)}
+    # How much computation is held up depends on how long its operations are.
+    known = {(row.scope, row.hidden) for row in rows.overlap}
+    meetings = [
+        Meeting(
+            scope,
+            sent_bytes(Exchange("all_gather", *shape), size),
+            all_gather(groups.of(*shape), torch.zeros(size, dtype=torch.uint8, device=settings.device)).perform,
+        )
+        for size in MEETING_SIZES
+        for scope, shape in shapes.items()
+        if math.prod(shape) > 1 and (str(scope), block.shape.hidden) not in known
+    ]
+    if not meetings:
+        return
+    report(f"computing blocks of {block.shape.name or 'the model'} beside transfers")
     _, call = block.make(settings.device)
 
     def compute() -> None:
         call().sum().backward()
 
-    for number, (scope, size, sent) in enumerate(wanted):
-        if deadline.passed() and size != MEETING_SIZES[0]:
-            report(f"no time left for computing beside transfers of {format_bytes(size)}")
-            return
-        report(f"computing beside transfers {scope} nodes, {format_bytes(size)}")
-        share = max(0.6, deadline.left() / (len(wanted) - number))
-        whole = torch.zeros(size, dtype=torch.uint8, device=settings.device)
-        transfer = all_gather(groups.of(*shapes[scope]), whole).perform
-        meeting = Meeting(scope, sent, compute, transfer)
-        rows.overlap.append(measure_meeting(meeting, control, settings.device, share))
+    rows.overlap += measure_meetings(meetings, compute, block.shape.hidden, control, settings.device, deadline)
 
 
 def _measure_collectives(
@@ -200,23 +202,28 @@ def _measure_collectives(
     report: Callable[[str], None],
     save: Callable[[], object],
 ) -> None:
-    """One size of everything before another of anything, so that the budget cuts off the least useful sizes; the first
-    size of what every plan needs is measured in any case."""
-    wanted = list(exchanges(settings.mesh))
+    """First what every plan needs, in a large, a small and a tiny size whatever the budget: from a single one follows
+    neither latency nor bandwidth. Then one size of everything before another of anything, so that the budget cuts off
+    the least useful sizes."""
+    everything = list(exchanges(settings.mesh))
+    needed = [(what, size) for size in NEEDED_SIZES for what in everything if what.needed]
     known = {(_exchange_of(row), row.sent) for row in rows.collectives}
     per_byte: dict[Exchange, float] = {}  # at the best, which is what larger sizes will need
-    for size in SIZES:
-        if 16 * size > settings.memory:
-            continue
-        for number, what in enumerate(wanted):
+    for wanted in (needed, *([(what, size) for what in everything] for size in SIZES)):
+        for number, (what, size) in enumerate(wanted):
             left, sent = deadline.left(), sent_bytes(what, size)
             too_slow = FEWEST * sent * per_byte.get(what, 0.0) > max(left, settings.budget / 4)
-            if (what, sent) in known or ((left <= 0 or too_slow) and not (size == SIZES[0] and what.needed)):
+            if (
+                16 * size > settings.memory
+                or (what, sent) in known
+                or ((left <= 0 or too_slow) and wanted is not needed)
+            ):
                 continue
             report(f"{what.kind} over {what.local} x {what.nodes}{_alone(what)}, {format_bytes(size)}")
             share = min(1.0, max(0.0, left) / (len(wanted) - number) / 2)
             row = measure_exchange(what, size, groups, control, settings.device, share)
             rows.collectives.append(row)
+            known.add((what, sent))
             per_byte[what] = min(row.seconds / row.sent, per_byte.get(what, float("inf")))
         save()
 

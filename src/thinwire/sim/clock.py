@@ -2,8 +2,8 @@
 
 A *task* has seconds of work, alone, on one resource, and on the spine where it crosses it. Tasks that run at the same
 time share: transfers over the same links divide them, computation and codecs divide the processor, and computation and
-transfers slow each other by measured factors (gamma), which differ from transfer to transfer. Time jumps from one
-completion to the next.
+transfers slow each other as measured (gamma): by factors, and a transfer waits for its turn on a busy processor before
+it uses its links. Time jumps from one completion to the next.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class Task:
         beside: of a transfer: what it and computation do to each other.
         share: of the resource that it takes, alone; less than all where the spine is what limits it.
         spine: share of the spine that it takes, alone.
+        late: seconds that it still waits for its turn, while the processor is busy.
     """
 
     resource: Resource
@@ -59,6 +60,7 @@ class Task:
     beside: Beside = ALONE
     share: float = 1.0
     spine: float = 0.0
+    late: float = 0.0
 
 
 @dataclass
@@ -94,7 +96,8 @@ class Clock:
             spine_load: how many times longer it keeps the spine busy than its resource.
         """
         most = max(1.0, spine_load)
-        self._active.append(Task(resource, seconds, done, beside, 1.0 / most, spine_load / most))
+        late = beside.delay if seconds else 0.0
+        self._active.append(Task(resource, seconds, done, beside, 1.0 / most, spine_load / most, late))
 
     def run(self) -> None:
         """Until nothing is left to run."""
@@ -103,10 +106,15 @@ class Clock:
 
     def _advance(self) -> None:
         active, slowness = self._active, self._slowness()
-        wait = min(task.left * slow for task, slow in zip(active, slowness, strict=True))
+        wait = min(task.late or task.left * slow for task, slow in zip(active, slowness, strict=True))
         self.now += wait
         finished = []
         for task, slow in zip(active, slowness, strict=True):
+            if task.late:
+                task.late -= wait
+                if task.late <= 1e-12:
+                    task.late = 0.0
+                continue
             step = wait / slow
             worked = min(step, task.left)
             self.busy[task.resource] += worked * task.share
@@ -125,11 +133,15 @@ class Clock:
     def _slowness(self) -> list[float]:
         """Seconds that a second of each task's work takes now."""
         wanted = dict.fromkeys(Resource, 0.0)
+        busy = any(task.resource is Resource.COMPUTE or task.resource is Resource.CODEC for task in self._active)
         # Transfers over the same links take turns, so the one that disturbs computation most stands for them.
         disturbing = {Resource.INSIDE: 1.0, Resource.ACROSS: 1.0}
         for task in self._active:
-            wanted[task.resource] += task.share
-            wanted[Resource.SPINE] += task.spine
+            if not busy:
+                task.late = 0.0
+            if not task.late:
+                wanted[task.resource] += task.share
+                wanted[Resource.SPINE] += task.spine
             if task.beside is not ALONE:
                 disturbing[task.resource] = max(disturbing[task.resource], task.beside.compute)
         sharing = (1 if wanted[Resource.COMPUTE] else 0) + wanted[Resource.CODEC]

@@ -70,12 +70,25 @@ class ComputeRow(Spec):
 
 
 class OverlapRow(Spec):
-    """How computation and transfers of one size slow each other down when both run; 1 is not at all."""
+    """How computation and transfers slow each other down when both run.
+
+    Seconds of a transfer beside computation are ``transfer`` times its seconds alone, and ``delay``.
+    """
 
     scope: Literal["inside", "across"] = Field(description="which links the transfers use")
-    sent: Bytes = Field(description="bytes that one rank sends in a transfer")
-    compute: Annotated[float, Field(strict=True, ge=1)] = Field(description="time of computation beside a transfer")
-    transfer: Annotated[float, Field(strict=True, ge=1)] = Field(description="time of a transfer beside computation")
+    sent: Bytes = Field(description="bytes that one rank sends in a transfer, the largest that was measured")
+    compute: Annotated[float, Field(strict=True, ge=1)] = Field(
+        description="how many times longer computation takes beside a transfer"
+    )
+    transfer: Annotated[float, Field(strict=True, ge=1)] = Field(
+        description="how many times longer a transfer takes beside computation, besides its delay"
+    )
+    delay: NonNegative | None = Field(
+        default=None,
+        description="seconds by which a transfer beside computation is late, whatever its size; null: measured with "
+        "transfers of one size, all of whose loss is in transfer",
+    )
+    hidden: Count | None = Field(default=None, description="width of the model that computed; null: not noted")
 
 
 class Profile(Spec):

@@ -1,0 +1,54 @@
+"""The clock: how long tasks take that share, and that keep each other waiting."""
+
+from __future__ import annotations
+
+import pytest
+
+from thinwire.cost import ALONE, Beside
+from thinwire.sim.clock import Clock, Resource
+
+
+def ends(*tasks: tuple[Resource, float, Beside]) -> list[float]:
+    """When each of some tasks that begin together is done."""
+    clock, found = Clock(), [0.0] * len(tasks)
+    for index, (resource, seconds, beside) in enumerate(tasks):
+
+        def done(index: int = index) -> None:
+            found[index] = clock.now
+
+        clock.begin(resource, seconds, done, beside)
+    clock.run()
+    return found
+
+
+COMPUTING = Resource.COMPUTE, 1.0, ALONE
+
+
+def test_a_transfer_waits_for_a_busy_processor_and_for_no_free_one() -> None:
+    late = Beside(1.0, 1.0, 0.25)
+    assert ends((Resource.ACROSS, 0.5, late)) == [0.5]
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, late)) == pytest.approx([1.0, 0.75])
+    # Computation ends before its turn has come: it begins at once.
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, Beside(1.0, 1.0, 4.0))) == pytest.approx([1.0, 1.5])
+
+
+def test_the_delay_does_not_grow_with_the_transfer_and_the_factor_does() -> None:
+    beside = Beside(1.0, 1.5, 0.125)
+    assert ends(COMPUTING, (Resource.INSIDE, 0.25, beside))[1] == pytest.approx(0.125 + 0.375)
+    assert ends(COMPUTING, (Resource.INSIDE, 0.5, beside))[1] == pytest.approx(0.125 + 0.75)
+
+
+def test_who_waits_uses_no_links() -> None:
+    """Another transfer has them to itself meanwhile."""
+    late = Beside(1.0, 1.0, 0.5)
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, ALONE), (Resource.ACROSS, 0.25, late)) == pytest.approx(
+        [1.0, 0.5, 0.75]
+    )
+
+
+def test_computation_is_held_up_while_a_transfer_is_under_way() -> None:
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, Beside(1.25, 1.0, 0.1))) == pytest.approx([1.12, 0.6])
+
+
+def test_a_transfer_of_nothing_is_done_at_once() -> None:
+    assert ends(COMPUTING, (Resource.ACROSS, 0.0, Beside(1.0, 1.0, 0.5))) == pytest.approx([1.0, 0.0])
