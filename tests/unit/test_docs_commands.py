@@ -40,6 +40,7 @@ def test_the_command_line_takes_it(line: str) -> None:
         "budget",
         "peers",
         "command",
+        "micro_batch",
         "micro_batches",
         "results",
         "codec",

@@ -14,6 +14,7 @@ from thinwire.cli.bench_gains import kernels, stages, techniques
 from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.bench_planner import planner
 from thinwire.cli.bench_reductions import reductions
+from thinwire.cli.bench_spectra import spectra
 from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
 from thinwire.cli.plan import plan
@@ -41,6 +42,7 @@ bench.command()(overlap)
 bench.command()(codecs)
 bench.command()(convergence)
 bench.command()(reductions)
+bench.command()(spectra)
 bench.command()(techniques)
 bench.command()(kernels)
 bench.command()(stages)
