@@ -26,7 +26,8 @@ def test_a_delay_is_told_from_a_factor_in_spite_of_outliers() -> None:
     assert line([*points, (1e-3, 0.09), (5e-3, 0.2)]) == pytest.approx((1.25, 4e-3))
     # A transfer beside computation is never faster: neither factor below 1 nor delay below 0.
     assert line([(seconds, 0.9 * seconds) for seconds in alone]) == (1.0, 0.0)
-    assert line([(2e-3, 8e-3)]) == pytest.approx((1.0, 6e-3))
+    # Where all of them are short, what they lose is the delay, however it is spread.
+    assert line([(1e-3, 5e-3), (2e-3, 30e-3), (2e-3, 9e-3)]) == pytest.approx((1.0, 7e-3))
 
 
 def test_shapes_are_those_that_plans_use() -> None:

@@ -134,12 +134,17 @@ def _rows(turns: Sequence[_Turn], hidden: int) -> list[OverlapRow]:
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """The line through points that is off by least in sum (least absolute deviations), so that outliers count little.
 
+    Where no transfer takes longer alone than what transfers lose, a slope would be told from noise: it is 1 then.
+
     Args:
         points: seconds of a transfer alone, and beside computation; one at least.
 
     Returns:
         Its slope, 1 at least, and its intercept in seconds, 0 at least.
     """
+    lost = statistics.median(y - x for x, y in points)
+    if max(x for x, _ in points) < lost:
+        return 1.0, lost
     # A best line goes through two of the points, or through one of them where a bound holds.
     slopes = {1.0} | {y / x for x, y in points if x > 0}
     slopes |= {(d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(points, 2) if a != c}
