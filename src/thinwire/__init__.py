@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         mark_steps,
         step_scope,
     )
+    from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
     from thinwire.shard.api import (
         clip_grad_norm_,
         exposed,
@@ -54,6 +55,8 @@ __all__ = [
     "HybridPolicy",
     "ModelSpec",
     "Overlap",
+    "ParallelModel",
+    "ParallelOptimizer",
     "Plan",
     "Wire",
     "__version__",
@@ -73,6 +76,7 @@ __all__ = [
     "mark_steps",
     "micro_batches",
     "optimizer",
+    "parallelize",
     "progress",
     "save",
     "shard",
@@ -97,6 +101,7 @@ _HOMES = {
         "mark_steps",
         "step_scope",
     ),
+    "thinwire.parallel": ("ParallelModel", "ParallelOptimizer", "parallelize"),
     "thinwire.spec.policy": ("HybridPolicy",),
     "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
     "thinwire.shard.api": (

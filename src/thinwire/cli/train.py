@@ -176,7 +176,7 @@ def _launch(
     report(f"writing to {shown(directory.path)}")
     launch(
         directory,
-        plan.world,
+        plan.ranks,
         resume=resume,
         max_restarts=recipe.cluster.max_restarts,
         stream=stream,

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import fnmatch
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -177,7 +177,7 @@ class ParallelModel:
         return loss
 
     @contextlib.contextmanager
-    def _training_step(self) -> Any:
+    def _training_step(self) -> Iterator[None]:
         if self.mesh is None:
             yield
             return
@@ -233,7 +233,7 @@ def parallelize(
     :func:`thinwire.shard` with the conveniences of a :class:`ParallelModel`.
 
     Args:
-        model: fp32; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`. Consumed: parts of it live on.
+        model: fp32; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`, of which parts live on.
         plan: its mesh times ``tp`` times ``pp`` has as many ranks as the job.
         loss: mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
         sequence_parallel: with ``tp``: cut sequences between matrices, too.

@@ -124,7 +124,7 @@ class Pipeline:
         logits = torch.empty(
             sequences, tokens, shapes.vocabulary, dtype=shapes.dtype, device="meta", requires_grad=True
         )
-        stages = []
+        stages: list[PipelineStage] = []
         for number, chunk in enumerate(self._chunks):
             index = number * self._group.size() + self._group.rank()
             # Said, not found out by trying: a trial backward would count as one of the step's.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,12 +48,13 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     """A DTensor cannot change its dtype in place, as a plain parameter can: new ones take their places."""
     cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
             if isinstance(parameter, DTensor) and parameter.is_floating_point() and parameter.dtype != dtype:
                 if id(parameter) not in cast:  # tied ones stay tied
                     value = parameter.detach().to(dtype)
                     cast[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-                module._parameters[name] = cast[id(parameter)]
+                parameters[name] = cast[id(parameter)]
 
 
 def vocabulary_parallel_loss(logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:

@@ -133,6 +133,8 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
         "reduce_intra": "" if any(local > 1 for local, _ in reductions) else "one rank a node: no hop inside a node",
         "reduce_inter": "" if any(nodes > 1 for _, nodes in reductions) else "one node: no hop between nodes",
         "spread": "" if shapes[Axis.SHARD] != (1, 1) else "optimizer states are sharded like parameters: no spread",
+        "tp": "" if plan.tp > 1 else "there is no tensor parallelism",
+        "pp": "" if plan.pp > 1 else "there is no pipeline",
     }
     codecs = plan.wire.codecs()
     lines = [

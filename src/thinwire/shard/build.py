@@ -16,7 +16,7 @@ from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
 from thinwire.shard import hooks
 from thinwire.shard.discover import Selection, UnitModules, discover
-from thinwire.shard.encoding import PlanCodecs, check_exclusions, codec_problems, is_excluded
+from thinwire.shard.encoding import PlanCodecs, check_exclusions, codec_problems, is_excluded, rounds_parameters
 from thinwire.shard.gradient import Topology, UnitGradient
 from thinwire.shard.lanes import Lanes
 from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
@@ -318,7 +318,7 @@ class _Arenas:
         axes: dict[tuple[Axis, Lane], AxisGroup],
         device: torch.device,
     ) -> None:
-        self._device = device
+        self._device, self._rounds = device, rounds_parameters(plan)
         self._params = axes[Axis.PARAMS, Lane.GATHER]
         self._secondary = axes.get((Axis.SECONDARY, Lane.GATHER))
         self._share = axes[Axis.SHARD, Lane.REDUCE].index
@@ -336,7 +336,7 @@ class _Arenas:
         )
         owned = sum(self._owned(flat) for flat in flats if flat.layout.trainable)
         separate = sum(
-            self._owned(flat) for flat in flats if flat.layout.trainable and flat.layout.dtype != torch.float32
+            self._owned(flat) for flat in flats if self._has_master(flat.layout)
         )
         self._masters = _Arena(separate, torch.float32, device)
         self.gradients = torch.zeros(owned, dtype=torch.float32, device=device)
@@ -359,7 +359,7 @@ class _Arenas:
         if self._secondary is not None:
             secondary = self._seconds[layout.dtype].carve(layout.numel // self._secondary.size)
         master = None
-        if layout.trainable and layout.dtype != torch.float32:
+        if self._has_master(layout):
             master = self._masters.carve(self._owned(flat))
             position = 0
             for run in flat.shares[self._share]:
@@ -373,6 +373,10 @@ class _Arenas:
         size = self._owned(flat)
         self._gradient_at += size
         return self.gradients[self._gradient_at - size : self._gradient_at]
+
+    def _has_master(self, layout: FlatLayout) -> bool:
+        """Whether the optimizer's values are kept apart from those in the P shard."""
+        return layout.trainable and (layout.dtype != torch.float32 or (self._rounds and layout.encoded))
 
     def _owned(self, flat: _Flat) -> int:
         return sum(run.length for run in flat.shares[self._share])

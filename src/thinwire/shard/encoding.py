@@ -16,7 +16,7 @@ from thinwire.program import Axis
 from thinwire.program.wire import axis_shape, is_excluded, sums_dtype
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["PlanCodecs", "check_exclusions", "codec_problems", "is_excluded"]
+__all__ = ["PlanCodecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
 
 
 @dataclass(frozen=True)
@@ -59,22 +59,14 @@ def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
         )
 
 
+def rounds_parameters(plan: Plan) -> bool:
+    """Whether ranks compute with something else than the optimizer's values because these travel through a codec, so
+    that the optimizer keeps values of its own even where it has the same dtype."""
+    return not plan.wire.spread.is_lossless and axis_shape(plan, Axis.SHARD) != (1, 1)
+
+
 def codec_problems(plan: Plan) -> Iterator[str]:
     """What of a plan's ``wire`` this runtime cannot do, in one sentence each."""
-    wire = plan.wire
-    for name in ("tp", "pp"):
-        codec = wire.codecs()[name]
-        if not codec.is_none:
-            yield f"wire.{name} = {str(codec)!r}: only data-parallel messages are encoded; valid: 'none'"
-    if not wire.spread.is_lossless and plan.compute_dtype == "float32" and axis_shape(plan, Axis.SHARD) != (1, 1):
-        yield (
-            f"wire.spread = {str(wire.spread)!r}: with compute_dtype = 'float32' the parameters are the optimizer's "
-            "own values, which must not be rounded; valid: 'none', 'mpc', or compute_dtype = 'bfloat16'"
-        )
-    yield from _dtype_problems(plan)
-
-
-def _dtype_problems(plan: Plan) -> Iterator[str]:
     dtypes: dict[str, set[str]] = {
         "gather": {plan.compute_dtype},
         "spread": {plan.compute_dtype},

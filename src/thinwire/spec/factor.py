@@ -48,5 +48,30 @@ class Factor(Spec):
         """Whether it uses every rank of a node before it crosses to the next (rule 2)."""
         return self.nodes == 1 or self.local == mesh.local
 
+    def data_parallel(self, tp: int, pp: int) -> Factor:
+        """The data-parallel mesh of ranks that are also shared out to tensor parallelism and pipeline stages.
+
+        Tensor-parallel ranks are neighbours in a node. Stages lie on different nodes where the nodes can be dealt out
+        evenly, else all in one node.
+
+        Args:
+            tp: tensor-parallel ranks.
+            pp: pipeline stages.
+
+        Raises:
+            SpecError: if the ranks cannot be shared out so.
+        """
+        if self.local % tp == 0 and self.nodes % pp == 0:
+            return Factor(local=self.local // tp, nodes=self.nodes // pp)
+        if self.nodes == 1 and self.local % (tp * pp) == 0:
+            return Factor(local=self.local // (tp * pp))
+        raise SpecError(
+            "plan",
+            [
+                f"tp = {tp}, pp = {pp} cannot share {self.nodes} nodes of {self.local} ranks: tp should divide the "
+                "ranks of a node, and pp the nodes (or, on one node, tp times pp its ranks)"
+            ],
+        )
+
     def __str__(self) -> str:
         return f"{self.local}x{self.nodes}"

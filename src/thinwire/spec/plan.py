@@ -220,6 +220,11 @@ class Plan(Spec):
         return self.mesh.ranks
 
     @property
+    def ranks(self) -> int:
+        """Every rank of the job: data-parallel ones, for each stage and each tensor-parallel rank."""
+        return self.world * self.tp * self.pp
+
+    @property
     def effective_reduce_dtype(self) -> Dtype:
         """The dtype in which gradients cross the wire."""
         return self.reduce_dtype or self.compute_dtype

@@ -344,6 +344,14 @@ class Recipe(Spec):
             return Plan.load(self.plan["file"]).mesh
         return Factor.parse(self.plan["mesh"], "plan.mesh") if "mesh" in self.plan else None
 
+    def model_parallel(self) -> tuple[int, int]:
+        """Tensor-parallel ranks and pipeline stages of the recipe's plan."""
+        file = Plan.load(self.plan["file"]) if "file" in self.plan else None
+        ways = [self.plan.get(axis, 1 if file is None else getattr(file, axis)) for axis in ("tp", "pp")]
+        # What is no number is reported with the rest of the plan.
+        tp, pp = (way if isinstance(way, int) and way > 0 else 1 for way in ways)
+        return tp, pp
+
     def _bare_plan(self, mesh: Factor, auto_dtype: Dtype) -> Plan:
         """The plan before this recipe's batch; see :meth:`resolved_plan`."""
         keys = dict(self.plan)

@@ -124,11 +124,11 @@ def device_kind(cluster: ClusterRecipe) -> DeviceKind:
 
 
 def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:
-    """How many ranks a run has and how they form nodes.
+    """The data-parallel mesh of a run: its ranks without those of tensor and pipeline parallelism.
 
-    The recipe's (or the command line's) ``cluster.nodes`` and ``nproc`` come first, then what has been
-    started already, then the mesh of a plan that names one, then one rank per GPU, then
-    ``cluster.without_gpu``.
+    How many ranks there are and how they form nodes: the recipe's (or the command line's) ``cluster.nodes`` and
+    ``nproc`` come first, then what has been started already, then the mesh of a plan that names one, then one rank per
+    GPU, then ``cluster.without_gpu``.
 
     Args:
         recipe: of the run.
@@ -142,13 +142,16 @@ def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor
         SpecError: the started ranks cannot form the mesh that the recipe asks for.
     """
     cluster = recipe.cluster
-    default = recipe.plan_mesh()
+    tp, pp = recipe.model_parallel()
+    named = recipe.plan_mesh()
+    default = None if named is None else Factor(local=named.local * tp, nodes=named.nodes * pp)
     if ranks is not None and (default is None or default.ranks != ranks.world):
         default = Factor(local=ranks.local_world, nodes=max(1, ranks.world // ranks.local_world))
     if default is None:
         default = Factor(local=num_gpus) if num_gpus else cluster.without_gpu
     if ranks is None:
-        return Factor(local=cluster.nproc or default.local, nodes=cluster.nodes or default.nodes)
+        whole = Factor(local=cluster.nproc or default.local, nodes=cluster.nodes or default.nodes)
+        return whole.data_parallel(tp, pp)
     nodes = cluster.nodes or (ranks.world // cluster.nproc if cluster.nproc else default.nodes)
     mesh = Factor(local=cluster.nproc or max(1, ranks.world // nodes), nodes=max(1, nodes))
     if mesh.ranks != ranks.world:
@@ -159,7 +162,7 @@ def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor
                 f"{ranks.world}; start {mesh.ranks}, or make the product of nodes and nproc {ranks.world}"
             ],
         )
-    return mesh
+    return mesh.data_parallel(tp, pp)
 
 
 def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:

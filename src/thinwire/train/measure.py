@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Final
 
 import torch
-from torch import nn
 
+from thinwire.parallel import ParallelModel
 from thinwire.shard import api
 from thinwire.train.metrics import KINDS
 
 _PER_KIND: Final = 4
+_AXES: Final = ("tp", "pp")
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Measured:
     """Measurements over all ranks.
 
     Attributes:
-        sent: bytes sent by all ranks, by kind, ``inside`` and ``across`` nodes.
+        sent: bytes sent by all ranks, by kind, ``inside`` and ``across`` nodes; of ``tp`` and ``pp`` if there are any.
         exposed: seconds that computation waited, by kind, mean over ranks.
         codec: seconds that codecs took, by kind, mean over ranks.
         memory: bytes of the rank that has most: ``rss``, and ``cuda`` (peak allocated) on GPUs.
@@ -38,11 +39,11 @@ class Measured:
     memory: Mapping[str, int]
 
 
-def pack(model: nn.Module, rank: int, world: int, device: torch.device) -> list[float]:
+def pack(model: ParallelModel, rank: int, world: int, device: torch.device) -> list[float]:
     """This rank's numbers since the last call.
 
     Args:
-        model: sharded.
+        model: what is trained.
         rank: this rank.
         world: number of ranks.
         device: of this rank.
@@ -50,12 +51,19 @@ def pack(model: nn.Module, rank: int, world: int, device: torch.device) -> list[
     Returns:
         As many on every rank.
     """
-    sent, waited, worked = api.traffic(model), api.exposed(model), api.worked(model)
-    words: list[float] = []
-    for kind in KINDS:
-        hops = sent.get(kind, {})
-        words += [float(hops.get("inside", 0)), float(hops.get("across", 0)), waited.get(kind, 0.0)]
-        words.append(worked.get(kind, {}).get("codec", 0.0))
+    totals: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0.0,) * _PER_KIND)
+    for chunk in model.chunks:
+        sent, waited, worked = api.traffic(chunk), api.exposed(chunk), api.worked(chunk)
+        for kind, before in totals.items():
+            hops = sent.get(kind, {})
+            codec = worked.get(kind, {}).get("codec", 0.0)
+            now = (hops.get("inside", 0), hops.get("across", 0), waited.get(kind, 0.0), codec)
+            totals[kind] = tuple(old + float(new) for old, new in zip(before, now, strict=True))
+    words = [word for kind in KINDS for word in totals[kind]]
+    axes = model.axis_traffic()
+    for axis in _AXES:
+        count = float(axes[axis].sent) if axis in axes else 0.0
+        words += [0.0, count] if axis == "pp" and _stages_cross_nodes(model) else [count, 0.0]
     memory = [0.0] * (2 * world)
     memory[rank] = float(resident_bytes())
     if device.type == "cuda":
@@ -79,11 +87,22 @@ def unpack(means: Sequence[float], world: int) -> Measured:
     for index, kind in enumerate(KINDS):
         inside, across, waited[kind], codec[kind] = means[_PER_KIND * index : _PER_KIND * (index + 1)]
         sent[kind] = {"inside": round(inside * world), "across": round(across * world)}
-    memory = [round(mean * world) for mean in means[_PER_KIND * len(KINDS) :]]
+    rest = means[_PER_KIND * len(KINDS) :]
+    for index, axis in enumerate(_AXES):
+        inside, across = rest[2 * index : 2 * index + 2]
+        if inside or across:
+            sent[axis] = {"inside": round(inside * world), "across": round(across * world)}
+    memory = [round(mean * world) for mean in rest[2 * len(_AXES) :]]
     largest = {"rss": max(memory[:world])}
     if any(memory[world:]):
         largest["cuda"] = max(memory[world:])
     return Measured(sent, waited, codec, largest)
+
+
+def _stages_cross_nodes(model: ParallelModel) -> bool:
+    """Whether the next stage's ranks are on another host."""
+    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", model.grid.size))
+    return model.grid.dp * model.grid.tp >= on_host
 
 
 def resident_bytes() -> int:

@@ -66,9 +66,12 @@ def _make(
     hidden = torch.randn(micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     if part == "embedding":
         embedding = model.embed_tokens if isinstance(model, Llama) else model.embed_in
+        assert embedding is not None
         return embedding, lambda: embedding(ids)
     if part == "head":
         norm = model.norm if isinstance(model, Llama) else model.final_layer_norm
+        assert norm is not None
+        assert model.lm_head is not None
         head = nn.Sequential(norm, model.lm_head)
         return head, lambda: cross_entropy(head(hidden), ids)
     cos, sin = model.rotary(seq, dtype) if model.rotary is not None else (None, None)

@@ -14,21 +14,20 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thinwire.collectives.group import Control, control
 from thinwire.errors import DataError, NonFiniteError
-from thinwire.shard import api
-from thinwire.shard.optim import ShardedOptimizer
+from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
-from thinwire.train.data import Batch, Samples, step_batches, validation_batches
+from thinwire.train.data import Samples, step_batches, validation_batches
 from thinwire.train.directory import RunDirectory
 from thinwire.train.measure import pack, unpack
 from thinwire.train.metrics import StepRecord, known_peak_tflops
 from thinwire.train.models.build import build
-from thinwire.train.models.common import IGNORED
+from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
 from thinwire.train.packing import Dataset
 from thinwire.train.schedule import learning_rate_share
@@ -44,7 +43,7 @@ class Job:
 
     Attributes:
         recipe: of the run.
-        plan: of the run; its mesh has as many ranks as the run.
+        plan: of the run.
         directory: of the run.
         dataset: the tokens.
         device: of this rank.
@@ -99,7 +98,7 @@ class Update:
     """What one rank knows of a step before it has asked the others.
 
     Attributes:
-        loss: mean over this rank's micro-batches.
+        loss: mean over this rank's micro-batches; zero where it does not know it.
         norm: of the gradient, over all ranks.
         lr: learning rate.
         skipped: whether the update was left out.
@@ -117,8 +116,8 @@ class Trainer:
 
     Attributes:
         job: what to do.
-        model: sharded.
-        optimizer: over this rank's shards.
+        model: this rank's parts of it, sharded.
+        optimizer: over this rank's shares.
         train: training samples.
         validation: validation samples.
         ranks: the control group.
@@ -132,8 +131,8 @@ class Trainer:
     """
 
     job: Job
-    model: nn.Module
-    optimizer: ShardedOptimizer
+    model: ParallelModel
+    optimizer: ParallelOptimizer
     train: Samples
     validation: Samples
     ranks: Control
@@ -150,6 +149,11 @@ class Trainer:
         """Sequences of one step over all ranks."""
         plan = self.job.plan
         return plan.world * plan.micro_batch * plan.micro_batches
+
+    @property
+    def loss_share(self) -> float:
+        """What a loss of this rank counts, so that a mean over all ranks is one over those that know it."""
+        return float(self.job.plan.pp) if self.model.knows_loss else 0.0
 
     @property
     def validates(self) -> bool:
@@ -187,7 +191,8 @@ class Trainer:
         logged = self.validates or self.position.step % train.log_every == 0
         world = self.ranks.size
         words = pack(self.model, self.ranks.rank, world, self.job.device) if logged else []
-        loss, stop, *rest = self.ranks.all_reduce_mean([update.loss, float(wants_stop), *words])
+        told = update.loss * self.loss_share if self.loss_share else 0.0
+        loss, stop, *rest = self.ranks.all_reduce_mean([told, float(wants_stop), *words])
         if not math.isfinite(loss) and not update.skipped:
             self._raise_nonfinite(update)
         if not update.skipped:
@@ -206,15 +211,15 @@ class Trainer:
             self.validation,
             number=self.job.recipe.train.validation_samples,
             micro_batch=self.job.plan.micro_batch,
-            rank=self.ranks.rank,
-            world=self.ranks.size,
+            rank=self.model.grid.data,
+            world=self.job.plan.world,
         )
-        self.model.eval()
-        with torch.no_grad():
-            for batch in batches:
-                counted = int((batch.labels != IGNORED).sum())
-                loss = float(self._loss(batch))
-                total += loss * counted if counted else 0.0
+        self.model.train(False)
+        for batch in batches:
+            counted = int((batch.labels != IGNORED).sum())
+            loss = float(self.model.evaluate(batch))
+            if counted and self.model.knows_loss:
+                total += loss * counted
                 num_labels += counted
         self.model.train()
         mean_total, mean_labels = self.ranks.all_reduce_mean([total, float(num_labels)])
@@ -231,7 +236,7 @@ class Trainer:
         path = checkpoint_path(directory, self.position.step)
         position = {name: getattr(self.position, name) for name in Position.__dataclass_fields__}
         extra = {"position": position, "dataset": self.job.dataset.fingerprint, "versions": versions()}
-        api.save(self.model, self.optimizer, path, extra=extra)
+        self.model.save(self.optimizer, path, extra=extra)
         if self.ranks.rank == 0:
             delete_old(directory, self.job.recipe.checkpoint.keep)
         return path
@@ -245,7 +250,7 @@ class Trainer:
         Raises:
             DataError: it was made with other tokens.
         """
-        extra: Mapping[str, Any] = api.load(self.model, self.optimizer, checkpoint.path)
+        extra: Mapping[str, Any] = self.model.load(self.optimizer, checkpoint.path)
         if extra.get("dataset") != self.job.dataset.fingerprint:
             raise DataError(
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
@@ -255,11 +260,21 @@ class Trainer:
 
     def _update(self) -> Update:
         rate = self._set_learning_rate()
-        api.progress(self.model, self.position.step / self.job.recipe.train.steps)
-        loss = self._forward_backward()
+        self.model.progress(self.position.step / self.job.recipe.train.steps)
+        plan = self.job.plan
+        loss = self.model.step(
+            step_batches(
+                self.train,
+                position=self.position.samples,
+                micro_batch=plan.micro_batch,
+                micro_batches=plan.micro_batches,
+                rank=self.model.grid.data,
+                world=plan.world,
+            )
+        )
         clip = self.job.recipe.optimizer.clip
         # One host synchronisation per step: nothing may be applied before the norm is known to be finite.
-        norm = float(api.clip_grad_norm_(self.model, clip or math.inf))
+        norm = self.model.clip_grad_norm_(clip or math.inf)
         update = Update(loss=float(loss), norm=norm, lr=rate, skipped=not math.isfinite(norm))
         if not update.skipped:
             self.optimizer.step()
@@ -284,29 +299,6 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         return rate
-
-    def _forward_backward(self) -> Tensor:
-        """Accumulate gradients; returns the mean loss of this rank's micro-batches, still on the device."""
-        plan = self.job.plan
-        batches = step_batches(
-            self.train,
-            position=self.position.samples,
-            micro_batch=plan.micro_batch,
-            micro_batches=plan.micro_batches,
-            rank=self.ranks.rank,
-            world=self.ranks.size,
-        )
-        total = torch.zeros((), device=self.job.device)
-        for batch in api.micro_batches(self.model, batches):
-            loss = self._loss(batch) / plan.micro_batches
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    def _loss(self, batch: Batch) -> Tensor:
-        device = self.job.device
-        loss: Tensor = self.model(input_ids=batch.input_ids.to(device), labels=batch.labels.to(device)).loss
-        return loss
 
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
         measured = unpack(means, self.ranks.size)
@@ -359,10 +351,9 @@ def make_trainer(job: Job) -> Trainer:
     model = build(recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=plan.recompute)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
-    model = api.shard(model.to(job.device), plan)
+    parallel = parallelize(model.to(job.device), plan, loss=cross_entropy)
     settings = recipe.optimizer
-    optimizer = api.optimizer(
-        model,
+    optimizer = parallel.optimizer(
         torch.optim.AdamW,
         lr=settings.lr,
         betas=settings.betas,
@@ -373,7 +364,7 @@ def make_trainer(job: Job) -> Trainer:
     )
     return Trainer(
         job=job,
-        model=model,
+        model=parallel,
         optimizer=optimizer,
         train=train,
         validation=validation,

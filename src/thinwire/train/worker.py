@@ -82,7 +82,7 @@ def _backend(device: torch.device, plan: Plan) -> str:
     """NCCL where every rank of this host has a GPU of its own; ranks that share one talk through gloo."""
     if device.type == "cpu":
         return "gloo"
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", plan.world))
+    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
     return "nccl" if local_world <= torch.cuda.device_count() else "gloo"
 
 

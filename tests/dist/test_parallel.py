@@ -1,0 +1,223 @@
+"""Tensor and pipeline parallelism around shards: the same training as in one process, whatever the grid."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+import thinwire as tw
+from thinwire.collectives.group import control
+from thinwire.errors import SpecError
+from thinwire.parallel import ParallelModel, ParallelOptimizer
+from thinwire.testing import run_ranks
+from thinwire.train.data import Batch
+from thinwire.train.models.common import cross_entropy
+from thinwire.train.models.gpt import GPT, GPTConfig
+from thinwire.train.models.llama import Llama, LlamaConfig
+
+VOCABULARY, LENGTH, STEPS = 64, 16, 3
+LR, EPS, CLIP = 1e-2, 1e-1, 0.25
+PARAMETER_TOLERANCE = 1e-6
+"""Relative to a parameter's largest value, after three steps: the contract of unsharded and sharded training."""
+
+Kind = Literal["llama", "tied", "gpt", "learned"]
+
+
+def build(kind: Kind) -> nn.Module:
+    shape: dict[str, Any] = {"vocab": VOCABULARY, "hidden": 32, "layers": 4, "heads": 4, "ffn": 48, "seq": LENGTH}
+    if kind in ("llama", "tied"):
+        return Llama(LlamaConfig(kv_heads=2, tied=kind == "tied", **shape))
+    return GPT(GPTConfig(positions="learned" if kind == "learned" else "rotary", **shape))
+
+
+def plan_for(dp: int, tp: int, pp: int, **fields: Any) -> tw.Plan:
+    changes = {"compute_dtype": "float32", "micro_batches": 4 if pp > 1 else 2, **fields}
+    return tw.Plan.preset("zero1", nodes=1, local=dp, tp=tp, pp=pp, **changes)
+
+
+def batches(plan: tw.Plan, rank: int, sequences: int = 2) -> list[list[Batch]]:
+    """This data-parallel rank's micro-batches of every step; the same samples on any grid of as many micro-batches."""
+    generator = torch.Generator().manual_seed(3)
+    shape = (STEPS, plan.micro_batches * plan.world, sequences, LENGTH + 1)
+    tokens = torch.randint(0, VOCABULARY, shape, generator=generator)
+    own = tokens[:, rank :: plan.world]
+    return [[Batch(b[:, :-1].contiguous(), b[:, 1:].contiguous()) for b in step] for step in own]
+
+
+def alone(kind: Kind, samples: list[list[Batch]]) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
+    """One process on all samples: losses, norms, parameters."""
+    model = build(kind)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, eps=EPS)
+    losses, norms = [], []
+    for step in samples:
+        total = 0.0
+        for batch in step:
+            loss = model(batch.input_ids, batch.labels).loss / len(step)
+            loss.backward()
+            total += loss.item()
+        losses.append(total)
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def start(kind: Kind, plan: tw.Plan, **options: Any) -> tuple[ParallelModel, ParallelOptimizer]:
+    model = tw.parallelize(build(kind), plan, loss=cross_entropy, **options)
+    return model, model.optimizer(torch.optim.AdamW, lr=LR, eps=EPS)
+
+
+def train(
+    model: ParallelModel, optimizer: ParallelOptimizer, steps: list[list[Batch]]
+) -> tuple[list[float], list[float]]:
+    """Losses, as all ranks learn them, and norms."""
+    losses, norms = [], []
+    for step in steps:
+        loss = float(model.step(step))
+        share = model.plan.pp if model.knows_loss else 0
+        losses.append(control().all_reduce_mean([loss * share])[0])
+        norms.append(model.clip_grad_norm_(CLIP))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms
+
+
+def whole_parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """Those of this rank's stages, put together from all slices."""
+    found = {}
+    for chunk in model.chunks:
+        with tw.full_parameters(chunk):
+            for name, parameter in chunk.named_parameters():
+                value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+                found[name] = value.detach().clone()
+    return found
+
+
+def gap(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+    return max(
+        float((value - reference[name]).abs().max() / reference[name].abs().max()) for name, value in found.items()
+    )
+
+
+def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]:
+    model, optimizer = start(kind, plan, **options)
+    everyone = tw.Plan.preset("zero1", nodes=1, local=1, micro_batches=plan.micro_batches * plan.world)
+    losses, norms, reference = alone(kind, batches(everyone, 0))
+    found = train(model, optimizer, batches(plan, model.grid.data))
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), rtol=2e-6, atol=0)
+    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(norms), rtol=2e-6, atol=0)
+    mine = whole_parameters(model)
+    assert gap(mine, reference) <= PARAMETER_TOLERANCE
+    return set(mine)
+
+
+@pytest.mark.parametrize(
+    ("kind", "grid", "fields", "options"),
+    [
+        ("llama", (2, 2, 1), {}, {}),
+        ("tied", (2, 2, 1), {}, {"sequence_parallel": False}),
+        ("learned", (2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, {}),
+        ("gpt", (2, 1, 2), {}, {}),
+        ("llama", (2, 1, 2), {"schedule": "interleaved"}, {}),
+        ("llama", (1, 2, 2), {"recompute": True}, {"encoded": False}),
+        ("llama", (2, 2, 2), {}, {}),
+        ("gpt", (2, 2, 2), {"schedule": "interleaved", "grads": {"local": 2}}, {}),
+    ],
+    ids=["dp2tp2", "tied-without-sequence", "zero3-tp2", "dp2pp2", "interleaved", "tp2pp2", "3d", "3d-interleaved"],
+)
+def test_same_as_alone(kind: Kind, grid: tuple[int, int, int], fields: dict[str, Any], options: dict[str, Any]) -> None:
+    plan = plan_for(*grid, **fields)
+    held = run_ranks(plan.ranks, rank_matches, kind, plan, options)
+    assert set.union(*held) == {name for name, _ in build(kind).named_parameters()}
+
+
+def rank_bf16(kind: Kind, plan: tw.Plan) -> list[float]:
+    model, optimizer = start(kind, plan)
+    for chunk in model.chunks:
+        assert {p.dtype for p in chunk.parameters()} == {torch.bfloat16}
+    return train(model, optimizer, batches(plan, model.grid.data))[0]
+
+
+def test_bf16_keeps_fp32_masters() -> None:
+    """Losses follow those of fp32, and updates too small for bf16 add up in the masters."""
+    plan = plan_for(1, 2, 2, compute_dtype="bfloat16")
+    found = run_ranks(4, rank_bf16, "llama", plan)
+    exact = run_ranks(1, rank_bf16, "llama", plan_for(1, 1, 1, compute_dtype="bfloat16", micro_batches=4))
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(exact[0]), rtol=2e-3, atol=0)
+
+
+def rank_saves(plan: tw.Plan, path: Path) -> list[float]:
+    model, optimizer = start("llama", plan)
+    steps = batches(plan, model.grid.data)
+    train(model, optimizer, steps[:1])
+    model.save(optimizer, path, extra={"step": 1})
+    return train(model, optimizer, steps[1:])[0]
+
+
+def rank_goes_on(plan: tw.Plan, path: Path) -> list[float]:
+    model, optimizer = start("llama", plan)
+    assert model.load(optimizer, path) == {"step": 1}
+    return train(model, optimizer, batches(plan, model.grid.data)[1:])[0]
+
+
+def test_checkpoints_load_on_any_grid(tmp_path: Path) -> None:
+    saving = plan_for(2, 2, 2)
+    (reference, *_) = run_ranks(8, rank_saves, saving, tmp_path / "3d")
+    others = [
+        plan_for(4, 1, 1, micro_batches=2),
+        plan_for(1, 2, 2, micro_batches=8, schedule="interleaved"),
+        plan_for(2, 1, 2),
+    ]
+    for plan in others:
+        for losses in run_ranks(plan.ranks, rank_goes_on, plan, tmp_path / "3d"):
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference), rtol=2e-6, atol=0)
+    data = plan_for(4, 1, 1, micro_batches=2)
+    run_ranks(4, rank_saves, data, tmp_path / "data")
+    for losses in run_ranks(8, rank_goes_on, saving, tmp_path / "data"):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(reference), rtol=2e-6, atol=0)
+
+
+def rank_counts(plan: tw.Plan) -> dict[str, tuple[frozenset[str], int, int]]:
+    model, optimizer = start("llama", plan)
+    losses = train(model, optimizer, batches(plan, model.grid.data, sequences=16))[0]
+    assert all(loss < 5.0 for loss in losses)
+    return {axis: (told.codecs, told.plain, told.sent) for axis, told in model.axis_traffic().items()}
+
+
+def test_every_axis_is_encoded() -> None:
+    """The policy's codecs are applied on the axes tp and pp, and the bytes say so."""
+    plan = plan_for(2, 2, 2, wire={"policy": "zhybrid:16-8"})
+    for told in run_ranks(8, rank_counts, plan):
+        for axis in ("tp", "pp"):
+            codecs, plain, sent = told[axis]
+            assert codecs == {"zfp:16"}
+            assert sent < 0.6 * plain
+
+
+def rank_refuses(kind: str, plan: tw.Plan) -> str:
+    model: nn.Module = nn.Linear(4, 4) if kind == "linear" else build("tied" if kind == "tied" else "llama")
+    with pytest.raises((SpecError, tw.errors.UsageError)) as caught:
+        tw.parallelize(model, plan, loss=cross_entropy)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan", "said"),
+    [
+        ("llama", plan_for(1, 4, 1), "tp = 4 should divide the model's kv_heads = 2"),
+        ("llama", plan_for(1, 1, 4, schedule="interleaved"), "8 stages of 4 blocks"),
+        ("llama", plan_for(2, 1, 2, micro_batches=1), "micro_batches = 1 should be at least pp = 2"),
+        ("tied", plan_for(2, 1, 2), "they share one weight"),
+        ("linear", plan_for(2, 2, 1), "Linear cannot be cut"),
+        ("llama", plan_for(2, 1, 4), "has 8 ranks, the job has 4"),
+        ("llama", plan_for(2, 1, 2, params={"local": 2}, grads={"local": 2}), "use params = 1x1"),
+    ],
+)
+def test_refuses_what_cannot_be(kind: str, plan: tw.Plan, said: str) -> None:
+    for text in run_ranks(4, rank_refuses, kind, plan):
+        assert said in text
