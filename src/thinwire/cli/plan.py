@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -65,6 +65,15 @@ def plan(
     internode_gbps: Annotated[
         float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
     ] = None,
+    nodes_per_leaf: Annotated[
+        int | None, typer.Option(min=1, help="Nodes below a leaf switch, in order.", show_default=False)
+    ] = None,
+    spine_gbps: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Gbit/s from a leaf switch to the spine, for each node below it.", show_default=False
+        ),
+    ] = None,
     intranode_gbps: Annotated[
         float | None, typer.Option(min=0.001, help="Gbit/s of a GPU inside its node.", show_default=False)
     ] = None,
@@ -120,13 +129,15 @@ def plan(
     with explained(as_json=as_json):
         from thinwire.cost import OVERHEAD
         from thinwire.errors import UsageError
-        from thinwire.plan import Job
+        from thinwire.plan import Job, leaf_numbers, read_hosts
         from thinwire.spec import ModelSpec, Plan
         from thinwire.spec.profile import Profile
         from thinwire.units import parse_count
 
         if placement is not None and hosts is None:
             raise UsageError(f"--placement {placement} needs --hosts FILE: which hosts there are, and below which leaf")
+        if nodes_per_leaf is not None and hosts is not None:
+            raise UsageError(f"--nodes-per-leaf {nodes_per_leaf} and --hosts {hosts} both say it: leave one out")
         if refit is not None and compare is None:
             raise UsageError(f"--refit {refit} needs --compare RUN: the run that the profile should fit")
         if objective == "amsp" and codecs not in (None, "none"):
@@ -144,7 +155,12 @@ def plan(
             raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
         shape = ModelSpec.named(model, **({} if seq is None else {"seq": seq}))
         measured = None if profile is None else Profile.read(profile)
-        machine = _cluster(cluster, measured, internode_gbps, intranode_gbps, memory, price)
+        gbps = {"nic": internode_gbps, "inside": intranode_gbps, "spine": spine_gbps}
+        leaf_of = None if hosts is None else read_hosts(hosts)
+        leaves: dict[str, Any] = {"nodes_per_leaf": nodes_per_leaf} if nodes_per_leaf else {}
+        if leaf_of is not None:
+            leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
+        machine = _cluster(cluster, measured, gbps, leaves, memory, price)
         job = Job(
             shape,
             machine,
@@ -161,8 +177,8 @@ def plan(
         console = wide_console(as_json=as_json)
         answer = _amsp if objective == "amsp" else _time
         result = answer(job, top, out, console, explain=explain)
-        if hosts is not None and result["plans"]:
-            result["placement"] = _place(Plan.parse(result["plans"][0]["plan"]), hosts, placement, console)
+        if leaf_of is not None and result["plans"]:
+            result["placement"] = _place(job, Plan.parse(result["plans"][0]["plan"]), leaf_of, placement, console)
         if as_json:
             print(json.dumps(result))
         if not any(row["fits"] for row in result["plans"]):
@@ -172,8 +188,8 @@ def plan(
 def _cluster(
     text: str | None,
     measured: Profile | None,
-    internode: float | None,
-    intranode: float | None,
+    gbps: Mapping[str, float | None],
+    leaves: Mapping[str, Any],
     memory: str | None,
     price: float | None,
 ) -> ClusterSpec:
@@ -192,14 +208,17 @@ def _cluster(
             f"--cluster {text} has {cluster.nodes} x {cluster.gpus_per_node} GPUs, the profile {measured.nodes} x "
             f"{measured.gpus_per_node}; leave --cluster out, or profile that cluster"
         )
-    if measured is not None and (internode, intranode) != (None, None):
-        raise UsageError("--internode-gbps and --intranode-gbps change published figures; a --profile has its own")
+    if measured is not None and any(gbps.values()):
+        raise UsageError(
+            "--internode-gbps, --intranode-gbps and --spine-gbps change published figures; a --profile has its own"
+        )
     links: dict[str, Any] = {}
-    for key, gbps, link in (("nic", internode, cluster.links.nic), ("inside", intranode, cluster.links.inside)):
-        if gbps is not None:
-            links[key] = Link(bandwidth=gbps * 1e9, latency=link.latency)
+    for key, figure in gbps.items():
+        if figure is not None:
+            link = getattr(cluster.links, key) or Link(bandwidth=1.0)
+            links[key] = link.with_(bandwidth=figure * 1e9)
     changes = {"links": links or None, "memory": memory, "price_per_gpu_hour": price}
-    return cluster.with_(**{key: value for key, value in changes.items() if value is not None})
+    return cluster.with_(**leaves, **{key: value for key, value in changes.items() if value is not None})
 
 
 def _rates(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
@@ -208,15 +227,21 @@ def _rates(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> 
     return NominalRates(cluster) if measured is None else ProfiledRates(measured, shape, "bfloat16")
 
 
-def _place(chosen: Plan, hosts: Path, directory: Path | None, console: Console) -> dict[str, Any]:
+def _place(
+    job: Job, chosen: Plan, leaf_of: Mapping[str, str], directory: Path | None, console: Console
+) -> dict[str, Any]:
     """The order of the hosts, and the files that launchers read."""
     import thinwire.plan as planner
 
-    leaf_of = planner.read_hosts(hosts)
-    order = planner.place(chosen, leaf_of)
-    before, after = planner.crossings(chosen, list(leaf_of), leaf_of), planner.crossings(chosen, order, leaf_of)
+    found, given = planner.place(job, chosen, leaf_of), planner.placed(job, chosen, list(leaf_of), leaf_of)
+    order = found.order
     console.print(f"hosts in the order of the mesh: {' '.join(order)}", markup=False)
-    console.print(f"groups that belong together cross the spine {after} times, {before} in the order given")
+    console.print(
+        f"of what nodes send to each other {found.crossing:.0%} crosses the spine, {given.crossing:.0%} in the order "
+        f"given; a step takes {found.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
+    )
+    if job.cluster.links.spine is None:
+        console.print("nothing is known of the spine (--spine-gbps), so the order changes no predicted time")
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
         local = chosen.mesh.local
@@ -226,7 +251,9 @@ def _place(chosen: Plan, hosts: Path, directory: Path | None, console: Console) 
         console.print(
             f"wrote hostfile (line = torchrun's --node-rank), rankfile and slurm-hosts to {directory}", markup=False
         )
-    return {"order": order, "crossings": after, "crossings_as_given": before}
+    return {"order": order, "step_seconds": found.seconds, "crossing": found.crossing} | {
+        "step_seconds_as_given": given.seconds, "crossing_as_given": given.crossing,
+    }  # fmt: skip
 
 
 def _compare(run: Path, profile: Path | None, refit: Path | None, *, as_json: bool) -> None:

@@ -34,6 +34,15 @@ def sim(
     internode_gbps: Annotated[
         float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
     ] = None,
+    nodes_per_leaf: Annotated[
+        int | None, typer.Option(min=1, help="Nodes below a leaf switch.", show_default=False)
+    ] = None,
+    spine_gbps: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="Gbit/s from a leaf switch to the spine, for each node below it.", show_default=False
+        ),
+    ] = None,
     micro_batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of a micro-batch of a rank; the plan file's, or one sequence.")
     ] = None,
@@ -108,7 +117,7 @@ def sim(
             given = {
                 "seq": seq, "internode_gbps": internode_gbps, "micro_batch_tokens": micro_batch_tokens,
                 "micro_batches": micro_batches, "recompute": recompute or None, "dtype": dtype, "engine": engine,
-                "wire": wire,
+                "wire": wire, "nodes_per_leaf": nodes_per_leaf, "spine_gbps": spine_gbps,
             }  # fmt: skip
             asked = _swept(fields | {key: value for key, value in given.items() if value is not None}, sweep)
         if trace is not None and len(asked) != 1:

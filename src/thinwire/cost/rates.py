@@ -21,6 +21,7 @@ __all__ = [
     "NominalRates",
     "Rates",
     "Work",
+    "hop_route",
     "largest_bytes_per_value",
     "wire_bytes_per_value",
 ]
@@ -189,8 +190,7 @@ class NominalRates:
         return 0.0 if scope is Scope.INSIDE else self._route(kind, ranks, stride).load
 
     def _route(self, kind: Kind, ranks: int, stride: int) -> Route:
-        """Parts of sums go from each rank to each, all else around rings."""
-        return self._fabric.route(ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
+        return hop_route(self._fabric, kind, ranks, stride)
 
     def codec(self, work: Work) -> float:
         """Bound by memory: values and messages are read and written once each."""
@@ -230,6 +230,11 @@ class NominalRates:
     def least_slowing(self) -> float:
         """The efficiency's gamma."""
         return self._efficiency.beside
+
+
+def hop_route(fabric: Fabric, kind: Kind, ranks: int, stride: int) -> Route:
+    """What a hop across nodes gets: parts of sums go from each rank to each, all else around rings."""
+    return fabric.route(ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
 
 
 _TYPICAL_RATIO = {("exp3", "bfloat16"): 1.42, ("mpc", "bfloat16"): 1.28, ("mpc", "float32"): 1.10}

@@ -14,7 +14,16 @@ from thinwire.plan.explain import (
     summary,
 )
 from thinwire.plan.job import CODEC_LEVELS, Candidate, CodecLevel, Job, profiled_cluster
-from thinwire.plan.placement import crossings, hostfile, place, rankfile, read_hosts, slurm_hostfile
+from thinwire.plan.placement import (
+    Placed,
+    hostfile,
+    leaf_numbers,
+    place,
+    placed,
+    rankfile,
+    read_hosts,
+    slurm_hostfile,
+)
 from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
 
 __all__ = [
@@ -27,6 +36,7 @@ __all__ = [
     "Explanation",
     "Flip",
     "Job",
+    "Placed",
     "Quantity",
     "Remedy",
     "Search",
@@ -37,10 +47,11 @@ __all__ = [
     "candidate",
     "compare",
     "critical_path",
-    "crossings",
     "explain",
     "hostfile",
+    "leaf_numbers",
     "place",
+    "placed",
     "profiled_cluster",
     "rankfile",
     "read_hosts",

@@ -8,9 +8,9 @@ from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.job import Candidate, Job
-from thinwire.plan.search import Search, Searched, candidate, search
+from thinwire.plan.search import Search, Searched, candidate, elsewhere, search
 from thinwire.sim import Resource
-from thinwire.spec import Link, Plan
+from thinwire.spec import ClusterSpec, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
 
 __all__ = ["Explanation", "Flip", "Remedy", "binding", "critical_path", "explain", "remedies", "shortage", "summary"]
@@ -146,22 +146,30 @@ def shortage(job: Job) -> tuple[Plan, int]:
     return smallest.plan, smallest.memory.total - job.cluster.memory
 
 
+_LINKS = {
+    Resource.INSIDE: "the links inside a node",
+    Resource.ACROSS: "the links between nodes",
+    Resource.SPINE: "the links between leaf switches and the spine",
+}
+
+
 def binding(job: Job, chosen: Candidate) -> str:
     """What a plan's step is bound by, in one sentence."""
     busy, seconds = chosen.simulated.busy, chosen.seconds
     shares = {resource: work / seconds for resource, work in busy.items()}
     waiting = sum(chosen.simulated.exposed.values()) / seconds
     computing = shares[Resource.COMPUTE] + shares[Resource.CODEC]
-    busiest = max((Resource.INSIDE, Resource.ACROSS), key=lambda resource: shares[resource])
-    link = "links between nodes" if busiest is Resource.ACROSS else "links inside a node"
+    busiest = max(_LINKS, key=lambda resource: shares[resource])
+    link = _LINKS[busiest]
     room = job.cluster.memory - chosen.memory.total
     memory = f"{format_bytes(room)} of memory are left"
     if shares[busiest] > max(0.9, computing):
-        return f"the {link}: they are busy for {shares[busiest]:.0%} of the step; {memory}"
+        return f"{link}: they are busy for {shares[busiest]:.0%} of the step; {memory}"
     if waiting > 0.1:
         lane = max(chosen.simulated.exposed, key=lambda lane: chosen.simulated.exposed[lane])
-        return f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane; {memory}"
-    return f"computation: {computing:.0%} of the step; the {link} are busy for {shares[busiest]:.0%}; {memory}"
+        limit = f", which {link} limit: busy for {shares[busiest]:.0%}" if busiest is Resource.SPINE else ""
+        return f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane{limit}; {memory}"
+    return f"computation: {computing:.0%} of the step; {link} are busy for {shares[busiest]:.0%}; {memory}"
 
 
 def _noise(job: Job, chosen: Candidate) -> tuple[float, float] | None:
@@ -206,15 +214,23 @@ def _variations(job: Job) -> Iterator[tuple[str, Job]]:
             bandwidth = links.nic.bandwidth * scale
             nic = Link(bandwidth=bandwidth, latency=links.nic.latency)
             cluster = job.cluster.with_(links=links.with_(nic=nic))
-            yield (
-                f"{format_bandwidth(bandwidth)} between nodes",
-                replace(job, cluster=cluster, rates=NominalRates(cluster, job.compute_dtype)),
-            )
+            yield f"{format_bandwidth(bandwidth)} between nodes", elsewhere(job, cluster)
+        yield from _other_spines(job)
     for scale in (0.5, 2.0):
         cluster = job.cluster.with_(memory=int(memory * scale))
         yield f"{format_bytes(memory * scale)} of memory", replace(job, cluster=cluster)
     for times in (2, 8):
         yield f"{times} x the tokens per step", replace(job, tokens_per_step=job.tokens_per_step * times)
+
+
+def _other_spines(job: Job) -> Iterator[tuple[str, Job]]:
+    links = job.cluster.links
+    if links.spine is None:
+        return
+    for scale in (0.5, 2.0, 4.0):
+        spine = Link(bandwidth=links.spine.bandwidth * scale, latency=links.spine.latency)
+        cluster = job.cluster.with_(links=links.with_(spine=spine))
+        yield f"{format_bandwidth(spine.bandwidth)} of a node across the spine", elsewhere(job, cluster)
 
 
 def _recomputing(job: Job) -> Job:
@@ -245,10 +261,18 @@ def _more_nodes(job: Job) -> Iterator[tuple[str, Job]]:
     """Twice as many, and again, with a sequence for every rank at least."""
     for doublings in range(1, 11):
         nodes = job.cluster.nodes << doublings
-        cluster = job.cluster.with_(nodes=nodes)
+        cluster = _times(job.cluster, 1 << doublings)
         tokens = max(job.tokens_per_step, job.seq * cluster.gpus)
         tokens -= tokens % (job.seq * cluster.gpus)
         change = f"{nodes} nodes instead of {job.cluster.nodes}"
         if tokens != job.tokens_per_step:
             change += f" and --tokens-per-step {tokens}"
-        yield change, replace(job, cluster=cluster, tokens_per_step=tokens, micro_batch=None)
+        yield change, elsewhere(job, cluster, tokens_per_step=tokens, micro_batch=None)
+
+
+def _times(cluster: ClusterSpec, times: int) -> ClusterSpec:
+    """A cluster with so many times the nodes, and the leaves above them."""
+    leaves = cluster.leaves
+    if leaves is not None:
+        leaves = tuple(leaf + copy * (max(leaves) + 1) for copy in range(times) for leaf in leaves)
+    return cluster.with_(nodes=cluster.nodes * times, leaves=leaves)

@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
-from thinwire.cost import Busy, Memory, Pricer, Traffic, UnitKind, memory, working_memory
+from thinwire.cost import Busy, Memory, NominalRates, Pricer, Traffic, UnitKind, memory, working_memory
 from thinwire.plan.job import CODEC_LEVELS, Candidate, Job
 from thinwire.plan.rules import Chain, chain_ends, knobs, secondaries
 from thinwire.program import Kind, Scope, default_trace
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim import simulate
-from thinwire.spec import CodecSpec, Factor, Plan
+from thinwire.spec import ClusterSpec, CodecSpec, Factor, Plan
 
-__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "search"]
+__all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "elsewhere", "search"]
 
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
 """Presets that every table shows, so that one sees what is gained."""
@@ -103,6 +104,13 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
     simulated = simulate(plan, workload, job.rates, micro_batches=plan.micro_batches)
     needed = _memory(job, plan)
     return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label)
+
+
+def elsewhere(job: Job, cluster: ClusterSpec, **changes: Any) -> Job:
+    """A job on another cluster, with other changes: published figures become that cluster's, a profile stays."""
+    nominal = isinstance(job.rates, NominalRates)
+    rates = NominalRates(cluster, job.compute_dtype) if nominal else job.rates
+    return replace(job, cluster=cluster, rates=rates, **changes)
 
 
 def _memory(job: Job, plan: Plan) -> Memory:

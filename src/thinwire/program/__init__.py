@@ -13,6 +13,7 @@ from thinwire.program.mesh import (
     axis_members,
     axis_stride,
     hops,
+    node_order,
 )
 from thinwire.program.shares import Even, deal, flat_numel, padded, together
 from thinwire.program.step import (
@@ -57,6 +58,7 @@ __all__ = [
     "hops",
     "idle_codecs",
     "lower",
+    "node_order",
     "padded",
     "together",
 ]

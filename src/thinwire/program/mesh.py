@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from thinwire.errors import SpecError
 from thinwire.program.shares import Even, summed
 from thinwire.spec import Factor, Plan
 
@@ -29,6 +30,7 @@ __all__ = [
     "axis_members",
     "axis_stride",
     "hops",
+    "node_order",
 ]
 
 
@@ -120,6 +122,26 @@ def axis_stride(plan: Plan, axis: Axis) -> int:
     """Nodes from one rank of an axis to its peer on the next node: 1 where they are neighbours."""
     inner, _ = axis_extent(plan, axis)
     return inner.nodes
+
+
+def node_order(plan: Plan) -> tuple[int, ...]:
+    """The physical node that takes each place of a plan's mesh.
+
+    Raises:
+        SpecError: if its placement takes the ranks of one place from several nodes.
+    """
+    local, nodes = plan.mesh.local, plan.mesh.nodes
+    if plan.placement is None:
+        return tuple(range(nodes))
+    found = [{rank // local for rank in plan.placement[start : start + local]} for start in range(0, plan.world, local)]
+    problems = [
+        f"placement fills node {place} of the mesh from nodes {sorted(of)}: keep nodes whole"
+        for place, of in enumerate(found)
+        if len(of) > 1
+    ]
+    if problems:
+        raise SpecError("plan", problems)
+    return tuple(min(of) for of in found)
 
 
 def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:

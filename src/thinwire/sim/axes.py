@@ -51,9 +51,9 @@ def sent_seconds(
     codec, dtype = plan.wire.pp, plan.compute_dtype
     values = plan.micro_batch * seq * hidden
     part = values / sharers
-    seconds = flat.seconds(
-        "BC", part * wire_bytes_per_value(codec, dtype), Factor(nodes=2) if crosses else Factor(local=2)
-    )
+    pair = Factor(nodes=2) if crosses else Factor(local=2)
+    # A stage's nodes are neighbours, so that the next stage is as many nodes away as a stage has.
+    seconds = flat.seconds("BC", part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
     if not codec.is_none:
         seconds += rates.codec(Work(codec, dtype, encoded=part, decoded=part))
     return seconds + flat.seconds("AG", values * ITEMSIZE[dtype], Factor(local=sharers))

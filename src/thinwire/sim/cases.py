@@ -12,7 +12,7 @@ from pydantic import BeforeValidator, Field
 
 from thinwire.cost import Memory, kept_activations, parts, units
 from thinwire.errors import SpecError
-from thinwire.program import Lane
+from thinwire.program import Lane, node_order
 from thinwire.sim.engines import ENGINES, Engine
 from thinwire.sim.step import Simulated, Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
@@ -27,9 +27,10 @@ OVERLAPS = ("gather", "reduce", "sync", "spread")
 
 PLAN_KEYS = (
     "params", "grads", "optimizer", "secondary", "partition",
-    "secondary_reuse", "granularity", "bucket_bytes", "prefetch", "accumulate_dtype", "reduce_dtype",
+    "secondary_reuse", "granularity", "bucket_bytes", "prefetch", "accumulate_dtype", "reduce_dtype", "placement",
 )  # fmt: skip
-"""What a case may say of a plan: how it shards, and the knobs of the runtime that a step's time depends on."""
+"""What a case may say of a plan: how it shards, where its ranks stand, and the knobs of the runtime that a step's time
+depends on."""
 
 
 def _long_name(dtype: object) -> object:
@@ -47,6 +48,10 @@ class Case(Spec):
         default=None, description="of each node; unset: the accelerator's usual machine"
     )
     internode_gbps: Positive | None = Field(default=None, description="Gbit/s of a node's cards together")
+    nodes_per_leaf: Count | None = Field(default=None, description="nodes below a leaf switch")
+    spine_gbps: Positive | None = Field(
+        default=None, description="Gbit/s from a leaf switch to the spine, for each node below it; unset: no limit"
+    )
     seq: Count | None = Field(default=None, description="tokens of a sequence; unset: the model's")
     micro_batch_tokens: Count | None = Field(default=None, description="of a rank; unset: one sequence")
     micro_batches: Count = Field(default=1, description="of a step")
@@ -183,6 +188,7 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = AS_IT_SHOULD) ->
     cluster, model = _cluster(case), _model(case)
     engine = _engine(case).on(case.gpu, cluster.gpus_per_node)
     plan = _plan(case, engine, cluster, model)
+    cluster = cluster.in_order(node_order(plan))
     # The stage that has most to do: as many blocks as any, and the head besides.
     stage = model.with_(layers=-(-model.layers // plan.pp))
     infos = units(stage, plan)
@@ -214,8 +220,10 @@ def _cluster(case: Case) -> ClusterSpec:
     local = min(case.gpus, case.gpus_per_node or kind.gpus_per_node)
     if case.gpus % local:
         raise SpecError(_what(case), [f"gpus = {case.gpus} is not a multiple of gpus_per_node = {local}"])
-    links = {} if case.internode_gbps is None else {"links": {"nic": {"bandwidth": case.internode_gbps * 1e9}}}
-    return ClusterSpec.preset(case.gpu, nodes=case.gpus // local, gpus_per_node=local, **links)
+    given = {"nic": case.internode_gbps, "spine": case.spine_gbps}
+    links = {name: {"bandwidth": gbps * 1e9} for name, gbps in given.items() if gbps is not None}
+    changes: dict[str, Any] = {} if case.nodes_per_leaf is None else {"nodes_per_leaf": case.nodes_per_leaf}
+    return ClusterSpec.preset(case.gpu, nodes=case.gpus // local, gpus_per_node=local, links=links, **changes)
 
 
 def _model(case: Case) -> ModelSpec:

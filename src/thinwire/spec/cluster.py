@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -151,3 +151,23 @@ class ClusterSpec(Spec):
             return self.leaves
         size = self.nodes_per_leaf or self.nodes
         return tuple(node // size for node in range(self.nodes))
+
+    def in_order(self, order: Sequence[int]) -> Self:
+        """The same nodes in another order.
+
+        Args:
+            order: which node stands where; that of the first so many nodes, where it is of fewer, and repeated for all
+                others.
+
+        Raises:
+            SpecError: if ``order`` is no part of the nodes that is repeated evenly.
+        """
+        if self.leaves is None and self.nodes_per_leaf is None:
+            return self
+        size = len(order)
+        if self.nodes % size or sorted(order) != list(range(size)):
+            what = f"order = {list(order)}"
+            raise SpecError("cluster", [f"{what} should name each of its nodes once, and divide the {self.nodes}"])
+        leaf_of = self.leaf_of_nodes
+        leaves = tuple(leaf_of[start + node] for start in range(0, self.nodes, size) for node in order)
+        return self.with_(nodes_per_leaf=None, leaves=leaves)
