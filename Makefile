@@ -45,7 +45,7 @@ train: install ## train a small Llama on this machine (4 ranks as 2x2 without a 
 	$(BIN)/thinwire train recipes/quickstart.toml
 
 test: lint ## lint, then every test that is not marked slow
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not gpu"
 
 test-all: lint ## lint, then all tests, slow ones included
 	$(BIN)/python -m pytest -m "not gpu"

@@ -3,7 +3,44 @@
 from __future__ import annotations
 
 import os
+from pathlib import PurePath
+from typing import Any
+
+import pytest
 
 # torch asks the name server for the name of 127.0.0.1 each time a rank connects to its job's store. Where a question is
 # lost on the way now and then, the five seconds until the next would be a good part of the suite's time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
+
+OWN_PROCESSES = ("test_profile.py", "test_state.py", "test_state_local.py", "test_train.py", "test_train_alone.py")
+"""Files of ``tests/dist`` that leave the pools of ranks alone."""
+
+
+def queue(node_id: str) -> str:
+    """The tests that one worker of ``pytest -n`` takes as a whole, in their order.
+
+    Tests on pools of ranks are one queue: they keep two cores busy, two at a time take as long as one after the other,
+    and their deadlines would have to be longer. The lab's are one, as they measure links. The others go file by file.
+    """
+    path = PurePath(node_id.split("::", 1)[0])
+    directory = path.parent.name
+    return directory if directory == "lab" or (directory == "dist" and path.name not in OWN_PROCESSES) else str(path)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes long starts early, so that workers end together: ranks, then the lab, then the rest."""
+    order = {"dist": 0, "lab": 1}
+    items.sort(key=lambda item: order.get(item.path.parent.name, 2))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Workers take queue after queue."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Queues(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return queue(nodeid)
+
+    config.option.loadscopereorder = False  # by the number of tests, which says little about their time
+    return Queues(config, log)

@@ -126,7 +126,7 @@ class RankPool:
             time.sleep(0.001)
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(
@@ -136,6 +136,16 @@ class RankPool:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+
+
+def _context() -> Any:
+    """How ranks start: forked off a process that has imported torch once and runs nothing, where the system can."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    # Dynamo is what the first optimizer of a process would import.
+    context.set_forkserver_preload(["thinwire.shard.api", "torch._dynamo"])
+    return context
 
 
 _pools: dict[int, RankPool] = {}
