@@ -19,6 +19,7 @@ from thinwire.plan import (
     Search,
     amsp_flips,
     amsp_search,
+    binding,
     candidate,
     critical_path,
     explain,
@@ -69,6 +70,29 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     tied = [c for c in everything if c.seconds <= fastest * (1 + RESOLUTION)]
     assert min(c.seconds for c in found.candidates) <= fastest * (1 + RESOLUTION)
     assert knobs(found.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
+
+
+def below_leaves(oversubscription: float) -> Job:
+    nic = 50e9
+    links = {"nic": {"bandwidth": nic, "latency": 1e-5}, "spine": {"bandwidth": nic / oversubscription}}
+    return job("a800-80g:16x4", machine={"links": links, "nodes_per_leaf": 4}, codecs="none", micro_batch=2)
+
+
+def test_groups_stay_below_leaves_where_the_spine_is_thin() -> None:
+    wide, thin = below_leaves(1), below_leaves(8)
+    chosen = [search(asked, top=1).candidates[0] for asked in (wide, thin)]
+    assert chosen[0].plan.optimizer != chosen[1].plan.optimizer
+    assert chosen[1].seconds < candidate(thin, chosen[0].plan).seconds / 1.05
+    zero1 = candidate(thin, Plan.preset("zero1", nodes=16, local=4, micro_batch=2))
+    assert "the links between leaf switches and the spine" in binding(thin, zero1)
+    assert "leaf switches" not in binding(wide, candidate(wide, zero1.plan))
+
+
+def test_estimates_are_bounds_below_leaves() -> None:
+    asked = below_leaves(8)
+    searching = Search(asked)
+    for draft in list(searching.drafts())[::29]:
+        assert candidate(asked, searching.plan(draft)).seconds >= draft.bound * 0.97
 
 
 @pytest.mark.slow

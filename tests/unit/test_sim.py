@@ -116,3 +116,16 @@ def test_a_program_waits_for_the_reduction_before_the_last_few() -> None:
     for earlier, later in zip(reductions, reductions[UNDER_WAY:], strict=False):
         assert earlier.index in program.waits[later.start]
     assert not program.waits.get(reductions[0].start)
+
+
+def test_only_reductions_that_nothing_waited_for_count_as_under_way() -> None:
+    """As the runtime counts them: with ``overlap.sync`` off, all-reduces have ended before the backward goes on."""
+    plan = Plan.preset("hsdp", nodes=2, local=4, overlap={"sync": False}, bucket_bytes=1)
+    program = lower(plan, units(MODEL, plan), micro_batches=1)
+    synced = [op for op in program.operations if op.lane is Lane.SYNC]
+    scattered = [op for op in program.operations if op.lane is Lane.REDUCE]
+    assert len(synced) > UNDER_WAY
+    assert all(op.index in program.waits[op.start] for op in synced)
+    for number, op in enumerate(scattered):
+        waited = {index for index in program.waits.get(op.start, ()) if program.operations[index].lane is Lane.REDUCE}
+        assert max(waited, default=-1) <= (scattered[number - UNDER_WAY].index if number >= UNDER_WAY else -1)
