@@ -11,6 +11,7 @@ from thinwire.cli.bench import bench
 from thinwire.cli.bench_codecs import codecs
 from thinwire.cli.bench_convergence import convergence
 from thinwire.cli.bench_gains import kernels, stages, techniques
+from thinwire.cli.bench_hybrid import hybrid
 from thinwire.cli.bench_overlap import overlap
 from thinwire.cli.bench_planner import planner
 from thinwire.cli.bench_reductions import reductions
@@ -43,6 +44,7 @@ bench.command()(codecs)
 bench.command()(convergence)
 bench.command()(reductions)
 bench.command()(spectra)
+bench.command()(hybrid)
 bench.command()(techniques)
 bench.command()(kernels)
 bench.command()(stages)

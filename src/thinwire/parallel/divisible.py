@@ -10,7 +10,10 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 
-__all__ = ["Divisible", "blocks_of_stages", "divisible"]
+__all__ = ["STAGES_OF_A_RANK", "Divisible", "blocks_of_stages", "divisible"]
+
+STAGES_OF_A_RANK = {"1f1b": 1, "interleaved": 2}
+"""Stages that every rank holds, by schedule."""
 
 
 @runtime_checkable

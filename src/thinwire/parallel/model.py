@@ -6,10 +6,10 @@ import contextlib
 import copy
 import fnmatch
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,8 @@ from thinwire.collectives import group as groups
 from thinwire.collectives.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import SpecError
-from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
+from thinwire.parallel.divisible import STAGES_OF_A_RANK, Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
-from thinwire.parallel.pipeline import STAGES_OF_A_RANK, Loss, Pipeline, Shapes
 from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
 from thinwire.shard import api, snapshot
 from thinwire.shard.build import build
@@ -31,7 +30,12 @@ from thinwire.shard.optim import ShardedOptimizer
 from thinwire.shard.runtime import runtime_of
 from thinwire.spec import Plan
 
+if TYPE_CHECKING:
+    from thinwire.parallel.pipeline import Pipeline
+
 __all__ = ["ParallelModel", "ParallelOptimizer", "TokenBatch", "parallelize"]
+
+Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class TokenBatch(Protocol):
@@ -258,12 +262,7 @@ def parallelize(
     per_rank = STAGES_OF_A_RANK[plan.schedule] if grid.pp > 1 else 1
     stages = grid.pp * per_rank
     anatomy = divisible(model, plan, sequence=sequence_parallel, stages=stages)
-    shapes = Shapes(
-        sequence_ways=grid.tp if sequence_parallel else 1,
-        width=anatomy.width,
-        vocabulary=anatomy.vocabulary // grid.tp,
-        dtype=getattr(torch, plan.compute_dtype),
-    )
+    dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     mesh = grid.mesh(plan, device, encoded=encoded)
     ranges = blocks_of_stages(anatomy.num_blocks, stages)
     chunks = []
@@ -274,12 +273,18 @@ def parallelize(
         chunk.keep(ranges[index], first=index == 0, last=index == stages - 1)
         masters = {}
         if grid.tp > 1:
-            masters = cut_matrices(chunk, chunk, mesh["tp"], shapes.dtype, sequence=sequence_parallel)
+            masters = cut_matrices(chunk, chunk, mesh["tp"], dtype, sequence=sequence_parallel)
         part = Part(DataRanks(grid.data_ranks, number), index, grid.tensor, grid.tp, masters)
         build(chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part)
         chunks.append(chunk)
     mean_loss = _loss_of(grid, mesh, loss)
-    pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), device, shapes, mean_loss) if grid.pp > 1 else None
+    pipeline = None
+    if grid.pp > 1:
+        # Here, because it is worth 100 MiB of each process's memory: torch's pipelining brings its compiler along.
+        from thinwire.parallel.pipeline import Pipeline, Shapes
+
+        shapes = Shapes(grid.tp if sequence_parallel else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)
+        pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), device, shapes, mean_loss)
     return ParallelModel(plan, grid, chunks, mesh, pipeline, mean_loss)
 
 

@@ -14,10 +14,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from thinwire.shard.runtime import runtime_of
 from thinwire.spec import Plan
 
-__all__ = ["STAGES_OF_A_RANK", "Pipeline", "Shapes"]
-
-STAGES_OF_A_RANK = {"1f1b": 1, "interleaved": 2}
-"""Stages that every rank holds, by schedule."""
+__all__ = ["Pipeline", "Shapes"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import TracebackType
@@ -78,6 +78,7 @@ class TurnResult:
         values: what each step returned, mean over ranks, those of the warm-up first.
         peak_rss: bytes, of the rank that ever had most resident; pages shared between ranks count in each.
         predicted: bytes each host should send to others; empty where the system does not tell.
+        by_axis: bytes that all ranks sent, by axis and codec, as the system counts them; empty where it does not.
     """
 
     label: str
@@ -90,6 +91,7 @@ class TurnResult:
     values: tuple[float, ...]
     peak_rss: int
     predicted: tuple[int, ...] = ()
+    by_axis: Mapping[str, float] = field(default_factory=dict)
 
 
 class Controller:
@@ -193,6 +195,10 @@ class Controller:
             values=tuple(sum(step) / len(step) for step in zip(*(r.values for r in settled), strict=True)),
             peak_rss=max(report.peak_rss for report in settled),
             predicted=self._by_host([report.predicted for report in settled]),
+            by_axis={
+                key: sum(report.sent.get(key, 0) for report in settled) / turn.steps
+                for key in dict.fromkeys(key for report in settled for key in report.sent)
+            },
         )
 
     def _by_host(self, predicted: Sequence[int | None]) -> tuple[int, ...]:

@@ -114,6 +114,7 @@ class Settled:
         values: what each step returned, those of the warm-up first.
         peak_rss: bytes, the most it ever had resident.
         predicted: bytes that it should send to other hosts in a step; None where its system does not tell.
+        sent: bytes that it sent during the timed steps, by axis and codec.
     """
 
     finished: float
@@ -122,6 +123,7 @@ class Settled:
     values: tuple[float, ...]
     peak_rss: int
     predicted: int | None
+    sent: Mapping[str, int]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire.lab.bench.agreement import early_losses, refusals
@@ -42,6 +42,7 @@ class Row:
         peak_rss: bytes, of the rank that ever had most resident.
         loss: mean over the first steps, in nats per token.
         refused: why the row does not count; None where it does.
+        by_axis: bytes per step that all ranks sent, by axis and codec; empty where the system does not tell.
     """
 
     system: str
@@ -64,6 +65,7 @@ class Row:
     peak_rss: int
     loss: float
     refused: str | None
+    by_axis: Mapping[str, float] = field(default_factory=dict)
 
     def plain(self) -> dict[str, Any]:
         """The row as JSON has it."""
@@ -138,4 +140,5 @@ def _row(
         peak_rss=max(result.peak_rss for result in results),
         loss=loss,
         refused=refused,
+        by_axis=results[-1].by_axis,
     )
