@@ -57,21 +57,23 @@ def make(directory: Path, *settings: str, fingerprint: str = "x") -> Trainer:
     stream = TokenBin(path=directory / "t.bin", tokens=tokens, vocab=50)
     dataset = Dataset(stream, stream, 50, 3.9, fingerprint, None)
     plan = recipe.resolved_plan(Factor())
-    return make_trainer(Job(recipe, plan, RunDirectory(directory), dataset, torch.device("cpu"), resume=False))
+    return make_trainer(
+        Job(recipe, plan, RunDirectory(directory), dataset, torch.device("cpu"), resume=False, node_ranks=1)
+    )
 
 
 def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
     """Make the loss of some steps infinite, gradients included."""
-    honest = trainer._loss
+    honest = trainer.model._mean_loss
 
     def loss(batch: Batch) -> torch.Tensor:
         return honest(batch) * (math.inf if trainer.position.step in steps else 1.0)
 
-    monkeypatch.setattr(trainer, "_loss", loss)
+    monkeypatch.setattr(trainer.model, "_mean_loss", loss)
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
-    return [parameter.detach().clone() for parameter in trainer.model.parameters()]
+    return [parameter.detach().clone() for parameter in trainer.model.chunks[0].parameters()]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +136,7 @@ def test_validation_is_a_mean_over_tokens_and_repeats(tmp_path: Path) -> None:
     assert first == trainer.validate() == trainer.position.val_loss
     indices = np.arange(5) * trainer.validation.count // 5
     with torch.no_grad():
-        expected = float(trainer._loss(trainer.validation.batch(indices)))
+        expected = float(trainer.model._mean_loss(trainer.validation.batch(indices)))
     assert first == pytest.approx(expected, rel=1e-5)
     assert trainer.model.training
 

@@ -74,13 +74,14 @@ def train(
     with explained(as_json=as_json):
         from thinwire.errors import UsageError
         from thinwire.spec.recipe import Recipe
-        from thinwire.train.environment import resolve_plan, started
+        from thinwire.train.environment import resolve_plan, resolve_ranks, started, usable_gpus
 
         overrides = [*(settings or ())]
         overrides += [f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value]
         chosen = Recipe.read(recipe, overrides, plan=None if plan == "auto" else plan)
         ranks = started()
         resolved = resolve_plan(chosen, ranks)
+        node_ranks = resolve_ranks(chosen, ranks, usable_gpus(chosen)).local
         directory = _directory(recipe, out, resume, ranks)
         console = Console(stderr=as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
         if plan == "auto":
@@ -91,9 +92,9 @@ def train(
             console.print(note, markup=False, soft_wrap=True)
         stream: Stream = "stderr" if as_json else "stdout"
         if ranks is None:
-            _launch(chosen, resolved, directory, resume, stream, console)
+            _launch(chosen, resolved, directory, node_ranks, resume, stream, console)
         else:
-            _join(chosen, resolved, directory, resume, stream, console, ranks)
+            _join(chosen, resolved, directory, node_ranks, resume, stream, console, ranks)
         if ranks is None or ranks.rank == 0:
             _finish(directory, console, as_json)
 
@@ -109,8 +110,14 @@ def _automatic(
 ) -> tuple[Recipe, Plan]:
     """The recipe with the planner's plan; a run that is continued keeps the plan it has."""
     from thinwire.cli.auto import choose_plan
+    from thinwire.errors import UsageError
     from thinwire.spec.plan import Plan
 
+    if resolved.ranks > resolved.world:
+        raise UsageError(
+            f"--plan auto chooses among data-parallel plans, but the recipe's plan has tp = {resolved.tp} and pp = "
+            f"{resolved.pp}; leave these out, or name a plan"
+        )
     if resume and directory.plan.exists():
         plan = Plan.load(directory.plan)
     else:
@@ -152,7 +159,13 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
 
 
 def _launch(
-    recipe: Recipe, plan: Plan, directory: RunDirectory, resume: bool, stream: Stream, console: Console
+    recipe: Recipe,
+    plan: Plan,
+    directory: RunDirectory,
+    node_ranks: int,
+    resume: bool,
+    stream: Stream,
+    console: Console,
 ) -> None:
     """Start this machine's ranks and wait for them."""
     from thinwire.program import idle_codecs
@@ -177,6 +190,7 @@ def _launch(
     launch(
         directory,
         plan.ranks,
+        node_ranks=node_ranks,
         resume=resume,
         max_restarts=recipe.cluster.max_restarts,
         stream=stream,
@@ -188,6 +202,7 @@ def _join(
     recipe: Recipe,
     plan: Plan,
     directory: RunDirectory,
+    node_ranks: int,
     resume: bool,
     stream: Stream,
     console: Console,
@@ -208,7 +223,15 @@ def _join(
             directory.open(recipe, plan, versions())
             for line in (plan.describe(), *idle_codecs(plan)):
                 console.print(line, markup=False, soft_wrap=True)
-        train(recipe, plan, directory, resume=resume or restarted, stream=stream, launched=False)
+        train(
+            recipe,
+            plan,
+            directory,
+            node_ranks=node_ranks,
+            resume=resume or restarted,
+            stream=stream,
+            launched=False,
+        )
 
 
 def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:

@@ -52,7 +52,7 @@ class Factor(Spec):
         """The data-parallel mesh of ranks that are also shared out to tensor parallelism and pipeline stages.
 
         Tensor-parallel ranks are neighbours in a node. Stages lie on different nodes where the nodes can be dealt out
-        evenly, else all in one node.
+        evenly, else every node has all ranks of several stages.
 
         Args:
             tp: tensor-parallel ranks.
@@ -63,15 +63,24 @@ class Factor(Spec):
         """
         if self.local % tp == 0 and self.nodes % pp == 0:
             return Factor(local=self.local // tp, nodes=self.nodes // pp)
-        if self.nodes == 1 and self.local % (tp * pp) == 0:
-            return Factor(local=self.local // (tp * pp))
+        per_node = tp * pp // self.nodes
+        if pp % self.nodes == 0 and self.local % per_node == 0:
+            return Factor(local=self.local // per_node)
         raise SpecError(
             "plan",
             [
-                f"tp = {tp}, pp = {pp} cannot share {self.nodes} nodes of {self.local} ranks: tp should divide the "
-                "ranks of a node, and pp the nodes (or, on one node, tp times pp its ranks)"
+                f"tp = {tp}, pp = {pp} do not fit nodes = {self.nodes}, nproc = {self.local}: tensor-parallel ranks "
+                "share a node, and every node has equally many ranks of a stage, or equally many whole stages; "
+                f"{self._remedy(tp, pp)}"
             ],
         )
+
+    def _remedy(self, tp: int, pp: int) -> str:
+        """Another number of ranks for this tensor and pipeline parallelism."""
+        nodes = self.nodes if self.nodes % pp == 0 or pp % self.nodes == 0 else pp
+        per_node = tp * max(1, pp // nodes)
+        local = max(1, round(self.local / per_node)) * per_node
+        return f"--nodes {nodes} --nproc {local} would do, or change plan.tp and plan.pp"
 
     def __str__(self) -> str:
         return f"{self.local}x{self.nodes}"

@@ -367,12 +367,13 @@ class Recipe(Spec):
         else:
             plan = Plan.parse({"mesh": mesh, **keys}, "plan")
         if plan.mesh != mesh:
+            kind = "ranks" if plan.ranks == plan.world else "data-parallel ranks"
             raise SpecError(
                 "plan",
                 [
-                    f"mesh = {plan.mesh} ({plan.world} ranks) does not fit the {mesh.ranks} ranks of this "
-                    f"run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes {plan.mesh.nodes} "
-                    f"--nproc {plan.mesh.local}, or choose a preset, which fits itself to the mesh"
+                    f"mesh = {plan.mesh} ({plan.world} ranks) does not fit the {mesh.ranks} {kind} of this "
+                    f"run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes {plan.mesh.nodes * plan.pp} "
+                    f"--nproc {plan.mesh.local * plan.tp}, or choose a preset, which fits itself to the mesh"
                 ],
             )
         return plan
@@ -386,15 +387,47 @@ class Recipe(Spec):
         }
         plan = plan.with_(**{key: value for key, value in changes.items() if value is not None})
         if train.global_batch is None:
+            if not _keeps_busy(plan, plan.micro_batches):
+                raise SpecError(
+                    "train",
+                    [
+                        f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
+                        f"{_busy_count(plan)} or another multiple of plan.pp = {plan.pp}, or set global_batch instead"
+                    ],
+                )
             return plan
         share, rest = divmod(train.global_batch, plan.world)
         if rest:
+            kind = "ranks" if plan.ranks == plan.world else "data-parallel ranks"
             raise SpecError(
                 "train",
-                [f"global_batch = {train.global_batch} should be a multiple of the {plan.world} ranks of this run"],
+                [f"global_batch = {train.global_batch} should be a multiple of the {plan.world} {kind} of this run"],
             )
-        largest = max(size for size in range(1, plan.micro_batch + 1) if share % size == 0)
+        sizes = [
+            size for size in range(1, plan.micro_batch + 1) if share % size == 0 and _keeps_busy(plan, share // size)
+        ]
+        if not sizes:
+            raise SpecError(
+                "train",
+                [
+                    f"global_batch = {train.global_batch} gives each data-parallel rank {share} sequences, which make "
+                    f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
+                    f"{plan.world * plan.pp}, or lower plan.pp"
+                ],
+            )
+        largest = max(sizes)
         return plan.with_(micro_batch=largest, micro_batches=share // largest)
+
+
+def _keeps_busy(plan: Plan, micro_batches: int) -> bool:
+    """Whether a pipeline has a micro-batch for every stage; an interleaved one takes them in equal rounds."""
+    rounds = micro_batches // plan.pp
+    return rounds > 0 and (plan.schedule == "1f1b" or micro_batches % rounds == 0)
+
+
+def _busy_count(plan: Plan) -> int:
+    """The smallest multiple of the stages that is not less than the plan's micro-batches."""
+    return -(-plan.micro_batches // plan.pp) * plan.pp
 
 
 def _absolute(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -126,10 +126,6 @@ def device_kind(cluster: ClusterRecipe) -> DeviceKind:
 def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:
     """The data-parallel mesh of a run: its ranks without those of tensor and pipeline parallelism.
 
-    How many ranks there are and how they form nodes: the recipe's (or the command line's) ``cluster.nodes`` and
-    ``nproc`` come first, then what has been started already, then the mesh of a plan that names one, then one rank per
-    GPU, then ``cluster.without_gpu``.
-
     Args:
         recipe: of the run.
         ranks: what is running already.
@@ -139,7 +135,27 @@ def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor
         The mesh.
 
     Raises:
-        SpecError: the started ranks cannot form the mesh that the recipe asks for.
+        SpecError: the ranks cannot be shared out so, or not be had at all.
+    """
+    return resolve_ranks(recipe, ranks, num_gpus).data_parallel(*recipe.model_parallel())
+
+
+def resolve_ranks(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:
+    """All ranks of a run, and how they form nodes.
+
+    The recipe's (or the command line's) ``cluster.nodes`` and ``nproc`` come first, then what has been started already,
+    then the mesh of a plan that names one, then one rank per GPU, then ``cluster.without_gpu``.
+
+    Args:
+        recipe: of the run.
+        ranks: what is running already.
+        num_gpus: usable on this host.
+
+    Returns:
+        Ranks of a node, and nodes.
+
+    Raises:
+        SpecError: the started ranks cannot form the nodes that the recipe asks for.
     """
     cluster = recipe.cluster
     tp, pp = recipe.model_parallel()
@@ -150,19 +166,18 @@ def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor
     if default is None:
         default = Factor(local=num_gpus) if num_gpus else cluster.without_gpu
     if ranks is None:
-        whole = Factor(local=cluster.nproc or default.local, nodes=cluster.nodes or default.nodes)
-        return whole.data_parallel(tp, pp)
+        return Factor(local=cluster.nproc or default.local, nodes=cluster.nodes or default.nodes)
     nodes = cluster.nodes or (ranks.world // cluster.nproc if cluster.nproc else default.nodes)
-    mesh = Factor(local=cluster.nproc or max(1, ranks.world // nodes), nodes=max(1, nodes))
-    if mesh.ranks != ranks.world:
+    found = Factor(local=cluster.nproc or max(1, ranks.world // nodes), nodes=max(1, nodes))
+    if found.ranks != ranks.world:
         raise SpecError(
             "cluster",
             [
-                f"nodes = {mesh.nodes} x nproc = {mesh.local} is {mesh.ranks} ranks, but {ranks.by} started "
-                f"{ranks.world}; start {mesh.ranks}, or make the product of nodes and nproc {ranks.world}"
+                f"nodes = {found.nodes} x nproc = {found.local} is {found.ranks} ranks, but {ranks.by} started "
+                f"{ranks.world}; start {found.ranks}, or make the product of nodes and nproc {ranks.world}"
             ],
         )
-    return mesh.data_parallel(tp, pp)
+    return found
 
 
 def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
@@ -178,8 +193,17 @@ def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
     Raises:
         SpecError: the plan does not fit.
     """
-    num_gpus = torch.cuda.device_count() if device_kind(recipe.cluster) == "cuda" else 0
+    num_gpus = usable_gpus(recipe)
     return recipe.resolved_plan(resolve_mesh(recipe, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
+
+
+def usable_gpus(recipe: Recipe) -> int:
+    """GPUs of this host that a run may use.
+
+    Args:
+        recipe: of the run.
+    """
+    return torch.cuda.device_count() if device_kind(recipe.cluster) == "cuda" else 0
 
 
 def fast_dtype(num_gpus: int) -> Dtype:

@@ -70,6 +70,7 @@ def launch(
     directory: RunDirectory,
     num_ranks: int,
     *,
+    node_ranks: int,
     resume: bool,
     max_restarts: int,
     stream: Stream,
@@ -80,6 +81,7 @@ def launch(
     Args:
         directory: of the run, opened.
         num_ranks: how many.
+        node_ranks: how many of them count as one node.
         resume: continue from the newest valid checkpoint.
         max_restarts: how often a lost rank may restart all.
         stream: where rank 0 shows progress.
@@ -93,7 +95,7 @@ def launch(
     with _environment(_worker_environment(num_ranks)), _stop_on_signal(directory, report), _quiet():
         for restart in range(max_restarts + 1):
             try:
-                failure = _attempt(directory, num_ranks, resume=resume or restart > 0, stream=stream)
+                failure = _attempt(directory, num_ranks, node_ranks, resume=resume or restart > 0, stream=stream)
             except SignalException as error:
                 raise RankError("ended at once; continue from the last checkpoint with --resume") from error
             if failure is None:
@@ -116,7 +118,9 @@ def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_r
     return f"{lost}; restarting all ranks from {origin} ({restart + 1} of {max_restarts})"
 
 
-def _attempt(directory: RunDirectory, num_ranks: int, *, resume: bool, stream: Stream) -> Failure | None:
+def _attempt(
+    directory: RunDirectory, num_ranks: int, node_ranks: int, *, resume: bool, stream: Stream
+) -> Failure | None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -136,6 +140,7 @@ def _attempt(directory: RunDirectory, num_ranks: int, *, resume: bool, stream: S
         shutdown_timeout=10,
     )
     arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", stream]
+    arguments += ["--node-ranks", str(node_ranks)]
     try:
         elastic_launch(config, sys.executable)(*arguments, *(["--resume"] if resume else []))
     except ChildFailedError as error:

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from thinwire.parallel import ParallelModel
+from thinwire.parallel import Grid, ParallelModel
 from thinwire.shard import api
 from thinwire.train.metrics import KINDS
 
@@ -39,7 +39,7 @@ class Measured:
     memory: Mapping[str, int]
 
 
-def pack(model: ParallelModel, rank: int, world: int, device: torch.device) -> list[float]:
+def pack(model: ParallelModel, rank: int, world: int, device: torch.device, node_ranks: int) -> list[float]:
     """This rank's numbers since the last call.
 
     Args:
@@ -47,6 +47,7 @@ def pack(model: ParallelModel, rank: int, world: int, device: torch.device) -> l
         rank: this rank.
         world: number of ranks.
         device: of this rank.
+        node_ranks: ranks of a node.
 
     Returns:
         As many on every rank.
@@ -63,7 +64,8 @@ def pack(model: ParallelModel, rank: int, world: int, device: torch.device) -> l
     axes = model.axis_traffic()
     for axis in _AXES:
         count = float(axes[axis].sent) if axis in axes else 0.0
-        words += [0.0, count] if axis == "pp" and _stages_cross_nodes(model) else [count, 0.0]
+        across = count * _share_across(model.grid, len(model.chunks), node_ranks) if axis == "pp" else 0.0
+        words += [count - across, across]
     memory = [0.0] * (2 * world)
     memory[rank] = float(resident_bytes())
     if device.type == "cuda":
@@ -99,10 +101,16 @@ def unpack(means: Sequence[float], world: int) -> Measured:
     return Measured(sent, waited, codec, largest)
 
 
-def _stages_cross_nodes(model: ParallelModel) -> bool:
-    """Whether the next stage's ranks are on another host."""
-    on_host = int(os.environ.get("LOCAL_WORLD_SIZE", model.grid.size))
-    return model.grid.dp * model.grid.tp >= on_host
+def _share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
+    """Share of this rank's messages to other stages that leave its node; all are equally large."""
+    apart = grid.dp * grid.tp
+    leave = []
+    for stage in range(grid.stage, grid.pp * stages_here, grid.pp):
+        for other in (stage - 1, stage + 1):
+            if 0 <= other < grid.pp * stages_here:
+                peer = grid.rank + (other % grid.pp - grid.stage) * apart
+                leave.append(peer // node_ranks != grid.rank // node_ranks)
+    return sum(leave) / len(leave) if leave else 0.0
 
 
 def resident_bytes() -> int:

@@ -48,6 +48,7 @@ class Job:
         dataset: the tokens.
         device: of this rank.
         resume: continue from the newest valid checkpoint, if there is one.
+        node_ranks: ranks of a node, for what is counted as sent across nodes.
     """
 
     recipe: Recipe
@@ -56,6 +57,7 @@ class Job:
     dataset: Dataset
     device: torch.device
     resume: bool
+    node_ranks: int
 
 
 @dataclass
@@ -190,7 +192,7 @@ class Trainer:
         train = self.job.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         world = self.ranks.size
-        words = pack(self.model, self.ranks.rank, world, self.job.device) if logged else []
+        words = pack(self.model, self.ranks.rank, world, self.job.device, self.job.node_ranks) if logged else []
         told = update.loss * self.loss_share if self.loss_share else 0.0
         loss, stop, *rest = self.ranks.all_reduce_mean([told, float(wants_stop), *words])
         if not math.isfinite(loss) and not update.skipped:
@@ -348,7 +350,8 @@ def make_trainer(job: Job) -> Trainer:
     recipe, plan, seq = job.recipe, job.plan, job.recipe.train.seq
     train = Samples(job.dataset.train, seq, recipe.train.seed)
     validation = Samples(job.dataset.validation, seq, 0)
-    model = build(recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=plan.recompute)
+    # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
+    model = build(recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=False)
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
     parallel = parallelize(model.to(job.device), plan, loss=cross_entropy)

@@ -40,6 +40,7 @@ def train(
     plan: Plan,
     directory: RunDirectory,
     *,
+    node_ranks: int,
     resume: bool,
     stream: Stream,
     launched: bool,
@@ -50,6 +51,7 @@ def train(
         recipe: of the run.
         plan: of the run.
         directory: of the run; rank 0 has opened it.
+        node_ranks: ranks of a node.
         resume: continue from the newest valid checkpoint, if there is one.
         stream: where rank 0 shows progress.
         launched: whether our launcher started this process.
@@ -63,7 +65,7 @@ def train(
     torch.set_num_threads(threads_per_rank())
     group.init(_backend(device, plan), datetime.timedelta(seconds=recipe.cluster.timeout))
     try:
-        job = Job(recipe, plan, directory, dataset, device, resume)
+        job = Job(recipe, plan, directory, dataset, device, resume, node_ranks)
         with StopRequest(directory.stop_file, launched=launched) as stop:
             return run(job, stop, stream)
     finally:
@@ -153,6 +155,7 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--node-ranks", type=int, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--stream", choices=("stdout", "stderr", "none"), default="stdout")
     arguments = parser.parse_args()
@@ -164,6 +167,7 @@ def main() -> int:
                 Recipe.load(directory.recipe),
                 Plan.load(directory.plan),
                 directory,
+                node_ranks=arguments.node_ranks,
                 resume=arguments.resume,
                 stream=arguments.stream,
                 launched=True,
