@@ -209,8 +209,16 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
         ],
     )
     yield Sheet(
-        "Side by side: how many times longer each takes",
-        ["transfer", "computation", "the transfer"],
+        "Side by side: how many times longer each takes, and how late a transfer is besides",
+        ["transfer", "computation", "the transfer", "and late by"],
         1,
-        [[f"{r.scope} nodes", f"{r.compute:.2f}", f"{r.transfer:.2f}"] for r in measured.overlap],
+        [
+            [
+                f"{r.scope} nodes",
+                f"{r.compute:.2f}",
+                f"{r.transfer:.2f}",
+                "not measured" if r.delay is None else format_duration(r.delay),
+            ]
+            for r in measured.overlap
+        ],
     )

@@ -28,6 +28,9 @@ __all__ = ["Meeting", "line", "measure_meetings"]
 TURN = 0.2
 """Seconds of a turn, about; a turn is one computation at least."""
 
+FEWEST_TURNS = 6
+"""Turns of all transfers together, at least, even if the time is over: what a few tell can be five times off."""
+
 ALONE = 3
 """Transfers that are timed alone in a turn; the median counts."""
 
@@ -89,7 +92,7 @@ def measure_meetings(
         hidden: width of the model it is of.
         control: joins all ranks.
         device: where it computes.
-        deadline: when to stop; every scope has one turn in any case.
+        deadline: when to stop; there are six turns in any case, and one of every scope.
 
     Returns:
         A row of every scope, the same on every rank.
@@ -99,7 +102,8 @@ def measure_meetings(
     before = _computing(compute, control, device)
     scopes = {meeting.scope for meeting in meetings}
     for meeting in itertools.cycle(meetings):
-        if deadline.passed() and {turn.meeting.scope for turn in turns} == scopes:
+        enough = len(turns) >= FEWEST_TURNS and {turn.meeting.scope for turn in turns} == scopes
+        if enough and deadline.passed():
             break
         alone = _transferring(meeting, control, device)
         count = max(FEWEST, math.ceil(max(TURN, 1.2 * before) / (alone + DELAY)))

@@ -1,0 +1,58 @@
+"""How computation and transfers meet: how many turns there are, and what is shown of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from thinwire.cli.profile import _sheets
+from thinwire.collectives.group import Control
+from thinwire.profile.meeting import FEWEST_TURNS, Meeting, measure_meetings
+from thinwire.profile.timing import Deadline
+from thinwire.program import Scope
+from thinwire.spec.profile import OverlapRow, Profile
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield Control([0])
+    dist.destroy_process_group()
+
+
+def test_a_time_that_is_over_leaves_turns_enough(control: Control) -> None:
+    begun: list[tuple[Scope, int]] = []
+
+    def meeting(scope: Scope, sent: int) -> Meeting:
+        def transfer() -> None:
+            if not begun or begun[-1] != (scope, sent):
+                begun.append((scope, sent))
+
+        return Meeting(scope, sent, transfer)
+
+    meetings = [meeting(scope, sent) for sent in (1 << 10, 1 << 20) for scope in Scope]
+    rows = measure_meetings(
+        meetings, lambda: time.sleep(0.01), 64, control, torch.device("cpu"), Deadline(control, 0.0)
+    )
+    assert len(begun) == FEWEST_TURNS
+    assert {row.scope for row in rows} == {"inside", "across"}
+    assert {row.sent for row in rows} == {1 << 20}
+
+
+def test_the_delay_is_shown() -> None:
+    rows = [
+        OverlapRow(scope="inside", sent=64, compute=1.25, transfer=1.5, delay=5e-3, hidden=64),
+        OverlapRow(scope="across", sent=64, compute=1.0, transfer=3.0),
+    ]
+    measured = Profile(
+        device="cpu", backend="gloo", torch="2.13", nodes=2, gpus_per_node=2, memory=1 << 30, base_memory=1 << 20,
+        update_seconds=1e-9, step_seconds=1e-4, overlap=tuple(rows),
+    )  # fmt: skip
+    assert list(_sheets(measured))[-1].rows == [
+        ["inside nodes", "1.25", "1.50", "5 ms"],
+        ["across nodes", "1.00", "3.00", "not measured"],
+    ]
