@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import SpecError, UsageError
+from thinwire.parallel import Grid
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
 from thinwire.train.environment import Started, device_kind, first_host, resolve_mesh, started
+from thinwire.train.measure import share_across
 
 BASE = """
 [model]
@@ -199,6 +201,78 @@ def torchrun(world: int, local: int) -> Started:
 )
 def test_the_mesh(path: Path, settings: list[str], ranks: Started | None, num_gpus: int, mesh: str) -> None:
     assert str(resolve_mesh(Recipe.read(path, settings), ranks, num_gpus)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "mesh"),
+    [
+        (["plan.tp=2", "plan.pp=2", "cluster.nproc=4"], None, "1x1"),
+        (["plan.tp=2", "plan.pp=2", "cluster.nproc=4", "cluster.nodes=2"], None, "2x1"),
+        (["plan.tp=2", "plan.pp=2", "cluster.nproc=4", "cluster.nodes=4"], None, "2x2"),
+        (["plan.pp=4", "cluster.nproc=4", "cluster.nodes=2"], None, "2x1"),  # two stages a node
+        (["plan.tp=2", "plan.pp=2"], torchrun(8, 4), "2x1"),
+        (["plan.tp=2", "plan.pp=2"], torchrun(8, 8), "2x1"),
+        (["plan.mesh=2x1", "plan.tp=2", "plan.pp=2"], None, "2x1"),
+        (["plan.mesh=2x1", "plan.tp=2", "plan.pp=2"], torchrun(8, 8), "2x1"),
+    ],
+)
+def test_the_mesh_is_what_stages_and_tensor_parallel_ranks_leave(
+    path: Path, settings: list[str], ranks: Started | None, mesh: str
+) -> None:
+    assert str(resolve_mesh(Recipe.read(path, settings), ranks, 0)) == mesh
+
+
+@pytest.mark.parametrize(
+    ("nodes", "nproc", "tp", "pp", "remedy"),
+    [
+        (1, 4, 3, 2, "--nodes 1 --nproc 6"),
+        (2, 3, 2, 1, "--nodes 2 --nproc 4"),
+        (3, 4, 1, 2, "--nodes 2 --nproc 4"),
+        (2, 4, 3, 4, "--nodes 2 --nproc 6"),
+    ],
+)
+def test_a_grid_that_does_not_fit_comes_with_one_that_does(
+    nodes: int, nproc: int, tp: int, pp: int, remedy: str
+) -> None:
+    with pytest.raises(SpecError, match=f"tp = {tp}, pp = {pp} do not fit nodes = {nodes}.* {remedy} would do"):
+        Factor(local=nproc, nodes=nodes).data_parallel(tp, pp)
+    _, nodes_then, _, nproc_then = remedy.split()
+    Factor(local=int(nproc_then), nodes=int(nodes_then)).data_parallel(tp, pp)
+
+
+def test_a_pipeline_gets_enough_micro_batches(path: Path) -> None:
+    settings = ["plan.pp=4", "train.micro_batch=8", "train.global_batch=32"]
+    plan = Recipe.read(path, settings).resolved_plan(Factor(local=2))
+    assert (plan.micro_batch, plan.micro_batches) == (4, 4)
+    interleaved = [*settings[:2], "plan.schedule=interleaved", "train.global_batch=12"]
+    plan = Recipe.read(path, interleaved).resolved_plan(Factor(local=1))
+    assert (plan.micro_batch, plan.micro_batches) == (3, 4)
+    with pytest.raises(SpecError, match=r"global_batch = 4 gives each data-parallel rank 2 .* a multiple of 8"):
+        Recipe.read(path, [*settings[:2], "train.global_batch=4"]).resolved_plan(Factor(local=2))
+    with pytest.raises(SpecError, match=r"micro_batches = 3 leaves stages .* idle; set it to 4"):
+        Recipe.read(path, ["plan.pp=4", "train.micro_batches=3"]).resolved_plan(Factor(local=2))
+
+
+def test_a_plan_file_for_a_grid_says_how_to_start_it(path: Path, tmp_path: Path) -> None:
+    Plan.preset("zero1", nodes=1, local=2, tp=2, pp=3, micro_batches=3).save(tmp_path / "plan.toml")
+    recipe = Recipe.read(path, plan=str(tmp_path / "plan.toml"))
+    with pytest.raises(SpecError, match=r"4 data-parallel ranks .* --nodes 3 --nproc 4"):
+        recipe.resolved_plan(MESH)
+
+
+@pytest.mark.parametrize(
+    ("grid", "chunks", "node_ranks", "share"),
+    [
+        (Grid(2, 2, 2, rank=0), 1, 4, 1.0),
+        (Grid(2, 2, 2, rank=0), 1, 8, 0.0),
+        (Grid(4, 2, 1, rank=3), 1, 4, 0.5),  # of the middle stages, each has one neighbour in its node
+        (Grid(4, 2, 1, rank=0), 1, 4, 0.0),
+        (Grid(4, 1, 1, rank=0), 2, 2, 1 / 3),  # stages 0 and 4: to 1, to 3 on the other node, to 5
+        (Grid(1, 8, 1, rank=0), 1, 4, 0.0),
+    ],
+)
+def test_messages_between_stages_that_cross_nodes(grid: Grid, chunks: int, node_ranks: int, share: float) -> None:
+    assert share_across(grid, chunks, node_ranks) == pytest.approx(share)
 
 
 def test_ranks_that_do_not_form_the_mesh(path: Path) -> None:

@@ -11,6 +11,9 @@ from rich.table import Table
 from thinwire.train.directory import RunDirectory
 from thinwire.units import format_bytes, format_duration
 
+_AXES = ("tp", "pp")
+"""Axes whose bytes are counted and whose time is part of the computation's."""
+
 
 def summary_table(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], directory: RunDirectory) -> Table:
     """What a run reached, what it sent and where its files are.
@@ -33,8 +36,9 @@ def summary_table(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any
     if summary["tokens_per_second"]:
         table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
     if records:
-        table.add_row("sent per step", _sent(records))
-        table.add_row("exposed per step", _seconds(records, "exposed"))
+        cut = [axis for axis in _AXES if summary.get("plan", {}).get(axis, 1) > 1]
+        table.add_row("sent per step", _sent(records, cut))
+        table.add_row("exposed per step", _seconds(records, "exposed") + (", not counting tp and pp" if cut else ""))
         if any(seconds for record in records for seconds in record.get("codec", {}).values()):
             table.add_row("codecs per step", _seconds(records, "codec"))
     table.add_row("files", shown(directory.path))
@@ -55,14 +59,26 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _sent(records: Sequence[Mapping[str, Any]]) -> str:
-    """Bytes of all ranks per step and kind; kinds that sent nothing are left out."""
+def _sent(records: Sequence[Mapping[str, Any]], cut: Sequence[str]) -> str:
+    """Bytes of all ranks per step and kind; kinds that sent nothing are left out.
+
+    Args:
+        records: of ``metrics.jsonl``; those before a change of the grid may lack an axis.
+        cut: axes besides the data-parallel one that the run has.
+    """
     steps = records[-1]["step"] - records[0]["step"] + 1
-    parts = []
-    for kind in records[-1]["bytes"]:
-        inside, across = (sum(record["bytes"][kind][hop] for record in records) / steps for hop in ("inside", "across"))
-        if inside or across:
-            parts.append(f"{kind} {format_bytes(inside)} inside nodes, {format_bytes(across)} across")
+    total: dict[str, dict[str, int]] = {}
+    for record in records:
+        for kind, hops in record["bytes"].items():
+            sums = total.setdefault(kind, {"inside": 0, "across": 0})
+            for hop in sums:
+                sums[hop] += hops[hop]
+    parts = [
+        f"{kind} {format_bytes(sums['inside'] / steps)} inside nodes, {format_bytes(sums['across'] / steps)} across"
+        for kind, sums in total.items()
+        if sums["inside"] or sums["across"]
+    ]
+    parts += [f"{axis} not counted: torch's own group sends it" for axis in cut if axis not in total]
     return "\n".join(parts) or "nothing: there is one rank"
 
 

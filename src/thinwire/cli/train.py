@@ -67,6 +67,8 @@ def train(
 
       thinwire train recipes/quickstart.toml --plan auto --nodes 2 --nproc 2
 
+      thinwire train recipes/quickstart.toml --set plan.tp=2 --set plan.pp=2 --nodes 1 --nproc 4
+
       thinwire train recipes/quickstart.toml --out runs/quickstart --resume
 
       torchrun --nproc-per-node 4 -m thinwire.cli.main train recipes/quickstart.toml --out runs/torchrun

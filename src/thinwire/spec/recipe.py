@@ -314,9 +314,16 @@ class Recipe(Spec):
             The plan, with this recipe's batch and recomputation where it sets them.
 
         Raises:
-            SpecError: the preset or file does not exist, breaks a rule, or is for another mesh.
+            SpecError: the preset or file does not exist, breaks a rule, or is for another mesh; or the batch or the
+                sequences do not fit the plan.
         """
-        return self._with_batch(self._bare_plan(mesh, auto_dtype))
+        plan = self._with_batch(self._bare_plan(mesh, auto_dtype))
+        if self.train.seq % plan.tp:
+            raise SpecError(
+                "train",
+                [f"seq = {self.train.seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"],
+            )
+        return plan
 
     def replaced(self, mesh: Factor) -> list[str]:
         """What this recipe changes of a plan file's batch and recomputation, one sentence each.

@@ -64,7 +64,7 @@ def pack(model: ParallelModel, rank: int, world: int, device: torch.device, node
     axes = model.axis_traffic()
     for axis in _AXES:
         count = float(axes[axis].sent) if axis in axes else 0.0
-        across = count * _share_across(model.grid, len(model.chunks), node_ranks) if axis == "pp" else 0.0
+        across = count * share_across(model.grid, len(model.chunks), node_ranks) if axis == "pp" else 0.0
         words += [count - across, across]
     memory = [0.0] * (2 * world)
     memory[rank] = float(resident_bytes())
@@ -101,8 +101,14 @@ def unpack(means: Sequence[float], world: int) -> Measured:
     return Measured(sent, waited, codec, largest)
 
 
-def _share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
-    """Share of this rank's messages to other stages that leave its node; all are equally large."""
+def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
+    """Share of what a rank sends to other stages that leaves its node; all messages are equally large.
+
+    Args:
+        grid: where the rank stands.
+        stages_here: stages that it holds.
+        node_ranks: ranks of a node.
+    """
     apart = grid.dp * grid.tp
     leave = []
     for stage in range(grid.stage, grid.pp * stages_here, grid.pp):

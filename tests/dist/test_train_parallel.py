@@ -1,0 +1,196 @@
+"""Runs over pipeline stages and tensor-parallel ranks, from the command line; and what the pages say of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from examples import parallel
+
+import thinwire as tw
+from thinwire.spec.factor import Factor
+from thinwire.spec.recipe import Recipe
+from thinwire.testing import run_ranks
+from thinwire.train.directory import RunDirectory
+from thinwire.train.loop import run
+from thinwire.train.models.common import cross_entropy
+from thinwire.train.models.llama import Block, Llama, LlamaConfig
+from thinwire.train.packing import prepare
+from thinwire.train.stop import StopRequest
+from thinwire.train.trainer import Job
+
+THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
+STEPS, SAVED = 4, 2
+
+RECIPE = f"""
+plan = {{ preset = "zero1", compute_dtype = "float32", tp = 2, pp = 2 }}
+[model]
+layers = 4
+hidden = 32
+heads = 2
+ffn = 48
+[data]
+source = "text"
+paths = ["text.txt"]
+cache = "cache"
+vocab = 300
+[train]
+steps = {STEPS}
+seq = 16
+micro_batch = 2
+global_batch = 8
+validate_every = 2
+validation_samples = 6
+tensorboard = false
+[optimizer]
+lr = 1e-2
+warmup = 2
+[checkpoint]
+every = {SAVED}
+[cluster]
+nproc = 4
+timeout = "60s"
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("grids")
+    chance = random.Random(0)
+    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(200)]
+    (directory / "text.txt").write_text("\n".join(" ".join(chance.choices(words, k=12)) for _ in range(3000)))
+    (directory / "recipe.toml").write_text(RECIPE)
+    return directory / "recipe.toml"
+
+
+def thinwire(recipe: Path, name: str, *arguments: str, launcher: tuple[str, ...] = THINWIRE, status: int = 0) -> str:
+    """Train, and return what was said."""
+    command = [*launcher, "train", str(recipe), "--out", str(recipe.parent / name), *arguments]
+    outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
+    environment = {**outside, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=280)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def records(directory: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def goes_on(recipe: Path, directory: Path, mesh: Factor, settings: tuple[str, ...], node_ranks: int) -> None:
+    """Be one rank of a run that continues on another grid."""
+    chosen = Recipe.read(recipe, settings)
+    plan = chosen.resolved_plan(mesh)
+    job = Job(chosen, plan, RunDirectory(directory), prepare(chosen.data), torch.device("cpu"), True, node_ranks)
+    with StopRequest(job.directory.stop_file, launched=True) as stop:
+        assert run(job, stop, "none").step == STEPS
+
+
+def test_a_run_over_a_grid_and_its_continuation_on_another(recipe: Path) -> None:
+    said = thinwire(recipe, "whole")
+    assert "tp 2; pp 2" in said
+    assert "inside nodes, 0 B across" in said
+    assert "not counting tp and pp" in said
+    whole = recipe.parent / "whole"
+    expected = records(whole)
+    assert expected[-1]["loss"] < expected[0]["loss"]
+    assert all(record["bytes"][axis]["inside"] > 0 for record in expected for axis in ("tp", "pp"))
+
+    other = recipe.parent / "other"
+    shutil.copytree(whole, other)
+    shutil.rmtree(other / "checkpoints" / f"step-{STEPS:08d}")
+    # Two data-parallel ranks in each of two stages, a stage a node.
+    settings = ("plan.tp=1", "plan.schedule=interleaved", "cluster.nodes=2", "cluster.nproc=2")
+    run_ranks(4, goes_on, recipe, other, Factor(local=2), settings, 2)
+    found = records(other)
+    for name in ("loss", "grad_norm"):
+        assert [r[name] for r in found] == pytest.approx([r[name] for r in expected], rel=2e-4)
+    assert found[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=2e-4)
+    assert found[SAVED - 1] == expected[SAVED - 1]
+    sent = found[-1]["bytes"]
+    assert sent["pp"]["across"] > 0 == sent["pp"]["inside"]
+    assert sent["reduce"]["inside"] > 0
+    assert "tp" not in sent
+
+
+@pytest.mark.slow
+def test_eight_ranks_under_torchrun_and_a_plan_file(recipe: Path) -> None:
+    plan = tw.Plan.preset(
+        "zero2", nodes=1, local=2, tp=2, pp=2, compute_dtype="float32", wire={"policy": "zhybrid:24-8"}
+    )
+    plan.with_(schedule="interleaved").save(recipe.parent / "plan.toml")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
+    settings = ("--nodes", "2", "--nproc", "4", "--plan", str(recipe.parent / "plan.toml"))
+    said = thinwire(recipe, "three", *settings, launcher=(*torchrun, "-m", "thinwire.cli.main"))
+    assert "interleaved" in said
+    sent = records(recipe.parent / "three")[-1]["bytes"]
+    assert sent["tp"]["inside"] > 0 == sent["tp"]["across"]
+    assert sent["pp"]["across"] > 0 == sent["pp"]["inside"]
+    said = thinwire(recipe, "three", "--resume", "--nproc", "2", "--set", "plan.tp=1", "--set", "plan.pp=1",
+                    "--set", f"train.steps={STEPS + 2}")  # fmt: skip
+    assert "resumed from" in said
+    found = [record["loss"] for record in records(recipe.parent / "three")]
+    assert len(found) == STEPS + 2
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (["plan.tp=3"], "--nodes 1 --nproc 6 would do"),
+        (["train.micro_batch=8", "train.global_batch=1"], "set it to a multiple of 2"),
+        (["train.seq=15"], "seq = 15 should be a multiple of plan.tp = 2"),
+    ],
+)
+def test_what_cannot_be_is_said_before_ranks_start(recipe: Path, settings: list[str], said: str) -> None:
+    told = thinwire(recipe, "never", *(word for setting in settings for word in ("--set", setting)), status=1)
+    assert said in told
+    assert not (recipe.parent / "never").exists()
+
+
+def rank_counts(plan: tw.Plan, own: bool) -> list[int]:
+    """How often each block of this rank runs in a step."""
+    config = LlamaConfig(vocab=32, hidden=16, layers=4, heads=2, kv_heads=2, ffn=24, seq=8, recompute=own)
+    ran: dict[Block, int] = {}
+    forward = Block.forward
+
+    def counted(self: Block, *inputs: Any) -> torch.Tensor:
+        ran[self] = ran.get(self, 0) + 1
+        return forward(self, *inputs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Block, "forward", counted)
+        model = tw.parallelize(Llama(config), plan, loss=cross_entropy)
+        tokens = torch.arange(9).expand(1, 9) % 32
+        batch = parallel.Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        model.step([batch] * plan.micro_batches)
+    return list(ran.values())
+
+
+@pytest.mark.parametrize("ways", [{}, {"tp": 2}, {"pp": 2}], ids=["data", "tp", "pp"])
+@pytest.mark.parametrize("own", [False, True], ids=["", "model-too"])
+def test_recomputed_blocks_run_twice(ways: dict[str, int], own: bool) -> None:
+    """Once forward, once again in backward, also where the model recomputes by itself."""
+    local = 1 if ways else 2
+    for recompute in (False, True):
+        plan = tw.Plan.preset("zero1", nodes=1, local=local, micro_batches=2, recompute=recompute, **ways)
+        times = 2 * (2 if recompute or own else 1)
+        for ran in run_ranks(2, rank_counts, plan, own):
+            assert ran == [times] * (2 if "pp" in ways else 4)
+
+
+@pytest.mark.parametrize("policy", ["none", "hybrid"])
+def test_the_example_learns(policy: str) -> None:
+    results = run_ranks(4, parallel.train, policy, 6)
+    losses = results[3][0]
+    assert losses[-1] < losses[0] - 0.05
+    for _, traffic in results:
+        assert traffic["tp"].codecs == traffic["pp"].codecs == ({"int8:256"} if policy == "hybrid" else set())
