@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -51,6 +52,18 @@ def plan(
     recompute: Annotated[
         Literal["auto", "on", "off"], typer.Option(help="Whether blocks are recomputed in the backward.")
     ] = "auto",
+    tp: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|N,...",
+            help="Tensor-parallel ranks to choose from; unset, only where nothing fits without.",
+            show_default=False,
+        ),
+    ] = None,
+    pp: Annotated[
+        str | None,
+        typer.Option(metavar="auto|N,...", help="Pipeline stages to choose from; likewise.", show_default=False),
+    ] = None,
     profile: Annotated[
         Path | None,
         typer.Option(metavar="PROFILE.json", help="Times as thinwire profile measured them.", show_default=False),
@@ -120,6 +133,8 @@ def plan(
 
       thinwire plan --model llama-13b --cluster a100-40g:4x8 --internode-gbps 25 --tokens-per-step 512k --out plan.toml
 
+      thinwire plan --model llama-2-70b --cluster a800-80g:16x8 --tokens-per-step 4M --tp auto --pp auto
+
       thinwire plan --model llama-30b-amsp --cluster a800-80g:128x8 --tokens-per-step 4M --seq 4096 --objective amsp
 
       thinwire plan --model model.toml --profile profile.json --tokens-per-step 64k --explain
@@ -144,6 +159,11 @@ def plan(
             raise UsageError(
                 f"--codecs {codecs} has no meaning with --objective amsp, which compares plans without codecs as AMSP "
                 "does; leave --codecs out, or --objective"
+            )
+        if objective == "amsp" and (tp, pp) != (None, None):
+            raise UsageError(
+                "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
+                "out, or --objective"
             )
         if compare is not None:
             _compare(compare, profile, refit, as_json=as_json)
@@ -173,16 +193,34 @@ def plan(
             rates=_rates(machine, measured, shape),
             overhead=OVERHEAD if measured is None else measured.base_memory,
             causal_flops=causal_mfu,
+            tp=_ways("--tp", tp),
+            pp=_ways("--pp", pp),
         )
         console = wide_console(as_json=as_json)
-        answer = _amsp if objective == "amsp" else _time
-        result = answer(job, top, out, console, explain=explain)
+        if objective == "amsp":
+            result = _amsp(job, top, out, console, explain=explain)
+        else:
+            result = _time(job, top, out, console, explain=explain, widen=tp is None and pp is None)
         if leaf_of is not None and result["plans"]:
             result["placement"] = _place(job, Plan.parse(result["plans"][0]["plan"]), leaf_of, placement, console)
         if as_json:
             print(json.dumps(result))
         if not any(row["fits"] for row in result["plans"]):
             raise typer.Exit(1)
+
+
+def _ways(option: str, text: str | None) -> tuple[int, ...] | None:
+    """How many ranks may share the model: ``None`` leaves it to the search, and what is unset is one."""
+    from thinwire.errors import UsageError
+
+    if text is None:
+        return (1,)
+    if text == "auto":
+        return None
+    words = text.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UsageError(f"{option} {text} is neither auto nor whole numbers from 1, such as {option} 1,2,4")
+    return tuple(sorted(set(map(int, words))))
 
 
 def _cluster(
@@ -244,7 +282,7 @@ def _place(
         console.print("nothing is known of the spine (--spine-gbps), so the order changes no predicted time")
     if directory is not None:
         directory.mkdir(parents=True, exist_ok=True)
-        local = chosen.mesh.local
+        local = job.cluster.gpus_per_node
         (directory / "hostfile").write_text(planner.hostfile(order), encoding="utf-8")
         (directory / "rankfile").write_text(planner.rankfile(order, local), encoding="utf-8")
         (directory / "slurm-hosts").write_text(planner.slurm_hostfile(order, local), encoding="utf-8")
@@ -290,13 +328,23 @@ def _compare(run: Path, profile: Path | None, refit: Path | None, *, as_json: bo
 # -- the overlapped step -----------------------------------------------------------------------------------------
 
 
-def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
+def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bool, widen: bool) -> dict[str, Any]:
     import thinwire.plan as planner
     from thinwire.report import rich_table
 
     searched = planner.search(job, top=top)
+    widened = widen and not searched.candidates
+    if widened:
+        job = replace(job, tp=None, pp=None)
+        searched = planner.search(job, top=top)
     rows = _rows(searched, top)
     _introduce(job, console)
+    if widened:
+        console.print(
+            "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
+        )
+    if refusals := job.refusals:
+        console.print(f"not tried: {'; '.join(refusals)}", markup=False)
     console.print(rich_table(_sheet(job, rows)))
     if not searched.candidates:
         return _infeasible(job, rows, console)
@@ -318,6 +366,8 @@ def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bo
             "fitting": searched.fitting,
             "simulated": searched.simulated,
             "complete": searched.complete,
+            "cuts": searched.cuts,
+            "widened": widened,
         },
     }
 
@@ -351,23 +401,44 @@ def _sheet(job: Job, rows: Sequence[Candidate]) -> Sheet:
 
     attention = "half of attention counted" if job.causal_flops else "attention counted in full"
     with_price = job.cluster.price_per_gpu_hour is not None
-    columns = ["", "P", "G", "OS", "secondary", "codecs", "batch", "step s", "waiting s", "MFU", "TGS", "GiB"]
+    with_cut = any(row.plan.ranks > row.plan.world for row in rows)
+    columns = [
+        "",
+        *(["tp x pp"] if with_cut else []),
+        "P",
+        "G",
+        "OS",
+        "secondary",
+        "codecs",
+        "batch",
+        "step s",
+        "waiting s",
+        "MFU",
+        "TGS",
+        "GiB",
+    ]
     columns += ["per 10^9 tokens"] if with_price else []
     return Sheet(
         f"Plans, best first (MFU: {attention})",
         [*columns, ""],
-        7,
-        [_cells(job, number, row, with_price=with_price) for number, row in enumerate(rows, start=1)],
+        8 if with_cut else 7,
+        [
+            _cells(job, number, row, with_price=with_price, with_cut=with_cut)
+            for number, row in enumerate(rows, start=1)
+        ],
     )
 
 
-def _cells(job: Job, number: int, row: Candidate, *, with_price: bool) -> list[str]:
+def _cells(job: Job, number: int, row: Candidate, *, with_price: bool, with_cut: bool) -> list[str]:
     chosen = row.plan
     batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
-    waiting = {str(lane): seconds for lane, seconds in row.simulated.exposed.items() if seconds >= 5e-4}
-    shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items())
+    axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
+    waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
+    shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
+    cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
     cells = [
         f"{number} {row.label or ''}".strip(),
+        *([cut] if with_cut else []),
         str(chosen.params),
         str(chosen.grads),
         str(chosen.optimizer),
@@ -387,6 +458,7 @@ def _cells(job: Job, number: int, row: Candidate, *, with_price: bool) -> list[s
 
 def _codecs(row: Candidate) -> str:
     short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "spread": "spread"}
+    short |= {"tp": "tp", "pp": "pp"}
     codecs = row.plan.wire.codecs()
     return " ".join(f"{name} {codecs[key]}" for key, name in short.items() if not codecs[key].is_none) or "-"
 
@@ -399,9 +471,10 @@ def _search_line(searched: Searched, tie: float) -> str:
         if searched.complete
         else "others that were not simulated might still win; raise --top"
     )
+    cuts = f" with {searched.cuts} ways of tensor and pipeline parallelism" if searched.cuts > 1 else ""
     return (
-        f"{searched.considered:,} plans, of which {searched.fitting:,} fit; {searched.simulated} simulated: {sure}. "
-        f"Ties within {tie:.0%} go to the plan with fewer knobs."
+        f"{searched.considered:,} plans{cuts}, of which {searched.fitting:,} fit; "
+        f"{searched.simulated} simulated: {sure}. Ties within {tie:.0%} go to the plan with fewer knobs."
     )
 
 
@@ -453,6 +526,7 @@ def _row_json(job: Job, number: int, row: Candidate) -> dict[str, Any]:
         "tgs": row.tokens_per_gpu_second(job),
         "mfu": row.mfu(job),
         "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
+        "axis_seconds": {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle},
         "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
         "fits": row.fits,
         "label": row.label,

@@ -3,26 +3,72 @@
 Model states as the runtime keeps them: ``P`` in the compute dtype, ``G`` in the accumulate dtype, fp32 masters and
 AdamW's two moments; the largest share counts where whole tensors are dealt. Activations follow Korthikanti et al. 2022
 ("Reducing Activation Recomputation", section 4) for the built-in models without dropout and with fused attention, which
-drops the term in the square of the sequence.
+drops the term in the square of the sequence. A pipeline's ranks differ: the first keeps most micro-batches in flight
+and the last has the logits, so the one that needs most counts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
-from thinwire.cost.anatomy import Part
+from thinwire.cost.anatomy import Part, parts
+from thinwire.cost.anatomy import units as units_of
 from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, together
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["OVERHEAD", "Memory", "States", "activation_bytes", "kept_activations", "memory", "working_memory"]
+__all__ = [
+    "CHUNKS",
+    "OVERHEAD",
+    "Memory",
+    "Stage",
+    "States",
+    "activation_bytes",
+    "demanding_stages",
+    "held_units",
+    "kept_activations",
+    "largest_memory",
+    "memory",
+    "stage_model",
+    "stages",
+    "working_memory",
+]
 
 OVERHEAD = 1_500 << 20
 """Bytes of a GPU that hold no tensor: contexts, communicators, libraries, fragments. A profile measures it."""
 
 _LOSS_CHUNK = 1 << 22
 """Logits that the loss works on at a time, in two fp32 copies."""
+
+
+CHUNKS = {"1f1b": 1, "interleaved": 2}
+"""Pipeline stages that every rank holds, by schedule."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one rank has of a pipeline; without one, all of it.
+
+    Attributes:
+        blocks: of the model, over all of the rank's chunks.
+        chunks: consecutive parts of the model that it holds.
+        in_flight: passes through a chunk whose activations it keeps at once.
+        first: whether it has the embedding.
+        last: whether it has the head.
+    """
+
+    blocks: int
+    chunks: int
+    in_flight: int
+    first: bool
+    last: bool
+
+    @property
+    def kept_blocks(self) -> int:
+        """Passes through a block whose activations it keeps at once."""
+        return -(-self.in_flight * self.blocks // self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,11 +144,12 @@ def memory(
     overhead: int = OVERHEAD,
     touched_only: bool = False,
     share: int | None = None,
+    stage: Stage | None = None,
 ) -> Memory:
     """Bytes of a rank under a plan.
 
     Args:
-        model: its shape.
+        model: its shape; of a pipeline, a rank's part of it.
         plan: factors, dtypes, micro-batch and recomputation.
         units: of the model.
         seq: tokens of a sequence.
@@ -111,12 +158,12 @@ def memory(
         touched_only: whether memory counts when it is written, as on a host, not when it is allocated: with one
             micro-batch gradients go from autograd to the reduction, past the ``G`` shard.
         share: elements that the rank owns which owns most; from ``units`` by default.
+        stage: the rank of thinwire's own pipeline, or of its tensor parallelism. By default any system's: with as many
+            micro-batches in flight as the first rank, with the logits of the last, and with no buffers for messages.
     """
     states = states or States.of(plan)
     share = _largest_share(units) if share is None else share
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
-    itemsize = ITEMSIZE[plan.compute_dtype]
-    tokens = plan.micro_batch * seq
     written_once = touched_only and plan.micro_batches == 1
     return Memory(
         params=states.params * padded // plan.params.ranks,
@@ -124,18 +171,94 @@ def memory(
         optimizer=states.optimizer * share,
         secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
         gathered=_gathered(plan, units),
-        buffers=_buffers(plan, units),
+        buffers=_buffers(plan, units) + _messages(model, plan, seq, stage),
         feedback=_feedback(plan, padded),
-        activations=_activations(model, plan, tokens, itemsize),
-        logits=_logits(model, -(-tokens // plan.tp), itemsize),
+        activations=_activations(model, plan, seq, stage),
+        logits=_logits(model, *_tokens(plan, seq)) if stage is None or stage.last else 0,
         overhead=overhead,
     )
 
 
-def working_memory(model: ModelSpec, plan: Plan, *, seq: int) -> int:
-    """Bytes that depend on the micro-batch: activations, logits and the loss."""
-    tokens, itemsize = plan.micro_batch * seq, ITEMSIZE[plan.compute_dtype]
-    return _activations(model, plan, tokens, itemsize) + _logits(model, -(-tokens // plan.tp), itemsize)
+def working_memory(model: ModelSpec, plan: Plan, *, seq: int, stage: Stage) -> int:
+    """Bytes that depend on the micro-batch: activations, messages between stages, logits and the loss."""
+    logits = _logits(model, *_tokens(plan, seq)) if stage.last else 0
+    return _activations(model, plan, seq, stage) + _messages(model, plan, seq, stage) + logits
+
+
+def largest_memory(model: ModelSpec, plan: Plan, *, seq: int, overhead: int, touched_only: bool = False) -> Memory:
+    """Bytes of the rank that needs most, as thinwire runs a plan with its tensor and pipeline parallelism.
+
+    Args:
+        model: the whole model.
+        plan: the plan.
+        seq: tokens of a sequence.
+        overhead: bytes in use without any model.
+        touched_only: see :func:`memory`.
+    """
+    found = []
+    for stage in demanding_stages(stages(model.layers, plan)):
+        part = stage_model(model, stage.blocks)
+        held = held_units(part, plan, stage)
+        needed = memory(part, plan, held, seq=seq, overhead=overhead, touched_only=touched_only, stage=stage)
+        found.append(needed)
+    return max(found, key=lambda needed: needed.total)
+
+
+def stages(layers: int, plan: Plan) -> list[Stage]:
+    """Every rank of the pipeline, as ``thinwire.parallel`` deals blocks out and torch's schedules run them.
+
+    1F1B has as many micro-batches in flight as there are ranks from here to the last. Interleaved, the first pass of a
+    round of micro-batches through all chunks but one comes before, and two for each rank behind (Narayanan et al. 2021,
+    arXiv 2104.04473, section 2.2).
+
+    Args:
+        layers: blocks of the model.
+        plan: with stages, schedule and micro-batches.
+    """
+    pp, chunks, count = plan.pp, CHUNKS[plan.schedule], plan.micro_batches
+    bounds = [index * layers // (pp * chunks) for index in range(pp * chunks + 1)]
+    found = []
+    for rank in range(pp):
+        blocks = sum(bounds[index + 1] - bounds[index] for index in range(rank, pp * chunks, pp))
+        if chunks == 1:
+            in_flight = min(count, pp - rank)
+        else:
+            a_round = count // max(1, count // pp)
+            in_flight = min(count * chunks, (chunks - 1) * a_round + 2 * (pp - 1 - rank) + 1)
+        found.append(Stage(blocks, chunks, in_flight, rank == 0, rank == pp - 1))
+    return found
+
+
+def demanding_stages(found: Sequence[Stage]) -> list[Stage]:
+    """Those of which one needs most memory: both ends, and of others with equally many blocks the first."""
+    if len(found) == 1:
+        return list(found)
+    between: dict[int, Stage] = {}
+    for stage in found[1:-1]:
+        between.setdefault(stage.blocks, stage)
+    return [found[0], *between.values(), found[-1]]
+
+
+@lru_cache(maxsize=64)
+def stage_model(model: ModelSpec, blocks: int) -> ModelSpec:
+    """The shape with so many blocks."""
+    return model if blocks == model.layers else model.with_(layers=blocks)
+
+
+def held_units(model: ModelSpec, plan: Plan, stage: Stage) -> list[UnitInfo]:
+    """Units of a stage: the embedding is the first rank's, the head the last one's.
+
+    Args:
+        model: with the stage's blocks.
+        plan: the plan.
+        stage: the rank.
+    """
+    cut = parts(model, plan.granularity, plan.tp)
+    return [
+        unit
+        for part, unit in zip(cut, units_of(model, plan), strict=True)
+        if (stage.first or part.kind != "embedding") and (stage.last or part.kind != "head" or not part.name)
+    ]
 
 
 def _largest_share(units: Sequence[UnitInfo]) -> int:
@@ -257,13 +380,40 @@ def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[Part], *, seq
     )
 
 
-def _activations(model: ModelSpec, plan: Plan, tokens: int, itemsize: int) -> int:
+def _tokens(plan: Plan, seq: int) -> tuple[int, int]:
+    """Tokens of a micro-batch on a tensor-parallel rank, and bytes of a value."""
     # Tensor-parallel ranks cut the sequence where they do not cut heads and channels (Korthikanti et al., section 4.2).
-    tokens = -(-tokens // plan.tp)
+    return -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
+
+
+def _activations(model: ModelSpec, plan: Plan, seq: int, stage: Stage | None) -> int:
+    tokens, itemsize = _tokens(plan, seq)
     block = activation_bytes(model, tokens, itemsize)
     inputs = tokens * model.hidden * itemsize
-    ends = 3 * inputs  # the embedding's output, the final norm's input and output
-    return (model.layers * inputs + block if plan.recompute else model.layers * block) + ends
+    if stage is None:
+        kept, ends = model.layers * min(plan.pp, plan.micro_batches), 3 * inputs
+    else:
+        # What attention, the feed-forward and the head read is gathered over the tensor-parallel ranks, and torch keeps
+        # it so for the gradients of their weights; Korthikanti et al. gather it again.
+        block += 2 * (plan.tp - 1) * inputs
+        kept = stage.kept_blocks
+        # The embedding's output; the final norm's input and output; what other stages have been sent.
+        ends = stage.first * inputs + stage.last * (1 + plan.tp) * inputs
+        ends += stage.in_flight * (stage.chunks - stage.last) // stage.chunks * inputs
+    return (kept * inputs + block if plan.recompute else kept * block) + ends
+
+
+def _messages(model: ModelSpec, plan: Plan, seq: int, stage: Stage | None) -> int:
+    """Buffers for what a stage receives: torch's pipelining has one for each micro-batch of a step, both ways.
+
+    Those that micro-batches in flight came in are counted with their activations.
+    """
+    if stage is None or plan.pp == 1:
+        return 0
+    tokens, itemsize = _tokens(plan, seq)
+    forward = max(0, (stage.chunks - stage.first) * plan.micro_batches - stage.in_flight)
+    backward = (stage.chunks - stage.last) * plan.micro_batches
+    return (forward + backward) * tokens * model.hidden * itemsize
 
 
 def _logits(model: ModelSpec, tokens: int, itemsize: int) -> int:

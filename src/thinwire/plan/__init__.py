@@ -13,7 +13,7 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
-from thinwire.plan.job import CODEC_LEVELS, Candidate, CodecLevel, Job, profiled_cluster
+from thinwire.plan.job import CODEC_LEVELS, AxisSeconds, Candidate, CodecLevel, Job, profiled_cluster
 from thinwire.plan.placement import (
     Placed,
     hostfile,
@@ -24,15 +24,18 @@ from thinwire.plan.placement import (
     read_hosts,
     slurm_hostfile,
 )
+from thinwire.plan.rules import Cut
 from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
 
 __all__ = [
     "CLASSICS",
     "CODEC_LEVELS",
     "AmspPlan",
+    "AxisSeconds",
     "Candidate",
     "CodecLevel",
     "Comparison",
+    "Cut",
     "Explanation",
     "Flip",
     "Job",

@@ -121,7 +121,7 @@ def _chains(job: Job) -> Iterator[Chain]:
 
 
 def _priced(job: Job, flat: FlatCollectives, base: Plan, chain: Chain, recompute: bool) -> AmspPlan:
-    micro_batch, micro_batches = job.batches[0]
+    micro_batch, micro_batches = job.batches()[0]
     params, grads, optimizer = chain
     plan = base.with_(
         params=params,

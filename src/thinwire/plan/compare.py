@@ -118,6 +118,8 @@ def _job(run: Path, profile: Profile) -> tuple[Job, Plan]:
         seq,
         micro_batch=plan.micro_batch,
         compute_dtype=plan.compute_dtype,
+        tp=(plan.tp,),
+        pp=(plan.pp,),
         clip=True,
         rates=ProfiledRates(profile, model, plan.compute_dtype),
         overhead=profile.base_memory,

@@ -8,6 +8,7 @@ from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.job import Candidate, Job
+from thinwire.plan.rules import Cut, cuts, powers_of_two
 from thinwire.plan.search import Search, Searched, candidate, elsewhere, search
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
@@ -75,18 +76,28 @@ def summary(plan: Plan) -> str:
     words.append(f"micro-batch {plan.micro_batch} x {plan.micro_batches}")
     if plan.recompute:
         words.append("recompute")
-    return "; ".join(words)
+    ways = [f"{axis} {count}" for axis, count in (("tp", plan.tp), ("pp", plan.pp)) if count > 1]
+    if plan.schedule != "1f1b":
+        ways.append(plan.schedule)
+    return "; ".join([" ".join(ways), *words] if ways else words)
 
 
 def critical_path(candidate: Candidate) -> dict[str, float]:
-    """Seconds of a step by cause: computation, what slows it down, and waiting for each lane."""
-    simulated = candidate.simulated
+    """Seconds of a step by cause: computation, what slows it down, waiting for each lane, and what tensor and pipeline
+    parallelism add."""
+    simulated, axes = candidate.simulated, candidate.axes
     waiting = {f"waiting for {lane}": seconds for lane, seconds in simulated.exposed.items() if seconds > 0}
-    slowed = simulated.seconds - simulated.computing - sum(waiting.values())
+    slowed = simulated.seconds - simulated.computing - sum(waiting.values()) - axes.idle - axes.messages
+    added = {
+        "sums over tensor-parallel ranks": axes.sums,
+        "pipeline filling and draining": axes.idle,
+        "messages between stages": axes.messages,
+    }
     return {
-        "computation": simulated.computing,
+        "computation": simulated.computing - axes.sums,
         "computation slowed by codecs and transfers": max(0.0, slowed),
         **waiting,
+        **{cause: seconds for cause, seconds in added.items() if seconds > 0},
     }
 
 
@@ -124,7 +135,13 @@ def remedies(job: Job) -> list[Remedy]:
     Args:
         job: for which no plan fits.
     """
-    kinds = (_computing_again(job), _smaller_batches(job), _shorter_sequences(job), _more_nodes(job))
+    kinds = (
+        _computing_again(job),
+        _smaller_batches(job),
+        *_sharing(job),
+        _shorter_sequences(job),
+        _more_nodes(job),
+    )
     found = [remedy for kind in kinds if (remedy := _first_that_fits(kind))]
     if not found and job.recompute is False:
         recomputed = ((f"--recompute on and {change}", changed) for change, changed in _more_nodes(_recomputing(job)))
@@ -163,13 +180,18 @@ def binding(job: Job, chosen: Candidate) -> str:
     link = _LINKS[busiest]
     room = job.cluster.memory - chosen.memory.total
     memory = f"{format_bytes(room)} of memory are left"
+    axes = chosen.axes
+    if (axes.idle + axes.messages) / seconds > max(0.1, waiting):
+        standing = f"ranks stand idle for {axes.idle / seconds:.0%} of the step and wait for messages for"
+        return f"the pipeline: {standing} {axes.messages / seconds:.0%}; {memory}"
     if shares[busiest] > max(0.9, computing):
         return f"{link}: they are busy for {shares[busiest]:.0%} of the step; {memory}"
     if waiting > 0.1:
         lane = max(chosen.simulated.exposed, key=lambda lane: chosen.simulated.exposed[lane])
         limit = f", which {link} limit: busy for {shares[busiest]:.0%}" if busiest is Resource.SPINE else ""
         return f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane{limit}; {memory}"
-    return f"computation: {computing:.0%} of the step; {link} are busy for {shares[busiest]:.0%}; {memory}"
+    sums = f" ({axes.sums / seconds:.0%} are sums over tensor-parallel ranks)" if axes.sums else ""
+    return f"computation: {computing:.0%} of the step{sums}; {link} are busy for {shares[busiest]:.0%}; {memory}"
 
 
 def _noise(job: Job, chosen: Candidate) -> tuple[float, float] | None:
@@ -198,13 +220,13 @@ def _runner_up(searched: Searched, tie: float) -> str | None:
 
 
 def _factors(plan: Plan) -> tuple[object, ...]:
-    return plan.params, plan.grads, plan.optimizer, plan.secondary
+    return plan.params, plan.grads, plan.optimizer, plan.secondary, Cut.of(plan)
 
 
 def _same(one: Plan, other: Plan, job: Job) -> bool:
     """Whether two choices are the same; batches differ where the job's do."""
     alike = _factors(one) == _factors(other) and one.wire == other.wire and one.recompute == other.recompute
-    return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences)
+    return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences(one.mesh))
 
 
 def _variations(job: Job) -> Iterator[tuple[str, Job]]:
@@ -245,10 +267,31 @@ def _computing_again(job: Job) -> Iterator[tuple[str, Job]]:
 def _smaller_batches(job: Job) -> Iterator[tuple[str, Job]]:
     if job.micro_batch is None or job.micro_batch == 1:
         return
-    for size in sorted((d for d in range(1, job.micro_batch) if job.sequences % d == 0), reverse=True):
+    sequences = [job.sequences(job.mesh_of(cut)) for cut in job.cuts]
+    sizes = (d for d in range(1, job.micro_batch) if any(count % d == 0 for count in sequences))
+    for size in sorted(sizes, reverse=True):
         yield f"--micro-batch {size}", replace(job, micro_batch=size)
     if job.recompute is False:
         yield "--recompute on --micro-batch 1", replace(job, recompute=True, micro_batch=1)
+
+
+def _sharing(job: Job) -> Iterator[Iterator[tuple[str, Job]]]:
+    """Tensor-parallel ranks, pipeline stages, and both, where they were not among the choices."""
+    if job.tp is None or job.pp is None or (job.tp, job.pp) != ((1,), (1,)):
+        return
+    all_cuts = cuts(powers_of_two(job.cluster.gpus_per_node), powers_of_two(job.model.layers))
+    ways = sorted((cut for cut in all_cuts if cut.schedule == "1f1b" and job.allows(cut)), key=lambda c: (c.ways, c.pp))
+    kinds = (
+        [cut for cut in ways if cut.tp > 1 and cut.pp == 1],
+        [cut for cut in ways if cut.tp == 1 and cut.pp > 1],
+        [cut for cut in ways if cut.tp > 1 and cut.pp > 1],
+    )
+    for kind in kinds:
+        yield ((_option(cut), replace(job, tp=(cut.tp,), pp=(cut.pp,))) for cut in kind)
+
+
+def _option(cut: Cut) -> str:
+    return " ".join(f"--{axis} {count}" for axis, count in (("tp", cut.tp), ("pp", cut.pp)) if count > 1)
 
 
 def _shorter_sequences(job: Job) -> Iterator[tuple[str, Job]]:

@@ -4,38 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from thinwire.cost import OVERHEAD, Memory, Part, ProfiledRates, Rates, parts, units
+from thinwire.cost.memory import stage_model, stages
 from thinwire.errors import SpecError
+from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, keeps_busy, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Simulated, Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import Profile
 
-__all__ = ["CODEC_LEVELS", "Candidate", "CodecLevel", "Job", "profiled_cluster"]
+__all__ = ["CODEC_LEVELS", "AxisSeconds", "Candidate", "CodecLevel", "Job", "profiled_cluster"]
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
 CODEC_LEVELS: dict[CodecLevel, dict[str, tuple[str, ...]]] = {
-    "none": {"gather": ("none",), "reduce_intra": ("none",), "reduce_inter": ("none",), "spread": ("none",)},
+    "none": dict.fromkeys(("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp"), ("none",)),
     "lossless": {
         "gather": ("none", "exp3"),
         "reduce_intra": ("none", "mpc"),
         "reduce_inter": ("none", "mpc"),
         "spread": ("none", "exp3"),
+        "tp": ("none",),
+        "pp": ("none",),
     },
     "standard": {
         "gather": ("none", "int8:256"),
         "reduce_intra": ("none", "int8:256"),
         "reduce_inter": ("none", "int8:256", "int4:256"),
         "spread": ("none", "int8:256"),
+        "tp": ("none", "int8:256"),
+        "pp": ("none", "int8:256"),
     },
     "aggressive": {
         "gather": ("none", "int8:256", "int6:256"),
         "reduce_intra": ("none", "int8:256", "int4:256"),
         "reduce_inter": ("none", "int8:256", "int4:256", "int3:256"),
         "spread": ("none", "int8:256", "int6:256"),
+        "tp": ("none", "int8:256", "int6:256"),
+        "pp": ("none", "int8:256", "int6:256"),
     },
 }
 """The codecs that the search may choose from, by field of ``wire``; the first is the plainest."""
@@ -58,6 +67,8 @@ class Job:
         rates: how long everything takes.
         overhead: bytes of a rank in use before any model.
         causal_flops: whether MFU counts half of attention, as current Megatron-LM does.
+        tp: tensor-parallel ranks to choose from; ``None``: powers of two up to a node's ranks.
+        pp: pipeline stages to choose from; ``None``: powers of two up to the model's blocks.
     """
 
     model: ModelSpec
@@ -72,26 +83,82 @@ class Job:
     rates: Rates = field(kw_only=True)
     overhead: int = OVERHEAD
     causal_flops: bool = False
+    tp: tuple[int, ...] | None = (1,)
+    pp: tuple[int, ...] | None = (1,)
 
     def __post_init__(self) -> None:
         if mistakes := list(self._mistakes()):
             raise SpecError("plan", mistakes)
 
     def _mistakes(self) -> Iterator[str]:
-        per_rank = self.seq * self.cluster.gpus
+        if self.cuts:
+            return
+        possible, refused = self._meshes()
+        if not possible:
+            yield "; ".join(dict.fromkeys(refused))
+            return
+        cut, mesh = min(possible.items(), key=lambda item: (item[1].ranks, item[0].ways))
+        per_rank = self.seq * mesh.ranks
         sequences, rest = divmod(self.tokens_per_step, per_rank)
+        who = "GPUs" if cut == UNCUT else f"data-parallel ranks (tp = {cut.tp}, pp = {cut.pp})"
         if rest or not sequences:
             near = max(1, round(self.tokens_per_step / per_rank)) * per_rank
+            fewer = self._with_fewer_data_parallel_ranks()
             yield (
-                f"tokens-per-step = {self.tokens_per_step:,} is not a multiple of seq x GPUs = {self.seq:,} x "
-                f"{self.cluster.gpus:,} = {per_rank:,}: every rank needs the same number of sequences; the nearest "
-                f"valid figure is {near:,}"
+                f"tokens-per-step = {self.tokens_per_step:,} is not a multiple of seq x {who} = {self.seq:,} x "
+                f"{mesh.ranks:,} = {per_rank:,}: every rank needs the same number of sequences; the nearest "
+                f"valid figure is {near:,}{fewer}"
             )
         elif self.micro_batch and sequences % self.micro_batch:
             yield (
                 f"micro-batch = {self.micro_batch} does not divide the {sequences} sequences that each rank has in a "
                 f"step; valid are {', '.join(str(d) for d in range(1, sequences + 1) if sequences % d == 0)}"
             )
+        else:
+            yield (
+                f"pp = {cut.pp} needs as many micro-batches and in equal rounds, and each data-parallel rank has "
+                f"{sequences} sequences in a step; take fewer stages, or more tokens a step"
+            )
+
+    def _with_fewer_data_parallel_ranks(self) -> str:
+        """Whether tensor and pipeline parallelism would make the batch go, in words."""
+        if (self.tp, self.pp) != ((1,), (1,)):
+            return ""
+        allowed = (cut for cut in _every(self, None, None) if self.allows(cut))
+        cut = min(allowed, key=lambda cut: (cut.ways, cut.pp), default=None)
+        return f"; or share ranks with --tp {cut.tp} --pp {cut.pp}" if cut else ""
+
+    def _meshes(self) -> tuple[dict[Cut, Factor], list[str]]:
+        """The data-parallel mesh of every cut that the runtime can make, and why it cannot make others."""
+        found: dict[Cut, Factor] = {}
+        refused: list[str] = []
+        for cut in _every(self, self.tp, self.pp):
+            problems = cut_problems(self.model, self.seq, cut)
+            mesh = divided(self.mesh, cut)
+            if mesh is None:
+                problems.append(
+                    f"tp = {cut.tp} and pp = {cut.pp} cannot share {self.mesh.nodes} nodes of {self.mesh.local} GPUs"
+                )
+            elif not problems:
+                found[cut] = mesh
+            refused += problems
+        return found, refused
+
+    def allows(self, cut: Cut) -> bool:
+        """Whether the runtime can cut the model and the batch so."""
+        mesh = divided(self.mesh, cut)
+        return mesh is not None and not cut_problems(self.model, self.seq, cut) and bool(self.batches(cut))
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Ways to cut the model that the runtime takes, plain data parallelism first."""
+        return tuple(cut for cut in _every(self, self.tp, self.pp) if self.allows(cut))
+
+    @property
+    def refusals(self) -> list[str]:
+        """Why the runtime would not cut this model in other ways that were asked for."""
+        asked = [cut for cut in _every(self, self.tp, self.pp) if cut.schedule == UNCUT.schedule]
+        return list(dict.fromkeys(text for cut in asked for text in cut_problems(self.model, self.seq, cut)))
 
     @property
     def tie(self) -> float:
@@ -111,18 +178,26 @@ class Job:
         """All ranks."""
         return Factor(local=self.cluster.gpus_per_node, nodes=self.cluster.nodes)
 
-    @property
-    def sequences(self) -> int:
-        """Of one rank in one step: micro-batch times micro-batches."""
-        return self.tokens_per_step // (self.seq * self.cluster.gpus)
+    def mesh_of(self, cut: Cut) -> Factor:
+        """The data-parallel ranks that a cut leaves.
 
-    @property
-    def batches(self) -> list[tuple[int, int]]:
-        """Choices of ``(micro_batch, micro_batches)``: powers of two, or what was asked for."""
-        if self.micro_batch:
-            return [(self.micro_batch, self.sequences // self.micro_batch)]
-        sizes = [1 << k for k in range(6) if self.sequences % (1 << k) == 0]
-        return [(size, self.sequences // size) for size in sizes]
+        Raises:
+            SpecError: if the ranks cannot be dealt out so.
+        """
+        return self.mesh.data_parallel(cut.tp, cut.pp)
+
+    def sequences(self, mesh: Factor) -> int:
+        """Of one data-parallel rank in one step: micro-batch times micro-batches; 0 where they are not whole."""
+        sequences, rest = divmod(self.tokens_per_step, self.seq * mesh.ranks)
+        return 0 if rest else sequences
+
+    def batches(self, cut: Cut = UNCUT) -> list[tuple[int, int]]:
+        """Choices of ``(micro_batch, micro_batches)``: powers of two, or what was asked for; those that keep all stages
+        busy."""
+        sequences = self.sequences(self.mesh_of(cut))
+        sizes = [self.micro_batch] if self.micro_batch else [1 << k for k in range(6)]
+        found = [(size, sequences // size) for size in sizes if sequences and sequences % size == 0]
+        return [(size, count) for size, count in found if keeps_busy(cut, count)]
 
     @property
     def recomputes(self) -> list[bool]:
@@ -135,17 +210,27 @@ class Job:
         peaks = self.cluster.peak_flops
         return peaks.get(self.compute_dtype) or peaks.get("float16") or max(peaks.values())
 
+    def stage(self, plan: Plan) -> ModelSpec:
+        """What the rank of a pipeline has that has most to do, the last: as many blocks as any, and the head; and the
+        embedding, which is the first one's and computes nothing, so that the time of both ends is covered."""
+        return self.model if plan.pp == 1 else stage_model(self.model, stages(self.model.layers, plan)[-1].blocks)
+
     def parts(self, plan: Plan) -> tuple[Part, ...]:
-        """The model's parts under a plan."""
-        return parts(self.model, plan.granularity)
+        """A rank's parts of the model under a plan."""
+        return parts(self.stage(plan), plan.granularity, plan.tp)
 
     def units(self, plan: Plan) -> tuple[UnitInfo, ...]:
-        """The model's units under a plan."""
-        return units(self.model, plan)
+        """A rank's units under a plan."""
+        return units(self.stage(plan), plan)
 
     def workload(self, plan: Plan) -> Workload:
-        """What a step trains."""
+        """What a rank trains in a step."""
         return Workload(self.parts(plan), self.units(plan), self.seq, self.clip)
+
+
+def _every(job: Job, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:
+    """Cuts to try, whether they go or not."""
+    return cuts(tp or powers_of_two(job.cluster.gpus_per_node), pp or powers_of_two(job.model.layers))
 
 
 def profiled_cluster(profile: Profile) -> ClusterSpec:
@@ -173,14 +258,29 @@ def profiled_cluster(profile: Profile) -> ClusterSpec:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class AxisSeconds:
+    """Seconds of a step that tensor and pipeline parallelism add to it, all of them in the open.
+
+    Attributes:
+        sums: of tensor-parallel ranks, within computation.
+        idle: while the pipeline fills and drains.
+        messages: between stages meanwhile.
+    """
+
+    sums: float = 0.0
+    idle: float = 0.0
+    messages: float = 0.0
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One plan with its predictions.
 
     Attributes:
         plan: the decision, ``micro_batch``, ``micro_batches`` and ``recompute`` included.
-        simulated: its step.
-        memory: bytes of a rank.
+        simulated: its step, with what tensor and pipeline parallelism add.
+        memory: bytes of the rank that needs most.
         fits: whether that is within the accelerator's.
         label: the classic system whose plan it is, or how it was found.
     """
@@ -190,6 +290,7 @@ class Candidate:
     memory: Memory
     fits: bool
     label: str | None = None
+    axes: AxisSeconds = AxisSeconds()
 
     @property
     def seconds(self) -> float:

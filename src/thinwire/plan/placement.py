@@ -171,6 +171,8 @@ def _strided(order: Sequence[str], size: int) -> tuple[str, ...]:
 def _blocks(plan: Plan) -> list[int]:
     """Nodes that belong together, by factor, largest first."""
     sizes = {factor.nodes for factor in (plan.params, plan.grads, plan.optimizer, plan.secondary) if factor is not None}
+    if plan.pp > 1:
+        sizes.add(plan.mesh.nodes)  # of a stage
     return sorted((size for size in sizes if size > 1), reverse=True)
 
 

@@ -1,15 +1,100 @@
-"""Which plans are valid at all: chains of factors, secondary shards, and the knobs a plan turns."""
+"""Which plans are valid at all: chains of factors, secondary shards, cuts of the model, and the knobs a plan turns."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal, NamedTuple
 
-from thinwire.spec import Factor, Plan
+from thinwire.cost.memory import CHUNKS
+from thinwire.errors import SpecError
+from thinwire.spec import Factor, ModelSpec, Plan
 
-__all__ = ["Chain", "chain_ends", "factors", "knobs", "secondaries"]
+__all__ = [
+    "UNCUT", "Chain", "Cut", "chain_ends", "cut_problems", "cuts", "divided", "factors", "keeps_busy", "knobs",
+    "powers_of_two", "secondaries",
+]  # fmt: skip
 
 Chain = tuple[Factor, Factor, Factor]
 """``P``, ``G`` and ``OS``."""
+
+
+class Cut(NamedTuple):
+    """How the model is cut beside the data-parallel mesh.
+
+    Attributes:
+        tp: ranks that share every matrix.
+        pp: ranks that share the blocks.
+        schedule: of the pipeline.
+    """
+
+    tp: int = 1
+    pp: int = 1
+    schedule: Literal["1f1b", "interleaved"] = "1f1b"
+
+    @property
+    def ways(self) -> int:
+        """Ranks that hold the model together, whatever is sharded."""
+        return self.tp * self.pp
+
+    @property
+    def knobs(self) -> int:
+        """Those that it turns."""
+        return (self.tp > 1) + (self.pp > 1) + (self.schedule != "1f1b")
+
+    @classmethod
+    def of(cls, plan: Plan) -> Cut:
+        """A plan's."""
+        return cls(plan.tp, plan.pp, plan.schedule)
+
+
+UNCUT = Cut()
+"""Data-parallel ranks only."""
+
+
+def cuts(tps: tuple[int, ...], pps: tuple[int, ...]) -> Iterator[Cut]:
+    """Every combination; pipelines in both schedules."""
+    for tp in tps:
+        for pp in pps:
+            yield Cut(tp, pp)
+            if pp > 1:
+                yield Cut(tp, pp, "interleaved")
+
+
+def powers_of_two(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to ``most``."""
+    return tuple(1 << k for k in range(max(1, most).bit_length()))
+
+
+def divided(ranks: Factor, cut: Cut) -> Factor | None:
+    """The data-parallel mesh that is left of all ranks, as the runtime deals them out; ``None`` if they do not go."""
+    try:
+        return ranks.data_parallel(cut.tp, cut.pp)
+    except SpecError:
+        return None
+
+
+def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
+    """Why the runtime would refuse to cut a model so, whatever its mesh and its batch; nothing if it would not.
+
+    Args:
+        model: its shape.
+        seq: tokens of a sequence, which tensor-parallel ranks cut as well.
+        cut: the cut.
+    """
+    sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab, "seq": seq}
+    problems = [f"tp = {cut.tp} does not divide {name} = {size}" for name, size in sizes.items() if size % cut.tp]
+    stages = cut.pp * CHUNKS[cut.schedule]
+    if stages > model.layers:
+        problems.append(f"pp = {cut.pp} ({cut.schedule}) makes {stages} stages of {model.layers} blocks")
+    if cut.pp > 1 and model.tied_embedding:
+        problems.append(f"pp = {cut.pp} would part the embedding from the head, which share one weight")
+    return problems
+
+
+def keeps_busy(cut: Cut, micro_batches: int) -> bool:
+    """Whether a pipeline has a micro-batch for every stage; an interleaved one takes them in equal rounds."""
+    rounds = micro_batches // cut.pp
+    return rounds > 0 and (cut.schedule == "1f1b" or micro_batches % rounds == 0)
 
 
 def factors(mesh: Factor) -> list[Factor]:
@@ -41,7 +126,7 @@ def knobs(plan: Plan) -> int:
     turned = [not codec.is_none for codec in plan.wire.codecs().values()]
     turned += [plan.secondary is not None, plan.recompute, plan.partition == "inter", plan.wire.error_feedback]
     turned += [plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]
-    return sum(turned)
+    return sum(turned) + Cut.of(plan).knobs
 
 
 def _divisors(number: int) -> list[int]:

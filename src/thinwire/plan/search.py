@@ -2,24 +2,26 @@
 
 An estimate is what a plan's busiest resource has to do, so no step is shorter. Plans are simulated in the order of
 their estimates, and the search ends when the best simulated time is within the model's resolution of the next estimate:
-no plan of the whole space is better by more than that.
+no plan of the whole space is better by more than that. Where tensor and pipeline parallelism may be chosen, cuts of the
+model are gone through one by one, and batches that compute and stand still for longer than the best plan so far takes
+need no other estimate.
 """
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
-from thinwire.cost import Busy, Memory, NominalRates, Pricer, Traffic, UnitKind, memory, working_memory
-from thinwire.plan.job import CODEC_LEVELS, Candidate, Job
-from thinwire.plan.rules import Chain, chain_ends, knobs, secondaries
-from thinwire.program import Kind, Scope, default_trace
-from thinwire.program.wire import ITEMSIZE
+from thinwire.cost import Memory, NominalRates, Pricer
+from thinwire.cost.memory import largest_memory
+from thinwire.plan.drafts import Draft, Drafts, axis_rates, fits, stage_message
+from thinwire.plan.job import AxisSeconds, Candidate, Job
+from thinwire.plan.rules import UNCUT, knobs
 from thinwire.sim import simulate
-from thinwire.spec import ClusterSpec, CodecSpec, Factor, Plan
+from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
+from thinwire.spec import ClusterSpec, Plan
 
 __all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "elsewhere", "search"]
 
@@ -33,33 +35,6 @@ MOST_BLOCKS = 1200
 """Blocks that are simulated at most, over all plans: about a third of a second. Beyond that the answer says that others
 might still win."""
 
-_SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
-
-_WIRE = ("gather", "reduce_intra", "reduce_inter", "spread")
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """A plan before it is written out.
-
-    Attributes:
-        bound: seconds that its step takes at least.
-        knobs: codecs, secondary shard and recomputation that it uses.
-        chain: factors.
-        secondary: of the secondary shard.
-        codecs: of gather, reduce_intra, reduce_inter and spread.
-        micro_batch: sequences.
-        recompute: whether blocks are recomputed.
-    """
-
-    bound: float
-    knobs: int
-    chain: Chain
-    secondary: Factor | None
-    codecs: tuple[str, ...]
-    micro_batch: int
-    recompute: bool
-
 
 @dataclass(frozen=True)
 class Searched:
@@ -67,7 +42,9 @@ class Searched:
 
     Attributes:
         candidates: simulated plans that fit, best first; ties within the job's own go to fewer knobs.
-        classics: the classic systems, each with its best micro-batch and recomputation; some may not fit.
+        classics: the classic systems, each with its best micro-batch and recomputation; some may not fit. None where
+            the batch has no work for so many data-parallel ranks.
+        cuts: combinations of tensor and pipeline parallelism; 1 is plain data parallelism.
         considered: plans that were estimated.
         fitting: of these, how many fit into memory.
         simulated: how many were simulated.
@@ -76,6 +53,7 @@ class Searched:
 
     candidates: tuple[Candidate, ...]
     classics: tuple[Candidate, ...]
+    cuts: int
     considered: int
     fitting: int
     simulated: int
@@ -100,10 +78,20 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
         plan: with its micro-batch, micro-batches and recomputation.
         label: what to call it.
     """
-    workload = job.workload(plan)
-    simulated = simulate(plan, workload, job.rates, micro_batches=plan.micro_batches)
+    workload, rates = job.workload(plan), axis_rates(job, plan)
+    simulated = simulate(plan, workload, rates, micro_batches=plan.micro_batches)
+    axes = AxisSeconds()
+    if isinstance(rates, TensorParallelRates):
+        passes = 3 if plan.recompute else 2
+        sums = sum(rates.summing(part, plan, job.seq) for part in workload.parts)
+        axes = replace(axes, sums=plan.micro_batches * passes * sums)
+    if plan.pp > 1:
+        message = stage_message(job, plan)
+        idle = idle_seconds(plan, workload, rates, message)
+        axes = replace(axes, idle=idle, messages=message_seconds(plan, message))
+        simulated = replace(simulated, seconds=simulated.seconds + axes.idle + axes.messages)
     needed = _memory(job, plan)
-    return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label)
+    return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label, axes)
 
 
 def elsewhere(job: Job, cluster: ClusterSpec, **changes: Any) -> Job:
@@ -114,7 +102,7 @@ def elsewhere(job: Job, cluster: ClusterSpec, **changes: Any) -> Job:
 
 
 def _memory(job: Job, plan: Plan) -> Memory:
-    return memory(job.model, plan, job.units(plan), seq=job.seq, overhead=job.overhead, touched_only=job.on_host)
+    return largest_memory(job.model, plan, seq=job.seq, overhead=job.overhead, touched_only=job.on_host)
 
 
 class Search:
@@ -126,43 +114,19 @@ class Search:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.bucket_bytes = _bucket_bytes(job)
-        self._base = Plan(
-            mesh=job.mesh,
-            params=Factor(),
-            grads=Factor(),
-            optimizer=Factor(),
-            compute_dtype=job.compute_dtype,
-            bucket_bytes=self.bucket_bytes,
-        )
-        self._kinds = _kinds(job, self._base)
-        self._units = units = job.units(self._base)
-        named = [unit for unit in default_trace(units).needed if units[unit].name]
-        self._first = tuple(sum(buffer.numel for buffer in units[unit].buffers) for unit in named[:2])
-        self._parameters = sum(kind.count * kind.numel for kind in self._kinds)
-        self._pricer = Pricer(job.rates, job.compute_dtype, self._base.effective_reduce_dtype)
-        self._batches = [
-            _Batch(
-                size,
-                count,
-                recompute,
-                self._computing(size, count, recompute=recompute),
-                self._working(size, recompute=recompute),
-            )
-            for size, count in job.batches
-            for recompute in job.recomputes
-        ]
-        self.considered = 0
+        self._pricer = Pricer(job.rates, job.compute_dtype, job.compute_dtype)
+        self._cuts = {cut: Drafts(job, cut, self._pricer) for cut in job.cuts}
 
     def run(self, top: int) -> Searched:
         """Estimate all, simulate the best."""
-        drafts = sorted(self.drafts(), key=lambda draft: (draft.bound, draft.knobs))
-        simulated: dict[Draft, Candidate] = {}
-        best = float("inf")
+        drafts, simulated = self._promising()
+        best = min((found.seconds for found in simulated.values() if found.fits), default=math.inf)
         complete, most = True, max(top, 16 + MOST_BLOCKS // self.job.model.layers)
         for draft in drafts:
             if len(simulated) >= top and draft.bound * (1 + RESOLUTION) > best:
                 break
+            if draft in simulated:
+                continue
             if len(simulated) >= most:
                 complete = False
                 break
@@ -180,85 +144,71 @@ class Search:
         return Searched(
             tuple(_ranked(list(simulated.values()), self.job.tie)),
             tuple(self.classics()),
+            cuts=len(self._cuts),
             considered=self.considered,
-            fitting=len(drafts),
+            fitting=sum(part.fitting for part in self._cuts.values()),
             simulated=len(simulated),
             complete=complete,
         )
 
+    def _promising(self) -> tuple[list[Draft], dict[Draft, Candidate]]:
+        """Drafts by their estimates, and of every cut but the last the best, simulated: what takes longer than it in
+        the cuts that follow need not be written down."""
+        found: list[Draft] = []
+        simulated: dict[Draft, Candidate] = {}
+        best = math.inf
+        for number, cut in enumerate(self._cuts.values(), start=1):
+            drafts = sorted(cut.drafts(best * (1 + self.job.tie)), key=lambda draft: (draft.bound, draft.knobs))
+            found += drafts
+            first = next((draft for draft in drafts[:_TRIED] if self._fits(draft)), None)
+            if number < len(self._cuts) and first is not None and first.bound < best:
+                simulated[first] = candidate(self.job, self.plan(first))
+                best = min(best, simulated[first].seconds)
+        return sorted(found, key=lambda draft: (draft.bound, draft.knobs)), simulated
+
     def _fits(self, draft: Draft) -> bool:
         """Whether a draft fits into memory with the messages of its codecs."""
-        return _memory(self.job, self.plan(draft)).total <= self.job.cluster.memory
+        return self._needed(self.plan(draft)) <= self.job.cluster.memory
+
+    def _needed(self, plan: Plan) -> int:
+        return _memory(self.job, plan).total
+
+    @property
+    def considered(self) -> int:
+        """Plans that were estimated so far."""
+        return sum(part.considered for part in self._cuts.values())
 
     def drafts(self) -> Iterator[Draft]:
         """Every valid plan that fits into memory without codecs, with its estimate."""
-        job, room = self.job, self.job.cluster.memory
-        # a (+) b = max(a, b) + (gamma - 1) min(a, b): what computation and transfers take together, at best.
-        slowing, strided = job.rates.least_slowing - 1, job.cluster.links.spine is not None
-        for params, optimizer in chain_ends(job.mesh):
-            update = job.rates.update(self._parameters // optimizer.ranks)
-            for secondary in secondaries(job.mesh, params):
-                # Cutting G like OS saves memory and never time: only where it does not fit otherwise.
-                for grads in dict.fromkeys((params, optimizer)):
-                    chain = (params, grads, optimizer)
-                    traffic = Traffic.of(job.mesh, *chain, secondary, strided=strided)
-                    choices = list(self._communication(traffic))
-                    self.considered += len(choices) * len(self._batches)
-                    states = self._states(chain, secondary)
-                    fitting = [batch for batch in self._batches if states + batch.working <= room]
-                    for batch in fitting:
-                        extra = batch.recompute + (secondary is not None)
-                        for choice in choices:
-                            busy = choice.once.plus(choice.every, batch.micro_batches)
-                            computing = batch.computing + update + busy.codec
-                            beside = slowing * min(computing, busy.transferring - choice.exposed)
-                            bound = max(computing + beside + choice.exposed, busy.transferring)
-                            yield Draft(
-                                bound,
-                                choice.knobs + extra,
-                                chain,
-                                secondary,
-                                choice.codecs,
-                                batch.micro_batch,
-                                batch.recompute,
-                            )
-                    if len(fitting) == len(self._batches):
-                        break
+        for part in self._cuts.values():
+            yield from part.drafts()
 
     def plan(self, draft: Draft) -> Plan:
         """The plan of a draft, written out."""
-        params, grads, optimizer = draft.chain
-        return self._base.with_(
-            params=params,
-            grads=grads,
-            optimizer=optimizer,
-            secondary=draft.secondary,
-            micro_batch=draft.micro_batch,
-            micro_batches=self.job.sequences // draft.micro_batch,
-            recompute=draft.recompute,
-            wire={name: codec for name, codec in zip(_WIRE, draft.codecs, strict=True) if codec != "none"},
-        )
+        return self._cuts[draft.cut].plan(draft)
 
     def classics(self) -> Iterator[Candidate]:
-        """Every classic system with the micro-batch and recomputation that suit it best."""
-        mesh = self.job.mesh
+        """Every classic system, all ranks data-parallel, with the micro-batch and recomputation that suit it best."""
+        if not self.job.allows(UNCUT):
+            return
+        drafts = self._cuts.get(UNCUT) or Drafts(self.job, UNCUT, self._pricer)
         for name in CLASSICS:
             preset = Plan.preset(
                 name,
-                nodes=mesh.nodes,
-                local=mesh.local,
+                nodes=drafts.mesh.nodes,
+                local=drafts.mesh.local,
                 compute_dtype=self.job.compute_dtype,
-                bucket_bytes=self.bucket_bytes,
+                bucket_bytes=drafts.bucket_bytes,
             )
-            yield self.best_batch(preset, name)
+            yield self._best_batch(drafts, preset, name)
 
-    def best_batch(self, plan: Plan, label: str) -> Candidate:
+    def _best_batch(self, drafts: Drafts, plan: Plan, label: str) -> Candidate:
         """A plan with the micro-batch and recomputation that make it fastest, or smallest if nothing fits."""
-        states = self._states((plan.params, plan.grads, plan.optimizer), plan.secondary)
-        fitting = [batch for batch in self._batches if states + batch.working <= self.job.cluster.memory]
+        states = drafts.states((plan.params, plan.grads, plan.optimizer), plan.secondary)
+        fitting = [batch for batch in drafts.batches if fits(states, batch, self.job.cluster.memory)]
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
-            tried = [min(self._batches, key=lambda batch: batch.working)]
+            tried = [min(drafts.batches, key=lambda batch: max(batch.working))]
         found = [
             candidate(
                 self.job,
@@ -270,126 +220,14 @@ class Search:
         return min(found, key=lambda c: c.seconds)
 
     def smallest(self) -> Candidate:
-        """The plan that needs least memory; where several do, the one with least sharding."""
-        batch = min(self._batches, key=lambda batch: batch.working)
-        chains = [(params, optimizer, optimizer) for params, optimizer in chain_ends(self.job.mesh)]
-        chain = min(chains, key=lambda chain: self._states(chain, None))
-        draft = Draft(0.0, 0, chain, None, ("none",) * len(_WIRE), batch.micro_batch, batch.recompute)
-        return candidate(self.job, self.plan(draft))
-
-    # -- parts of estimates ------------------------------------------------------------------------------------------
-
-    def _communication(self, traffic: Traffic) -> Iterator[_Communication]:
-        """Every choice of codecs that makes a difference."""
-        level = CODEC_LEVELS[self.job.codecs]
-        reductions = [mesh for mesh in (traffic.params, traffic.shard, traffic.replica) if mesh]
-        used = (
-            traffic.params is not None,
-            any(mesh.local > 1 for mesh in reductions),
-            any(mesh.nodes > 1 for mesh in reductions),
-            traffic.shard is not None,
-        )
-        choices = [level[name] if needed else ("none",) for name, needed in zip(_WIRE, used, strict=True)]
-        gathers, spreads = [_codecs(texts) for texts in (choices[0], choices[3])]
-        pricer, kinds, first = self._pricer, self._kinds, self._first
-        gathered = [(pricer.gathers(traffic, kinds, c), pricer.first_gathers(traffic, first, c)) for c in gathers]
-        spread = [(pricer.spread(traffic, kinds, c), pricer.first_spread(traffic, first[0], c)) for c in spreads]
-        for intra, inter in itertools.product(_codecs(choices[1]), _codecs(choices[2])):
-            every, last = pricer.reductions(traffic, kinds, intra, inter, self.bucket_bytes)
-            reduced = pricer.last_reductions(traffic, first, intra, inter, self.bucket_bytes)
-            for (gather, (gathering, before)), (after, (spreading, at_first)) in itertools.product(
-                zip(gathers, gathered, strict=True), zip(spreads, spread, strict=True)
-            ):
-                codecs = (gather, intra, inter, after)
-                yield _Communication(
-                    tuple(map(str, codecs)),
-                    sum(not codec.is_none for codec in codecs),
-                    every.plus(gathering),
-                    last.plus(spreading),
-                    before + reduced + at_first,
-                )
-
-    def _computing(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> float:
-        """Seconds of forward and backward of one step."""
-        plan, rates, seq = self._base.with_(micro_batch=micro_batch), self.job.rates, self.job.seq
-        total = 0.0
-        for part in self.job.parts(plan):
-            forward = rates.forward(part, plan, seq)
-            total += forward + rates.backward(part, plan, seq) + (forward if recompute and part.kind == "block" else 0)
-        return micro_batches * total + rates.step
-
-    def _working(self, micro_batch: int, *, recompute: bool) -> int:
-        """Bytes that depend on the batch, and the overhead."""
-        plan = self._base.with_(micro_batch=micro_batch, recompute=recompute)
-        return working_memory(self.job.model, plan, seq=self.job.seq) + self.job.overhead
-
-    def _states(self, chain: Chain, secondary: Factor | None) -> int:
-        """Bytes that do not depend on the batch."""
-        params, grads, optimizer = chain
-        plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, secondary=secondary)
-        # Padding depends on the world alone, so that all plans have the same units, cut evenly.
-        needed = memory(
-            self.job.model,
-            plan,
-            self._units,
-            seq=1,
-            overhead=0,
-            touched_only=self.job.on_host,
-            share=self._parameters // optimizer.ranks,
-        )
-        return needed.total - needed.activations - needed.logits
+        """The plan that needs least memory; where several do, the one with fewest ranks that hold the model together,
+        and of these the one with least sharding."""
+        plans = [drafts.plan(drafts.smallest()) for drafts in self._cuts.values()]
+        return candidate(self.job, min(plans, key=self._needed))
 
 
-@dataclass(frozen=True, slots=True)
-class _Communication:
-    """A choice of codecs, and what it costs in each micro-batch, in each step, and out in the open."""
-
-    codecs: tuple[str, ...]
-    knobs: int
-    every: Busy
-    once: Busy
-    exposed: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """A choice of batch, and what it costs."""
-
-    micro_batch: int
-    micro_batches: int
-    recompute: bool
-    computing: float
-    working: int
-
-
-def _bucket_bytes(job: Job) -> int:
-    """A power of two: so large that a bucket's latency across all nodes is a fifth of its time, so small that the last
-    one, which nothing hides, is an eighth of all gradients at most."""
-    local, nodes = job.mesh.local, job.mesh.nodes
-    if nodes == 1:
-        return _SMALLEST_BUCKET
-    sent = 1 << 20
-    latency, whole = (job.rates.hop(Kind.ALL_GATHER, Scope.ACROSS, nodes, size, encoded=False) for size in (1, sent))
-    per_byte = (whole - latency) / sent
-    wanted = 4 * latency / per_byte / (nodes - 1) * nodes * local  # each rank sends its share of a bucket
-    largest = min(_LARGEST_BUCKET, ITEMSIZE[job.compute_dtype] * job.model.parameters // 8)
-    return 1 << max(_SMALLEST_BUCKET, min(int(wanted), largest)).bit_length() - 1
-
-
-@cache
-def _codecs(texts: tuple[str, ...]) -> tuple[CodecSpec, ...]:
-    return tuple(map(CodecSpec, texts))
-
-
-def _kinds(job: Job, plan: Plan) -> list[UnitKind]:
-    """The model's units, those that are alike together."""
-    units = job.units(plan)
-    kept = default_trace(units).tail
-    found: dict[tuple[int, bool], int] = {}
-    for index, unit in enumerate(units):
-        key = sum(buffer.numel for buffer in unit.buffers), index in kept
-        found[key] = found.get(key, 0) + 1
-    return [UnitKind(count, numel, stays) for (numel, stays), count in found.items()]
+_TRIED = 8
+"""Drafts of a cut that are tried for one that fits with its codecs' messages, before the next cut's turn."""
 
 
 def _ranked(found: list[Candidate], tie: float) -> list[Candidate]:

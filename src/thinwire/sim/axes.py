@@ -3,39 +3,98 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, Protocol
 
-from thinwire.cost import FlatCollectives, Part, Rates, Work
+from thinwire.cost import Part, Rates, Work
+from thinwire.cost.memory import CHUNKS
 from thinwire.cost.rates import Beside, wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.step import Workload
 from thinwire.spec import Factor, Plan
 
-__all__ = ["TensorParallelRates", "idle_seconds", "sent_seconds"]
+__all__ = ["Calls", "HopCalls", "TensorParallelRates", "idle_seconds", "message_seconds", "sent_seconds"]
 
 CALLS = 2
 """Sums over the tensor-parallel ranks in the forward of a block, behind attention and behind the feed-forward; the
 backward has as many (Megatron-LM, arXiv 1909.08053, section 3)."""
 
 
+class Calls(Protocol):
+    """Times of collectives over a sub-mesh, such as :class:`~thinwire.cost.FlatCollectives`."""
+
+    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor, stride: int = 1) -> float:
+        """Time of one collective on ``size`` bytes in all."""
+        ...
+
+
+@dataclass(frozen=True)
+class HopCalls:
+    """Collectives of groups inside a node, and of pairs, at the prices of a program's hops: published or measured.
+
+    Attributes:
+        rates: of hops.
+    """
+
+    rates: Rates
+
+    def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor, stride: int = 1) -> float:
+        """Time of one collective, inside a node or with one rank of each.
+
+        Args:
+            kind: all-gather, reduce-scatter, all-reduce (one behind the other) or a broadcast to one other rank.
+            size: bytes of the whole vector.
+            mesh: the group.
+            stride: nodes from one of its nodes to the next.
+        """
+        if mesh.ranks == 1:
+            return 0.0
+        scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
+        sent = round(size if kind == "BC" else size * (mesh.ranks - 1) / mesh.ranks)
+        kinds = {"AR": (Kind.REDUCE_SCATTER, Kind.ALL_GATHER), "RS": (Kind.REDUCE_SCATTER,)}.get(
+            kind, (Kind.ALL_GATHER,)
+        )
+        return sum(self.rates.hop(hop, scope, mesh.ranks, sent, encoded=False, stride=stride) for hop in kinds)
+
+
 def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -> float:
     """How long a pipeline stage stands still in a step, while the first micro-batch fills the pipeline and the last one
-    drains it: ``pp - 1`` micro-batches (1F1B; Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    drains it: ``pp - 1`` micro-batches (1F1B), through one of a rank's chunks each where they are interleaved
+    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Args:
-        plan: with the number of stages.
-        workload: of one stage.
+        plan: with the number of stages and the schedule.
+        workload: of one rank.
         rates: how long its parts take.
         message: seconds of sending a micro-batch's activations, or their gradients, to the next stage.
     """
     forward = sum(rates.forward(part, plan, workload.seq) for part in workload.parts)
     backward = sum(rates.backward(part, plan, workload.seq) for part in workload.parts)
     again = forward if plan.recompute else 0.0
-    return (plan.pp - 1) * (forward + backward + again + 2 * message)
+    return (plan.pp - 1) * ((forward + backward + again) / CHUNKS[plan.schedule] + 2 * message)
+
+
+def message_seconds(plan: Plan, message: float) -> float:
+    """How long a stage waits for messages while the pipeline is full: torch's schedules wait for every one, both ways
+    and for each chunk.
+
+    Args:
+        plan: with micro-batches and schedule.
+        message: seconds of one.
+    """
+    return 2 * CHUNKS[plan.schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
 
 
 def sent_seconds(
-    plan: Plan, seq: int, hidden: int, rates: Rates, flat: FlatCollectives, *, crosses: bool, sharers: int = 1
+    plan: Plan,
+    seq: int,
+    hidden: int,
+    rates: Rates,
+    flat: Calls,
+    *,
+    crosses: bool,
+    sharers: int = 1,
+    gathered: bool = True,
 ) -> float:
     """Seconds of sending a micro-batch's activations, or their gradients, to the next stage.
 
@@ -46,7 +105,8 @@ def sent_seconds(
         rates: of the codec.
         flat: times of calls.
         crosses: whether the next stage is on another node.
-        sharers: tensor-parallel ranks that send a part each, which all of them gather behind.
+        sharers: tensor-parallel ranks that send a part each.
+        gathered: whether all of them gather the parts behind; else sequences stay cut between matrices.
     """
     codec, dtype = plan.wire.pp, plan.compute_dtype
     values = plan.micro_batch * seq * hidden
@@ -56,6 +116,8 @@ def sent_seconds(
     seconds = flat.seconds("BC", part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
     if not codec.is_none:
         seconds += rates.codec(Work(codec, dtype, encoded=part, decoded=part))
+    if not gathered:
+        return seconds
     return seconds + flat.seconds("AG", values * ITEMSIZE[dtype], Factor(local=sharers))
 
 
@@ -72,7 +134,7 @@ class TensorParallelRates:
     """
 
     rates: Rates
-    flat: FlatCollectives
+    flat: Calls
     tp: int
     hidden: int
     itemsize: int

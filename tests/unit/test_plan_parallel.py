@@ -1,0 +1,221 @@
+"""Tensor and pipeline parallelism in the planner: only what the runtime takes, priced and weighed rank by rank."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.cost import NominalRates
+from thinwire.cost.memory import largest_memory, stages
+from thinwire.errors import SpecError
+from thinwire.plan import Cut, Job, Search, binding, candidate, critical_path, remedies, search, summary
+from thinwire.plan.rules import cut_problems, divided, keeps_busy, powers_of_two
+from thinwire.plan.search import RESOLUTION
+from thinwire.sim.axes import idle_seconds, message_seconds
+from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+
+SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, ffn=2816, vocab=8192, seq=1024)
+
+
+def job(cluster: str = "a800-80g:2x4", model: ModelSpec = SMALL, sequences: int = 4, **rest: Any) -> Job:
+    machine = ClusterSpec.named(cluster, **rest.pop("machine", {}))
+    return Job(model, machine, sequences * model.seq * machine.gpus, model.seq, rates=NominalRates(machine), **rest)
+
+
+def grid(tp: int = 1, pp: int = 1, **rest: Any) -> Plan:
+    mesh = Factor(local=4, nodes=2).data_parallel(tp, pp)
+    one = Factor()
+    return Plan(mesh=mesh, params=one, grads=one, optimizer=one, tp=tp, pp=pp, **rest)
+
+
+def test_data_parallel_plans_only_unless_asked() -> None:
+    assert job().cuts == (Cut(),)
+    ways = job(tp=None, pp=None).cuts
+    assert ways[0] == Cut()
+    assert {cut.tp for cut in ways} == {1, 2, 4}
+    assert Cut(1, 2, "interleaved") in ways
+    assert all(cut.pp * (2 if cut.schedule == "interleaved" else 1) <= SMALL.layers for cut in ways)
+
+
+@pytest.mark.parametrize(
+    ("model", "cut", "complaint"),
+    [
+        ({"kv_heads": 2}, Cut(tp=4), "tp = 4 does not divide kv_heads = 2"),
+        ({"vocab": 8191}, Cut(tp=2), "tp = 2 does not divide vocab = 8191"),
+        ({"layers": 3}, Cut(pp=2, schedule="interleaved"), "pp = 2 (interleaved) makes 4 stages of 3 blocks"),
+        ({"tied_embedding": True}, Cut(pp=2), "share one weight"),
+    ],
+)
+def test_what_the_runtime_would_refuse_is_no_choice(model: dict[str, Any], cut: Cut, complaint: str) -> None:
+    shape = SMALL.with_(**model)
+    assert any(complaint in problem for problem in cut_problems(shape, 1024, cut))
+    assert cut not in job(model=shape, tp=None, pp=None).cuts
+    with pytest.raises(SpecError, match=r"tp|pp"):
+        job(model=shape, tp=(cut.tp,), pp=(3,))
+
+
+def test_ranks_are_dealt_out_as_the_runtime_does() -> None:
+    ranks = Factor(local=8, nodes=4)
+    assert divided(ranks, Cut(tp=4, pp=2)) == Factor(local=2, nodes=2)
+    assert divided(ranks, Cut(tp=2, pp=16)) == Factor()
+    assert divided(ranks, Cut(tp=3)) is None
+    assert powers_of_two(8) == (1, 2, 4, 8)
+
+
+def test_every_stage_has_a_micro_batch() -> None:
+    assert not keeps_busy(Cut(pp=4), 3)
+    assert keeps_busy(Cut(pp=4), 5)
+    assert not keeps_busy(Cut(pp=4, schedule="interleaved"), 9)
+    asked = job(sequences=1, tp=(1,), pp=(2, 4))
+    assert all(count >= cut.pp for cut in asked.cuts for _, count in asked.batches(cut))
+
+
+def test_every_draft_is_a_plan_of_all_ranks_and_tokens() -> None:
+    asked = job(tp=None, pp=None, micro_batch=1)
+    searching = Search(asked)
+    plans = [searching.plan(draft) for draft in searching.drafts()]
+    assert len({plan.fingerprint() for plan in plans}) == len(plans)
+    assert {plan.tp for plan in plans} == {1, 2, 4}
+    for plan in plans:
+        assert plan.ranks == asked.cluster.gpus
+        assert plan.world * plan.micro_batch * plan.micro_batches * asked.seq == asked.tokens_per_step
+        assert plan.pp == 1 or plan.params == Factor()
+        assert plan.micro_batches >= plan.pp
+
+
+def test_codecs_of_activations_come_from_the_same_families() -> None:
+    codecs = {
+        level: {(str(p.wire.tp), str(p.wire.pp)) for s in [Search(asked)] for p in map(s.plan, s.drafts())}
+        for level in ("none", "lossless", "standard")
+        for asked in [job(tp=(2,), pp=(2,), codecs=level, micro_batch=1, recompute=False)]
+    }
+    assert codecs["none"] == codecs["lossless"] == {("none", "none")}
+    assert len(codecs["standard"]) == 4
+
+
+@pytest.mark.parametrize("gbps", [5, pytest.param(400, marks=pytest.mark.slow)])
+def test_estimates_are_bounds_and_nothing_better_is_left_out(gbps: float) -> None:
+    """Against simulating every plan that fits."""
+    links = {"nic": {"bandwidth": gbps * 1e9, "latency": 1e-5}}
+    rest = {"codecs": "none", "micro_batch": 1, "recompute": False}
+    asked = job("a800-80g:2x2", machine={"links": links}, tp=None, pp=None, **rest)
+    searching, fastest = Search(asked), float("inf")
+    for draft in searching.drafts():
+        found = candidate(asked, searching.plan(draft))
+        assert found.seconds >= draft.bound * 0.97
+        fastest = min(fastest, found.seconds)
+    best = search(asked, top=3)
+    assert best.complete
+    assert min(found.seconds for found in best.candidates) <= fastest * (1 + RESOLUTION)
+
+
+def test_a_pipeline_stands_still_for_all_stages_but_one() -> None:
+    """(pp - 1) / M of what micro-batches take, and half of it with two chunks a rank; twice the messages."""
+    asked = job(tp=(1,), pp=(2,), sequences=8)
+    plain, interleaved = grid(pp=2, micro_batches=16), grid(pp=2, micro_batches=16, schedule="interleaved")
+    work, rates = asked.workload(plain), asked.rates
+    assert idle_seconds(interleaved, work, rates, 0.0) == pytest.approx(idle_seconds(plain, work, rates, 0.0) / 2)
+    assert message_seconds(interleaved, 1.0) == 2 * message_seconds(plain, 1.0) == 64
+    found = candidate(asked, plain)
+    assert found.axes.idle > 0
+    assert sum(critical_path(found).values()) == pytest.approx(found.seconds)
+
+
+def test_the_first_rank_keeps_as_many_micro_batches_as_there_are_stages() -> None:
+    plan = grid(pp=4, micro_batches=16)
+    assert [stage.in_flight for stage in stages(8, plan)] == [4, 3, 2, 1]
+    assert [stage.in_flight for stage in stages(8, plan.with_(micro_batches=2))] == [2, 2, 2, 1]
+    # Three quarters of the model's blocks more than without: 11 chunks of one block, not 4 of two.
+    assert [stage.kept_blocks for stage in stages(8, plan.with_(schedule="interleaved"))] == [11, 9, 7, 5]
+    assert [stage.blocks for stage in stages(10, plan)] == [2, 3, 2, 3]
+
+
+def test_memory_is_of_the_rank_that_needs_most() -> None:
+    def needed(plan: Plan) -> Any:
+        return largest_memory(SMALL, plan, seq=1024, overhead=0)
+
+    whole, two, shared = (needed(grid(micro_batch=4, micro_batches=4, **ways)) for ways in ({}, {"pp": 2}, {"tp": 4}))
+    # Half the blocks of twice the micro-batches; the embedding or the head, not both.
+    assert two.activations == pytest.approx(whole.activations, rel=0.1)
+    assert two.params == pytest.approx(whole.params / 2, rel=0.01)
+    # Heads, channels and tokens are cut, what matrices read is not.
+    assert whole.activations / 4 < shared.activations < whole.activations / 2
+    assert shared.params == pytest.approx(whole.params / 4, rel=0.01)
+
+
+def test_shared_ranks_pay_with_a_slow_network() -> None:
+    """Stages on different nodes send activations instead of gradients; tensor parallelism keeps them busy."""
+    wide = ModelSpec(name="wide", layers=4, hidden=8192, heads=64, ffn=22016, vocab=32000, seq=2048)
+    slow = {"links": {"nic": {"bandwidth": 25e9, "latency": 1e-5}}}
+    asked = job("a800-80g:2x8", wide, 1, machine=slow, codecs="none")
+    alone = search(asked, top=1).candidates[0]
+    best = search(replace(asked, tp=None, pp=None), top=1).candidates[0]
+    assert best.plan.pp > 1
+    assert best.seconds < alone.seconds
+    assert f"pp {best.plan.pp}" in summary(best.plan)
+    assert binding(asked, best)
+
+
+def test_data_parallelism_wins_where_there_is_room() -> None:
+    asked = job("a800-80g:16x8", ModelSpec.preset("llama-7b", seq=4096), 8, tp=(1, 8), pp=(1, 4))
+    found = search(asked, top=1)
+    assert found.complete
+    assert Cut.of(found.candidates[0].plan) == Cut()
+
+
+def test_batches_smaller_than_the_cluster_need_shared_ranks() -> None:
+    machine = ClusterSpec.named("a800-80g:2x4")
+    with pytest.raises(SpecError, match="or share ranks with --tp 2 --pp 1"):
+        Job(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine))
+    asked = Job(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine), tp=None, pp=None)
+    found = search(asked, top=1)
+    assert found.candidates[0].plan.world <= 4
+    assert not found.classics
+
+
+def test_remedies_name_shared_ranks() -> None:
+    asked = job(model=SMALL.with_(seq=65536), sequences=1, machine={"memory": "5GiB"})
+    assert not search(asked, top=1).candidates
+    changes = {remedy.change for remedy in remedies(asked)}
+    ways = next(change for change in changes if change.startswith("--tp"))
+    assert search(replace(asked, tp=(int(ways.split()[1]),)), top=1).candidates
+
+
+def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
+    result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
+    return result.exit_code, json.loads(result.stdout or "{}"), result.stderr
+
+
+def test_the_command_tries_shared_ranks_where_nothing_fits_and_says_so(tmp_path: Path) -> None:
+    SMALL.save(tmp_path / "small.toml")
+    usual = ["--model", str(tmp_path / "small.toml"), "--cluster", "a800-80g:2x4", "--memory", "5GiB"]
+    usual += ["--tokens-per-step", "512k", "--seq", "65536", "--top", "1"]
+    code, found, told = run(*usual)
+    assert code == 0
+    assert "no data-parallel plan fits, so tensor and pipeline parallelism were tried" in " ".join(told.split())
+    first = found["plans"][0]
+    assert first["plan"]["tp"] > 1
+    assert first["fits"]
+    assert found["search"]["widened"]
+    code, found, told = run(*usual, "--tp", "1", "--pp", "1")
+    assert code == 1
+    assert any(remedy["change"].startswith("--tp") for remedy in found["explain"]["remedies"])
+
+
+def test_the_command_takes_ways(tmp_path: Path) -> None:
+    SMALL.save(tmp_path / "small.toml")
+    usual = ["--model", str(tmp_path / "small.toml"), "--cluster", "a800-80g:2x4", "--tokens-per-step", "64k"]
+    code, found, _ = run(*usual, "--tp", "2,4", "--pp", "2", "--codecs", "none", "--top", "1")
+    assert code == 0
+    assert found["plans"][0]["plan"]["tp"] in (2, 4)
+    assert found["plans"][0]["plan"]["pp"] == 2
+    assert found["plans"][0]["axis_seconds"]["idle"] > 0
+    code, _, told = run(*usual, "--tp", "two")
+    assert code == 1
+    assert "--tp two is neither auto nor whole numbers" in " ".join(told.split())
