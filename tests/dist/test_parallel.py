@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 
 import thinwire as tw
 from thinwire.collectives.group import control
-from thinwire.errors import SpecError
+from thinwire.errors import CollectiveError, SpecError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
-from thinwire.testing import run_ranks
+from thinwire.testing import RankPool, run_ranks
 from thinwire.train.data import Batch
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.gpt import GPT, GPTConfig
@@ -197,6 +197,30 @@ def test_every_axis_is_encoded() -> None:
             codecs, plain, sent = told[axis]
             assert codecs == {"zfp:16"}
             assert sent < 0.6 * plain
+
+
+def rank_is_left(plan: tw.Plan) -> str:
+    """The last rank leaves after a step, and the others are in the next one."""
+    model, optimizer = start("llama", plan)
+    steps = batches(plan, model.grid.data)
+    train(model, optimizer, steps[:1])
+    if model.grid.rank == plan.ranks - 1:
+        return ""
+    with pytest.raises(CollectiveError) as caught:
+        train(model, optimizer, steps[1:])
+    return str(caught.value)
+
+
+def test_a_lost_rank_is_named() -> None:
+    """Within the job's timeout: groups of a mesh would wait for half an hour by themselves."""
+    pool = RankPool(4)
+    try:
+        told = pool.run(rank_is_left, plan_for(1, 2, 2), group_timeout=5.0)
+    finally:
+        pool.close()
+    assert told[3] == ""
+    assert all("failed after" in text for text in told[:3])
+    assert any("3 said nothing" in text for text in told[:3])
 
 
 def rank_refuses(kind: str, plan: tw.Plan) -> str:

@@ -38,8 +38,8 @@ def hybrid(
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each policy runs under each link once a round.")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 2,
     seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens of a sequence.")] = 128,
-    micro_batches: Annotated[int, typer.Option(min=2, help="Of a step, one sequence each.")] = 4,
-    model: Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")] = "llama-5m",
+    micro_batches: Annotated[int, typer.Option(min=2, help="Of a step, one sequence each.")] = 2,
+    model: Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")] = "llama-17m",
     loss: Annotated[
         bool, typer.Option("--loss", help="Also make the missing runs of the loss study: an hour on two cores.")
     ] = False,

@@ -37,8 +37,10 @@ __all__ = [
     "arrived",
     "before_shutdown",
     "control",
+    "explained_transport",
     "init",
     "is_initialized",
+    "mesh_group",
     "recording",
     "shutdown",
 ]
@@ -123,6 +125,21 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
 def uses_nccl() -> bool:
     """Whether CUDA tensors travel over NCCL."""
     return "nccl" in str(dist.get_backend_config())
+
+
+def mesh_group(ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
+    """A process group for an axis of torch's mesh, made by its members, with the job's timeout: those that a mesh makes
+    by itself wait for half an hour.
+
+    Args:
+        ranks: global ranks, this one among them.
+        axis: its name.
+    """
+    group = dist.new_group(
+        list(ranks), timeout=_timeout, use_local_synchronization=True, group_desc=f"thinwire-mesh-{axis}"
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 # -- the control group -----------------------------------------------------------------------------------------
@@ -464,6 +481,47 @@ def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None =
             f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
             f"({size}timeout {_timeout.total_seconds():.0f} s): {reason}. {others}"
         ) from error
+
+
+@contextlib.contextmanager
+def explained_transport(doing: str, ranks: Sequence[int]) -> Iterator[None]:
+    """The same for what other code sends: of its errors, those that come from the transport.
+
+    Args:
+        doing: what this rank does, for the sentence.
+        ranks: whom it sends to and waits for.
+
+    Raises:
+        CollectiveError: in place of a transport's error.
+    """
+    started = time.monotonic()
+    try:
+        yield
+    except CollectiveError:
+        raise
+    except RuntimeError as error:
+        reason = _transport_reason(error)
+        if reason is None:
+            raise
+        waited = time.monotonic() - started
+        others = _publish_and_ask(f"failed in {doing} (after {waited:.1f} s)", ranks)
+        raise CollectiveError(
+            f"rank {dist.get_rank()}: {doing} with ranks {list(ranks)} failed after {waited:.1f} s "
+            f"(timeout {_timeout.total_seconds():.0f} s): {reason}. {others}"
+        ) from error
+
+
+_TRANSPORT_SIGNS = ("gloo", "Connection closed", "Connection reset", "Connection refused", "imed out", "NCCL")
+
+
+def _transport_reason(error: BaseException | None) -> str | None:
+    """The line of an error, or of one that caused it, that tells of a transport's failure."""
+    while error is not None:
+        for line in str(error).strip().splitlines():
+            if any(sign in line for sign in _TRANSPORT_SIGNS):
+                return line.strip()
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _publish_and_ask(what: str, ranks: Sequence[int]) -> str:

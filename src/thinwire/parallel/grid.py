@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.collectives import group as groups
 from thinwire.collectives import intercept
 from thinwire.errors import SpecError
 from thinwire.spec import Plan
@@ -89,6 +90,13 @@ class Grid:
             (stage * self.dp + self.data) * self.tp + tensor for stage in range(self.pp) for tensor in range(self.tp)
         )
 
+    @property
+    def neighbours(self) -> tuple[int, ...]:
+        """The ranks that this one exchanges activations with: its matrices' and its pipeline's."""
+        pipeline = range(self.rank % (self.dp * self.tp), self.size, self.dp * self.tp)
+        first = self.rank - self.tensor
+        return tuple(sorted({*pipeline, *range(first, first + self.tp)}))
+
     def mesh(self, plan: Plan, device: torch.device, *, encoded: bool) -> DeviceMesh:
         """Torch's mesh of the grid, with axes ``pp``, ``dp`` and ``tp``; made by all ranks together.
 
@@ -101,7 +109,13 @@ class Grid:
             UsageError: if there is a codec, but not for such a device.
         """
         ranks = torch.arange(self.size).view(self.pp, self.dp, self.tp)
-        mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "dp", "tp"))
+        axes = {
+            "pp": ranks[:, self.data, self.tensor],
+            "dp": ranks[self.stage, :, self.tensor],
+            "tp": ranks[self.stage, self.data],
+        }
+        made = [groups.mesh_group(members.tolist(), axis) for axis, members in axes.items()]
+        mesh = DeviceMesh.from_group(made, device.type, mesh=ranks, mesh_dim_names=tuple(axes))
         for axis, ways, codec in (("tp", self.tp, plan.wire.tp), ("pp", self.pp, plan.wire.pp)):
             if ways > 1 and encoded and (device.type == "cpu" or not codec.is_none):
                 intercept.compress_axis(mesh, axis, codec)

@@ -185,7 +185,11 @@ class ParallelModel:
         if self.mesh is None:
             yield
             return
-        with step_scope(), self._vocabulary_parallel():
+        with (
+            groups.explained_transport("exchanging activations", self.grid.neighbours),
+            step_scope(),
+            self._vocabulary_parallel(),
+        ):
             yield
 
     def _vocabulary_parallel(self) -> contextlib.AbstractContextManager[None]:
@@ -299,10 +303,10 @@ def _unknown_loss(logits: Tensor, labels: Tensor) -> Tensor:
     raise SpecError("loss", ["a pipeline needs one: thinwire.parallelize(model, plan, loss=...)"])
 
 
-def _groups_of(chunk: nn.Module, groups_: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _groups_of(chunk: nn.Module, wanted: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups with the names that a part of the model has."""
     names = [name for name, _ in chunk.named_parameters()]
     return [
         {**group, "params": [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in group["params"])]}
-        for group in groups_
+        for group in wanted
     ]

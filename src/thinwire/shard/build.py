@@ -335,9 +335,7 @@ class _Arenas:
             else {}
         )
         owned = sum(self._owned(flat) for flat in flats if flat.layout.trainable)
-        separate = sum(
-            self._owned(flat) for flat in flats if self._has_master(flat.layout)
-        )
+        separate = sum(self._owned(flat) for flat in flats if self._has_master(flat.layout))
         self._masters = _Arena(separate, torch.float32, device)
         self.gradients = torch.zeros(owned, dtype=torch.float32, device=device)
         self._gradient_at = 0

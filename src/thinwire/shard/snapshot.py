@@ -230,6 +230,7 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> s
     if differences:
         more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(f"{path}: saved from another model: {'; '.join(differences[:3])}{more}")
+    _check_slices(manifest, shapes, path)
     optim = parts[0][1]
     if optim is None:
         return manifest
@@ -246,6 +247,21 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> s
             "with the param_groups it was saved with"
         )
     return manifest
+
+
+def _check_slices(manifest: store.Manifest, shapes: Mapping[str, Json], path: Path) -> None:
+    """Whether the checkpoint says sensibly how it has cut the model's parameters.
+
+    Raises:
+        CheckpointError: naming the parameter.
+    """
+    slices = manifest.values.get("slices", {})
+    for name, cut in slices.items() if isinstance(slices, dict) else [("slices", slices)]:
+        shape = shapes.get(name, [])
+        dim, ways = cut if isinstance(cut, list) and len(cut) == 2 else (None, None)
+        whole = type(dim) is int and type(ways) is int and 0 <= dim < len(shape) and ways > 0
+        if not whole or shape[dim] % ways:
+            raise CheckpointError(f"{path}: corrupt: its slices of {name}, of shape {shape}, are {cut!r}")
 
 
 def _want_unoptimized(

@@ -49,7 +49,8 @@ class FlatBuffer:
         shard: this rank's P shard, ``[layout.shard_numel]``; a view of ``full`` when P is not sharded.
         shares: the optimizer ranks' shares of this P shard, by position along the shard axis.
         secondary: this rank's part of the secondary copy, if the plan keeps one.
-        master: fp32 values of this rank's share (a tensor of its own, or ``None`` where P is fp32, travels exactly and *is* the master).
+        master: fp32 values of this rank's share: a tensor of its own, or ``None`` where P is fp32, travels exactly and
+            *is* the master.
     """
 
     layout: FlatLayout
