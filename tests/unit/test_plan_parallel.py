@@ -187,6 +187,12 @@ def test_remedies_name_shared_ranks() -> None:
     assert search(replace(asked, tp=(int(ways.split()[1]),)), top=1).candidates
 
 
+def test_an_odd_vocabulary_is_named_where_it_keeps_tensor_parallelism_away() -> None:
+    odd = SMALL.with_(seq=65536, vocab=8191)
+    asked = job(model=odd, sequences=1, machine={"memory": "5GiB"})
+    assert any(remedy.change.startswith("vocab = 8192 instead of 8191") for remedy in remedies(asked))
+
+
 def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
     result = CliRunner().invoke(app, ["plan", *arguments, "--json"])
     return result.exit_code, json.loads(result.stdout or "{}"), result.stderr

@@ -472,8 +472,9 @@ def _search_line(searched: Searched, tie: float) -> str:
         else "others that were not simulated might still win; raise --top"
     )
     cuts = f" with {searched.cuts} ways of tensor and pipeline parallelism" if searched.cuts > 1 else ""
+    quick = " and do not lose by what they compute alone" if searched.cuts > 1 else ""
     return (
-        f"{searched.considered:,} plans{cuts}, of which {searched.fitting:,} fit; "
+        f"{searched.considered:,} plans{cuts}, of which {searched.fitting:,} fit{quick}; "
         f"{searched.simulated} simulated: {sure}. Ties within {tie:.0%} go to the plan with fewer knobs."
     )
 

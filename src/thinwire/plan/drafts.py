@@ -119,7 +119,7 @@ class Drafts:
 
     Attributes:
         considered: plans that :meth:`drafts` has gone through.
-        fitting: of these, how many fit into memory without codecs.
+        fitting: of these, how many fit into memory without codecs, and need not take longer than the limit.
     """
 
     def __init__(self, job: Job, cut: Cut, pricer: Pricer) -> None:
@@ -157,6 +157,7 @@ class Drafts:
         job, room = self.job, self.job.cluster.memory
         # a (+) b = max(a, b) + (gamma - 1) min(a, b): what computation and transfers take together, at best.
         slowing, strided = job.rates.least_slowing - 1, job.cluster.links.spine is not None
+        promising = [batch for batch in self.batches if batch.computing + batch.standing <= limit]
         for params, optimizer in chain_ends(self.mesh):
             if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather them anew
                 continue
@@ -169,12 +170,13 @@ class Drafts:
                     levels = self._levels(traffic)
                     count = math.prod(map(len, levels))
                     self.considered += count * len(self.batches)
+                    if not promising:
+                        continue
                     states = self.states(chain, secondary)
-                    fitting = [batch for batch in self.batches if fits(states, batch, room)]
+                    fitting = [batch for batch in promising if fits(states, batch, room)]
                     self.fitting += count * len(fitting)
-                    wanted = [b for b in fitting if b.computing + update + b.standing <= limit]
-                    choices = list(self._communication(traffic, levels)) if wanted else []
-                    for batch in wanted:
+                    choices = list(self._communication(traffic, levels)) if fitting else []
+                    for batch in fitting:
                         extra = batch.knobs + (secondary is not None) + self.cut.knobs
                         for choice in choices:
                             busy = choice.once.plus(choice.every, batch.micro_batches)
@@ -191,7 +193,7 @@ class Drafts:
                                 batch.micro_batch,
                                 batch.recompute,
                             )
-                    if len(fitting) == len(self.batches):
+                    if len(fitting) == len(promising):
                         break
 
     def plan(self, draft: Draft) -> Plan:

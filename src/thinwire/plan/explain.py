@@ -8,7 +8,7 @@ from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
 from thinwire.plan.job import Candidate, Job
-from thinwire.plan.rules import Cut, cuts, powers_of_two
+from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
 from thinwire.plan.search import Search, Searched, candidate, elsewhere, search
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
@@ -139,6 +139,7 @@ def remedies(job: Job) -> list[Remedy]:
         _computing_again(job),
         _smaller_batches(job),
         *_sharing(job),
+        _padded_vocabulary(job),
         _shorter_sequences(job),
         _more_nodes(job),
     )
@@ -288,6 +289,20 @@ def _sharing(job: Job) -> Iterator[Iterator[tuple[str, Job]]]:
     )
     for kind in kinds:
         yield ((_option(cut), replace(job, tp=(cut.tp,), pp=(cut.pp,))) for cut in kind)
+
+
+def _padded_vocabulary(job: Job) -> Iterator[tuple[str, Job]]:
+    """A vocabulary that tensor-parallel ranks divide, alone and on more nodes, where it is what keeps them away."""
+    model, ways = job.model, job.cluster.gpus_per_node
+    padded = model.with_(vocab=-(-model.vocab // ways) * ways)
+    largest = Cut(tp=powers_of_two(ways)[-1])
+    if not cut_problems(model, job.seq, largest) or cut_problems(padded, job.seq, largest):
+        return
+    changed = replace(job, model=padded, tp=None, pp=None)
+    change = f"vocab = {padded.vocab} instead of {model.vocab}, with --tp auto --pp auto"
+    yield change, changed
+    for more, larger in _more_nodes(changed):
+        yield f"{change} and {more}", larger
 
 
 def _option(cut: Cut) -> str:

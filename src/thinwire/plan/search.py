@@ -46,7 +46,7 @@ class Searched:
             the batch has no work for so many data-parallel ranks.
         cuts: combinations of tensor and pipeline parallelism; 1 is plain data parallelism.
         considered: plans that were estimated.
-        fitting: of these, how many fit into memory.
+        fitting: of these, how many fit into memory; those that compute for too long by themselves are not asked.
         simulated: how many were simulated.
         complete: whether no plan that was not simulated can be better.
     """
