@@ -138,7 +138,7 @@ def test_validation_is_a_mean_over_tokens_and_repeats(tmp_path: Path) -> None:
     with torch.no_grad():
         expected = float(trainer.model._mean_loss(trainer.validation.batch(indices)))
     assert first == pytest.approx(expected, rel=1e-5)
-    assert trainer.model.training
+    assert all(chunk.training for chunk in trainer.model.chunks)
 
 
 def losses(trainer: Trainer, number: int) -> list[float | None]:

@@ -20,7 +20,7 @@ import thinwire as tw
 from thinwire.cli.main import app
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
-from thinwire.testing import run_ranks
+from thinwire.testing import RankPool, run_ranks
 from thinwire.train.directory import RunDirectory
 from thinwire.train.loop import run
 from thinwire.train.models.common import cross_entropy
@@ -194,7 +194,11 @@ def test_recomputed_blocks_run_twice(ways: dict[str, int], own: bool) -> None:
 
 @pytest.mark.parametrize("policy", ["none", "hybrid"])
 def test_the_example_learns(policy: str) -> None:
-    results = run_ranks(4, parallel.train, policy, 6)
+    pool = RankPool(4)  # ranks of their own: torch remembers the meshes of a process's earlier jobs
+    try:
+        results = pool.run(parallel.train, policy, 6)
+    finally:
+        pool.close()
     losses = results[3][0]
     assert losses[-1] < losses[0] - 0.05
     for _, traffic in results:

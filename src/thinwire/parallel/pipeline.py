@@ -86,7 +86,7 @@ class Pipeline:
         losses: list[Tensor] = []
         first = (ids,) if self._group.rank() == 0 else ()
         last = {"target": labels, "losses": losses} if self.holds_last else {}
-        run(*first, **last)
+        run(*first, return_outputs=False, **last)  # or it would keep all logits of the step
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()

@@ -52,7 +52,9 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor) and parameter.is_floating_point() and parameter.dtype != dtype:
                 if id(parameter) not in cast:  # tied ones stay tied
-                    value = parameter.detach().to(dtype)
+                    # Not by an operation of DTensor: what torch remembers of it may be of a mesh that is gone.
+                    local = parameter._local_tensor.detach().to(dtype)
+                    value = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
                     cast[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
                 parameters[name] = cast[id(parameter)]
 

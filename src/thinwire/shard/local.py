@@ -93,4 +93,6 @@ def slice_of(name: str, parameter: torch.Tensor) -> Slice | None:
             f"parameter {name} of shape {tuple(parameter.shape)} is {placements} over {mesh.size()} ranks: one "
             "dimension should be cut, evenly"
         )
-    return Slice(placements[0].dim, mesh.size(), mesh.get_local_rank())
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    return Slice(placements[0].dim, mesh.size(), coordinate[0])
