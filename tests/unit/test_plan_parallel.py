@@ -15,10 +15,11 @@ from thinwire.cost import NominalRates
 from thinwire.cost.memory import largest_memory, stages
 from thinwire.errors import SpecError
 from thinwire.plan import Cut, Job, Search, binding, candidate, critical_path, remedies, search, summary
-from thinwire.plan.rules import cut_problems, divided, keeps_busy, powers_of_two
+from thinwire.plan.rules import cut_problems, divided, powers_of_two
 from thinwire.plan.search import RESOLUTION
 from thinwire.sim.axes import idle_seconds, message_seconds
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec.pipeline import keeps_busy
 
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, ffn=2816, vocab=8192, seq=1024)
 
@@ -69,9 +70,9 @@ def test_ranks_are_dealt_out_as_the_runtime_does() -> None:
 
 
 def test_every_stage_has_a_micro_batch() -> None:
-    assert not keeps_busy(Cut(pp=4), 3)
-    assert keeps_busy(Cut(pp=4), 5)
-    assert not keeps_busy(Cut(pp=4, schedule="interleaved"), 9)
+    assert not keeps_busy(4, "1f1b", 3)
+    assert keeps_busy(4, "1f1b", 5)
+    assert not keeps_busy(4, "interleaved", 9)
     asked = job(sequences=1, tp=(1,), pp=(2, 4))
     assert all(count >= cut.pp for cut in asked.cuts for _, count in asked.batches(cut))
 

@@ -18,9 +18,9 @@ from thinwire.cost.anatomy import units as units_of
 from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, together
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
+from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
-    "CHUNKS",
     "OVERHEAD",
     "Memory",
     "Stage",
@@ -41,10 +41,6 @@ OVERHEAD = 1_500 << 20
 
 _LOSS_CHUNK = 1 << 22
 """Logits that the loss works on at a time, in two fp32 copies."""
-
-
-CHUNKS = {"1f1b": 1, "interleaved": 2}
-"""Pipeline stages that every rank holds, by schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +211,7 @@ def stages(layers: int, plan: Plan) -> list[Stage]:
         layers: blocks of the model.
         plan: with stages, schedule and micro-batches.
     """
-    pp, chunks, count = plan.pp, CHUNKS[plan.schedule], plan.micro_batches
+    pp, chunks, count = plan.pp, STAGES_OF_A_RANK[plan.schedule], plan.micro_batches
     bounds = [index * layers // (pp * chunks) for index in range(pp * chunks + 1)]
     found = []
     for rank in range(pp):

@@ -9,11 +9,9 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
+from thinwire.spec.pipeline import keeps_busy
 
-__all__ = ["STAGES_OF_A_RANK", "Divisible", "blocks_of_stages", "divisible"]
-
-STAGES_OF_A_RANK = {"1f1b": 1, "interleaved": 2}
-"""Stages that every rank holds, by schedule."""
+__all__ = ["Divisible", "blocks_of_stages", "divisible"]
 
 
 @runtime_checkable
@@ -70,13 +68,12 @@ class Divisible(Protocol):
         """
 
 
-def divisible(model: object, plan: Plan, *, sequence: bool, stages: int) -> Divisible:
+def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
     """The model, if it can be cut as the plan says.
 
     Args:
         model: the model.
         plan: with ``tp`` and ``pp``.
-        sequence: whether tokens are cut as well.
         stages: how many parts the pipeline has.
 
     Raises:
@@ -102,11 +99,10 @@ def divisible(model: object, plan: Plan, *, sequence: bool, stages: int) -> Divi
         )
     if plan.pp > 1 and plan.micro_batches < plan.pp:
         problems.append(f"micro_batches = {plan.micro_batches} should be at least pp = {plan.pp}, or stages stand idle")
-    rounds = max(1, plan.micro_batches // plan.pp)
-    if plan.schedule == "interleaved" and plan.micro_batches % rounds:
+    elif not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
         problems.append(
-            f"micro_batches = {plan.micro_batches} should be a multiple of {rounds} with schedule = 'interleaved' and "
-            f"pp = {plan.pp}; a multiple of pp always is"
+            f"micro_batches = {plan.micro_batches} should be a multiple of {plan.micro_batches // plan.pp} with "
+            f"schedule = 'interleaved' and pp = {plan.pp}; a multiple of pp always is"
         )
     if problems:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)

@@ -7,7 +7,6 @@ import copy
 import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -20,15 +19,17 @@ from thinwire.collectives import group as groups
 from thinwire.collectives.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import SpecError
-from thinwire.parallel.divisible import STAGES_OF_A_RANK, Divisible, blocks_of_stages, divisible
+from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
 from thinwire.shard import api, snapshot
 from thinwire.shard.build import build
+from thinwire.shard.clip import scale_to_norm
 from thinwire.shard.local import Part
 from thinwire.shard.optim import ShardedOptimizer
 from thinwire.shard.runtime import runtime_of
 from thinwire.spec import Plan
+from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 if TYPE_CHECKING:
     from thinwire.parallel.pipeline import Pipeline
@@ -88,7 +89,7 @@ class ParallelModel:
         Returns:
             Mean loss, fp32, on the device; zero where this rank does not know it.
         """
-        with self._training_step():
+        with self._exchanging(), step_scope() if self.mesh is not None else contextlib.nullcontext():
             if self._pipeline is not None:
                 ids = torch.cat([batch.input_ids for batch in batches]).to(self._device)
                 labels = torch.cat([batch.labels for batch in batches]).to(self._device)
@@ -103,10 +104,9 @@ class ParallelModel:
     @torch.no_grad()
     def evaluate(self, batch: TokenBatch) -> Tensor:
         """Mean loss of a micro-batch, without gradients; zero where this rank does not know it."""
-        if self._pipeline is not None:
-            with self._vocabulary_parallel():
+        with self._exchanging():
+            if self._pipeline is not None:
                 return self._pipeline.evaluate(batch.input_ids.to(self._device), batch.labels.to(self._device))
-        with self._vocabulary_parallel():
             return self._mean_loss(batch)
 
     def train(self, mode: bool = True) -> None:
@@ -142,16 +142,11 @@ class ParallelModel:
             The norm before, equal on every rank.
         """
         runtimes = [runtime_of(chunk) for chunk in self.chunks]
-        found = [runtime.agree(measure=True) for runtime in runtimes]
-        squared = sum(agreement.norm**2 for agreement in found)
+        squared = sum(runtime.agree(measure=True).norm ** 2 for runtime in runtimes)
         if self._whole is not None:
             squared = self._whole.all_reduce_mean([squared])[0] * self._whole.size
         norm = math.sqrt(squared) if squared == squared else squared
-        coefficient = max_norm / (norm + 1e-6)
-        if not coefficient >= 1.0:
-            for runtime, agreement in zip(runtimes, found, strict=True):
-                runtime.arena.mul_(coefficient)
-                runtime.agreement = replace(agreement, norm=agreement.norm * coefficient)
+        scale_to_norm(runtimes, norm, max_norm)
         return norm
 
     def progress(self, share: float) -> None:
@@ -181,19 +176,14 @@ class ParallelModel:
         return loss
 
     @contextlib.contextmanager
-    def _training_step(self) -> Iterator[None]:
+    def _exchanging(self) -> Iterator[None]:
+        """Where activations travel: errors of the transport are explained, losses are cut by vocabulary."""
         if self.mesh is None:
             yield
             return
-        with (
-            groups.explained_transport("exchanging activations", self.grid.neighbours),
-            step_scope(),
-            self._vocabulary_parallel(),
-        ):
+        by_vocabulary = loss_parallel() if self.grid.tp > 1 else contextlib.nullcontext()
+        with groups.explained_transport("exchanging activations", self.grid.neighbours), by_vocabulary:
             yield
-
-    def _vocabulary_parallel(self) -> contextlib.AbstractContextManager[None]:
-        return loss_parallel() if self.grid.tp > 1 else contextlib.nullcontext()
 
     def _with(self, optim: ParallelOptimizer | None) -> list[snapshot.Trained]:
         parts: Sequence[ShardedOptimizer | None] = [None] * len(self.chunks) if optim is None else optim.parts
@@ -265,7 +255,7 @@ def parallelize(
     device = next(model.parameters()).device
     per_rank = STAGES_OF_A_RANK[plan.schedule] if grid.pp > 1 else 1
     stages = grid.pp * per_rank
-    anatomy = divisible(model, plan, sequence=sequence_parallel, stages=stages)
+    anatomy = divisible(model, plan, stages=stages)
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     mesh = grid.mesh(plan, device, encoded=encoded)
     ranges = blocks_of_stages(anatomy.num_blocks, stages)

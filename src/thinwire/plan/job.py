@@ -10,10 +10,11 @@ from typing import Literal
 from thinwire.cost import OVERHEAD, Memory, Part, ProfiledRates, Rates, parts, units
 from thinwire.cost.memory import stage_model, stages
 from thinwire.errors import SpecError
-from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, keeps_busy, powers_of_two
+from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
 from thinwire.sim import Simulated, Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
+from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.profile import Profile
 
 __all__ = ["CODEC_LEVELS", "AxisSeconds", "Candidate", "CodecLevel", "Job", "profiled_cluster"]
@@ -197,7 +198,7 @@ class Job:
         sequences = self.sequences(self.mesh_of(cut))
         sizes = [self.micro_batch] if self.micro_batch else [1 << k for k in range(6)]
         found = [(size, sequences // size) for size in sizes if sequences and sequences % size == 0]
-        return [(size, count) for size, count in found if keeps_busy(cut, count)]
+        return [(size, count) for size, count in found if keeps_busy(cut.pp, cut.schedule, count)]
 
     @property
     def recomputes(self) -> list[bool]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from thinwire.cost.memory import CHUNKS
 from thinwire.errors import SpecError
 from thinwire.spec import Factor, ModelSpec, Plan
+from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
-    "UNCUT", "Chain", "Cut", "chain_ends", "cut_problems", "cuts", "divided", "factors", "keeps_busy", "knobs",
+    "UNCUT", "Chain", "Cut", "chain_ends", "cut_problems", "cuts", "divided", "factors", "knobs",
     "powers_of_two", "secondaries",
 ]  # fmt: skip
 
@@ -83,18 +83,12 @@ def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
     """
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab, "seq": seq}
     problems = [f"tp = {cut.tp} does not divide {name} = {size}" for name, size in sizes.items() if size % cut.tp]
-    stages = cut.pp * CHUNKS[cut.schedule]
+    stages = cut.pp * STAGES_OF_A_RANK[cut.schedule]
     if stages > model.layers:
         problems.append(f"pp = {cut.pp} ({cut.schedule}) makes {stages} stages of {model.layers} blocks")
     if cut.pp > 1 and model.tied_embedding:
         problems.append(f"pp = {cut.pp} would part the embedding from the head, which share one weight")
     return problems
-
-
-def keeps_busy(cut: Cut, micro_batches: int) -> bool:
-    """Whether a pipeline has a micro-batch for every stage; an interleaved one takes them in equal rounds."""
-    rounds = micro_batches // cut.pp
-    return rounds > 0 and (cut.schedule == "1f1b" or micro_batches % rounds == 0)
 
 
 def factors(mesh: Factor) -> list[Factor]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
-from thinwire.shard.runtime import runtime_of
+from thinwire.shard.runtime import Runtime, runtime_of
 
-__all__ = ["clip_grad_norm_"]
+__all__ = ["clip_grad_norm_", "scale_to_norm"]
 
 
 @torch.no_grad()
@@ -39,9 +40,23 @@ def clip_grad_norm_(
     agreement = runtime.agree(measure=True)
     if error_if_nonfinite and not agreement.finite:
         raise NonFiniteError(f"the gradient norm is {agreement.norm}; lower the learning rate or look at the data")
-    coefficient = max_norm / (agreement.norm + 1e-6)
+    scale_to_norm([runtime], agreement.norm, max_norm)
+    return torch.tensor(agreement.norm, dtype=torch.float32)
+
+
+def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> None:
+    """Scale the gradients of all parts of a model so that their norm is at most ``max_norm``.
+
+    Args:
+        runtimes: of this rank's parts, whose ranks have agreed on their norms.
+        norm: of the whole model's gradient.
+        max_norm: the bound.
+    """
+    coefficient = max_norm / (norm + 1e-6)
     # As in torch, a norm that is not finite poisons the gradients rather than being hidden.
-    if not coefficient >= 1.0:
+    if coefficient >= 1.0:
+        return
+    for runtime in runtimes:
+        agreement = runtime.agree(measure=True)
         runtime.arena.mul_(coefficient)
         runtime.agreement = replace(agreement, norm=agreement.norm * coefficient)
-    return torch.tensor(agreement.norm, dtype=torch.float32)

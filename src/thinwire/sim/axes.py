@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from thinwire.cost import Part, Rates, Work
-from thinwire.cost.memory import CHUNKS
 from thinwire.cost.rates import Beside, wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.step import Workload
 from thinwire.spec import Factor, Plan
+from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = ["Calls", "HopCalls", "TensorParallelRates", "idle_seconds", "message_seconds", "sent_seconds"]
 
@@ -71,7 +71,7 @@ def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -
     forward = sum(rates.forward(part, plan, workload.seq) for part in workload.parts)
     backward = sum(rates.backward(part, plan, workload.seq) for part in workload.parts)
     again = forward if plan.recompute else 0.0
-    return (plan.pp - 1) * ((forward + backward + again) / CHUNKS[plan.schedule] + 2 * message)
+    return (plan.pp - 1) * ((forward + backward + again) / STAGES_OF_A_RANK[plan.schedule] + 2 * message)
 
 
 def message_seconds(plan: Plan, message: float) -> float:
@@ -82,7 +82,7 @@ def message_seconds(plan: Plan, message: float) -> float:
         plan: with micro-batches and schedule.
         message: seconds of one.
     """
-    return 2 * CHUNKS[plan.schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
+    return 2 * STAGES_OF_A_RANK[plan.schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
 
 
 def sent_seconds(

@@ -17,6 +17,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.model import ModelSpec
+from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype, Plan
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
@@ -394,7 +395,7 @@ class Recipe(Spec):
         }
         plan = plan.with_(**{key: value for key, value in changes.items() if value is not None})
         if train.global_batch is None:
-            if not _keeps_busy(plan, plan.micro_batches):
+            if not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
                 raise SpecError(
                     "train",
                     [
@@ -411,7 +412,9 @@ class Recipe(Spec):
                 [f"global_batch = {train.global_batch} should be a multiple of the {plan.world} {kind} of this run"],
             )
         sizes = [
-            size for size in range(1, plan.micro_batch + 1) if share % size == 0 and _keeps_busy(plan, share // size)
+            size
+            for size in range(1, plan.micro_batch + 1)
+            if share % size == 0 and keeps_busy(plan.pp, plan.schedule, share // size)
         ]
         if not sizes:
             raise SpecError(
@@ -424,12 +427,6 @@ class Recipe(Spec):
             )
         largest = max(sizes)
         return plan.with_(micro_batch=largest, micro_batches=share // largest)
-
-
-def _keeps_busy(plan: Plan, micro_batches: int) -> bool:
-    """Whether a pipeline has a micro-batch for every stage; an interleaved one takes them in equal rounds."""
-    rounds = micro_batches // plan.pp
-    return rounds > 0 and (plan.schedule == "1f1b" or micro_batches % rounds == 0)
 
 
 def _busy_count(plan: Plan) -> int:
