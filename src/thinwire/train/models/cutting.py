@@ -7,8 +7,9 @@ stands before the next matrices; norms and residuals work on the tokens of one r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
@@ -20,7 +21,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
-__all__ = ["Half", "kept_blocks", "styles"]
+__all__ = ["Decoder", "Half", "Parts"]
 
 
 @dataclass(frozen=True)
@@ -38,54 +39,122 @@ class Half:
     inputs: int
 
 
-def styles(
-    *,
-    embedding: str | None,
-    positions: str | None,
-    norm: str | None,
-    head: str | None,
-    block_norms: Sequence[str],
-    halves: Mapping[str, Half],
-    sequence: bool,
-) -> dict[str, ParallelStyle]:
-    """Styles of a decoder's modules.
+@dataclass(frozen=True)
+class Parts:
+    """Names of a decoder's modules.
 
-    Args:
-        embedding: of tokens, if it is here.
-        positions: learned ones, if there are any here.
-        norm: before the head, if it is here.
-        head: if it is here.
+    Attributes:
+        embedding: of tokens.
+        norm: before the head.
+        head: makes logits.
         block_norms: within a block.
         halves: attention and feed-forward within a block, by name.
-        sequence: whether tokens are cut between matrices.
+        positions: learned ones, where the kind of model can have any.
     """
-    tokens = Shard(1) if sequence else Replicate()
-    made: dict[str, ParallelStyle] = {}
-    if embedding is not None:
-        made[embedding] = RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens)
-    if positions is not None:
-        layout = Shard(0) if sequence else Replicate()
-        made[positions] = RowwiseParallel(input_layouts=Replicate(), output_layouts=layout)
-    if norm is not None and sequence:
-        made[norm] = SequenceParallel()
-    if head is not None:
-        made[head] = ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1))
-    for name, half in halves.items():
-        others = (None,) * (half.inputs - 1)
-        # One DTensor for all matrices that read it: their gradients are summed before they are sent, not after.
-        made[f"layers.*.{name}"] = PrepareModuleInput(
-            input_layouts=(tokens, *others), desired_input_layouts=(Replicate(), *others)
-        )
-        made |= {f"layers.*.{name}.{matrix}": ColwiseParallel() for matrix in half.columns}
-        made[f"layers.*.{name}.{half.rows}"] = RowwiseParallel(output_layouts=tokens)
-    if sequence:
-        made |= {f"layers.*.{name}": SequenceParallel() for name in block_norms}
-    return made
+
+    embedding: str
+    norm: str
+    head: str
+    block_norms: tuple[str, ...]
+    halves: Mapping[str, Half]
+    positions: str | None = None
 
 
-def kept_blocks(layers: nn.ModuleList, blocks: range) -> nn.ModuleList:
-    """Some blocks, under the names they had."""
-    kept = nn.ModuleList()
-    for index in blocks:
-        kept.add_module(str(index), layers[index])
-    return kept
+class Shape(Protocol):
+    """What a decoder's configuration says to whoever cuts it."""
+
+    @property
+    def vocab(self) -> int:
+        """V."""
+
+    @property
+    def hidden(self) -> int:
+        """D."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head shares the embedding's weight."""
+
+
+class Decoder(nn.Module):
+    """A causal language model that can be cut: a :class:`thinwire.parallel.Divisible` once a model adds its sizes.
+
+    Modules of :attr:`parts` that are on another stage of a pipeline are None.
+
+    Attributes:
+        parts: names of its modules; blocks are in ``layers``.
+        sequence_ways: tensor-parallel ranks between which the tokens of hidden states are cut; set by whoever cuts
+            them.
+    """
+
+    parts: ClassVar[Parts]
+    config: Shape
+    layers: nn.ModuleList
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence_ways = 1
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks here."""
+        return len(self.layers)
+
+    @property
+    def width(self) -> int:
+        """D."""
+        return self.config.hidden
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.config.vocab
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head shares the embedding's weight."""
+        return self.config.tied
+
+    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
+        """Torch's style of each module that is here."""
+        parts = self.parts
+        tokens = Shard(1) if sequence else Replicate()
+        outer: dict[str | None, ParallelStyle] = {
+            parts.embedding: RowwiseParallel(input_layouts=Replicate(), output_layouts=tokens),
+            parts.positions: RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Shard(0) if sequence else Replicate()
+            ),
+            parts.head: ColwiseParallel(input_layouts=tokens, output_layouts=Shard(-1)),
+        }
+        if sequence:
+            outer[parts.norm] = SequenceParallel()
+        made = {name: style for name, style in outer.items() if name is not None and getattr(self, name) is not None}
+        for name, half in parts.halves.items():
+            others = (None,) * (half.inputs - 1)
+            # One DTensor for all matrices that read it: their gradients are summed before they are sent, not after.
+            made[f"layers.*.{name}"] = PrepareModuleInput(
+                input_layouts=(tokens, *others), desired_input_layouts=(Replicate(), *others)
+            )
+            made |= {f"layers.*.{name}.{matrix}": ColwiseParallel() for matrix in half.columns}
+            made[f"layers.*.{name}.{half.rows}"] = RowwiseParallel(output_layouts=tokens)
+        if sequence:
+            made |= {f"layers.*.{name}": SequenceParallel() for name in parts.block_norms}
+        return made
+
+    def tie(self) -> None:
+        """Share the embedding's weight with the head, where they are tied."""
+        embedding, head = getattr(self, self.parts.embedding), getattr(self, self.parts.head)
+        if self.is_tied and embedding is not None and head is not None:
+            head.weight = embedding.weight
+
+    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
+        """Keep one stage of a pipeline; blocks keep their names."""
+        kept = nn.ModuleList()
+        for index in blocks:
+            kept.add_module(str(index), self.layers[index])
+        self.layers = kept
+        parts = self.parts
+        gone = [*(() if first else (parts.embedding, parts.positions)), *(() if last else (parts.norm, parts.head))]
+        for name in gone:
+            if name is not None:
+                setattr(self, name, None)

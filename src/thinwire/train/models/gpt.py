@@ -14,7 +14,6 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.train.models.common import (
     CausalOutput,
@@ -24,7 +23,7 @@ from thinwire.train.models.common import (
     init_weights,
     rotate,
 )
-from thinwire.train.models.cutting import Half, kept_blocks, styles
+from thinwire.train.models.cutting import Decoder, Half, Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +120,7 @@ class Block(nn.Module):
         return output
 
 
-class GPT(nn.Module):
+class GPT(Decoder):
     """A GPT with its language-model head.
 
     Args:
@@ -129,6 +128,19 @@ class GPT(nn.Module):
         seed: of the initial weights.
     """
 
+    parts = Parts(
+        embedding="embed_in",
+        norm="final_layer_norm",
+        head="lm_head",
+        block_norms=("input_layernorm", "post_attention_layernorm"),
+        halves={
+            "attention": Half(columns=("query_key_value",), rows="dense", inputs=3),
+            "mlp": Half(columns=("dense_h_to_4h",), rows="dense_4h_to_h", inputs=1),
+        },
+        positions="embed_positions",
+    )
+
+    config: GPTConfig
     embed_in: nn.Embedding | None
     embed_positions: nn.Embedding | None
     final_layer_norm: nn.LayerNorm | None
@@ -145,8 +157,6 @@ class GPT(nn.Module):
         channels = config.rotary_channels
         self.rotary = RotaryTable(channels, config.seq, config.rope_theta) if channels else None
         init_weights(self, seed, config.layers, ("dense", "dense_4h_to_h"))
-        self.sequence_ways = 1
-        """Tensor-parallel ranks between which the tokens of hidden states are cut; set by whoever cuts them."""
         self.tie()
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
@@ -175,59 +185,9 @@ class GPT(nn.Module):
         logits = self.lm_head(self.final_layer_norm(x))
         return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))
 
-    # -- how it is cut: thinwire.parallel.Divisible ------------------------------------------------------------
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks here."""
-        return len(self.layers)
-
-    @property
-    def width(self) -> int:
-        """D."""
-        return self.config.hidden
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.config.vocab
-
     @property
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         """What tensor-parallel ranks must divide."""
         config = self.config
         sizes = {"heads": config.heads, "ffn": config.ffn, "vocab": config.vocab}
         return sizes | ({"seq": config.seq} if self.embed_positions is not None else {})
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the head shares the embedding's weight."""
-        return self.config.tied
-
-    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
-        """Torch's style of each module."""
-        return styles(
-            embedding="embed_in" if self.embed_in is not None else None,
-            positions="embed_positions" if self.embed_positions is not None else None,
-            norm="final_layer_norm" if self.final_layer_norm is not None else None,
-            head="lm_head" if self.lm_head is not None else None,
-            block_norms=("input_layernorm", "post_attention_layernorm"),
-            halves={
-                "attention": Half(columns=("query_key_value",), rows="dense", inputs=3),
-                "mlp": Half(columns=("dense_h_to_4h",), rows="dense_4h_to_h", inputs=1),
-            },
-            sequence=sequence,
-        )
-
-    def tie(self) -> None:
-        """Share the embedding's weight with the head, where they are tied."""
-        if self.config.tied and self.lm_head is not None and self.embed_in is not None:
-            self.lm_head.weight = self.embed_in.weight
-
-    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
-        """Keep one stage of a pipeline."""
-        self.layers = kept_blocks(self.layers, blocks)
-        if not first:
-            self.embed_in = self.embed_positions = None
-        if not last:
-            self.final_layer_norm = self.lm_head = None

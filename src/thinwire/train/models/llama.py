@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.train.models.common import (
     CausalOutput,
@@ -22,7 +21,7 @@ from thinwire.train.models.common import (
     init_weights,
     rotate,
 )
-from thinwire.train.models.cutting import Half, kept_blocks, styles
+from thinwire.train.models.cutting import Decoder, Half, Parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +112,7 @@ class Block(nn.Module):
         return output
 
 
-class Llama(nn.Module):
+class Llama(Decoder):
     """A Llama with its language-model head.
 
     Args:
@@ -121,6 +120,18 @@ class Llama(nn.Module):
         seed: of the initial weights.
     """
 
+    parts = Parts(
+        embedding="embed_tokens",
+        norm="norm",
+        head="lm_head",
+        block_norms=("input_layernorm", "post_attention_layernorm"),
+        halves={
+            "self_attn": Half(columns=("q_proj", "k_proj", "v_proj"), rows="o_proj", inputs=3),
+            "mlp": Half(columns=("gate_proj", "up_proj"), rows="down_proj", inputs=1),
+        },
+    )
+
+    config: LlamaConfig
     embed_tokens: nn.Embedding | None
     norm: nn.RMSNorm | None
     lm_head: nn.Linear | None
@@ -134,8 +145,6 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.rotary = RotaryTable(config.hidden // config.heads, config.seq, config.rope_theta)
         init_weights(self, seed, config.layers, ("o_proj", "down_proj"))
-        self.sequence_ways = 1
-        """Tensor-parallel ranks between which the tokens of hidden states are cut; set by whoever cuts them."""
         self.tie()
 
     def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
@@ -159,58 +168,8 @@ class Llama(nn.Module):
         logits = self.lm_head(self.norm(x))
         return CausalOutput(logits, None if labels is None else cross_entropy(logits, labels))
 
-    # -- how it is cut: thinwire.parallel.Divisible ------------------------------------------------------------
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks here."""
-        return len(self.layers)
-
-    @property
-    def width(self) -> int:
-        """D."""
-        return self.config.hidden
-
-    @property
-    def vocabulary(self) -> int:
-        """V."""
-        return self.config.vocab
-
     @property
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
         """What tensor-parallel ranks must divide."""
         config = self.config
         return {"heads": config.heads, "kv_heads": config.kv_heads, "ffn": config.ffn, "vocab": config.vocab}
-
-    @property
-    def is_tied(self) -> bool:
-        """Whether the head shares the embedding's weight."""
-        return self.config.tied
-
-    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
-        """Torch's style of each module."""
-        return styles(
-            embedding="embed_tokens" if self.embed_tokens is not None else None,
-            positions=None,
-            norm="norm" if self.norm is not None else None,
-            head="lm_head" if self.lm_head is not None else None,
-            block_norms=("input_layernorm", "post_attention_layernorm"),
-            halves={
-                "self_attn": Half(columns=("q_proj", "k_proj", "v_proj"), rows="o_proj", inputs=3),
-                "mlp": Half(columns=("gate_proj", "up_proj"), rows="down_proj", inputs=1),
-            },
-            sequence=sequence,
-        )
-
-    def tie(self) -> None:
-        """Share the embedding's weight with the head, where they are tied."""
-        if self.config.tied and self.lm_head is not None and self.embed_tokens is not None:
-            self.lm_head.weight = self.embed_tokens.weight
-
-    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
-        """Keep one stage of a pipeline."""
-        self.layers = kept_blocks(self.layers, blocks)
-        if not first:
-            self.embed_tokens = None
-        if not last:
-            self.norm = self.lm_head = None
