@@ -80,21 +80,39 @@ def test_measured_points_come_back() -> None:
     assert not known.extrapolated
 
 
+def met(known: ProfiledRates, scope: Scope, sent: int) -> Beside:
+    return known.beside(Kind.ALL_GATHER, scope, 2, sent, encoded=False)
+
+
 def test_transfers_lose_alike_whoever_computes_and_computation_as_its_model_does() -> None:
     known = rates()
     for sent in (100, MIB, 64 * MIB):
-        assert known.beside(Scope.INSIDE, sent) == Beside(1.3, 1.2, 5e-3)
-        assert known.beside(Scope.ACROSS, sent) == Beside(1.1, 1.2, 5e-3)
-    assert ProfiledRates(profile(), MODEL.with_(hidden=3072), "bfloat16").beside(Scope.INSIDE, MIB).compute == 1.2
+        assert met(known, Scope.INSIDE, sent) == Beside(1.3, 1.2, 5e-3)
+        assert met(known, Scope.ACROSS, sent) == Beside(1.1, 1.2, 5e-3)
+    assert met(ProfiledRates(profile(), MODEL.with_(hidden=3072), "bfloat16"), Scope.INSIDE, MIB).compute == 1.2
     assert known.least_slowing == 1.1
-    assert rates(overlap=[]).beside(Scope.INSIDE, MIB) == Beside()
+    assert met(rates(overlap=[]), Scope.INSIDE, MIB) == Beside()
+
+
+def test_the_processor_that_sends_is_missing_for_computation() -> None:
+    """Its seconds, times what each of them costs, over those of the transfer; in between, by the logarithm of sizes."""
+    seconds = {MIB // 16: 1e-3, MIB: 4e-3}
+    working = {MIB // 16: 1e-4, MIB: 2e-3}
+    sent = [row.with_(seconds=seconds[row.sent], processor=working[row.sent])
+            for row in profile().collectives if row.sent in seconds]  # fmt: skip
+    known = rates(collectives=sent, crowding=1.5)
+    loads = [met(known, Scope.ACROSS, size).load for size in (64, MIB // 16, MIB // 4, MIB, 64 * MIB)]
+    assert loads == pytest.approx([0.15, 0.15, 0.45, 0.75, 0.75])
+    # What a meeting showed of it is the same loss.
+    assert met(known, Scope.ACROSS, MIB).compute == known.least_slowing == 1.0
+    assert met(rates(collectives=sent), Scope.ACROSS, MIB).load == 0
 
 
 def test_factors_of_older_profiles_are_taken_for_the_delay_that_they_were() -> None:
     row = {"scope": "inside", "sent": MIB, "compute": 1.3, "transfer": 3.0}
     older = Profile.parse({**profile().to_dict(), "overlap": [row]}, "an older profile")
     alone = 1e-3 + MIB / 1e9
-    found = ProfiledRates(older, MODEL, "bfloat16").beside(Scope.INSIDE, 100)
+    found = met(ProfiledRates(older, MODEL, "bfloat16"), Scope.INSIDE, 100)
     assert found == Beside(1.3, 1.0, pytest.approx(2 * alone))
 
 

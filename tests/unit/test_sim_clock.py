@@ -52,3 +52,17 @@ def test_computation_is_held_up_while_a_transfer_is_under_way() -> None:
 
 def test_a_transfer_of_nothing_is_done_at_once() -> None:
     assert ends(COMPUTING, (Resource.ACROSS, 0.0, Beside(1.0, 1.0, 0.5))) == pytest.approx([1.0, 0.0])
+
+
+def test_what_transfers_take_of_the_processor_is_missing_for_computation() -> None:
+    """Work is conserved: computation ends later by the processor's seconds of what was sent."""
+    half = Beside(load=0.5)
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, half)) == pytest.approx([1.25, 0.5])
+    whole = Beside(load=1.0)
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, whole)) == pytest.approx([1.5, 0.5])
+    # Two that want more than there is take longer, whether or not anything computes.
+    assert ends((Resource.ACROSS, 0.5, whole), (Resource.INSIDE, 0.5, half)) == pytest.approx([0.75, 0.75])
+    assert ends(COMPUTING, (Resource.ACROSS, 0.5, whole), (Resource.INSIDE, 0.5, half)) == pytest.approx(
+        [1.75, 0.75, 0.75]
+    )
+    assert ends((Resource.CODEC, 1.0, ALONE), (Resource.INSIDE, 0.5, half)) == pytest.approx([1.25, 0.5])

@@ -34,6 +34,7 @@ class Busy:
         across: of a node's cards.
         spine: of the spine, where transfers cross it.
         between: of transfers between nodes, one after another: each is as long as cards or spine need.
+        sending: of the processor, by transfers: computation stands still for as long.
     """
 
     codec: float = 0.0
@@ -41,6 +42,7 @@ class Busy:
     across: float = 0.0
     spine: float = 0.0
     between: float = 0.0
+    sending: float = 0.0
 
     @property
     def total(self) -> float:
@@ -60,6 +62,7 @@ class Busy:
             self.across + count * other.across,
             self.spine + count * other.spine,
             self.between + count * other.between,
+            self.sending + count * other.sending,
         )
 
 
@@ -142,10 +145,11 @@ def _busy(move: Move) -> Busy:
     """Of one move. The longer of cards and spine takes all of its seconds, the other its share."""
     if move.scope is None:
         return Busy(codec=move.seconds)
+    sending = move.seconds * move.beside.load
     if move.scope is Scope.INSIDE:
-        return Busy(inside=move.seconds)
+        return Busy(inside=move.seconds, sending=sending)
     share = move.seconds / max(1.0, move.spine_load)
-    return Busy(across=share, spine=share * move.spine_load, between=move.seconds)
+    return Busy(across=share, spine=share * move.spine_load, between=move.seconds, sending=sending)
 
 
 class Pricer:

@@ -119,9 +119,11 @@ def flat_moves(
     else:
         seconds = calls * flat.seconds(_CALLS[operation.kind], values * per_value / calls, mesh, stride)
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
+    encoded = not coded[0].encoding.codec.is_none
+    beside = rates.beside(operation.kind, scope, mesh.ranks, round(values * per_value), encoded=encoded)
     found = [
         Move("encode", None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
-        Move("call", scope, seconds, rates.beside(scope, round(values * per_value)), flat.spine_load(mesh, stride)),
+        Move("call", scope, seconds, beside, flat.spine_load(mesh, stride)),
         Move("decode", None, codec_seconds(rates, coded[0], decoded=values)),
     ]
     return [move for move in found if move.seconds]

@@ -6,7 +6,7 @@ import math
 import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from thinwire.cost.anatomy import Part
@@ -21,6 +21,9 @@ __all__ = ["ProfiledRates"]
 Quartile = Literal["seconds", "low", "high"]
 
 _Row = TypeVar("_Row", CollectiveRow, CodecRow)
+
+_Key = tuple[object, ...]
+"""Of what was measured at several sizes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,23 @@ class _Line:
         return self.sizes[0] <= size <= self.sizes[-1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Loads:
+    """Share of the processor that transfers take, measured at some sizes; between two, it follows the logarithm."""
+
+    sizes: tuple[float, ...]
+    loads: tuple[float, ...]
+
+    def at(self, size: float) -> float:
+        """The share that a transfer of a size takes."""
+        sizes, loads = self.sizes, self.loads
+        high = bisect_left(sizes, size)
+        if high in (0, len(sizes)):
+            return loads[min(high, len(sizes) - 1)]
+        share = math.log(size / sizes[high - 1]) / math.log(sizes[high] / sizes[high - 1])
+        return loads[high - 1] + share * (loads[high] - loads[high - 1])
+
+
 def _straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> float:
     slope = (seconds[1] - seconds[0]) / (sizes[1] - sizes[0])
     return seconds[0] + max(slope, 0.0) * (size - sizes[0])
@@ -74,12 +94,11 @@ class ProfiledRates:
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self._model, self._dtype = profile, model, dtype
         self._outside = False
+        together = [row for row in profile.collectives if row.groups == "all"]
         self._collectives = _lines(
-            [row for row in profile.collectives if row.groups == "all"],
-            lambda row: (row.kind, row.local, row.nodes),
-            lambda row: row.sent,
-            quartile,
+            together, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, quartile
         )
+        self._loads = _loads(together, profile.crowding)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
         )
@@ -90,8 +109,7 @@ class ProfiledRates:
         """Interpolated; groups of a size that was not measured are scaled from the nearest one that was, and all groups
         are taken to be as fast as those of neighbouring nodes, which were."""
         del stride
-        name = "all_to_all" if encoded and kind is Kind.REDUCE_SCATTER else str(kind)
-        line, measured = self._line(name, scope, ranks)
+        line, (_, measured) = self._line(_name(kind, encoded=encoded), scope, ranks)
         self._outside |= measured != ranks or not line.covers(sent)
         # A rank sends as many bytes a link as before; latency grows with the rounds.
         return line.at(sent) if measured == ranks else line.at(sent) * max(1.0, math.log2(ranks) / math.log2(measured))
@@ -101,7 +119,9 @@ class ProfiledRates:
         del kind, scope, ranks, stride
         return 0.0
 
-    def _line(self, name: str, scope: Scope, ranks: int) -> tuple[_Line, int]:
+    def _line(self, name: str, scope: Scope, ranks: int) -> tuple[_Line, tuple[_Key, int]]:
+        """What was measured nearest to a collective, under which key, and over how many ranks."""
+
         def shape(count: int) -> tuple[int, int]:
             return (count, 1) if scope is Scope.INSIDE else (1, count)
 
@@ -111,7 +131,8 @@ class ProfiledRates:
             if found:
                 nearest = min(found, key=lambda count: (abs(math.log(count / ranks)), count))
                 self._outside |= other != name
-                return self._collectives[(other, *shape(nearest))], nearest
+                key = (other, *shape(nearest))
+                return self._collectives[key], (key, nearest)
         raise SpecError(
             "profile",
             [f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget"],
@@ -174,10 +195,15 @@ class ProfiledRates:
         """As measured."""
         return self.profile.step_seconds
 
-    def beside(self, scope: Scope, sent: int) -> Beside:
-        """As measured on these links, whatever the size; ``ALONE`` where nothing was."""
-        del sent
-        return self._beside.get(scope, ALONE)
+    def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
+        """As measured on these links; ``ALONE`` where nothing was. How much of the processor it takes was measured
+        with the transfer itself."""
+        found = self._beside.get(scope, ALONE)
+        if not self.profile.crowding:
+            return found
+        _, (key, _) = self._line(_name(kind, encoded=encoded), scope, ranks)
+        # What else a meeting showed of computation's losses is the same share, told less exactly.
+        return replace(found, compute=1.0, load=self._loads[key].at(sent))
 
     def _meetings(self, rows: Sequence[OverlapRow]) -> dict[Scope, Beside]:
         """What transfers and computation do to each other, by links.
@@ -213,7 +239,9 @@ class ProfiledRates:
 
     @property
     def least_slowing(self) -> float:
-        """As measured; 1 where it was not."""
+        """As measured; 1 where it was not, or where transfers have loads instead."""
+        if self.profile.crowding:
+            return 1.0
         return min((beside.compute for beside in self._beside.values()), default=1.0)
 
     @property
@@ -222,13 +250,29 @@ class ProfiledRates:
         return self._outside
 
 
+def _name(kind: Kind, *, encoded: bool) -> str:
+    """Under which a hop was measured: messages that are summed only when they are decoded are just exchanged."""
+    return "all_to_all" if encoded and kind is Kind.REDUCE_SCATTER else str(kind)
+
+
+def _loads(rows: Sequence[CollectiveRow], crowding: float) -> dict[_Key, _Loads]:
+    """Shares of the processor: of its seconds, what holds computation up, over those that the transfer takes."""
+    by_key: dict[_Key, dict[int, float]] = {}
+    for row in rows:
+        by_key.setdefault((row.kind, row.local, row.nodes), {})[row.sent] = crowding * row.processor / row.seconds
+    return {
+        key: _Loads(tuple(map(float, sorted(points))), tuple(points[size] for size in sorted(points)))
+        for key, points in by_key.items()
+    }
+
+
 def _lines(
     rows: Sequence[_Row],
-    key_of: Callable[[_Row], tuple[object, ...]],
+    key_of: Callable[[_Row], _Key],
     size_of: Callable[[_Row], int],
     quartile: Quartile,
-) -> dict[tuple[object, ...], _Line]:
-    by_key: dict[tuple[object, ...], dict[int, float]] = {}
+) -> dict[_Key, _Line]:
+    by_key: dict[_Key, dict[int, float]] = {}
     for row in rows:
         by_key.setdefault(key_of(row), {})[size_of(row)] = getattr(row, quartile)
     return {

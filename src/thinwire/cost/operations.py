@@ -162,7 +162,7 @@ def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
     hop = step.hop
     encoded = not step.encoding.codec.is_none
     seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=encoded, stride=hop.stride)
-    beside = rates.beside(hop.scope, step.sent)
+    beside = rates.beside(hop.kind, hop.scope, hop.ranks, step.sent, encoded=encoded)
     return Move(
         f"{what}-{hop.scope}", hop.scope, seconds, beside, rates.spine_load(hop.kind, hop.scope, hop.ranks, hop.stride)
     )

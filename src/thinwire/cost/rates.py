@@ -54,11 +54,13 @@ class Beside:
         compute: how many times longer computation and codecs take; 1 is not at all.
         transfer: how many times longer the transfer takes.
         delay: seconds by which the transfer begins late, because the processor is taken.
+        load: share of computation's processor that the transfer takes while it is under way.
     """
 
     compute: float = 1.0
     transfer: float = 1.0
     delay: float = 0.0
+    load: float = 0.0
 
 
 ALONE = Beside()
@@ -101,8 +103,8 @@ class Rates(Protocol):
         """Fixed time of a step."""
         ...
 
-    def beside(self, scope: Scope, sent: int) -> Beside:
-        """What a transfer of so many bytes and computation do to each other (gamma)."""
+    def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
+        """What such a transfer and computation do to each other (gamma)."""
         ...
 
     @property
@@ -221,9 +223,9 @@ class NominalRates:
         """The efficiency's."""
         return self._efficiency.step
 
-    def beside(self, scope: Scope, sent: int) -> Beside:
-        """The efficiency's gamma, whatever the size."""
-        del scope, sent
+    def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
+        """The efficiency's gamma, whatever the transfer."""
+        del kind, scope, ranks, sent, encoded
         return Beside(self._efficiency.beside, self._efficiency.beside)
 
     @property

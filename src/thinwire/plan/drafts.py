@@ -182,7 +182,9 @@ class Drafts:
                             busy = choice.once.plus(choice.every, batch.micro_batches)
                             computing = batch.computing + update + busy.codec
                             beside = slowing * min(computing, busy.transferring - choice.exposed)
-                            bound = max(computing + beside + choice.exposed, busy.transferring) + batch.standing
+                            # What is exposed includes its sending.
+                            besides = max(beside + choice.exposed, busy.sending)
+                            bound = max(computing + besides, busy.transferring) + batch.standing
                             yield Draft(
                                 bound,
                                 choice.knobs + extra,

@@ -132,6 +132,7 @@ def measure_exchange(
         low=spread.low,
         high=spread.high,
         samples=spread.samples,
+        processor=spread.processor,
     )
 
 

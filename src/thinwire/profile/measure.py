@@ -14,6 +14,7 @@ from thinwire.collectives.group import Control
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.profile.coding import CODECS, NUMELS, measure_codec
 from thinwire.profile.computing import Piece, measure_model, measure_touch, measure_update
+from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
 from thinwire.profile.meeting import Meeting, measure_meetings
 from thinwire.profile.timing import FEWEST, Deadline, timed
@@ -61,6 +62,7 @@ class _Rows:
     codecs: list[CodecRow] = field(default_factory=list)
     compute: list[ComputeRow] = field(default_factory=list)
     overlap: list[OverlapRow] = field(default_factory=list)
+    crowding: float = 0.0
 
 
 def measure(
@@ -97,6 +99,7 @@ def measure(
             update_seconds=update,
             touch_seconds=touch,
             step_seconds=step,
+            crowding=rows.crowding,
             collectives=tuple(rows.collectives),
             codecs=tuple(rows.codecs),
             compute=tuple(rows.compute),
@@ -190,6 +193,8 @@ def _measure_meetings(
     def compute() -> None:
         call().sum().backward()
 
+    if not rows.overlap:
+        rows.crowding = measure_crowding(compute, control, settings.device)
     rows.overlap += measure_meetings(meetings, compute, block.shape.hidden, control, settings.device, deadline)
 
 
@@ -258,7 +263,9 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
             f"{out} is of {found.nodes} nodes with {found.gpus_per_node} ranks on {found.device}, not of {here[0]} "
             f"with {here[1]} on {here[2]}; give another --out, or leave --resume out"
         )
-    return _Rows(list(found.collectives), list(found.codecs), list(found.compute), list(found.overlap))
+    return _Rows(
+        list(found.collectives), list(found.codecs), list(found.compute), list(found.overlap), found.crowding
+    )
 
 
 def _resident(device: torch.device) -> int:

@@ -32,20 +32,22 @@ class Spread:
         low: their lower quartile.
         high: their upper quartile.
         samples: how many.
+        processor: seconds that a rank's processor works for one, the median, mean over ranks.
     """
 
     median: float
     low: float
     high: float
     samples: int
+    processor: float = 0.0
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Spread:
+    def of(cls, samples: Sequence[float], processor: float = 0.0) -> Spread:
         """Median and quartiles."""
         if len(samples) == 1:
-            return cls(samples[0], samples[0], samples[0], 1)
+            return cls(samples[0], samples[0], samples[0], 1, processor)
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
-        return cls(median, low, high, len(samples))
+        return cls(median, low, high, len(samples), processor)
 
 
 class Deadline:
@@ -100,22 +102,27 @@ def timed(control: Control, body: Callable[[], None], *, seconds: float, device:
     calls = _CALLS if first < _SHORT else 1
     wanted = max(FEWEST, min(MOST, int(seconds / max(first * calls, 1e-6))))
     samples = [_clocked(control, body, calls, device) for _ in range(wanted)]
-    slowest = [max(column) for column in zip(*control.all_gather_object(samples), strict=True)]
-    return Spread.of(slowest)
+    everyone: list[list[tuple[float, float]]] = control.all_gather_object(samples)
+    slowest = [max(seconds for seconds, _ in column) for column in zip(*everyone, strict=True)]
+    working = [statistics.median(processor for _, processor in rank) for rank in everyone]
+    return Spread.of(slowest, statistics.fmean(working))
 
 
 def _once(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> float:
-    everyone: list[float] = control.all_gather_object(_clocked(control, body, calls, device))
-    return max(everyone)
+    seconds, _ = _clocked(control, body, calls, device)
+    return max(control.all_gather_object(seconds))
 
 
-def _clocked(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> float:
+def _clocked(
+    control: Control, body: Callable[[], None], calls: int, device: torch.device
+) -> tuple[float, float]:
+    """Seconds of a call, and of this process's processor in it."""
     control.barrier()
-    begin = time.perf_counter()
+    begin, begun = time.perf_counter(), time.process_time()
     for _ in range(calls):
         body()
     finish(device)
-    return (time.perf_counter() - begin) / calls
+    return (time.perf_counter() - begin) / calls, (time.process_time() - begun) / calls
 
 
 def finish(device: torch.device) -> None:

@@ -188,9 +188,9 @@ class TensorParallelRates:
         """As without."""
         return self.rates.step
 
-    def beside(self, scope: Scope, sent: int) -> Beside:
+    def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
         """As without."""
-        return self.rates.beside(scope, sent)
+        return self.rates.beside(kind, scope, ranks, sent, encoded=encoded)
 
     @property
     def least_slowing(self) -> float:

@@ -1,13 +1,14 @@
 """A clock over tasks that slow each other down: fluid, event-driven, no randomness.
 
 A *task* has seconds of work, alone, on one resource, and on the spine where it crosses it. Tasks that run at the same
-time share: transfers over the same links divide them, computation and codecs divide the processor, and computation and
-transfers slow each other as measured (gamma): by factors, and a transfer waits for its turn on a busy processor before
-it uses its links. Time jumps from one completion to the next.
+time share: transfers over the same links divide them, computation and codecs divide what transfers leave of the
+processor, and computation and transfers slow each other as measured (gamma): by factors, and a transfer waits for its
+turn on a busy processor before it uses its links. Time jumps from one completion to the next.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -136,6 +137,7 @@ class Clock:
         busy = any(task.resource is Resource.COMPUTE or task.resource is Resource.CODEC for task in self._active)
         # Transfers over the same links take turns, so the one that disturbs computation most stands for them.
         disturbing = {Resource.INSIDE: 1.0, Resource.ACROSS: 1.0}
+        loads = {Resource.INSIDE: 0.0, Resource.ACROSS: 0.0}
         for task in self._active:
             if not busy:
                 task.late = 0.0
@@ -144,12 +146,18 @@ class Clock:
                 wanted[Resource.SPINE] += task.spine
             if task.beside is not ALONE:
                 disturbing[task.resource] = max(disturbing[task.resource], task.beside.compute)
+                if task.beside.load and not task.late:
+                    loads[task.resource] = max(loads[task.resource], task.beside.load)
         sharing = (1 if wanted[Resource.COMPUTE] else 0) + wanted[Resource.CODEC]
-        processing = sharing * (sum(disturbing.values()) - 1)
+        # The kernel sends first: what it leaves is for computation, and what it cannot do at once takes longer.
+        load = sum(loads.values())
+        left, crowd = max(0.0, 1 - load), max(1.0, load)
+        processing = sharing * (sum(disturbing.values()) - 1) / left if left else math.inf
         return [
             processing
             if task.resource is Resource.COMPUTE or task.resource is Resource.CODEC
             else max(wanted[task.resource], wanted[Resource.SPINE] if task.spine else 0.0)
             * (task.beside.transfer if sharing else 1.0)
+            * crowd
             for task in self._active
         ]

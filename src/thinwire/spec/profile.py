@@ -33,6 +33,9 @@ class CollectiveRow(Spec):
     low: Positive = Field(description="lower quartile")
     high: Positive = Field(description="upper quartile")
     samples: Count = Field(description="how many times")
+    processor: NonNegative = Field(
+        default=0.0, description="seconds that a rank's processor works for it, where processors send; mean over ranks"
+    )
 
 
 class CodecRow(Spec):
@@ -107,6 +110,12 @@ class Profile(Spec):
         default=0.0, description="of copying from fp32 to bf16 or back, per element, all ranks of a node at it"
     )
     step_seconds: NonNegative = Field(description="fixed time of a step: data, hooks, control exchange")
+    crowding: NonNegative = Field(
+        default=0.0,
+        description="seconds by which computation is held up for each second of processor that its rank uses otherwise: "
+        "0 where a core is free for it or an accelerator computes, 1 where it takes computation's own core, more "
+        "where ranks share cores",
+    )
     collectives: tuple[CollectiveRow, ...] = Field(default=(), description="collectives by shape and size")
     codecs: tuple[CodecRow, ...] = Field(default=(), description="codecs by size")
     compute: tuple[ComputeRow, ...] = Field(default=(), description="parts of models")
@@ -142,10 +151,12 @@ class Profile(Spec):
                 row.with_(seconds=row.seconds * pace, low=row.low * pace, high=row.high * pace) for row in kind
             )
 
+        sending = tuple(row.with_(processor=row.processor * pace) for row in self.collectives)
+
         return self.with_(
             compute=tuple(row.with_(forward=row.forward * pace, backward=row.backward * pace) for row in self.compute),
             codecs=rows(self.codecs),
-            collectives=rows(self.collectives) if transfers else self.collectives,
+            collectives=rows(sending) if transfers else sending,
             update_seconds=self.update_seconds * pace,
             touch_seconds=self.touch_seconds * pace,
             step_seconds=self.step_seconds * pace,
