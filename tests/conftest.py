@@ -12,7 +12,14 @@ import pytest
 # lost on the way now and then, the five seconds until the next would be a good part of the suite's time.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
-OWN_PROCESSES = ("test_profile.py", "test_state.py", "test_state_local.py", "test_train.py", "test_train_alone.py")
+OWN_PROCESSES = (
+    "test_faults.py",
+    "test_profile.py",
+    "test_state.py",
+    "test_state_local.py",
+    "test_train.py",
+    "test_train_alone.py",
+)
 """Files of ``tests/dist`` that leave the pools of ranks alone."""
 
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import socket
 from dataclasses import dataclass
 from importlib import util
+
+import torch
 
 from thinwire.train.checkpoint import Checkpoint, delete_after, newest_valid
 from thinwire.train.directory import write_json
 from thinwire.train.metrics import MetricsLog
 from thinwire.train.progress import ProgressReport, Stream
 from thinwire.train.stop import StopRequest
+from thinwire.train.tracing import StepTracer
 from thinwire.train.trainer import Job, Trainer, make_trainer
 from thinwire.train.versions import versions
 
@@ -45,6 +49,11 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, job.recipe.train.steps
     log = _open_log(job, start, notes) if leads else None
+    if leads:
+        job.directory.note_start(start, _place(job))
+    traced = job.recipe.train.trace_steps
+    if traced is not None and traced[0] <= start:
+        notes.append(f"steps {traced[0]} to {traced[1]} are not all traced: the run continues after step {start}")
     with ProgressReport(steps, start, stream if leads else "none") as progress:
         for note in notes:
             progress.note(note)
@@ -100,12 +109,23 @@ def _open_log(job: Job, step: int, notes: list[str]) -> MetricsLog:
     return MetricsLog(directory.metrics, events, step)
 
 
+def _place(job: Job) -> dict[str, object]:
+    """Where and as what a run starts."""
+    device = "CPU" if job.device.type == "cpu" else torch.cuda.get_device_name(job.device)
+    return {"host": socket.gethostname(), "device": device, "ranks": job.plan.ranks, "plan": job.plan.describe()}
+
+
 def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport) -> str | None:
     """Step to the end of the recipe; returns the reason of an early end."""
     position, steps = trainer.position, trainer.job.recipe.train.steps
+    tracer = StepTracer(trainer)
     while position.step < steps:
         reason = stop.reason
+        tracer.begin(position.step + 1)
         record, stopping = trainer.step(reason is not None)
+        traced = tracer.end(interrupted=trainer.validates or trainer.saves or stopping)
+        if traced is not None:
+            progress.note(traced)
         if trainer.validates:
             val_loss = trainer.validate()
             record = dataclasses.replace(record, val_loss=val_loss) if record is not None else None
@@ -113,6 +133,8 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
             if log is not None:
                 log.write(record)
             progress.step(record)
+            if record.slow is not None:
+                progress.note(record.slow)
         if trainer.saves or stopping:
             trainer.save()
         if stopping and position.step < steps:

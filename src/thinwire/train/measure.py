@@ -1,7 +1,7 @@
 """What every rank measures of a step, packed into numbers that one small all-reduce carries.
 
 Means over ranks are all that travels. Sums follow from them, and maxima too, because each rank writes its
-memory to a place of its own.
+memory, and the time it worked, to a place of its own.
 """
 
 from __future__ import annotations
@@ -30,16 +30,20 @@ class Measured:
         sent: bytes sent by all ranks, by kind, ``inside`` and ``across`` nodes; of ``tp`` and ``pp`` if there are any.
         exposed: seconds that computation waited, by kind, mean over ranks.
         codec: seconds that codecs took, by kind, mean over ranks.
-        memory: bytes of the rank that has most: ``rss``, and ``cuda`` (peak allocated) on GPUs.
+        memory: bytes of every rank: ``rss``, and ``cuda`` (peak allocated) on GPUs.
+        own: seconds that every rank spent on its own work, by rank.
     """
 
     sent: Mapping[str, Mapping[str, int]]
     exposed: Mapping[str, float]
     codec: Mapping[str, float]
-    memory: Mapping[str, int]
+    memory: Mapping[str, Sequence[int]]
+    own: Sequence[float]
 
 
-def pack(model: ParallelModel, rank: int, world: int, device: torch.device, node_ranks: int) -> list[float]:
+def pack(
+    model: ParallelModel, rank: int, world: int, device: torch.device, node_ranks: int, seconds: float
+) -> list[float]:
     """This rank's numbers since the last call.
 
     Args:
@@ -48,6 +52,7 @@ def pack(model: ParallelModel, rank: int, world: int, device: torch.device, node
         world: number of ranks.
         device: of this rank.
         node_ranks: ranks of a node.
+        seconds: wall time of the steps since the last call.
 
     Returns:
         As many on every rank.
@@ -70,7 +75,9 @@ def pack(model: ParallelModel, rank: int, world: int, device: torch.device, node
     memory[rank] = float(resident_bytes())
     if device.type == "cuda":
         memory[world + rank] = float(torch.cuda.max_memory_allocated(device))
-    return words + memory
+    own = [0.0] * world
+    own[rank] = max(0.0, seconds - sum(waited for _, _, waited, _ in totals.values()))
+    return words + memory + own
 
 
 def unpack(means: Sequence[float], world: int) -> Measured:
@@ -94,11 +101,11 @@ def unpack(means: Sequence[float], world: int) -> Measured:
         inside, across = rest[2 * index : 2 * index + 2]
         if inside or across:
             sent[axis] = {"inside": round(inside * world), "across": round(across * world)}
-    memory = [round(mean * world) for mean in rest[2 * len(_AXES) :]]
-    largest = {"rss": max(memory[:world])}
+    memory = [round(mean * world) for mean in rest[2 * len(_AXES) : -world]]
+    by_rank = {"rss": memory[:world]}
     if any(memory[world:]):
-        largest["cuda"] = max(memory[world:])
-    return Measured(sent, waited, codec, largest)
+        by_rank["cuda"] = memory[world:]
+    return Measured(sent, waited, codec, by_rank, [mean * world for mean in rest[-world:]])
 
 
 def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
@@ -67,6 +68,11 @@ class StepRecord:
         sent: bytes sent by all ranks since the last record, by kind, ``inside`` and ``across`` nodes.
         exposed: seconds that computation waited since the last record, by kind, mean over ranks.
         codec: seconds that codecs took since the last record, by kind, mean over ranks.
+        own: seconds of a step that ranks spent on their own work instead of waiting for communication: ``median``, and
+            ``slowest``, which was that of ``rank``.
+        slow: a sentence on a rank that holds the others up, or does no longer; None most of the time.
+        memory_by_rank: like `memory`, of every rank; None in most records, as it grows with the ranks.
+        time: seconds since 1970 when the record was made, on rank 0.
     """
 
     step: int
@@ -85,6 +91,10 @@ class StepRecord:
     sent: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     exposed: Mapping[str, float] = field(default_factory=dict)
     codec: Mapping[str, float] = field(default_factory=dict)
+    own: Mapping[str, float] = field(default_factory=dict)
+    slow: str | None = None
+    memory_by_rank: Mapping[str, Sequence[int]] | None = None
+    time: float = field(default_factory=time.time)
 
     def to_dict(self) -> dict[str, Any]:
         """As written to ``metrics.jsonl``.
@@ -173,5 +183,5 @@ def _scalars(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
     for name, value in table.items():
         if isinstance(value, Mapping):
             yield from _scalars(value, f"{prefix}{name}/")
-        elif value is not None and name != "step":
+        elif isinstance(value, int | float) and name not in ("step", "time"):
             yield f"{prefix}{name}", float(value)

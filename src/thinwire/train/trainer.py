@@ -21,6 +21,7 @@ from thinwire.errors import DataError, NonFiniteError
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.train.agreement import agree
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
 from thinwire.train.data import Samples, step_batches, validation_batches
 from thinwire.train.directory import RunDirectory
@@ -29,6 +30,7 @@ from thinwire.train.metrics import StepRecord, known_peak_tflops
 from thinwire.train.models.build import build
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
+from thinwire.train.pace import Pace, summarized
 from thinwire.train.packing import Dataset
 from thinwire.train.schedule import learning_rate_share
 from thinwire.train.versions import versions
@@ -123,6 +125,7 @@ class Trainer:
         train: training samples.
         validation: validation samples.
         ranks: the control group.
+        pace: compares how fast ranks are.
         num_parameters: of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
         peak_flops: FLOP/s of one device, if known.
@@ -138,6 +141,7 @@ class Trainer:
     train: Samples
     validation: Samples
     ranks: Control
+    pace: Pace
     num_parameters: int
     token_flops: float
     peak_flops: float | None
@@ -192,7 +196,10 @@ class Trainer:
         train = self.job.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         world = self.ranks.size
-        words = pack(self.model, self.ranks.rank, world, self.job.device, self.job.node_ranks) if logged else []
+        words = []
+        if logged:
+            rank, device, node_ranks = self.ranks.rank, self.job.device, self.job.node_ranks
+            words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
         told = update.loss * self.loss_share if self.loss_share else 0.0
         loss, stop, *rest = self.ranks.all_reduce_mean([told, float(wants_stop), *words])
         if not math.isfinite(loss) and not update.skipped:
@@ -307,6 +314,8 @@ class Trainer:
         tokens = self.samples_per_step * self.train.seq
         speed = tokens * self.recent.steps / self.recent.seconds
         per_device = speed / self.ranks.size
+        own = [seconds / self.recent.steps for seconds in measured.own]
+        log_every = self.job.recipe.train.log_every
         record = StepRecord(
             step=self.position.step,
             samples=self.position.samples,
@@ -319,10 +328,14 @@ class Trainer:
             tokens_per_second=speed,
             tgs=per_device,
             mfu=None if self.peak_flops is None else per_device * self.token_flops / self.peak_flops,
-            memory=measured.memory,
+            memory={kind: max(amounts) for kind, amounts in measured.memory.items()},
+            memory_by_rank=measured.memory if self.validates or self.total.steps <= log_every else None,
             sent=measured.sent,
             exposed=measured.exposed,
             codec=measured.codec,
+            own=summarized(own),
+            # Ranks of a pipeline and tensor-parallel ones wait for each other in ways that this does not measure.
+            slow=self.pace.add(own) if self.job.plan.ranks == self.job.plan.world else None,
         )
         self.recent = Clock()
         return record
@@ -346,8 +359,12 @@ def make_trainer(job: Job) -> Trainer:
 
     Returns:
         A trainer at step 0.
+
+    Raises:
+        MismatchError: on every rank, when ranks have different versions, recipes or tokens.
     """
     recipe, plan, seq = job.recipe, job.plan, job.recipe.train.seq
+    hosts = agree(control(), recipe, job.dataset.fingerprint)
     train = Samples(job.dataset.train, seq, recipe.train.seed)
     validation = Samples(job.dataset.validation, seq, 0)
     # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
@@ -372,6 +389,7 @@ def make_trainer(job: Job) -> Trainer:
         train=train,
         validation=validation,
         ranks=control(),
+        pace=Pace(hosts),
         num_parameters=num_parameters,
         token_flops=token_flops,
         peak_flops=_peak_flops(job),

@@ -1,0 +1,43 @@
+"""The rank that holds up the others is named, and nobody else."""
+
+from __future__ import annotations
+
+from thinwire.train.pace import RECORDS, Pace, summarized
+
+HOSTS = ("a", "a", "b", "b")
+
+
+def said(pace: Pace, *own: float, records: int = RECORDS) -> list[str]:
+    found = (pace.add(own) for _ in range(records))
+    return [text for text in found if text is not None]
+
+
+def test_equal_ranks_are_not_compared_aloud() -> None:
+    assert said(Pace(HOSTS), 1.0, 1.1, 0.9, 1.2, records=50) == []
+    assert said(Pace(HOSTS), 1e-4, 1e-4, 1e-4, 9e-4, records=50) == []
+    assert said(Pace(("a",)), 1.0, records=50) == []
+
+
+def test_a_slow_rank_is_named_once_and_again_when_it_keeps_up() -> None:
+    pace = Pace(HOSTS)
+    (first,) = said(pace, 1.0, 1.0, 1.5, 1.1, records=40)
+    assert first == (
+        "rank 2 on b is slow: a step takes it 1.5 s of its own work and the others 1 s in the median, 50% more; "
+        "all wait for it"
+    )
+    assert said(pace, 1.0, 1.0, 1.0, 1.0, records=40) == ["rank 2 on b keeps up with the others again"]
+    assert said(pace, 1.0, 1.0, 1.0, 1.0, records=40) == []
+
+
+def test_what_disturbs_a_rank_once_is_forgiven() -> None:
+    pace = Pace(HOSTS)
+    for number in range(40):
+        assert pace.add((1.0, 9.0 if number % 8 == 0 else 1.0, 1.0, 1.0)) is None
+
+
+def test_one_of_two_can_be_slow() -> None:
+    assert len(said(Pace(("a", "b")), 2.0, 1.0)) == 1
+
+
+def test_a_record_keeps_the_slowest() -> None:
+    assert summarized([1.0, 3.0, 2.0]) == {"median": 2.0, "slowest": 3.0, "rank": 1}
