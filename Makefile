@@ -21,7 +21,7 @@ SECONDS := 20
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all lint format asan docs bench-peers gpu-check clean
+.PHONY: help install train test test-all lint format asan docs site bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,7 +38,7 @@ $(STAMP): pyproject.toml constraints.txt CMakeLists.txt csrc/CMakeLists.txt $(CX
 	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH_VERSION) scikit-build-core nanobind cmake ninja
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 	  --no-build-isolation --config-settings=build-dir=build/editable \
-	  --config-settings=cmake.define.THINWIRE_WERROR=ON --editable '.[dev]'
+	  --config-settings=cmake.define.THINWIRE_WERROR=ON --editable '.[dev,docs]'
 	@touch $@
 
 train: install ## train a small Llama on this machine (4 ranks as 2x2 without a GPU)
@@ -70,8 +70,11 @@ asan: install ## fuzz the native codecs under the address and undefined behaviou
 	@fuzz=build/asan-$(notdir $(CXX))/csrc/thinwire_fuzz; if [[ "$(notdir $(CXX))" == clang* ]]; then \
 	  $$fuzz -max_total_time=$(SECONDS) -max_len=4096; else $$fuzz $(SECONDS); fi
 
-docs: install ## regenerate docs/plan-reference.md from the types
-	$(BIN)/python -m thinwire.spec.reference docs/plan-reference.md
+docs: install ## regenerate the pages docs/*-reference.md from the types
+	$(BIN)/python -m thinwire.spec.reference docs
+
+site: install ## build the documentation into build/site, warnings as errors
+	$(BIN)/python -m sphinx --jobs auto --quiet --fail-on-warning --keep-going docs build/site
 
 bench-peers: install ## install what `thinwire bench` can compare with: DeepSpeed, codecs of others
 	@command -v g++ >/dev/null || { echo "DeepSpeed compiles a module with g++: apt-get install g++" >&2; exit 1; }
@@ -89,5 +92,5 @@ gpu-check: install ## train every preset on a CUDA device, compare with the CPU,
 	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine"; fi
 
 clean: ## remove caches and build output; keeps .venv and runs
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf build dist docs/generated .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find src tests benchmarks examples -name __pycache__ -type d -prune -exec rm -rf {} +

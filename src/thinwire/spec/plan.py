@@ -221,7 +221,7 @@ class Plan(Spec):
 
     @property
     def ranks(self) -> int:
-        """Every rank of the job: data-parallel ones, for each stage and each tensor-parallel rank."""
+        """All ranks of the job, the data-parallel ones of each stage and each tensor-parallel rank."""
         return self.world * self.tp * self.pp
 
     @property

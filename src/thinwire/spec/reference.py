@@ -1,6 +1,7 @@
-"""Writes the plan reference from the types, so that documentation cannot drift from what is accepted.
+"""Writes the references of plans, recipes, models and clusters from the types, so that they cannot drift from what is
+accepted.
 
-``python -m thinwire.spec.reference docs/plan-reference.md``
+``python -m thinwire.spec.reference docs``
 """
 
 from __future__ import annotations
@@ -18,12 +19,25 @@ from pydantic import BeforeValidator
 from pydantic.fields import FieldInfo
 
 from thinwire import units
+from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Spec, nested, rules
+from thinwire.spec.cluster import ClusterSpec, Link, Links
 from thinwire.spec.codec import NOTATION, CodecSpec
 from thinwire.spec.factor import Factor
+from thinwire.spec.io import Inline, write_toml
+from thinwire.spec.model import ModelSpec
 from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 from thinwire.spec.policy import POLICIES
 from thinwire.spec.presets import PRESETS
+from thinwire.spec.recipe import (
+    CheckpointRecipe,
+    ClusterRecipe,
+    DataRecipe,
+    ModelRecipe,
+    OptimizerRecipe,
+    Recipe,
+    TrainRecipe,
+)
 
 _QUANTITIES = {
     units.parse_bytes: 'size, `"25MiB"` or bytes',
@@ -64,7 +78,7 @@ def plan_reference() -> str:
         _titled("## [residence]", Residence),
         _titled("## [[units]]", UnitOverride),
         "## Rules",
-        "\n".join(f"- {_rule_text(check)}" for spec in (Plan, Wire) for check in rules(spec)),
+        _rules(Plan, Wire),
         "## Codecs",
         _table(("codec", "meaning"), ((f"`{text}`", meaning) for text, meaning in NOTATION)),
         "Options may be combined: `int4:256,hadamard,stochastic`.",
@@ -80,6 +94,60 @@ def plan_reference() -> str:
     return "\n\n".join(sections) + "\n"
 
 
+def recipe_reference() -> str:
+    """The reference of :class:`~thinwire.spec.recipe.Recipe` as Markdown."""
+    tables: dict[str, type[Spec]] = {
+        "model": ModelRecipe,
+        "data": DataRecipe,
+        "train": TrainRecipe,
+        "optimizer": OptimizerRecipe,
+        "checkpoint": CheckpointRecipe,
+        "cluster": ClusterRecipe,
+    }
+    sections = [
+        "# Recipe reference",
+        "Generated from the types by `make docs`; do not edit.",
+        "A recipe is the TOML file that `thinwire train` takes: everything a run is made of. `--set KEY=VALUE` changes "
+        "any key for one run, for example `--set train.steps=50` or, of the plan, `--set plan.wire.gather=int8:256`. "
+        "Relative paths in the file are relative to the file. Everything that is wrong is reported at once.",
+        "## Keys",
+        _fields(Recipe),
+        '[Plan reference](plan-reference.md) has the keys of a plan; `compute_dtype` may be `"auto"` here.',
+        *(_titled(f"## [{key}]", spec) for key, spec in tables.items()),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+def cluster_reference() -> str:
+    """The reference of models and clusters, as ``--model`` and ``--cluster`` take them, as Markdown."""
+    sections = [
+        "# Models and clusters",
+        "Generated from the types by `make docs`; do not edit.",
+        "`--model` and `--cluster` of `thinwire plan` and `thinwire sim` take a name, or a TOML file with these keys.",
+        _titled("## Model", ModelSpec, "A Hugging Face `config.json`, or its directory, does as well."),
+        "## Models by name",
+        _models(),
+        _titled("## Cluster", ClusterSpec),
+        _titled("## [links]", Links),
+        _titled("## Link", Link, 'In TOML `{ bandwidth = "200gbit", latency = "5us" }`.'),
+        "## Rules",
+        _rules(ModelSpec, ClusterSpec),
+        "## Accelerators",
+        "`--cluster NAME:NODESxGPUS`, for example `a800-80g:128x8`. Figures are published ones; what software reaches "
+        "of them is [assumed or measured](planner.md#what-the-figures-rest-on).",
+        _accelerators(),
+    ]
+    return "\n\n".join(sections) + "\n"
+
+
+PAGES = {
+    "plan-reference.md": plan_reference,
+    "recipe-reference.md": recipe_reference,
+    "cluster-reference.md": cluster_reference,
+}
+"""What writes each page of ``docs``."""
+
+
 def _titled(title: str, spec: type[Spec], note: str = "") -> str:
     parts = [title, (inspect.getdoc(spec) or "").replace("``", "`"), note, _fields(spec)]
     return "\n\n".join(part for part in parts if part)
@@ -89,20 +157,25 @@ def _fields(spec: type[Spec]) -> str:
     rows = []
     for name, field in spec.model_fields.items():
         kind = _type_text(field.annotation, field.metadata)
-        rows.append((f"`{name}`", kind, _default_text(field), field.description or ""))
+        rows.append((f"`{name}`", kind, _default_text(field), (field.description or "").replace("``", "`")))
     return _table(("key", "type", "default", "meaning"), rows)
 
 
 def _type_text(annotation: Any, metadata: Sequence[Any]) -> str:
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return _type_text(arguments[0], arguments[1:])
+        return _type_text(
+            arguments[0], [limit for item in arguments[1:] for limit in getattr(item, "metadata", [item])]
+        )
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_text(item, metadata) for item in arguments if item is not type(None))
     if origin is Literal:
         return " or ".join(f'`"{value}"`' for value in arguments)
     if origin is tuple:
-        return f"list: {_type_text(arguments[0], ())}"
+        number = "list" if arguments[-1] is Ellipsis else f"list of {len(arguments)}"
+        return f"{number}: {_type_text(arguments[0], ())}"
+    if origin is dict:
+        return "table"
     for item in metadata:
         if isinstance(item, BeforeValidator) and item.func in _QUANTITIES:
             return _QUANTITIES[item.func]
@@ -113,6 +186,7 @@ def _type_text(annotation: Any, metadata: Sequence[Any]) -> str:
 
 def _limits(metadata: Sequence[Any]) -> str:
     limits = [f"at least {item.ge}" for item in metadata if isinstance(item, annotated_types.Ge)]
+    limits += [f"above {item.gt}" for item in metadata if isinstance(item, annotated_types.Gt)]
     limits += [f"at most {item.le}" for item in metadata if isinstance(item, annotated_types.Le)]
     return f", {', '.join(limits)}" if limits else ""
 
@@ -127,9 +201,20 @@ def _default_text(field: FieldInfo) -> str:
         return f"`{str(default).lower()}`"
     if default == () or (isinstance(default, Spec) and nested(field.annotation) is not Factor):
         return "empty" if default == () else "see below"
+    if isinstance(default, dict | tuple):
+        return f"`{_inline(default)}`"
     if any(isinstance(item, BeforeValidator) and item.func is units.parse_bytes for item in field.metadata):
         return units.format_bytes(default)
     return f'`"{default}"`' if isinstance(default, str | CodecSpec) else f"`{default}`"
+
+
+def _inline(value: Any) -> str:
+    """A default as TOML writes it on one line."""
+    return write_toml({"value": Inline(value) if isinstance(value, dict) else value}).removeprefix("value = ").strip()
+
+
+def _rules(*specs: type[Spec]) -> str:
+    return "\n".join(f"- {_rule_text(check)}" for spec in specs for check in rules(spec))
 
 
 def _rule_text(check: Any) -> str:
@@ -151,13 +236,38 @@ def _presets(mesh: Factor) -> str:
     return _table(("preset", "P", "G", "OS", "secondary", "group", "what it is"), rows)
 
 
+def _models() -> str:
+    rows = []
+    for name in ModelSpec.preset_names():
+        model = ModelSpec.preset(name)
+        dimensions = (model.kind, model.layers, model.hidden, model.heads, model.kv_heads, model.ffn, model.vocab)
+        rows.append((f"`{name}`", *map(str, dimensions), str(model.seq), f"{model.parameters / 1e9:.1f}"))
+    head = ("name", "kind", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq", "10^9 parameters")
+    return _table(head, rows)
+
+
+def _accelerators() -> str:
+    rows = [
+        (
+            f"`{name}`",
+            units.format_bytes(kind.memory),
+            f"{kind.peak_flops['float16'] / 1e12:.0f}",
+            units.format_bandwidth(kind.inside),
+            units.format_bandwidth(kind.nic),
+            str(kind.gpus_per_node),
+            kind.summary,
+        )
+        for name, kind in ACCELERATORS.items()
+    ]
+    head = ("name", "memory", "peak TFLOP/s, 16 bits", "inside a node", "from a node", "GPUs of a node", "what it is")
+    return _table(head, rows)
+
+
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(plan_reference(), encoding="utf-8")
-    else:
-        sys.stdout.write(plan_reference())
+    for name, written in PAGES.items():
+        (Path(sys.argv[1]) / name).write_text(written(), encoding="utf-8")
