@@ -7,12 +7,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["COMPUTE", "WAITING", "Level", "Span", "Timeline", "chrome_trace"]
+__all__ = ["COMPUTE", "STEP", "WAITING", "Level", "Span", "Timeline", "chrome_trace"]
 
 COMPUTE = "compute"
 """The track of computation."""
 WAITING = "waiting"
 """The track of the time computation stood still for a lane."""
+STEP = "step"
+"""The track of whole steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def chrome_trace(
                 "ts": (span.start - origin) * 1e6,
                 "dur": (span.end - span.start) * 1e6,
             }
-            for span in sorted(spans, key=lambda span: span.start)
+            for span in sorted(spans, key=lambda span: (span.start, -span.end))
         ]
     for rank, of_rank in (levels or {}).items():
         events += [
@@ -114,5 +116,5 @@ def chrome_trace(
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _track_order(track: str) -> tuple[bool, bool, str]:
-    return track != COMPUTE, track != WAITING, track
+def _track_order(track: str) -> tuple[bool, bool, bool, str]:
+    return track != STEP, track != COMPUTE, track != WAITING, track

@@ -5,6 +5,7 @@ Relative paths in a recipe file are relative to that file, so that a recipe and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,23 @@ from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Dtype, Plan
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
+
+MOST_TRACED = 20
+"""Steps that may be traced at once: a trace holds every operation of every one of them."""
+
+
+def _step_range(value: Any) -> Any:
+    """First and last step of text such as ``10:13``, or of a single step."""
+    if isinstance(value, list | tuple) and len(value) == 2:
+        return value
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
+    if match is None:
+        raise SpecError("steps", [f'{value!r} is no range of steps: expected "10:13", or a single step'])
+    return int(match[1]), int(match[2] or match[1])
+
+
+StepRange = Annotated[tuple[int, int], BeforeValidator(_step_range)]
+"""The first and the last of some steps, both among them; text such as ``"10:13"`` is understood."""
 
 _FILES = (
     ("data", "paths"),
@@ -57,10 +75,20 @@ class ModelRecipe(Spec):
         default=True, description="attention and feed-forward read the same input, as NeoX does (gpt)"
     )
     path: str | None = Field(default=None, description="directory with config.json and weights (huggingface)")
+    weights: Literal["file", "random"] | None = Field(
+        default=None,
+        description="start from the safetensors files in path, or at random from train.seed; unset: path has files, "
+        "config has not (huggingface)",
+    )
     config: str | dict[str, Any] | None = Field(
         default=None,
         description="a config.json, or its keys with model_type, for fresh weights (huggingface)",
     )
+
+    @property
+    def starts_from_files(self) -> bool:
+        """Whether training starts from weights in files, not at random."""
+        return self.path is not None and self.weights != "random"
 
     def shape(self, *, vocab: int, seq: int) -> ModelSpec:
         """The dimensions.
@@ -119,6 +147,13 @@ class ModelRecipe(Spec):
             )
         if self.kind == "gpt" and shape.kv_heads != shape.heads:
             yield Problem("kv_heads", f"= {shape.kv_heads} is not heads = {shape.heads}; gpt has no grouped queries")
+
+    @rule("kind", "path", "weights")
+    def _weights_are_somewhere(self) -> Iterator[Problem]:
+        if self.weights is not None and self.kind != "huggingface":
+            yield Problem("weights", f'is for kind = "huggingface" only; kind = "{self.kind}"')
+        elif self.weights == "file" and self.path is None:
+            yield Problem("weights", '= "file" needs path, the directory that holds the files')
 
     @rule("kind", "path", "config")
     def _huggingface_has_a_source(self) -> Iterator[Problem]:
@@ -202,6 +237,25 @@ class TrainRecipe(Spec):
         description="peak TFLOP/s of one device for MFU; unset: known GPUs have theirs, others no MFU",
     )
     tensorboard: Flag = Field(default=True, description="write TensorBoard events")
+    trace_steps: StepRange | None = Field(
+        default=None, description='steps to trace, "10:13" from the 10th to the 13th; unset: none'
+    )
+
+    @rule("steps", "trace_steps")
+    def _traced_steps_are_made(self) -> Iterator[Problem]:
+        if self.trace_steps is None:
+            return
+        first, last = self.trace_steps
+        if not 1 <= first <= last:
+            yield Problem(
+                "trace_steps", f'= "{first}:{last}" should go from a step of at least 1 to the same or a later one'
+            )
+        elif last > self.steps:
+            yield Problem("trace_steps", f'= "{first}:{last}" ends after the last step, train.steps = {self.steps}')
+        elif last - first >= MOST_TRACED:
+            yield Problem(
+                "trace_steps", f'= "{first}:{last}" is {last - first + 1} steps; at most {MOST_TRACED} can be traced'
+            )
 
     @rule("micro_batches", "global_batch")
     def _one_batch_size(self) -> Iterator[Problem]:

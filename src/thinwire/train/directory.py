@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 from thinwire.errors import UsageError
 from thinwire.spec.plan import Plan
+from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe
 
 
@@ -39,6 +41,26 @@ class RunDirectory:
     def versions(self) -> Path:
         """Versions, JSON."""
         return self.path / "versions.json"
+
+    @property
+    def command(self) -> Path:
+        """The command that started the run, or continued it last."""
+        return self.path / "command.txt"
+
+    @property
+    def starts(self) -> Path:
+        """One JSON object for every start: the first, those that continue it, and restarts after a lost rank."""
+        return self.path / "starts.jsonl"
+
+    @property
+    def profile(self) -> Path:
+        """What ``--plan auto`` measured of the cluster, JSON."""
+        return self.path / "profile.json"
+
+    @property
+    def traces(self) -> Path:
+        """Traces of the steps that the recipe names."""
+        return self.path / "traces"
 
     @property
     def metrics(self) -> Path:
@@ -96,13 +118,23 @@ class RunDirectory:
         if resume and not self.recipe.is_file():
             raise UsageError(f"{self.path} holds no run to resume; leave out --resume to start one there")
 
-    def open(self, recipe: Recipe, plan: Plan, versions: Mapping[str, str]) -> None:
+    def open(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        versions: Mapping[str, str],
+        *,
+        command: str = "",
+        profile: Profile | None = None,
+    ) -> None:
         """Make the directory and write what the run is made of; called by one process.
 
         Args:
             recipe: of the run.
             plan: of the run.
             versions: of the software.
+            command: that a person gave, as for a shell.
+            profile: by which the plan was chosen, if it was.
 
         Raises:
             UsageError: it cannot be written.
@@ -117,6 +149,20 @@ class RunDirectory:
         write_atomically(self.recipe, recipe.to_toml())
         write_atomically(self.plan, plan.to_toml())
         write_json(self.versions, versions)
+        write_atomically(self.command, command + "\n")
+        if profile is not None:
+            profile.write(self.profile)
+
+    def note_start(self, step: int, about: Mapping[str, Any]) -> None:
+        """Add a start to the list of starts.
+
+        Args:
+            step: updates made before.
+            about: what else to keep, as JSON.
+        """
+        command = self.command.read_text().strip() if self.command.is_file() else ""
+        with self.starts.open("a") as file:
+            file.write(json.dumps({"step": step, "time": time.time(), "command": command, **about}) + "\n")
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:

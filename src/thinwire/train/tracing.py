@@ -1,0 +1,281 @@
+"""A few steps in full detail: torch's profiler and the lanes' timelines, all ranks on one clock.
+
+Around the steps that a recipe names, every rank runs torch's profiler and records its lanes. Afterwards it writes the
+profiler's trace as torch has it; rank 0 writes one trace of all ranks: steps, computation, lanes, and the longest of
+torch's operations. Nothing is installed, and nothing costs time, outside of these steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import socket
+import statistics
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from thinwire.errors import ThinwireError, UsageError
+from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, chrome_trace
+from thinwire.shard import api
+from thinwire.train.directory import write_atomically
+from thinwire.train.trainer import Trainer
+
+__all__ = ["MOST_SPANS", "Clocks", "StepTracer", "longest"]
+
+MOST_SPANS: Final = 200_000
+"""Spans of all ranks in a merged trace, of the lanes and of torch each: about 60 MB, which Perfetto opens at once."""
+
+_MARK: Final = "thinwire clock"
+_ROUNDS: Final = 11
+_LONGEST_NAME: Final = 120
+_SHOWN: Final = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of torch's events that a merged trace shows: what ran, not the calls that queued it."""
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """How the clocks of ranks differ.
+
+    Attributes:
+        offsets: by rank, seconds by which its clock is ahead of rank 0's.
+        spread: seconds by which the offsets of two exchanges differ, in the median; the precision of the alignment.
+    """
+
+    offsets: tuple[float, ...]
+    spread: float
+
+    @classmethod
+    def compare(cls, names: Sequence[str], readings: Sequence[Sequence[float]]) -> Clocks:
+        """Offsets from what every rank's clock showed right after each of several barriers.
+
+        Ranks leave a barrier at nearly the same moment. Ranks of one host share a clock, so they have one offset.
+
+        Args:
+            names: by rank, of its clock; equal for ranks that share one.
+            readings: by rank, seconds after each barrier.
+        """
+        rounds = list(zip(*readings, strict=True))
+        found: dict[str, tuple[float, float]] = {}
+        for name in dict.fromkeys(names):
+            ahead = [
+                statistics.median(t for t, other in zip(times, names, strict=True) if other == name)
+                - statistics.median(t for t, other in zip(times, names, strict=True) if other == names[0])
+                for times in rounds
+            ]
+            offset = statistics.median(ahead)
+            found[name] = offset, statistics.median(abs(value - offset) for value in ahead)
+        return cls(tuple(found[name][0] for name in names), max(spread for _, spread in found.values()))
+
+
+class StepTracer:
+    """Traces the steps that a trainer's recipe names. All ranks call it alike.
+
+    Args:
+        trainer: whose steps.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._range = trainer.job.recipe.train.trace_steps
+        self._session: _Session | None = None
+
+    def begin(self, step: int) -> None:
+        """Before a step is made.
+
+        Args:
+            step: its number, from 1.
+        """
+        if self._range is None or not self._range[0] <= step <= self._range[1]:
+            return
+        if self._session is None:
+            self._session = _Session(self._trainer)
+        self._session.begin(step)
+
+    def end(self, *, interrupted: bool) -> str | None:
+        """After a step was made; writes the traces when no other traced step follows it at once.
+
+        Args:
+            interrupted: whether something else comes between this step and the next: a validation, a checkpoint.
+
+        Returns:
+            What a person should know, once traces are written.
+
+        Raises:
+            UsageError: on all ranks, when any of them could not write.
+        """
+        if self._session is None or self._range is None:
+            return None
+        self._session.end()
+        if not interrupted and self._session.last < self._range[1]:
+            return None
+        session, self._session = self._session, None
+        return session.write()
+
+
+def longest(spans: Iterable[Span], most: int) -> list[Span]:
+    """At most so many spans; where there are more, the longest.
+
+    Args:
+        spans: of a rank.
+        most: how many.
+    """
+    found = list(spans)
+    return found if len(found) <= most else sorted(found, key=lambda span: span.start - span.end)[:most]
+
+
+class _Session:
+    """Steps that follow each other at once, on one rank."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._device = trainer, trainer.job.device
+        self._directory = trainer.job.directory.traces
+        self._clocks = _compare_clocks(trainer)
+        self._marks: list[tuple[int, float, float]] = []
+        activities = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities)
+        self._profile.start()
+        with record_function(_MARK):
+            self._marked = time.perf_counter()
+        self._recording = contextlib.ExitStack()
+        self._wait()
+        # On CUDA timelines count from an event on the idle stream, on CPU they are on the host's clock.
+        self._origin = time.perf_counter() if self._device.type == "cuda" else 0.0
+        self._timelines = [self._recording.enter_context(api.timeline(chunk)) for chunk in trainer.model.chunks]
+        self._begun: tuple[int, float] | None = None
+        trainer.ranks.barrier()
+
+    @property
+    def last(self) -> int:
+        """The newest step that has ended."""
+        return self._marks[-1][0]
+
+    def begin(self, step: int) -> None:
+        self._begun = step, time.perf_counter()
+
+    def end(self) -> None:
+        assert self._begun is not None, "every step that ends has begun"
+        self._marks.append((*self._begun, time.perf_counter()))
+
+    def write(self) -> str:
+        for chunk in self._trainer.model.chunks:
+            api.runtime(chunk).lanes.drain()  # what is still under way belongs to the steps
+        self._wait()
+        self._recording.close()
+        self._profile.stop()
+        ranks = self._trainer.ranks
+        problem: str | None = None
+        mine: list[Span] = []
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            mine = self._own_spans(MOST_SPANS // ranks.size)
+        except (OSError, ThinwireError) as error:
+            problem = str(error)
+        told = ranks.all_gather_object((problem, mine))
+        merged = self._directory / f"{self._name}.json"
+        if ranks.rank == 0 and not any(failed for failed, _ in told):
+            try:
+                write_atomically(merged, json.dumps(self._merged([spans for _, spans in told])))
+            except OSError as error:
+                problem = str(error)
+        for rank, failed in enumerate(ranks.all_gather_object(problem)):
+            if failed:
+                raise UsageError(f"rank {rank} could not write its trace to {self._directory}: {failed}")
+        return f"{self._name.replace('-', ' ')} traced: open {merged} at https://ui.perfetto.dev"
+
+    @property
+    def _name(self) -> str:
+        first, last = self._marks[0][0], self.last
+        return f"step-{first}" if first == last else f"steps-{first}-{last}"
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _own_spans(self, most: int) -> list[Span]:
+        """This rank's spans on rank 0's clock; torch's trace is written on the way."""
+        spans = [Span(STEP, f"step {step}", start, end) for step, start, end in self._marks]
+        for number, timeline in enumerate(self._timelines):
+            spans += _renamed(timeline, number if len(self._timelines) > 1 else None, self._origin)
+        lanes = longest(spans, most)
+        torchs = longest(self._torch_spans(), most)
+        ahead = self._clocks.offsets[self._trainer.ranks.rank]
+        return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in (*lanes, *torchs)]
+
+    def _torch_spans(self) -> list[Span]:
+        """What torch's profiler saw, which it also writes, compressed."""
+        path = self._directory / f"torch-rank-{self._trainer.ranks.rank}-{self._name}.json.gz"
+        with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
+            plain, packed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
+            self._profile.export_chrome_trace(str(plain))
+            content = plain.read_bytes()
+            packed.write_bytes(gzip.compress(content, compresslevel=5))
+            packed.replace(path)
+        return _torch_spans(json.loads(content)["traceEvents"], self._marked)
+
+    def _merged(self, by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
+        about = {
+            "steps": [step for step, _, _ in self._marks],
+            "plan": self._trainer.job.plan.describe(),
+            "clock_offsets_seconds": list(self._clocks.offsets),
+            "clock_spread_seconds": self._clocks.spread,
+        }
+        return {**chrome_trace(dict(enumerate(by_rank))), "otherData": about}
+
+
+def _renamed(timeline: Timeline, stage: int | None, origin: float) -> list[Span]:
+    """A part's spans on the host's clock; lanes of the stages that a rank holds stay apart."""
+    return [
+        Span(
+            span.track if stage is None or span.track in (COMPUTE, WAITING) else f"{span.track}, part {stage}",
+            span.name,
+            span.start + origin,
+            span.end + origin,
+        )
+        for span in timeline.spans
+    ]
+
+
+def _torch_spans(events: Sequence[dict[str, Any]], marked: float) -> list[Span]:
+    """Complete events of torch's trace, on the clock on which its mark was set at ``marked``."""
+    mark = next((event for event in events if event.get("name") == _MARK and event.get("ph") == "X"), None)
+    if mark is None:
+        raise ThinwireError("torch's profiler lost its first event, so its trace has no common clock with the lanes'")
+    shown = [event for event in events if event.get("ph") == "X" and event.get("cat") in _SHOWN and event is not mark]
+    threads = list(dict.fromkeys(event["tid"] for event in shown if event["cat"] in ("cpu_op", "user_annotation")))
+    tracks = {thread: f"torch thread {number}" for number, thread in enumerate(threads)}
+    return [
+        Span(
+            tracks.get(event["tid"], f"torch stream {event['tid']}"),
+            event["name"][:_LONGEST_NAME],
+            marked + (float(event["ts"]) - float(mark["ts"])) / 1e6,
+            marked + (float(event["ts"]) + float(event["dur"]) - float(mark["ts"])) / 1e6,
+        )
+        for event in shown
+    ]
+
+
+def _compare_clocks(trainer: Trainer) -> Clocks:
+    readings = []
+    for _ in range(_ROUNDS):
+        trainer.ranks.barrier()
+        readings.append(time.perf_counter())
+    names, times = zip(*trainer.ranks.all_gather_object((_clock_name(), readings)), strict=True)
+    return Clocks.compare(names, times)
+
+
+def _clock_name() -> str:
+    """Equal for processes whose monotonic clock is the same: those of one boot of one kernel."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
