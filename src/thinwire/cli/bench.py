@@ -72,24 +72,12 @@ def step(
       thinwire bench step --peers local,fsdp2,deepspeed1,deepspeed2,deepspeed3   (after: make bench-peers)
     """
     with explained():
-        from thinwire.lab.bench.environment import describe, num_cores
         from thinwire.lab.bench.goals import goals
-        from thinwire.lab.bench.rows import make_rows
-        from thinwire.lab.bench.run import run
 
         systems = _systems(_words(plans), _words(peers), {"model": checked_model(model), "seq": seq}, nodes, ranks)
         settings = settings_of(_words(bandwidth), _words(clip))
-        samples = run(
-            systems,
-            settings,
-            nodes=nodes,
-            ranks=ranks,
-            rounds=rounds,
-            steps=steps,
-            timeout=timeout,
-            report=lambda line: print(line, file=sys.stderr),
-        )
-        rows = make_rows(samples, systems, tokens=seq * nodes * ranks, cores=num_cores())
+        tokens = seq * nodes * ranks
+        rows = measured(systems, settings, nodes, ranks, rounds, steps, tokens=tokens, timeout=timeout)
         ratios = goals(rows)
         _show(rows, ratios)
         if json_path is not None:
@@ -99,10 +87,8 @@ def step(
                 "workload": {"model": model, "seq": seq, "nodes": nodes, "ranks": ranks, "dtype": "bfloat16"},
                 "rounds": rounds,
                 "steps": steps,
-                "environment": describe(),
-                "command": shlex.join(["thinwire", *sys.argv[1:]]),
             }
-            json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_results(json_path, content)
         if png_path is not None:
             from thinwire.lab.bench.picture import draw
 
@@ -125,6 +111,67 @@ def _systems(
     if not systems:
         raise SpecError("bench step", ["there is nothing to run; name systems with --plans or --peers"])
     return systems
+
+
+def measured(
+    systems: Sequence[SystemSpec],
+    settings: Sequence[Setting],
+    nodes: int,
+    ranks: int,
+    rounds: int,
+    steps: int,
+    *,
+    tokens: int,
+    timeout: float,
+) -> list[Row]:
+    """Run the systems under the settings, interleaved, on an emulated cluster.
+
+    Args:
+        systems: what runs.
+        settings: links and bounds on gradients.
+        nodes: emulated hosts.
+        ranks: of each host.
+        rounds: each system runs under each setting once a round.
+        steps: timed ones of a turn.
+        tokens: of a step over all ranks.
+        timeout: seconds that a system may take to start, or for a turn.
+
+    Returns:
+        A row for each system and setting; :func:`refuse` looks for those that do not count.
+    """
+    from thinwire.lab.bench.environment import num_cores
+    from thinwire.lab.bench.rows import make_rows
+    from thinwire.lab.bench.run import run
+
+    samples = run(
+        systems,
+        settings,
+        nodes=nodes,
+        ranks=ranks,
+        rounds=rounds,
+        steps=steps,
+        timeout=timeout,
+        report=lambda line: print(line, file=sys.stderr),
+    )
+    return make_rows(samples, systems, tokens=tokens, cores=num_cores())
+
+
+def write_results(path: Path, content: Mapping[str, Any]) -> None:
+    """Write figures together with what a reader needs to judge and repeat them.
+
+    Args:
+        path: of the JSON file.
+        content: the figures; ``environment`` and ``command`` come behind them.
+    """
+    from thinwire.lab.bench.environment import describe
+
+    whole = {**content, "environment": describe(), "command": command_line()}
+    path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+
+
+def command_line() -> str:
+    """What the user typed."""
+    return shlex.join(["thinwire", *sys.argv[1:]])
 
 
 def settings_of(bandwidths: Sequence[str], clips: Sequence[str]) -> list[Setting]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from thinwire.cli.bench import command_line
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
@@ -165,7 +165,7 @@ def _request(
         backend=backend,
         threads=threads,
         rounds=rounds,
-        command=shlex.join(["thinwire", *sys.argv[1:]]),
+        command=command_line(),
     )
 
 

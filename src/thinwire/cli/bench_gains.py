@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.bench import checked_model, refuse, settings_of
+from thinwire.cli.bench import checked_model, measured, refuse, settings_of, write_results
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
@@ -179,22 +176,9 @@ def _timed(
     steps: int,
     seq: int,
 ) -> list[Row]:
-    """Run the systems, interleaved, on an emulated cluster."""
-    from thinwire.lab.bench.environment import num_cores
-    from thinwire.lab.bench.rows import make_rows
-    from thinwire.lab.bench.run import run
-
-    samples = run(
-        systems,
-        settings_of(bandwidths, ["none"]),
-        nodes=nodes,
-        ranks=ranks,
-        rounds=rounds,
-        steps=steps,
-        timeout=600.0,
-        report=lambda line: print(line, file=sys.stderr),
-    )
-    rows = make_rows(samples, systems, tokens=seq * nodes * ranks, cores=num_cores())
+    """The systems beside each other under each bandwidth."""
+    settings, tokens = settings_of(bandwidths, ["none"]), seq * nodes * ranks
+    rows = measured(systems, settings, nodes, ranks, rounds, steps, tokens=tokens, timeout=600.0)
     refuse(rows)
     return rows
 
@@ -202,7 +186,6 @@ def _timed(
 def _tell(
     table: Sheet, sentence: str, content: dict[str, Any], command: str, json_path: Path | None, page: Path | None
 ) -> None:
-    from thinwire.lab.bench.environment import describe
     from thinwire.report import insert, markdown_table, rich_table
 
     console = wide_console()
@@ -210,8 +193,7 @@ def _tell(
     if sentence:
         console.print(sentence)
     if json_path is not None:
-        content |= {"environment": describe(), "command": shlex.join(["thinwire", *sys.argv[1:]])}
-        json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        write_results(json_path, content)
     if page is not None:
         text = "\n".join([*markdown_table(table), sentence])
         text = insert(page.read_text(encoding="utf-8"), text, f"thinwire bench {command} --page")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from thinwire.cli.bench import checked_model, refuse, settings_of
+from thinwire.cli.bench import checked_model, measured, refuse, settings_of, write_results
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
@@ -121,25 +118,12 @@ def _time(
     model: str,
 ) -> list[Speed]:
     """Every policy and plain torch, interleaved on an emulated cluster."""
-    from thinwire.lab.bench.environment import num_cores
-    from thinwire.lab.bench.rows import make_rows
-    from thinwire.lab.bench.run import run
     from thinwire.study.hybrid import NODES, RANKS, speeds, systems
     from thinwire.study.hybrid import policies as checked
 
     specs = systems(checked(names), checked_model(model), seq, dtype, micro_batches)
     settings = settings_of([word.strip() for word in bandwidth.split(",") if word.strip()], ["none"])
-    samples = run(
-        specs,
-        settings,
-        nodes=NODES,
-        ranks=RANKS,
-        rounds=rounds,
-        steps=steps,
-        timeout=900.0,
-        report=lambda line: print(line, file=sys.stderr),
-    )
-    rows = make_rows(samples, specs, tokens=2 * micro_batches * seq, cores=num_cores())
+    rows = measured(specs, settings, NODES, RANKS, rounds, steps, tokens=2 * micro_batches * seq, timeout=900.0)
     refuse(rows)
     return speeds(rows, model, seq)
 
@@ -160,7 +144,6 @@ def _write(
     seq: int,
     micro_batches: int,
 ) -> None:
-    from thinwire.lab.bench.environment import describe
     from thinwire.study.hybrid import NODES, RANKS
 
     content = {
@@ -169,7 +152,5 @@ def _write(
         "workload": {"model": model, "seq": seq, "micro_batches": micro_batches, "nodes": NODES, "ranks": RANKS},
         "dtype": dtype,
         "rounds": rounds,
-        "environment": describe(),
-        "command": shlex.join(["thinwire", *sys.argv[1:]]),
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_results(path, content)

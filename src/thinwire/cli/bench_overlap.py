@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +16,7 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from thinwire.lab.bench.overlap import OverlapRow, OverlapStudy, Step
+    from thinwire.lab.bench.overlap import OverlapRow, Step
 
 _LANES = ("gather", "reduce", "sync", "spread")
 
@@ -56,9 +54,8 @@ def overlap(
       thinwire bench overlap --plans 30b --micro-batches 4 --bandwidth 1gbit --rounds 5
     """
     with explained():
-        from thinwire.cli.bench import checked_model
+        from thinwire.cli.bench import checked_model, write_results
         from thinwire.errors import SpecError
-        from thinwire.lab.bench.environment import describe
         from thinwire.lab.bench.overlap import PLANS, run_overlap
         from thinwire.units import parse_bandwidth
 
@@ -90,17 +87,7 @@ def overlap(
             console.print(_rows_table([row for row in study.rows if row.plan == name], bandwidth), "")
         console.print(_steps_table(study.steps))
         if json_path is not None:
-            _write(study, bandwidth, json_path, describe())
-
-
-def _write(study: OverlapStudy, bandwidth: str, path: Path, environment: dict[str, object]) -> None:
-    content = {
-        **study.plain(),
-        "bandwidth": bandwidth,
-        "environment": environment,
-        "command": shlex.join(["thinwire", *sys.argv[1:]]),
-    }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_results(json_path, {**study.plain(), "bandwidth": bandwidth})
 
 
 def _rows_table(rows: Sequence[OverlapRow], bandwidth: str) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 import tempfile
 from dataclasses import asdict
@@ -12,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from thinwire.cli.bench import settings_of
+from thinwire.cli.bench import checked_model, settings_of, write_results
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
@@ -45,8 +43,6 @@ def planner(
       thinwire bench planner --models llama-5m --bandwidth 200mbit --budget 30s --rounds 2
     """
     with explained():
-        from thinwire.cli.bench import checked_model
-        from thinwire.lab.bench.environment import describe
         from thinwire.report import insert, markdown_table, rich_table
         from thinwire.study.pairs import sheets
         from thinwire.study.planning import Setup, measure, profile_links
@@ -65,15 +61,12 @@ def planner(
         console, tables = wide_console(), sheets(pairs, choices)
         for sheet in tables:
             console.print(rich_table(sheet), "")
-        command = shlex.join(["thinwire", *sys.argv[1:]])
         if json_path is not None:
             content = {
                 "pairs": [asdict(pair) for pair in pairs],
                 "choices": [asdict(choice) for choice in choices],
-                "environment": describe(),
-                "command": command,
             }
-            json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_results(json_path, content)
         if page is not None:
             text = "\n".join(line for sheet in tables for line in markdown_table(sheet))
             page.write_text(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.cli.bench import write_results
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
@@ -46,8 +46,8 @@ def reductions(
         table = sheet(found, nodes, ranks)
         wide_console().print(rich_table(table))
         if json_path is not None:
-            content = {"nodes": nodes, "ranks": ranks, "rows": [asdict(reduced) for reduced in found]}
-            json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            rows = [asdict(reduced) for reduced in found]
+            write_results(json_path, {"nodes": nodes, "ranks": ranks, "rows": rows})
         if page is not None:
             text = "\n".join(markdown_table(table))
             text = insert(page.read_text(encoding="utf-8"), text, "thinwire bench reductions --page")

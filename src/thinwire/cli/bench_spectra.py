@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from thinwire.cli.bench import write_results
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 
@@ -43,7 +42,6 @@ def spectra(
       thinwire bench spectra --at 10,100,360 --json spectra.json --png spectra.png
     """
     with explained():
-        from thinwire.lab.bench.environment import describe
         from thinwire.report import insert, markdown_table, rich_table
         from thinwire.study.crossings import KINDS, Training, train
         from thinwire.study.spectra import Measured, sheets, spectrum, summarise, trends
@@ -68,10 +66,8 @@ def spectra(
                 "kinds": {kind: each._asdict() for kind, each in KINDS.items()},
                 "summaries": [each.plain() for each in summaries],
                 "rank_correlation": [asdict(each) for each in correlations],
-                "environment": describe(),
-                "command": shlex.join(["thinwire", *sys.argv[1:]]),
             }
-            json_path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_results(json_path, content)
         if png_path is not None:
             from thinwire.study.spectra_picture import draw
 
