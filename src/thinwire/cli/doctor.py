@@ -1,23 +1,38 @@
-"""``thinwire doctor``: what this machine offers."""
+"""``thinwire doctor``: what this machine offers, and what is missing for what."""
 
 from __future__ import annotations
 
 import json
 import os
-from typing import Annotated, Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Annotated, Any, Final
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from thinwire.cli.checks import Check, Verdict, hardware_checks, system_checks, torch_check
+from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 from thinwire.units import format_bytes
+
+_STYLES: Final[dict[Verdict, str]] = {
+    "ok": "green",
+    "none": "dim",
+    "limits": "yellow",
+    "missing": "yellow",
+    "broken": "red",
+}
 
 
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Print versions, devices, cores and communication backends.
+    """Try out what training, codecs, the lab and several nodes need; say what is missing, for what, and what mends it.
+
+    The exit status is 1 if this machine cannot train at all, else 0.
 
     [bold]Examples[/bold]
 
@@ -25,11 +40,27 @@ def doctor(
       thinwire doctor --json
     """
     with explained(as_json=as_json):
-        found = examine()
+        from thinwire.cli.interfaces import interfaces, network_checks, rdma_devices
+
+        torch, network, devices = torch_check(), interfaces(), rdma_devices()
+        checks, described = [torch], _without_torch()
+        if not torch.fatal:
+            described = examine()
+            checks += hardware_checks()
+        checks += network_checks(network, devices, has_gpu=bool(described["devices"]))
+        checks += system_checks(has_rdma=bool(devices))
+    ready = not any(check.fatal for check in checks)
     if as_json:
-        print(json.dumps(found, indent=2))
+        described |= {
+            "interfaces": [interface.plain() for interface in network],
+            "checks": [asdict(check) for check in checks],
+            "ready": ready,
+        }
+        print(json.dumps(described, indent=2))
     else:
-        Console().print(_table(found))
+        _show(described, checks, wide_console())
+    if not ready:
+        raise typer.Exit(1)
 
 
 def examine() -> dict[str, Any]:
@@ -42,8 +73,6 @@ def examine() -> dict[str, Any]:
     import torch.distributed as dist
 
     from thinwire.train.environment import fast_dtype
-    from thinwire.train.versions import versions
-    from thinwire.train.worker import num_cores
 
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     devices = [
@@ -53,15 +82,28 @@ def examine() -> dict[str, Any]:
         }
         for index in range(num_gpus)
     ]
-    return {
-        "versions": versions(),
-        "cores": num_cores(),
-        "memory": _memory(),
+    return _without_torch() | {
         "instructions": torch.backends.cpu.get_cpu_capability(),
         "devices": devices,
         "fast_dtype": fast_dtype(num_gpus),
         "gloo": dist.is_available() and dist.is_gloo_available(),
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if num_gpus and dist.is_nccl_available() else None,
+    }
+
+
+def _without_torch() -> dict[str, Any]:
+    """What can be told of a machine on which torch does not work."""
+    from thinwire.train.versions import versions
+
+    return {
+        "versions": versions(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": _memory(),
+        "instructions": None,
+        "devices": [],
+        "fast_dtype": None,
+        "gloo": False,
+        "nccl": None,
     }
 
 
@@ -73,19 +115,28 @@ def _memory() -> int | None:
         return None
 
 
-def _table(found: dict[str, Any]) -> Table:
-    table = Table(show_header=False, box=None, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for name, version in found["versions"].items():
-        table.add_row(name, version)
-    memory = format_bytes(found["memory"]) if found["memory"] else "unknown"
-    table.add_row("CPU", f"{found['cores']} cores, {found['instructions']}, {memory} of memory")
-    for device in found["devices"]:
-        table.add_row("GPU", f"{device['name']}, {format_bytes(device['memory'])}")
-    if not found["devices"]:
-        table.add_row("GPU", "none that torch can use: training runs on the CPU")
-    table.add_row("gloo", "available" if found["gloo"] else "missing from this build of torch: ranks cannot talk")
-    table.add_row("NCCL", found["nccl"] or "not used without a GPU")
-    table.add_row('compute_dtype = "auto"', found["fast_dtype"])
-    return table
+def _show(found: dict[str, Any], checks: Sequence[Check], console: Console) -> None:
+    versions, memory = found["versions"], format_bytes(found["memory"]) if found["memory"] else "unknown"
+    console.print(f"thinwire {versions['thinwire']} on {versions['platform']}", markup=False)
+    console.print(
+        f"CPU: {found['cores']} cores, {found['instructions'] or 'instructions unknown'}, {memory} of memory",
+        markup=False,
+    )
+    if found["fast_dtype"]:
+        console.print(f'compute_dtype = "auto" is {found["fast_dtype"]} here', markup=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("check", "found", "verdict", "needed for"):
+        table.add_column(name)
+    for check in checks:
+        style = _STYLES[check.verdict]
+        table.add_row(escape(check.name), escape(check.found), f"[{style}]{check.verdict}[/]", escape(check.needed_for))
+    console.print("", table)
+    remedies = [check for check in checks if check.remedy is not None]
+    if remedies:
+        console.print("\nwhat would mend it:")
+        for check in remedies:
+            console.print(f"  {check.name}: {check.remedy}", markup=False, soft_wrap=True)
+    fatal = [check.name for check in checks if check.fatal]
+    console.print(
+        f"\nthis machine cannot train: {', '.join(fatal)}" if fatal else "\nthis machine can train", markup=False
+    )
