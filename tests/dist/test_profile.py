@@ -71,6 +71,7 @@ def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
         assert len(sizes) >= 3  # latency and bandwidth follow from no single one
     assert {(row.scope, row.hidden) for row in measured.overlap} == {("inside", 64), ("across", 64)}
     assert all(row.delay is not None for row in measured.overlap)
+    assert all(row.processor > 0 for row in measured.collectives)
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
     rates = ProfiledRates(measured, SHAPE, "bfloat16")
     assert search(Job(SHAPE, profiled_cluster(measured), 4 * 32, 32, rates=rates, overhead=0)).candidates

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import time
 from collections.abc import Iterator
 
@@ -11,6 +13,7 @@ import torch.distributed as dist
 
 from thinwire.cli.profile import _sheets
 from thinwire.collectives.group import Control
+from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.meeting import FEWEST_TURNS, Meeting, measure_meetings
 from thinwire.profile.timing import Deadline
 from thinwire.program import Scope
@@ -41,6 +44,21 @@ def test_a_time_that_is_over_leaves_turns_enough(control: Control) -> None:
     assert len(begun) == FEWEST_TURNS
     assert {row.scope for row in rows} == {"inside", "across"}
     assert {row.sent for row in rows} == {1 << 20}
+
+
+def test_who_shares_a_core_is_held_up(control: Control) -> None:
+    """By all that the other takes of it, and by what the caches lose."""
+    data, cores = bytes(1 << 20), os.sched_getaffinity(0)
+
+    def compute() -> None:
+        hashlib.sha256(data).digest()
+
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        assert measure_crowding(compute, control, torch.device("cpu")) > 0.5
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert measure_crowding(compute, control, torch.device("cuda")) == 0  # computes beside its host
 
 
 def test_the_delay_is_shown() -> None:

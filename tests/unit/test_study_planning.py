@@ -38,6 +38,20 @@ def test_goals_follow_from_pairs_and_choices() -> None:
     assert "memory of choices over their cap, worst" not in found
 
 
+def test_errors_are_told_by_model_and_link() -> None:
+    pairs = [
+        pair("ddp", 80, 100), pair("zero3", 110, 100), pair("ddp", 100, 100, bandwidth="none"),
+        pair("ddp", 70, 100, model="n"),
+    ]  # fmt: skip
+    _, table, *_ = sheets(pairs, [choice(1.0)])
+    assert table.columns[1:] == ["1gbit", "none", "all links"]
+    assert table.rows == [
+        ["m", "15.0% (-5.0%)", "0.0% (+0.0%)", "10.0% (-3.3%)"],
+        ["n", "30.0% (-30.0%)", "", "30.0% (-30.0%)"],
+        ["all models", "20.0% (-13.3%)", "0.0% (+0.0%)", "15.0% (-10.0%)"],
+    ]
+
+
 def test_choices_are_held_to_their_caps() -> None:
     found = goals([pair("own", 1, 1)], [choice(1.0, cap=100), choice(1.0, cap=90, memory=99)])
     assert found["memory of choices over their cap, worst"] == ["1.100", "1.000", "missed"]

@@ -13,13 +13,23 @@ from rich.console import Console
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps
+from thinwire.cli.plan_amsp import least_sum
+from thinwire.cli.plan_compare import compare_run
+from thinwire.cli.plan_job import cluster_of, rates_of, ways_of
+from thinwire.cli.plan_tables import (
+    explanation_json,
+    introduce,
+    listed,
+    plan_sheet,
+    row_json,
+    search_line,
+    show_explanation,
+)
 
 if TYPE_CHECKING:
-    from thinwire.cost import Rates
-    from thinwire.plan import AmspPlan, Candidate, Explanation, Job, Searched
-    from thinwire.report import Sheet
-    from thinwire.spec import ClusterSpec, ModelSpec, Plan
-    from thinwire.spec.profile import Profile
+    from thinwire.plan import Candidate, Job
+    from thinwire.spec import Plan
 
 
 def plan(
@@ -43,9 +53,7 @@ def plan(
             show_default=False,
         ),
     ] = None,
-    seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence; the model's by default.", show_default=False)
-    ] = None,
+    seq: Seq = None,
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of a micro-batch; searched by default.", show_default=False)
     ] = None,
@@ -75,18 +83,9 @@ def plan(
     objective: Annotated[
         Literal["time", "amsp"], typer.Option(help="time: the overlapped step; amsp: AMSP's sum of communication.")
     ] = "time",
-    internode_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
-    ] = None,
-    nodes_per_leaf: Annotated[
-        int | None, typer.Option(min=1, help="Nodes below a leaf switch, in order.", show_default=False)
-    ] = None,
-    spine_gbps: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Gbit/s from a leaf switch to the spine, for each node below it.", show_default=False
-        ),
-    ] = None,
+    internode_gbps: InternodeGbps = None,
+    nodes_per_leaf: NodesPerLeaf = None,
+    spine_gbps: SpineGbps = None,
     intranode_gbps: Annotated[
         float | None, typer.Option(min=0.001, help="Gbit/s of a GPU inside its node.", show_default=False)
     ] = None,
@@ -166,7 +165,7 @@ def plan(
                 "out, or --objective"
             )
         if compare is not None:
-            _compare(compare, profile, refit, as_json=as_json)
+            compare_run(compare, profile, refit, as_json=as_json)
             return
         if model is None or tokens_per_step is None:
             missing = " and ".join(
@@ -180,7 +179,7 @@ def plan(
         leaves: dict[str, Any] = {"nodes_per_leaf": nodes_per_leaf} if nodes_per_leaf else {}
         if leaf_of is not None:
             leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
-        machine = _cluster(cluster, measured, gbps, leaves, memory, price)
+        machine = cluster_of(cluster, measured, gbps, leaves, memory, price)
         job = Job(
             shape,
             machine,
@@ -190,15 +189,15 @@ def plan(
             recompute={"auto": None, "on": True, "off": False}[recompute],
             codecs=codecs or "standard",
             clip=clip,
-            rates=_rates(machine, measured, shape),
+            rates=rates_of(machine, measured, shape),
             overhead=OVERHEAD if measured is None else measured.base_memory,
             causal_flops=causal_mfu,
-            tp=_ways("--tp", tp),
-            pp=_ways("--pp", pp),
+            tp=ways_of("--tp", tp),
+            pp=ways_of("--pp", pp),
         )
         console = wide_console(as_json=as_json)
         if objective == "amsp":
-            result = _amsp(job, top, out, console, explain=explain)
+            result = least_sum(job, top, out, console, explain=explain)
         else:
             result = _time(job, top, out, console, explain=explain, widen=tp is None and pp is None)
         if leaf_of is not None and result["plans"]:
@@ -209,60 +208,72 @@ def plan(
             raise typer.Exit(1)
 
 
-def _ways(option: str, text: str | None) -> tuple[int, ...] | None:
-    """How many ranks may share the model: ``None`` leaves it to the search, and what is unset is one."""
-    from thinwire.errors import UsageError
+def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bool, widen: bool) -> dict[str, Any]:
+    import thinwire.plan as planner
+    from thinwire.report import rich_table
 
-    if text is None:
-        return (1,)
-    if text == "auto":
-        return None
-    words = text.split(",")
-    if not all(word.isdecimal() and int(word) for word in words):
-        raise UsageError(f"{option} {text} is neither auto nor whole numbers from 1, such as {option} 1,2,4")
-    return tuple(sorted(set(map(int, words))))
-
-
-def _cluster(
-    text: str | None,
-    measured: Profile | None,
-    gbps: Mapping[str, float | None],
-    leaves: Mapping[str, Any],
-    memory: str | None,
-    price: float | None,
-) -> ClusterSpec:
-    from thinwire.errors import UsageError
-    from thinwire.plan import profiled_cluster
-    from thinwire.spec import ClusterSpec, Link
-
-    if text is not None:
-        cluster = ClusterSpec.named(text)
-    elif measured is not None:
-        cluster = profiled_cluster(measured)
-    else:
-        raise UsageError("--cluster is missing: name one (--cluster a800-80g:128x8), or give a --profile of yours")
-    if measured is not None and (cluster.nodes, cluster.gpus_per_node) != (measured.nodes, measured.gpus_per_node):
-        raise UsageError(
-            f"--cluster {text} has {cluster.nodes} x {cluster.gpus_per_node} GPUs, the profile {measured.nodes} x "
-            f"{measured.gpus_per_node}; leave --cluster out, or profile that cluster"
+    searched = planner.search(job, top=top)
+    widened = widen and not searched.candidates
+    if widened:
+        job = replace(job, tp=None, pp=None)
+        searched = planner.search(job, top=top)
+    rows = listed(searched, top)
+    introduce(job, console)
+    if widened:
+        console.print(
+            "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
         )
-    if measured is not None and any(gbps.values()):
-        raise UsageError(
-            "--internode-gbps, --intranode-gbps and --spine-gbps change published figures; a --profile has its own"
+    if refusals := job.refusals:
+        console.print(f"not tried: {'; '.join(refusals)}", markup=False)
+    console.print(rich_table(plan_sheet(job, rows)))
+    if not searched.candidates:
+        return _infeasible(job, rows, console)
+    console.print(search_line(searched, job.tie), markup=False)
+    explanation = None
+    if explain:
+        with console.status("trying other circumstances"):
+            explanation = planner.explain(job, searched)
+        show_explanation(explanation, searched.candidates[0], console)
+    if out is not None:
+        searched.candidates[0].plan.save(out)
+        console.print(f"wrote the first plan to {out}", markup=False)
+    chosen = searched.candidates[0]
+    return {
+        "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
+        "explain": explanation_json(explanation) if explanation else {"critical_path": planner.critical_path(chosen)},
+        "search": {
+            "considered": searched.considered,
+            "fitting": searched.fitting,
+            "simulated": searched.simulated,
+            "complete": searched.complete,
+            "cuts": searched.cuts,
+            "widened": widened,
+        },
+    }
+
+
+def _infeasible(job: Job, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:
+    import thinwire.plan as planner
+    from thinwire.units import format_bytes
+
+    smallest, lacking = planner.shortage(job)
+    remedies = planner.remedies(job)
+    console.print(
+        f"nothing fits: the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)}", markup=False
+    )
+    for remedy in remedies:
+        console.print(f"  {remedy.change}: {remedy.result}", markup=False)
+    if not remedies:
+        console.print(
+            "  no single change that was tried makes it fit; more GPUs or a smaller model would", markup=False
         )
-    links: dict[str, Any] = {}
-    for key, figure in gbps.items():
-        if figure is not None:
-            link = getattr(cluster.links, key) or Link(bandwidth=1.0)
-            links[key] = link.with_(bandwidth=figure * 1e9)
-    changes = {"links": links or None, "memory": memory, "price_per_gpu_hour": price}
-    return cluster.with_(**leaves, **{key: value for key, value in changes.items() if value is not None})
-
-
-def _rates(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
-    from thinwire.cost import NominalRates, ProfiledRates
-
-    return NominalRates(cluster) if measured is None else ProfiledRates(measured, shape, "bfloat16")
+    return {
+        "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
+        "explain": {
+            "infeasible": {"plan": smallest.to_dict(), "lacking_bytes": lacking},
+            "remedies": [{"change": remedy.change, "result": remedy.result} for remedy in remedies],
+        },
+    }
 
 
 def _place(
@@ -292,318 +303,3 @@ def _place(
     return {"order": order, "step_seconds": found.seconds, "crossing": found.crossing} | {
         "step_seconds_as_given": given.seconds, "crossing_as_given": given.crossing,
     }  # fmt: skip
-
-
-def _compare(run: Path, profile: Path | None, refit: Path | None, *, as_json: bool) -> None:
-    """A run beside its prediction."""
-    import thinwire.plan as planner
-    from thinwire.errors import UsageError
-    from thinwire.report import Sheet, rich_table
-    from thinwire.spec.profile import Profile
-    from thinwire.units import format_bytes, format_duration
-
-    if profile is None:
-        raise UsageError("--compare needs the --profile of the cluster on which the run was made")
-    measured = Profile.read(profile)
-    comparison = planner.compare(run, measured)
-    shown = {"s": format_duration, "B": format_bytes}
-    rows = [
-        [q.name, shown[q.unit](q.predicted), shown[q.unit](q.measured), "-" if q.error is None else f"{q.error:+.1%}"]
-        for q in comparison.quantities
-    ]
-    console = wide_console(as_json=as_json)
-    title = f"Predicted and measured, median of {comparison.steps} steps"
-    console.print(rich_table(Sheet(title, ["", "predicted", "measured", "error"], 1, rows)))
-    if refit is not None:
-        planner.refit(measured, comparison).write(refit)
-        console.print(f"wrote a profile whose computation fits the run to {refit}", markup=False)
-    if as_json:
-        quantities = [
-            {"name": q.name, "unit": q.unit, "predicted": q.predicted, "measured": q.measured}
-            for q in comparison.quantities
-        ]
-        print(json.dumps({"steps": comparison.steps, "quantities": quantities}))
-
-
-# -- the overlapped step -----------------------------------------------------------------------------------------
-
-
-def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bool, widen: bool) -> dict[str, Any]:
-    import thinwire.plan as planner
-    from thinwire.report import rich_table
-
-    searched = planner.search(job, top=top)
-    widened = widen and not searched.candidates
-    if widened:
-        job = replace(job, tp=None, pp=None)
-        searched = planner.search(job, top=top)
-    rows = _rows(searched, top)
-    _introduce(job, console)
-    if widened:
-        console.print(
-            "no data-parallel plan fits, so tensor and pipeline parallelism were tried as well (--tp auto --pp auto)"
-        )
-    if refusals := job.refusals:
-        console.print(f"not tried: {'; '.join(refusals)}", markup=False)
-    console.print(rich_table(_sheet(job, rows)))
-    if not searched.candidates:
-        return _infeasible(job, rows, console)
-    console.print(_search_line(searched, job.tie), markup=False)
-    explanation = None
-    if explain:
-        with console.status("trying other circumstances"):
-            explanation = planner.explain(job, searched)
-        _show_explanation(explanation, searched.candidates[0], console)
-    if out is not None:
-        searched.candidates[0].plan.save(out)
-        console.print(f"wrote the first plan to {out}", markup=False)
-    chosen = searched.candidates[0]
-    return {
-        "plans": [_row_json(job, number, row) for number, row in enumerate(rows, start=1)],
-        "explain": _explanation_json(explanation) if explanation else {"critical_path": planner.critical_path(chosen)},
-        "search": {
-            "considered": searched.considered,
-            "fitting": searched.fitting,
-            "simulated": searched.simulated,
-            "complete": searched.complete,
-            "cuts": searched.cuts,
-            "widened": widened,
-        },
-    }
-
-
-def _rows(searched: Searched, top: int) -> list[Candidate]:
-    """The chosen plan, then the best and the classic systems by time, then what does not fit."""
-    first, rest = list(searched.candidates[:1]), list(searched.candidates[1:top])
-    others = sorted([*rest, *(c for c in searched.classics if c.fits)], key=lambda c: c.seconds)
-    return [*first, *others, *(c for c in searched.classics if not c.fits)]
-
-
-def _introduce(job: Job, console: Console) -> None:
-    from thinwire.cost import NominalRates
-    from thinwire.units import format_bytes
-
-    cluster, model = job.cluster, job.model
-    console.print(
-        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters, {job.seq:,} tokens a sequence, "
-        f"{job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
-        f"{format_bytes(cluster.memory)}",
-        markup=False,
-    )
-    if isinstance(job.rates, NominalRates):
-        console.print("times follow from published figures, not from a profile of this cluster", markup=False)
-    if "bfloat16" not in cluster.peak_flops:
-        console.print("the accelerator has no peak for bfloat16: times are those of float16", markup=False)
-
-
-def _sheet(job: Job, rows: Sequence[Candidate]) -> Sheet:
-    from thinwire.report import Sheet
-
-    attention = "half of attention counted" if job.causal_flops else "attention counted in full"
-    with_price = job.cluster.price_per_gpu_hour is not None
-    with_cut = any(row.plan.ranks > row.plan.world for row in rows)
-    columns = [
-        "",
-        *(["tp x pp"] if with_cut else []),
-        "P",
-        "G",
-        "OS",
-        "secondary",
-        "codecs",
-        "batch",
-        "step s",
-        "waiting s",
-        "MFU",
-        "TGS",
-        "GiB",
-    ]
-    columns += ["per 10^9 tokens"] if with_price else []
-    return Sheet(
-        f"Plans, best first (MFU: {attention})",
-        [*columns, ""],
-        8 if with_cut else 7,
-        [
-            _cells(job, number, row, with_price=with_price, with_cut=with_cut)
-            for number, row in enumerate(rows, start=1)
-        ],
-    )
-
-
-def _cells(job: Job, number: int, row: Candidate, *, with_price: bool, with_cut: bool) -> list[str]:
-    chosen = row.plan
-    batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
-    axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
-    waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
-    shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
-    cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
-    cells = [
-        f"{number} {row.label or ''}".strip(),
-        *([cut] if with_cut else []),
-        str(chosen.params),
-        str(chosen.grads),
-        str(chosen.optimizer),
-        str(chosen.secondary or "-"),
-        _codecs(row),
-        batch,
-        f"{row.seconds:.3f}",
-        shown or "-",
-        f"{row.mfu(job):.1%}",
-        f"{row.tokens_per_gpu_second(job):,.0f}",
-        f"{row.memory.total / 2**30:.1f}",
-    ]
-    if with_price:
-        cells.append(f"{row.cost_per_billion_tokens(job):,.0f}")
-    return [*cells, "" if row.fits else "does not fit"]
-
-
-def _codecs(row: Candidate) -> str:
-    short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "spread": "spread"}
-    short |= {"tp": "tp", "pp": "pp"}
-    codecs = row.plan.wire.codecs()
-    return " ".join(f"{name} {codecs[key]}" for key, name in short.items() if not codecs[key].is_none) or "-"
-
-
-def _search_line(searched: Searched, tie: float) -> str:
-    from thinwire.plan.search import RESOLUTION
-
-    sure = (
-        f"no other is better by more than {RESOLUTION:.0%}"
-        if searched.complete
-        else "others that were not simulated might still win; raise --top"
-    )
-    cuts = f" with {searched.cuts} ways of tensor and pipeline parallelism" if searched.cuts > 1 else ""
-    quick = " and do not lose by what they compute alone" if searched.cuts > 1 else ""
-    return (
-        f"{searched.considered:,} plans{cuts}, of which {searched.fitting:,} fit{quick}; "
-        f"{searched.simulated} simulated: {sure}. Ties within {tie:.0%} go to the plan with fewer knobs."
-    )
-
-
-def _show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:
-    console.print(f"\nbound by {explanation.binding}", markup=False)
-    for cause, seconds in explanation.path.items():
-        console.print(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}", markup=False)
-    if explanation.noise:
-        low, high = explanation.noise
-        console.print(f"with the quartiles of the profile: {low:.3f} to {high:.3f} s", markup=False)
-    if explanation.runner_up:
-        console.print(f"runner-up: {explanation.runner_up}", markup=False)
-    for flip in explanation.flips:
-        after = "" if flip.seconds is None else f" ({flip.seconds:.3f} s)"
-        console.print(f"with {flip.change}: {flip.plan}{after}", markup=False)
-    if explanation.steady:
-        console.print(f"the same plan with {'; '.join(explanation.steady)}", markup=False)
-
-
-def _infeasible(job: Job, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:
-    import thinwire.plan as planner
-    from thinwire.units import format_bytes
-
-    smallest, lacking = planner.shortage(job)
-    remedies = planner.remedies(job)
-    console.print(
-        f"nothing fits: the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)}", markup=False
-    )
-    for remedy in remedies:
-        console.print(f"  {remedy.change}: {remedy.result}", markup=False)
-    if not remedies:
-        console.print(
-            "  no single change that was tried makes it fit; more GPUs or a smaller model would", markup=False
-        )
-    return {
-        "plans": [_row_json(job, number, row) for number, row in enumerate(rows, start=1)],
-        "explain": {
-            "infeasible": {"plan": smallest.to_dict(), "lacking_bytes": lacking},
-            "remedies": [{"change": remedy.change, "result": remedy.result} for remedy in remedies],
-        },
-    }
-
-
-def _row_json(job: Job, number: int, row: Candidate) -> dict[str, Any]:
-    return {
-        "rank": number,
-        "plan": row.plan.to_dict(),
-        "step_seconds": row.seconds,
-        "tgs": row.tokens_per_gpu_second(job),
-        "mfu": row.mfu(job),
-        "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
-        "axis_seconds": {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle},
-        "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
-        "fits": row.fits,
-        "label": row.label,
-        "cost_per_billion_tokens": row.cost_per_billion_tokens(job),
-        "extrapolated": row.simulated.extrapolated,
-    }
-
-
-def _explanation_json(explanation: Explanation) -> dict[str, Any]:
-    return {
-        "binding": explanation.binding,
-        "critical_path": explanation.path,
-        "noise_seconds": explanation.noise,
-        "runner_up": explanation.runner_up,
-        "flips": [{"change": f.change, "plan": f.plan, "step_seconds": f.seconds} for f in explanation.flips],
-        "steady": list(explanation.steady),
-    }
-
-
-# -- AMSP's objective --------------------------------------------------------------------------------------------
-
-
-def _amsp(job: Job, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
-    import thinwire.plan as planner
-    from thinwire.report import Sheet, rich_table
-
-    found = planner.amsp_search(job)
-    rows = [row for number, row in enumerate(found) if number < top or row.label]
-    _introduce(job, console)
-    columns = ["", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s", "GiB", ""]
-    cells = [_amsp_cells(found.index(row) + 1, row) for row in rows]
-    console.print(
-        rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
-    )
-    flips: list[str] = []
-    if explain:
-        with console.status("trying other circumstances"):
-            flips = planner.amsp_flips(job)
-        console.print("when the paper's plan (amsp-paper) is the optimum:")
-        for flip in flips or ["under nothing that was tried"]:
-            console.print(f"  {flip}", markup=False)
-    if out is not None and rows and rows[0].fits:
-        rows[0].plan.save(out)
-        console.print(f"wrote the first plan to {out}", markup=False)
-    simulated = [(row, planner.candidate(job, row.plan, row.label)) for row in rows]
-    return {
-        "plans": [
-            {
-                **_row_json(job, found.index(row) + 1, overlapped),
-                "objective_seconds": row.objective,
-                "times": {
-                    "params": row.times.params,
-                    "grads": row.times.grads,
-                    "sync": row.times.sync,
-                    "spread": row.times.spread,
-                    "recompute": row.recomputing,
-                },
-                "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
-                "fits": row.fits,
-            }
-            for row, overlapped in simulated
-        ],
-        "explain": {"amsp_paper_is_chosen_with": flips},
-    }
-
-
-def _amsp_cells(number: int, row: AmspPlan) -> list[str]:
-    chosen, times = row.plan, row.times
-    return [
-        f"{number} {row.label or ''}".strip(),
-        str(chosen.params),
-        str(chosen.grads),
-        str(chosen.optimizer),
-        f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
-        *(f"{seconds:.3f}" for seconds in (times.params, times.grads, times.sync, times.spread, row.recomputing)),
-        f"{row.objective:.3f}",
-        f"{row.memory.total / 2**30:.1f}",
-        "" if row.fits else "does not fit",
-    ]

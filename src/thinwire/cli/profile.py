@@ -75,7 +75,7 @@ def profile(
         if ranks.world % count:
             raise UsageError(f"--nodes {count} does not divide the {ranks.world} ranks; valid are its divisors")
         mesh = Factor(local=ranks.world // count, nodes=count)
-        parts = pieces(shape, seq=seq, micro_batch=micro_batch, dtype=dtype)
+        parts = pieces(shape, mesh, seq=seq, micro_batch=micro_batch, dtype=dtype)
         try:
             measured = measure_here(out, seconds, parts, mesh, ranks, resume=resume)
         finally:

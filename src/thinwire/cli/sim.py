@@ -12,6 +12,7 @@ import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps
 
 if TYPE_CHECKING:
     from thinwire.sim import Answer, Case, Disturbed
@@ -28,21 +29,10 @@ def sim(
         str | None, typer.Option(metavar="GPU:NODESxGPUS", help="For example a800-80g:128x8.", show_default=False)
     ] = None,
     plan: Annotated[str, typer.Option(metavar="FILE|preset:NAME", help="How states are sharded.")] = "preset:thinwire",
-    seq: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a sequence; the model's by default.", show_default=False)
-    ] = None,
-    internode_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
-    ] = None,
-    nodes_per_leaf: Annotated[
-        int | None, typer.Option(min=1, help="Nodes below a leaf switch.", show_default=False)
-    ] = None,
-    spine_gbps: Annotated[
-        float | None,
-        typer.Option(
-            min=0.001, help="Gbit/s from a leaf switch to the spine, for each node below it.", show_default=False
-        ),
-    ] = None,
+    seq: Seq = None,
+    internode_gbps: InternodeGbps = None,
+    nodes_per_leaf: NodesPerLeaf = None,
+    spine_gbps: SpineGbps = None,
     micro_batch_tokens: Annotated[
         int | None, typer.Option(min=1, help="Of a micro-batch of a rank; the plan file's, or one sequence.")
     ] = None,

@@ -29,7 +29,8 @@ class Piece:
         micro_batch: sequences.
         dtype: in which it computes.
         flops: of the forward of one.
-        make: on a device, the module and the call whose result's backward is timed.
+        make: on a device, the module and the call whose result's backward is timed. Gradients that the module does not
+            keep to itself are added to fp32 ones.
         repeats: how many such parts, with weights of their own, the call runs one after another: a single one would
             find its weights in the cache each time, as no training does.
     """
@@ -48,7 +49,7 @@ def measure_model(pieces: Sequence[Piece], control: Control, device: torch.devic
     """Time the forward and backward of a model's parts; gradients are added to fp32 ones, as the runtime does.
 
     The parts by themselves tell the shares, a whole of them, in which no rank waits for another, how long they take
-    together: in training caches are cold, ranks drift apart, and there is work between the parts.
+    together: in training caches are cold, ranks drift apart, and there is work between the parts, the runtime's too.
 
     Args:
         pieces: the parts, and the whole.
@@ -124,13 +125,16 @@ def _measure_whole(piece: Piece, control: Control, device: torch.device, seconds
 def _training(piece: Piece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
     """The forward of a part, and the backward of what it gives."""
     module, call = piece.make(device)
-    sums = [torch.zeros(parameter.shape, device=device) for parameter in module.parameters()]
+    sums: dict[nn.Parameter, Tensor] = {}
 
     def backward(out: Tensor) -> None:
         out.backward(torch.ones_like(out))
-        for parameter, total in zip(module.parameters(), sums, strict=True):
-            assert parameter.grad is not None
-            total.add_(parameter.grad)
+        for parameter in module.parameters():
+            if parameter.grad is None:  # the runtime has taken it
+                continue
+            if parameter not in sums:
+                sums[parameter] = torch.zeros(parameter.shape, device=device)
+            sums[parameter].add_(parameter.grad)
             parameter.grad = None
 
     return call, backward

@@ -1,14 +1,13 @@
 """How much computation is held up by each second of processor that its rank uses for something else.
 
 Where processors compute, they also send: the kernel and the transport copy every byte. That work is hidden behind
-nothing. A thread that only uses the processor tells what it costs: nothing where a core is free for it, and several
-seconds for one where ranks share cores and every rank has such a thread.
+nothing. A thread that only copies tells what it costs: nothing where a core is free for it, and several seconds for one
+where ranks share cores and caches and every rank has such a thread.
 """
 
 from __future__ import annotations
 
-import hashlib
-import statistics
+import ctypes
 import threading
 import time
 from collections.abc import Callable
@@ -22,10 +21,11 @@ __all__ = ["measure_crowding"]
 TURN = 0.25
 """Seconds of computation alone in a turn, about."""
 
-TURNS = 7
-"""Turns; the median counts."""
+TURNS = 8
+"""Turns, all of which count: what a machine does besides holds up one or the other of two neighbours."""
 
-_DATA = bytes(1 << 20)
+_BYTES = 1 << 21
+"""That the thread copies at once, about as many as a bucket's part on its way."""
 
 
 def measure_crowding(compute: Callable[[], None], control: Control, device: torch.device) -> float:
@@ -45,7 +45,7 @@ def measure_crowding(compute: Callable[[], None], control: Control, device: torc
     compute()
     once = control.all_reduce_mean([_computing(compute, control, 1)])[0]
     calls = max(1, round(TURN / once))
-    found = []
+    held_up = seconds = 0.0
     before = _computing(compute, control, calls)
     for _ in range(TURNS):
         spinner = _Spinner()
@@ -54,9 +54,10 @@ def measure_crowding(compute: Callable[[], None], control: Control, device: torc
         # What else the machine does changes its pace: computation alone is taken right before and right after.
         after = _computing(compute, control, calls)
         alone, together, used = control.all_reduce_mean([(before + after) / 2, beside, spinner.seconds])
-        found.append((together - alone) / used)
+        held_up += together - alone
+        seconds += used
         before = after
-    return max(0.0, statistics.median(found))
+    return max(0.0, held_up / seconds)
 
 
 def _computing(compute: Callable[[], None], control: Control, calls: int) -> float:
@@ -88,7 +89,8 @@ class _Spinner:
         self._thread.join()
 
     def _spin(self) -> None:
+        source, target = (ctypes.create_string_buffer(_BYTES) for _ in range(2))
         begin = time.thread_time()
         while not self._over.is_set():
-            hashlib.sha256(_DATA).digest()  # without the interpreter's lock
+            ctypes.memmove(target, source, _BYTES)  # without the interpreter's lock
         self.seconds = time.thread_time() - begin

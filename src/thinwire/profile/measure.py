@@ -263,9 +263,7 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
             f"{out} is of {found.nodes} nodes with {found.gpus_per_node} ranks on {found.device}, not of {here[0]} "
             f"with {here[1]} on {here[2]}; give another --out, or leave --resume out"
         )
-    return _Rows(
-        list(found.collectives), list(found.codecs), list(found.compute), list(found.overlap), found.crowding
-    )
+    return _Rows(list(found.collectives), list(found.codecs), list(found.compute), list(found.overlap), found.crowding)
 
 
 def _resident(device: torch.device) -> int:

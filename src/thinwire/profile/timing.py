@@ -110,12 +110,11 @@ def timed(control: Control, body: Callable[[], None], *, seconds: float, device:
 
 def _once(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> float:
     seconds, _ = _clocked(control, body, calls, device)
-    return max(control.all_gather_object(seconds))
+    everyone: list[float] = control.all_gather_object(seconds)
+    return max(everyone)
 
 
-def _clocked(
-    control: Control, body: Callable[[], None], calls: int, device: torch.device
-) -> tuple[float, float]:
+def _clocked(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> tuple[float, float]:
     """Seconds of a call, and of this process's processor in it."""
     control.barrier()
     begin, begun = time.perf_counter(), time.process_time()

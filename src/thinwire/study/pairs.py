@@ -72,7 +72,8 @@ class Choice:
 
 
 def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
-    """Every pair, every choice, and what the goals ask: mean error of time and memory, and how good choices are."""
+    """Every pair, where errors are, every choice, and what the goals ask: mean error of time and memory, and how good
+    choices are."""
     columns = [
         "model", "memory cap", "link", "plan", "pace", "predicted ms", "measured ms", "spread", "error", "memory MiB",
         "measured", "error",
@@ -92,9 +93,29 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
     ]
     return [
         Sheet("Predicted and measured", columns, 4, cells),
+        _by_link(pairs),
         Sheet("Choices", ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest"], 5, chosen),
         Sheet("Goals", ["", "measured", "goal", ""], 1, _goals(pairs, choices)),
     ]
+
+
+def _by_link(pairs: Sequence[Pair]) -> Sheet:
+    """Where predictions are off: by model and link, how far, and in which direction."""
+    links = list(dict.fromkeys(pair.bandwidth for pair in pairs))
+    models = list(dict.fromkeys(pair.model for pair in pairs))
+
+    def cell(found: Sequence[Pair]) -> str:
+        if not found:
+            return ""
+        absolute = statistics.fmean(abs(pair.error) for pair in found)
+        return f"{absolute:.1%} ({statistics.fmean(pair.error for pair in found):+.1%})"
+
+    def row(name: str, found: Sequence[Pair]) -> list[str]:
+        return [name, *(cell([pair for pair in found if pair.bandwidth == link]) for link in links), cell(found)]
+
+    rows = [row(model, [pair for pair in pairs if pair.model == model]) for model in models]
+    columns = ["mean error of step time (with its sign)", *links, "all links"]
+    return Sheet("Predicted and measured, by model and link", columns, 1, [*rows, row("all models", pairs)])
 
 
 def _told(cap: int | None) -> str:

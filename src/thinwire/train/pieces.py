@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Literal
 
@@ -9,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.profile import Piece
-from thinwire.spec import ModelSpec
+from thinwire.shard.api import micro_batches, shard
+from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
@@ -20,11 +22,14 @@ _BLOCKS = 4
 """Blocks that are timed one after another."""
 
 
-def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"]) -> list[Piece]:
-    """A block, the head with the loss, the embedding, and a model of some blocks as a whole.
+def pieces(
+    shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"]
+) -> list[Piece]:
+    """A block, the head with the loss, the embedding, and a model of some blocks as a whole, as the runtime trains it.
 
     Args:
         shape: of the model.
+        mesh: all ranks of the job, which has been joined when they are made.
         seq: tokens of a sequence.
         micro_batch: sequences.
         dtype: in which they compute.
@@ -37,6 +42,9 @@ def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bflo
 
     def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> Piece:
         def on(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+            if part == "whole":
+                plan = Plan.preset("ddp", nodes=mesh.nodes, local=mesh.local, compute_dtype=dtype)
+                return _make_whole(shape, plan, seq, micro_batch, repeats, device)
             return _make(part, shape, seq, micro_batch, repeats, compute, device)
 
         return Piece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
@@ -50,6 +58,21 @@ def pieces(shape: ModelSpec, *, seq: int, micro_batch: int, dtype: Literal["bflo
     ]
 
 
+def _make_whole(
+    shape: ModelSpec, plan: Plan, seq: int, micro_batch: int, blocks: int, device: torch.device
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """One micro-batch after another of a step that never ends, so that nothing is sent."""
+    model = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
+    ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
+    endless = micro_batches(model, itertools.repeat(ids))
+
+    def loss() -> Tensor:
+        batch = next(endless)
+        return cross_entropy(model(batch).logits, batch)
+
+    return model, loss
+
+
 def _make(
     part: str,
     shape: ModelSpec,
@@ -61,8 +84,6 @@ def _make(
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
     model = _model(shape, seq, blocks).to(device, dtype)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
-    if part == "whole":
-        return model, lambda: cross_entropy(model(ids).logits, ids)
     hidden = torch.randn(micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     if part == "embedding":
         embedding = model.embed_tokens if isinstance(model, Llama) else model.embed_in

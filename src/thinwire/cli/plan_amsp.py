@@ -1,0 +1,73 @@
+"""``thinwire plan --objective amsp``: plans by AMSP's sum of communication."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from thinwire.cli.plan_tables import introduce, row_json
+
+if TYPE_CHECKING:
+    from thinwire.plan import AmspPlan, Job
+
+
+def least_sum(job: Job, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
+    """Shows the plans of the least sum, the paper's among them, and returns them as JSON has them."""
+    import thinwire.plan as planner
+    from thinwire.report import Sheet, rich_table
+
+    found = planner.amsp_search(job)
+    rows = [row for number, row in enumerate(found) if number < top or row.label]
+    introduce(job, console)
+    columns = ["", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s", "GiB", ""]
+    cells = [_cells(found.index(row) + 1, row) for row in rows]
+    console.print(
+        rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
+    )
+    flips: list[str] = []
+    if explain:
+        with console.status("trying other circumstances"):
+            flips = planner.amsp_flips(job)
+        console.print("when the paper's plan (amsp-paper) is the optimum:")
+        for flip in flips or ["under nothing that was tried"]:
+            console.print(f"  {flip}", markup=False)
+    if out is not None and rows and rows[0].fits:
+        rows[0].plan.save(out)
+        console.print(f"wrote the first plan to {out}", markup=False)
+    simulated = [(row, planner.candidate(job, row.plan, row.label)) for row in rows]
+    return {
+        "plans": [
+            {
+                **row_json(job, found.index(row) + 1, overlapped),
+                "objective_seconds": row.objective,
+                "times": {
+                    "params": row.times.params,
+                    "grads": row.times.grads,
+                    "sync": row.times.sync,
+                    "spread": row.times.spread,
+                    "recompute": row.recomputing,
+                },
+                "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
+                "fits": row.fits,
+            }
+            for row, overlapped in simulated
+        ],
+        "explain": {"amsp_paper_is_chosen_with": flips},
+    }
+
+
+def _cells(number: int, row: AmspPlan) -> list[str]:
+    chosen, times = row.plan, row.times
+    return [
+        f"{number} {row.label or ''}".strip(),
+        str(chosen.params),
+        str(chosen.grads),
+        str(chosen.optimizer),
+        f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}",
+        *(f"{seconds:.3f}" for seconds in (times.params, times.grads, times.sync, times.spread, row.recomputing)),
+        f"{row.objective:.3f}",
+        f"{row.memory.total / 2**30:.1f}",
+        "" if row.fits else "does not fit",
+    ]

@@ -1,0 +1,169 @@
+"""What ``thinwire plan`` shows of plans: a table, sentences, and rows of JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from thinwire.plan import Candidate, Explanation, Job, Searched
+    from thinwire.report import Sheet
+
+
+def listed(searched: Searched, top: int) -> list[Candidate]:
+    """The chosen plan, then the best and the classic systems by time, then what does not fit."""
+    first, rest = list(searched.candidates[:1]), list(searched.candidates[1:top])
+    others = sorted([*rest, *(c for c in searched.classics if c.fits)], key=lambda c: c.seconds)
+    return [*first, *others, *(c for c in searched.classics if not c.fits)]
+
+
+def introduce(job: Job, console: Console) -> None:
+    """Model, cluster, and what times rest on."""
+    from thinwire.cost import NominalRates
+    from thinwire.units import format_bytes
+
+    cluster, model = job.cluster, job.model
+    console.print(
+        f"{model.name or 'model'}: {model.parameters / 1e9:.2f} billion parameters, {job.seq:,} tokens a sequence, "
+        f"{job.tokens_per_step:,} a step; {cluster.name or 'cluster'}: {cluster.gpus:,} GPUs of "
+        f"{format_bytes(cluster.memory)}",
+        markup=False,
+    )
+    if isinstance(job.rates, NominalRates):
+        console.print("times follow from published figures, not from a profile of this cluster", markup=False)
+    if "bfloat16" not in cluster.peak_flops:
+        console.print("the accelerator has no peak for bfloat16: times are those of float16", markup=False)
+
+
+def plan_sheet(job: Job, rows: Sequence[Candidate]) -> Sheet:
+    """The table of plans."""
+    from thinwire.report import Sheet
+
+    attention = "half of attention counted" if job.causal_flops else "attention counted in full"
+    with_price = job.cluster.price_per_gpu_hour is not None
+    with_cut = any(row.plan.ranks > row.plan.world for row in rows)
+    columns = [
+        "",
+        *(["tp x pp"] if with_cut else []),
+        "P",
+        "G",
+        "OS",
+        "secondary",
+        "codecs",
+        "batch",
+        "step s",
+        "waiting s",
+        "MFU",
+        "TGS",
+        "GiB",
+    ]
+    columns += ["per 10^9 tokens"] if with_price else []
+    return Sheet(
+        f"Plans, best first (MFU: {attention})",
+        [*columns, ""],
+        8 if with_cut else 7,
+        [
+            _cells(job, number, row, with_price=with_price, with_cut=with_cut)
+            for number, row in enumerate(rows, start=1)
+        ],
+    )
+
+
+def _cells(job: Job, number: int, row: Candidate, *, with_price: bool, with_cut: bool) -> list[str]:
+    chosen = row.plan
+    batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
+    axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
+    waiting = {**{str(lane): seconds for lane, seconds in row.simulated.exposed.items()}, **axes}
+    shown = " ".join(f"{lane} {seconds:.3f}" for lane, seconds in waiting.items() if seconds >= 5e-4)
+    cut = f"{chosen.tp} x {chosen.pp}{' interleaved' if chosen.schedule == 'interleaved' else ''}"
+    cells = [
+        f"{number} {row.label or ''}".strip(),
+        *([cut] if with_cut else []),
+        str(chosen.params),
+        str(chosen.grads),
+        str(chosen.optimizer),
+        str(chosen.secondary or "-"),
+        _codecs(row),
+        batch,
+        f"{row.seconds:.3f}",
+        shown or "-",
+        f"{row.mfu(job):.1%}",
+        f"{row.tokens_per_gpu_second(job):,.0f}",
+        f"{row.memory.total / 2**30:.1f}",
+    ]
+    if with_price:
+        cells.append(f"{row.cost_per_billion_tokens(job):,.0f}")
+    return [*cells, "" if row.fits else "does not fit"]
+
+
+def _codecs(row: Candidate) -> str:
+    short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "spread": "spread"}
+    short |= {"tp": "tp", "pp": "pp"}
+    codecs = row.plan.wire.codecs()
+    return " ".join(f"{name} {codecs[key]}" for key, name in short.items() if not codecs[key].is_none) or "-"
+
+
+def search_line(searched: Searched, tie: float) -> str:
+    """How many plans there were, and how sure the first is."""
+    from thinwire.plan.search import RESOLUTION
+
+    sure = (
+        f"no other is better by more than {RESOLUTION:.0%}"
+        if searched.complete
+        else "others that were not simulated might still win; raise --top"
+    )
+    cuts = f" with {searched.cuts} ways of tensor and pipeline parallelism" if searched.cuts > 1 else ""
+    quick = " and do not lose by what they compute alone" if searched.cuts > 1 else ""
+    return (
+        f"{searched.considered:,} plans{cuts}, of which {searched.fitting:,} fit{quick}; "
+        f"{searched.simulated} simulated: {sure}. Ties within {tie:.0%} go to the plan with fewer knobs."
+    )
+
+
+def show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:
+    """What binds the chosen plan, and what would change the choice."""
+    console.print(f"\nbound by {explanation.binding}", markup=False)
+    for cause, seconds in explanation.path.items():
+        console.print(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}", markup=False)
+    if explanation.noise:
+        low, high = explanation.noise
+        console.print(f"with the quartiles of the profile: {low:.3f} to {high:.3f} s", markup=False)
+    if explanation.runner_up:
+        console.print(f"runner-up: {explanation.runner_up}", markup=False)
+    for flip in explanation.flips:
+        after = "" if flip.seconds is None else f" ({flip.seconds:.3f} s)"
+        console.print(f"with {flip.change}: {flip.plan}{after}", markup=False)
+    if explanation.steady:
+        console.print(f"the same plan with {'; '.join(explanation.steady)}", markup=False)
+
+
+def row_json(job: Job, number: int, row: Candidate) -> dict[str, Any]:
+    """A row of the table, for programs."""
+    return {
+        "rank": number,
+        "plan": row.plan.to_dict(),
+        "step_seconds": row.seconds,
+        "tgs": row.tokens_per_gpu_second(job),
+        "mfu": row.mfu(job),
+        "exposed_seconds": {str(lane): seconds for lane, seconds in row.simulated.exposed.items()},
+        "axis_seconds": {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle},
+        "memory_bytes": {**row.memory.by_part(), "total": row.memory.total},
+        "fits": row.fits,
+        "label": row.label,
+        "cost_per_billion_tokens": row.cost_per_billion_tokens(job),
+        "extrapolated": row.simulated.extrapolated,
+    }
+
+
+def explanation_json(explanation: Explanation) -> dict[str, Any]:
+    """An explanation, for programs."""
+    return {
+        "binding": explanation.binding,
+        "critical_path": explanation.path,
+        "noise_seconds": explanation.noise,
+        "runner_up": explanation.runner_up,
+        "flips": [{"change": f.change, "plan": f.plan, "step_seconds": f.seconds} for f in explanation.flips],
+        "steady": list(explanation.steady),
+    }
