@@ -15,6 +15,7 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 OWN_PROCESSES = (
     "test_faults.py",
     "test_profile.py",
+    "test_rendezvous.py",
     "test_state.py",
     "test_state_local.py",
     "test_train.py",

@@ -4,6 +4,7 @@ sentence, which key has which value, what would be valid, and what to do."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 
 class ThinwireError(Exception):
@@ -52,3 +53,31 @@ class DataError(ThinwireError, ValueError):
 
 class NonFiniteError(ThinwireError, ArithmeticError):
     """A loss or gradient norm became NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of a rank.
+
+    Attributes:
+        kind: what is limited, in words.
+        limit: bytes that it may use.
+        base: bytes of these in use before there was a model.
+    """
+
+    kind: str
+    limit: int
+    base: int
+
+
+class OutOfMemoryError(ThinwireError, MemoryError):
+    """A rank needed more memory than there is.
+
+    Args:
+        message: who, while doing what.
+        room: of the rank.
+    """
+
+    def __init__(self, message: str, room: Room) -> None:
+        self.room = room
+        super().__init__(message)

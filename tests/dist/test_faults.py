@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import shlex
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from tests.dist.test_train import Runs, rank_process
+from tests.dist.test_train import THINWIRE, Runs, rank_process
+
+from thinwire.testing.ranks import free_port
 
 MANY = ("--set", "train.steps=100000", "--set", "checkpoint.every=1000")
 
@@ -16,6 +25,25 @@ MANY = ("--set", "train.steps=100000", "--set", "checkpoint.every=1000")
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("faults"))
+
+
+def listening(process: int) -> set[str]:
+    """Where a process listens for connections, as the kernel writes addresses."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(str(descriptor.readlink()))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
+                found.add(words[1].partition(":")[0])
+    return found
+
+
+LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
+"""127.0.0.1, ::1, and the first as a socket for both shows it."""
 
 
 def sentences(runs: Runs, name: str) -> list[str]:
@@ -27,6 +55,9 @@ def test_a_slow_rank_is_named_until_it_keeps_up(runs: Runs) -> None:
     process = runs.start("slow", *MANY)
     runs.wait_for_step("slow", 30, process)
     slow = rank_process(process.pid, 1)
+    for place in (process.pid, rank_process(process.pid, 0), slow):
+        assert listening(place) <= LOOPBACK
+    assert listening(slow)
     slowing = threading.Event()
     slowing.set()
 
@@ -59,3 +90,126 @@ def test_a_slow_rank_is_named_until_it_keeps_up(runs: Runs) -> None:
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, output + errors
     assert said in output
+
+
+def address_space() -> int:
+    """Bytes of address space of a process that has imported what a rank imports."""
+    code = "import thinwire.train.worker; print(open('/proc/self/statm').read().split()[0])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_out_of_memory_names_a_plan_that_fits_and_it_does(runs: Runs) -> None:
+    limit = address_space() + (1 << 30)
+    limited = ("prlimit", f"--as={limit}", *THINWIRE)
+    batch = ("--set", "train.seq=64", "--set", "train.global_batch=4096", "--set", "train.steps=2")
+    _, errors = runs.run("full", *batch, "--set", "train.micro_batch=2048", command=limited, status=1)
+    assert re.search(r"thinwire: rank \d ran out of memory for [\d.]+ MiB more while training: address space", errors)
+    assert "Traceback" not in errors
+    assert "restarting" not in errors
+    said = re.search(r"By the planner's count this plan needs .*: continue with thinwire (train .*)", errors)
+    assert said, errors
+    process = subprocess.Popen(
+        [*limited, *shlex.split(said[1]), *batch],
+        env=runs.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    output, _ = process.communicate(timeout=150)
+    assert process.returncode == 0, output
+    assert len(runs.losses("full")) == 2
+
+
+def test_a_run_goes_on_with_fewer_ranks_on_the_same_samples(runs: Runs) -> None:
+    """Four ranks, then two: as if four had gone on."""
+    quarter = ("--elastic", "--nodes", "2", "--nproc", "2", "--set", "train.global_batch=16")
+    runs.run("whole", *quarter, "--set", "train.steps=30")
+    runs.run("elastic", *quarter, "--set", "train.steps=15")
+    fewer = ("--elastic", "--nodes", "1", "--nproc", "2", "--set", "train.steps=30")
+    output, _ = runs.run("elastic", *fewer, "--set", "train.micro_batches=1", "--set", "train.global_batch=16")
+    assert "2 ranks instead of 4" in output
+    assert "a step's 16 sequences are 4 micro-batches of 2 on each of 2" in output
+    assert "resumed from" in output
+    assert runs.losses("elastic") == pytest.approx(runs.losses("whole"), rel=1e-3)
+    samples = [record["samples"] for record in runs.records("elastic")]
+    assert samples == [16 * step for step in range(1, 31)]
+
+
+def on_a_small_disk(runs: Runs, name: str, size: str, *arguments: str) -> tuple[int, str, str]:
+    """Train on a file system of a size, which goes with the run; what is left of the run is copied to where it was."""
+    run = runs.directory / name
+    run.mkdir()
+    script = 'mount -t tmpfs -o size="$1" tmpfs "$2" || exit 77; "${@:4}"; status=$?; cp -r "$2" "$3"; exit $status'
+    mounting = ("unshare", "--mount", "bash", "-c", script, "bash", size, str(run), str(runs.directory / "kept"))
+    process = subprocess.Popen(
+        [*mounting, *THINWIRE, "train", str(runs.recipe), "--out", str(run), *arguments],
+        env=runs.environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    output, errors = process.communicate(timeout=150)
+    if process.returncode in (1, 77) and ("unshare:" in errors or "mount:" in errors):
+        pytest.skip("this user may not mount a file system")
+    run.rmdir()
+    (runs.directory / "kept").rename(run)
+    return process.returncode, output, errors
+
+
+def test_a_full_disk_ends_the_run_in_a_sentence_and_room_lets_it_go_on(runs: Runs) -> None:
+    steps = ("--nproc", "1", "--set", "checkpoint.every=10", "--set", "train.steps=40", "--set", "checkpoint.keep=9")
+    status, output, errors = on_a_small_disk(runs, "small", "1500k", *steps)
+    assert status == 1, output + errors
+    said = re.fullmatch(
+        r"thinwire: .*/step-000000(\d\d): cannot save: No space left on device \(free some space or save elsewhere\); "
+        r"step (\d\d) is saved\n",
+        errors,
+    )
+    assert said, errors
+    assert "restarting" not in output
+    assert int(said[2]) == int(said[1]) - 10
+    assert len(runs.losses("small")) == int(said[1])
+    output, _ = runs.run("small", "--resume", *steps)
+    assert f"step-000000{said[2]}" in output
+    runs.run("large", *steps)
+    assert runs.losses("small") == runs.losses("large")
+
+
+def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
+    steps = ("--nproc", "1", "--set", "checkpoint.every=10", "--set", "train.steps=40", "--set", "checkpoint.keep=9")
+    status, output, errors = on_a_small_disk(
+        runs, "goes-on", "1500k", *steps, "--set", "checkpoint.on_failure=continue"
+    )
+    assert output.count("No space left on device") >= 1
+    assert output.count("training goes on") == output.count("No space left on device")
+    assert status == 1
+    assert "step-00000040: cannot save" in errors
+    assert len(runs.losses("goes-on")) == 40
+
+
+def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
+    """Two ranks with wall clocks of their own, set anew when the run is continued."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    clock = runs.directory / "clock.so"
+    source = Path(__file__).with_name("skewed_clock.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", clock, source, "-ldl"], check=True)
+    steps = ("--set", "checkpoint.every=10", "--set", "cluster.nproc=2")
+
+    def train(name: str, num_steps: int, *ahead: int, more: tuple[str, ...] = ()) -> None:
+        port = str(free_port())
+        job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        ranks = []
+        for rank, seconds in enumerate(ahead):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "SKEW": str(seconds), "LD_PRELOAD": str(clock)}
+            command = [*THINWIRE, "train", str(runs.recipe), "--out", str(runs.directory / name), *steps]
+            command += ["--set", f"train.steps={num_steps}", *more]
+            ranks.append(subprocess.Popen(command, env=runs.environment | job | own, stdout=subprocess.DEVNULL))
+        assert [rank.wait(timeout=150) for rank in ranks] == [0, 0]
+
+    train("together", 20, 0, 0)
+    train("apart", 10, 86_400, -3_600)
+    train("apart", 20, -200_000, 500, more=("--resume",))
+    assert len(runs.losses("apart")) == 20
+    assert runs.losses("apart")[:10] == runs.losses("together")[:10]

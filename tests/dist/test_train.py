@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.small import BATCH, write_text
 
 THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
 STEPS = 80
@@ -31,12 +31,8 @@ paths = ["text.txt"]
 vocab = 300
 [train]
 steps = {STEPS}
-seq = 16
-micro_batch = 2
-global_batch = 8
-validate_every = 30
+{BATCH}validate_every = 30
 validation_samples = 12
-tensorboard = false
 [optimizer]
 lr = 1e-2
 warmup = 10
@@ -57,10 +53,7 @@ class Runs:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        chance = random.Random(0)
-        words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(300)]
-        lines = [" ".join(chance.choices(words, k=12)) for _ in range(3000)]
-        (directory / "text.txt").write_text("\n".join(lines))
+        write_text(directory / "text.txt")
         self.recipe = directory / "recipe.toml"
         self.recipe.write_text(RECIPE)
         hidden = (
@@ -207,19 +200,21 @@ def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_and_two_are_an_error(runs: Runs, whole: list[float]) -> None:
+def test_a_damaged_checkpoint_is_named_and_the_one_before_can_be_used(runs: Runs, whole: list[float]) -> None:
     short = ("--nproc", "1", "--set", "train.steps=25")
     runs.run("damaged", *short)
+    losses = runs.losses("damaged")
     checkpoints = sorted((runs.directory / "damaged/checkpoints").iterdir())
     damage(checkpoints[1])
-    output, _ = runs.run("damaged", "--resume", *short)
-    assert "passed over" in output
-    assert "resumed from" in output
-    for checkpoint in sorted((runs.directory / "damaged/checkpoints").iterdir()):
-        damage(checkpoint)
     output, errors = runs.run("damaged", "--resume", *short, status=1)
-    assert "holds no valid checkpoint" in errors
+    assert "corrupt" in errors
+    assert "move it elsewhere to continue from step 20, which is undamaged" in errors
     assert "Traceback" not in output + errors
+    assert len(errors.strip().splitlines()) == 1
+    checkpoints[1].rename(runs.directory / "elsewhere")
+    output, _ = runs.run("damaged", "--resume", *short)
+    assert "resumed from" in output
+    assert runs.losses("damaged") == losses
 
 
 def damage(checkpoint: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import random
 import re
 import sys
 import threading
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 from tests.lab.cluster import needs_lab
+from tests.small import BATCH, write_text
 
 from thinwire.lab import Lab, LabSpec
 from thinwire.lab.job import Job, Outcome
@@ -35,12 +35,8 @@ paths = ["text.txt"]
 vocab = 300
 [train]
 steps = 4000
-seq = 16
-micro_batch = 2
-global_batch = 8
-validate_every = 0
+{BATCH}validate_every = 0
 validation_samples = 8
-tensorboard = false
 [checkpoint]
 every = 5
 [cluster]
@@ -64,9 +60,7 @@ def train(lab: Lab, directory: Path, *arguments: str) -> Outcome:
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe and its text."""
-    chance = random.Random(0)
-    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(300)]
-    (tmp_path / "text.txt").write_text("\n".join(" ".join(chance.choices(words, k=12)) for _ in range(2000)))
+    write_text(tmp_path / "text.txt", lines=2000)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -116,3 +110,16 @@ def test_a_run_whose_link_goes_down_ends_on_all_ranks_and_resumes(
     losses = [record["loss"] for record in records(run)]
     assert len(losses) == steps
     assert all(math.isfinite(loss) for loss in losses)
+
+
+def test_lost_packets_cost_time_and_change_no_number(directory: Path) -> None:
+    steps = ("--set", "train.steps=20", "--set", "cluster.timeout=30s")
+    losses = {}
+    for loss in (0.0, 0.03):
+        with Lab(LabSpec(nodes=2, ranks=1, bandwidth=200e6, latency=1e-3, loss=loss)) as lab:
+            assert train(lab, directory, *steps).status == 0
+            assert all(link.sent_bytes > 100_000 for link in lab.traffic())
+        losses[loss] = [record["loss"] for record in records(directory / "run")]
+        (directory / "run").rename(directory / f"run-{loss}")
+    assert len(losses[0.03]) == 20
+    assert losses[0.03] == losses[0.0]

@@ -9,9 +9,11 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 
 from thinwire.errors import CheckpointError, UsageError
+from thinwire.shard.state import Alone, Chunk, ShardedVector, write
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train import checkpoint as checkpoints
@@ -139,27 +141,26 @@ def test_checkpoints_are_ordered_and_old_ones_deleted(tmp_path: Path) -> None:
     assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [3, 20, 100]
     checkpoints.delete_old(tmp_path, keep=2)
     assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [20, 100]
-    checkpoints.delete_after(tmp_path, 20)
-    assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [20]
     assert checkpoints.checkpoints(tmp_path / "absent") == []
 
 
-def test_damaged_checkpoints_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_checkpoints(tmp_path, 1, 2, 3)
-
-    def verify(path: Path) -> None:
-        if path.name > "step-00000001":
-            raise CheckpointError(f"{path.name} is damaged")
-
-    monkeypatch.setattr(checkpoints, "verify", verify)
-    found, passed_over = checkpoints.newest_valid(tmp_path)
-    assert found is not None
-    assert found.step == 1
-    assert passed_over == ["step-00000003 is damaged", "step-00000002 is damaged"]
+def test_damaged_checkpoints_are_named_and_so_is_what_can_be_used(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        path = checkpoints.checkpoint_path(tmp_path, step)
+        write(path, {"w": ShardedVector(3, (Chunk(0, torch.ones(3)),))}, {"step": step}, control=Alone())
+    assert checkpoints.newest(tmp_path) == checkpoints.checkpoints(tmp_path)[-1]
+    for damaged in checkpoints.checkpoints(tmp_path)[1:]:
+        (file,) = damaged.path.glob("*.safetensors")
+        file.write_bytes(file.read_bytes()[:-1])
+    usable = (
+        r"step-00000003/.*safetensors.*; restore it, or move it elsewhere to continue from step 1, which is undamaged"
+    )
+    with pytest.raises(CheckpointError, match=usable):
+        checkpoints.newest(tmp_path)
     checkpoints.delete_old(tmp_path, keep=2)
-    with pytest.raises(CheckpointError, match="holds no valid checkpoint"):
-        checkpoints.newest_valid(tmp_path)
-    assert checkpoints.newest_valid(tmp_path / "absent") == (None, [])
+    with pytest.raises(CheckpointError, match=r"step-00000003/.*; restore it, or start a new run with another --out"):
+        checkpoints.newest(tmp_path)
+    assert checkpoints.newest(tmp_path / "absent") is None
 
 
 def test_run_directories_are_not_written_over(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.moves import Stage
+from thinwire.collectives.rendezvous import Rendezvous, meets_at_launcher
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
 
@@ -68,6 +69,9 @@ def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEO
             each local rank has a device of its own, else gloo. Without ``RANK`` in the environment a world of one
             process is made.
         timeout: bound on every collective, in every group made later.
+
+    Raises:
+        UsageError: rank 0 cannot listen where it should, or another rank does not reach it in time.
     """
     global _timeout, _joined_here
     _timeout = timeout
@@ -78,8 +82,12 @@ def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEO
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
         backend = "cpu:gloo,cuda:nccl" if own_device or backend == "nccl" else "gloo"
-    if "RANK" in os.environ:
+    if "RANK" in os.environ and meets_at_launcher():
         dist.init_process_group(backend, timeout=timeout)
+    elif "RANK" in os.environ:
+        place = Rendezvous.of()
+        store = place.store(timeout)
+        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
 

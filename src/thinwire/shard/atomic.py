@@ -27,7 +27,7 @@ import os
 import re
 import secrets
 import shutil
-import time
+import tempfile
 from pathlib import Path
 from typing import Final, final
 
@@ -203,7 +203,13 @@ def _is_abandoned(directory: Path) -> bool:
         for path in [directory, *directory.iterdir()]:
             with contextlib.suppress(FileNotFoundError):
                 newest = max(newest, path.stat().st_mtime)
-        return time.time() - newest > _STALE_SECONDS
+        return _now(directory.parent) - newest > _STALE_SECONDS
     finally:
         os.close(descriptor)
     return True
+
+
+def _now(directory: Path) -> float:
+    """The time by the clock that stamps files of a directory, which need not be this host's."""
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".now-") as file:
+        return os.fstat(file.fileno()).st_mtime

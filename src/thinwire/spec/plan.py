@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -252,6 +253,27 @@ class Plan(Spec):
         """The names that :meth:`preset` takes."""
         return tuple(PRESETS)
 
+    def fitted(self, mesh: Factor) -> Self:
+        """The same kind of plan on another mesh: a factor that is the whole mesh, or a whole node, stays so, and others
+        keep as many ranks as divide the new mesh.
+
+        Args:
+            mesh: data-parallel ranks of a node, and nodes.
+
+        Returns:
+            The plan, with ranks in order where they were placed.
+        """
+        names = ("params", "grads", "optimizer", "secondary")
+
+        def fitted(spec: Plan | UnitOverride) -> dict[str, Factor]:
+            factors = {name: getattr(spec, name, None) for name in names}
+            return {name: _fitted(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
+
+        if mesh == self.mesh:
+            return self
+        units = tuple(unit.with_(**fitted(unit)) for unit in self.units)
+        return self.with_(mesh=mesh, units=units, placement=None, **fitted(self))
+
     def with_exact_gradients(self) -> Self:
         """The same plan with gradients as they are: what holds after ``wire.schedule``."""
         return self.with_(wire={"reduce_intra": "none", "reduce_inter": "none", "error_feedback": False})
@@ -334,6 +356,15 @@ class Plan(Spec):
         """``schedule = "interleaved"`` needs ``pp`` of at least 2."""
         if self.schedule == "interleaved" and self.pp == 1:
             yield Problem("schedule", "= 'interleaved' needs pp of at least 2; with pp = 1 use '1f1b'")
+
+
+def _fitted(factor: Factor, old: Factor, new: Factor) -> Factor:
+    """A factor on another mesh. Greatest common divisors keep a chain of divisors one."""
+    if factor == old:
+        return new
+    local = new.local if factor.local == old.local else math.gcd(factor.local, new.local)
+    nodes = new.nodes if factor.nodes == old.nodes > 1 else math.gcd(factor.nodes, new.nodes)
+    return Factor(local=local, nodes=nodes)
 
 
 def _chain(mesh: Factor, params: Factor, grads: Factor, optimizer: Factor) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field
 
@@ -285,6 +285,11 @@ class CheckpointRecipe(Spec):
 
     every: Depth = Field(default=0, description="steps between checkpoints; 0: at the end only")
     keep: Count = Field(default=2, description="newest checkpoints that stay on disk")
+    on_failure: Literal["stop", "continue"] = Field(
+        default="stop",
+        description="what a checkpoint that cannot be written does: end the run, or say so and try again with the "
+        "next; the last one must be written",
+    )
 
 
 class ClusterRecipe(Spec):
@@ -299,6 +304,11 @@ class ClusterRecipe(Spec):
     timeout: Seconds = Field(default=600.0, description='longest wait in a collective, for example "10min"')
     max_restarts: Depth = Field(
         default=3, description="how often a lost rank restarts the run from its last checkpoint"
+    )
+    elastic: Flag = Field(
+        default=False,
+        description="go on with the ranks there are, if they are not those of before: same kind of plan, same global "
+        "batch",
     )
 
 
@@ -379,6 +389,24 @@ class Recipe(Spec):
                 [f"seq = {self.train.seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"],
             )
         return plan
+
+    def on_mesh(self, mesh: Factor) -> Self:
+        """The same recipe for other ranks: presets fit themselves to them, any other plan is fitted.
+
+        Args:
+            mesh: nodes and data-parallel ranks per node.
+
+        Returns:
+            With :meth:`Plan.fitted` of a plan that names its mesh.
+        """
+        named = self.plan_mesh()
+        if named is None:
+            return self
+        return self.with_(plan={**self._bare_plan(named, "bfloat16").fitted(mesh).to_dict(), **self._automatic_dtype()})
+
+    def _automatic_dtype(self) -> dict[str, str]:
+        """The compute dtype, where each machine chooses it by itself."""
+        return {"compute_dtype": "auto"} if self.plan.get("compute_dtype") == "auto" else {}
 
     def replaced(self, mesh: Factor) -> list[str]:
         """What this recipe changes of a plan file's batch and recomputation, one sentence each.

@@ -54,34 +54,45 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
     return sorted(Checkpoint(int(match[1]), path) for match, path in matches if match)
 
 
-def newest_valid(directory: Path) -> tuple[Checkpoint | None, list[str]]:
+def newest(directory: Path) -> Checkpoint | None:
     """Find the checkpoint to resume from. Called by one process while none saves.
+
+    A damaged one is not passed over: the run would write over it, and it may be readable again in a minute, or have a
+    copy elsewhere.
 
     Args:
         directory: of all checkpoints.
 
     Returns:
-        The newest that is complete and undamaged, None where there is none at all; and one sentence for each
-        newer one that was passed over.
+        The newest, complete and undamaged; None where there is none at all.
 
     Raises:
-        CheckpointError: there are checkpoints, but all are damaged.
+        CheckpointError: it is damaged; names the file, and the newest checkpoint that is not.
     """
     recover(directory)
-    passed_over: list[str] = []
-    for candidate in reversed(checkpoints(directory)):
-        try:
-            verify(candidate.path)
-        except CheckpointError as error:
-            passed_over.append(str(error))
-        else:
-            return candidate, passed_over
-    if passed_over:
-        raise CheckpointError(
-            f"{directory} holds no valid checkpoint ({'; '.join(passed_over)}); "
-            "restore one of them, or start a new run with another --out"
+    found = checkpoints(directory)
+    if not found:
+        return None
+    *earlier, last = found
+    try:
+        verify(last.path)
+    except CheckpointError as error:
+        usable = next((other for other in reversed(earlier) if _is_valid(other)), None)
+        remedy = (
+            f"restore it, or move it elsewhere to continue from step {usable.step}, which is undamaged"
+            if usable is not None
+            else f"restore it, or start a new run with another --out: no other in {directory} is undamaged"
         )
-    return None, []
+        raise CheckpointError(f"{error}; {remedy}") from error
+    return last
+
+
+def _is_valid(checkpoint: Checkpoint) -> bool:
+    try:
+        verify(checkpoint.path)
+    except CheckpointError:
+        return False
+    return True
 
 
 def delete_old(directory: Path, keep: int) -> None:
@@ -93,15 +104,3 @@ def delete_old(directory: Path, keep: int) -> None:
     """
     for old in checkpoints(directory)[:-keep]:
         shutil.rmtree(old.path, ignore_errors=True)
-
-
-def delete_after(directory: Path, step: int) -> None:
-    """Delete the checkpoints after a step: a run that resumes from it makes them again.
-
-    Args:
-        directory: of all checkpoints.
-        step: the last that stays.
-    """
-    for later in checkpoints(directory):
-        if later.step > step:
-            shutil.rmtree(later.path, ignore_errors=True)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,9 +160,12 @@ class RunDirectory:
         Args:
             step: updates made before.
             about: what else to keep, as JSON.
+
+        Raises:
+            UsageError: there is no room.
         """
         command = self.command.read_text().strip() if self.command.is_file() else ""
-        with self.starts.open("a") as file:
+        with writing(self.starts), self.starts.open("a") as file:
             file.write(json.dumps({"step": step, "time": time.time(), "command": command, **about}) + "\n")
 
 
@@ -181,9 +185,39 @@ def write_atomically(path: Path, text: str) -> None:
     Args:
         path: the file.
         text: its content.
+
+    Raises:
+        UsageError: it cannot be written; the old one is as it was.
     """
-    handle, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
-    with os.fdopen(handle, "w") as file:
-        file.write(text)
-    Path(draft).chmod(0o644)
-    Path(draft).replace(path)
+    with writing(path):
+        handle, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            Path(draft).chmod(0o644)
+            Path(draft).replace(path)
+        except OSError:
+            Path(draft).unlink(missing_ok=True)
+            raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in a sentence that a file of the run cannot be written.
+
+    Args:
+        path: the file.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        UsageError: in place of the system's error.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"{path} cannot be written: {error.strerror or error}; make room or give permission there, then continue "
+            "with --resume"
+        ) from error

@@ -1,7 +1,7 @@
 """Starts the ranks of a run on this machine through torch's elastic launcher, and starts them again.
 
 The launcher's own restarts are not used: it restarts after any failure, a wrong learning rate included. Here
-a lost rank (killed, out of memory, a broken connection) restarts all ranks from the last checkpoint, each
+a lost rank (killed, a broken connection) restarts all ranks from the last checkpoint, each
 time with a rendezvous of its own, and what a restart cannot cure is reported at once.
 """
 
@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from thinwire.errors import ThinwireError
+from thinwire.errors import OutOfMemoryError, Room, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory
 from thinwire.train.progress import Stream
@@ -28,6 +32,9 @@ Report = Callable[[str], None]
 
 _CURABLE: Final = ("CollectiveError",)
 """Expected errors that a restart may cure: what remains of a rank that was lost elsewhere."""
+
+
+_LOOPBACK: Final = "lo"
 
 
 class RankError(ThinwireError, RuntimeError):
@@ -44,6 +51,7 @@ class Failure:
         signal: number of the signal that killed it, if one did.
         error: class of the exception, if it left one.
         expected: whether it was an error that thinwire raises on purpose.
+        room: memory of the rank, if it ran out of it.
     """
 
     rank: int
@@ -51,6 +59,7 @@ class Failure:
     signal: int | None = None
     error: str | None = None
     expected: bool = False
+    room: Room | None = None
 
     @property
     def curable(self) -> bool:
@@ -89,6 +98,7 @@ def launch(
 
     Raises:
         RankError: a rank failed for good; says which and why.
+        OutOfMemoryError: a rank had too little memory.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -105,6 +115,8 @@ def launch(
 
 def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_restarts: int) -> str:
     """One line on the restart that follows a failure, or an error where none does."""
+    if failure.room is not None:
+        raise OutOfMemoryError(failure.sentence, failure.room)
     if not failure.curable:
         raise RankError(failure.sentence)
     lost = f"rank {failure.rank} {failure.sentence}"
@@ -125,13 +137,17 @@ def _attempt(
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    meeting = Path(tempfile.mkdtemp(prefix="thinwire-"))
     config = LaunchConfig(
+        # A file that only this user can open: torch's store for launchers would listen on every interface.
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
         run_id=time.strftime("%Y%m%d-%H%M%S"),  # names the directory of its logs
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=str(meeting / "launcher"),
+        # Heartbeats are for other hosts, and a file store only grows.
+        rdzv_configs={"store_type": "file", "keep_alive_interval": 3600},
         local_addr="localhost",
         max_restarts=0,
         # Rank 0 owns the terminal; what the others print is kept.
@@ -145,6 +161,8 @@ def _attempt(
         elastic_launch(config, sys.executable)(*arguments, *(["--resume"] if resume else []))
     except ChildFailedError as error:
         return _cause(error.failures)
+    finally:
+        shutil.rmtree(meeting, ignore_errors=True)
     return None
 
 
@@ -158,7 +176,8 @@ def _failure(rank: int, failure: Any) -> Failure:
     said = failure.error_file_data.get("message")
     if isinstance(said, dict):
         about = said["extraInfo"]
-        return Failure(rank, said["message"], error=about.get("error"), expected=bool(about.get("expected")))
+        room = Room(**about["room"]) if about.get("room") else None
+        return Failure(rank, said["message"], error=about.get("error"), expected=bool(about.get("expected")), room=room)
     if failure.exitcode < 0:
         name = failure.signal_name()
         return Failure(rank, f"was killed by {name}", signal=-failure.exitcode)
@@ -174,6 +193,8 @@ def _worker_environment(num_ranks: int) -> dict[str, str]:
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        wanted["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # all ranks are here, and nobody else has to reach them
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

@@ -10,10 +10,13 @@ from importlib import util
 
 import torch
 
-from thinwire.train.checkpoint import Checkpoint, delete_after, newest_valid
+from thinwire.collectives.group import control
+from thinwire.errors import CheckpointError
+from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.directory import write_json
 from thinwire.train.metrics import MetricsLog
 from thinwire.train.progress import ProgressReport, Stream
+from thinwire.train.room import explained_exhaustion, measure_room
 from thinwire.train.stop import StopRequest
 from thinwire.train.tracing import StepTracer
 from thinwire.train.trainer import Job, Trainer, make_trainer
@@ -44,8 +47,10 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
     Returns:
         How it ended, the same on all ranks.
     """
-    trainer = make_trainer(job)
-    notes = resume(trainer) if job.resume else []
+    rank, room = control().rank, measure_room(job.device)
+    with explained_exhaustion(rank, "building the model", room):
+        trainer = make_trainer(job)
+        notes = resume(trainer) if job.resume else []
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, job.recipe.train.steps
     log = _open_log(job, start, notes) if leads else None
@@ -58,7 +63,8 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
         for note in notes:
             progress.note(note)
         try:
-            stopped = _steps(trainer, stop, log, progress)
+            with explained_exhaustion(rank, "training", room):
+                stopped = _steps(trainer, stop, log, progress)
         finally:
             if log is not None:
                 log.close()
@@ -69,7 +75,7 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
 
 
 def resume(trainer: Trainer) -> list[str]:
-    """Load the newest valid checkpoint, where there is one. All ranks call it.
+    """Load the newest checkpoint, where there is one. All ranks call it.
 
     Args:
         trainer: at step 0.
@@ -79,23 +85,20 @@ def resume(trainer: Trainer) -> list[str]:
     """
     directory = trainer.job.directory.checkpoints
     found: Checkpoint | None = None
-    notes: list[str] = []
     error: Exception | None = None
     if trainer.ranks.rank == 0:
         try:
-            found, notes = newest_valid(directory)
+            found = newest(directory)
         except Exception as problem:
             error = problem
     # Rank 0's finding, or its failure, is everyone's: the others must neither guess nor wait.
-    found, notes, error = trainer.ranks.all_gather_object((found, notes, error))[0]
+    found, error = trainer.ranks.all_gather_object((found, error))[0]
     if error is not None:
         raise error
     if found is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
     trainer.load(found)
-    if trainer.ranks.rank == 0:
-        delete_after(directory, found.step)
-    return [*(f"passed over: {note}" for note in notes), f"resumed from {found.path}"]
+    return [f"resumed from {found.path}"]
 
 
 def _open_log(job: Job, step: int, notes: list[str]) -> MetricsLog:
@@ -136,12 +139,24 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
             if record.slow is not None:
                 progress.note(record.slow)
         if trainer.saves or stopping:
-            trainer.save()
+            _save(trainer, progress, last=stopping or position.step == steps)
         if stopping and position.step < steps:
             said = next((text for text in trainer.ranks.all_gather_object(reason) if text), "stop")
             progress.note(f"{said}: step {position.step} is saved; continue with --resume")
             return said
     return None
+
+
+def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
+    """Save; where that fails on any rank, end the run or go on, as the recipe says, and say so in either case."""
+    try:
+        trainer.save()
+    except CheckpointError as error:
+        saved = checkpoints(trainer.job.directory.checkpoints)
+        found = f"step {saved[-1].step} is saved" if saved else "no step is saved"
+        if last or trainer.job.recipe.checkpoint.on_failure == "stop":
+            raise CheckpointError(f"{error}; {found}") from error
+        progress.note(f"{error}; {found}, training goes on")
 
 
 def _summary(trainer: Trainer) -> dict[str, object]:

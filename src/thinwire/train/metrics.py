@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Final
 
-from thinwire.train.directory import write_atomically
+from thinwire.train.directory import write_atomically, writing
 
 KINDS: Final = ("gather", "reduce", "sync", "spread", "control")
 """Kinds of communication, in the order in which they are reported."""
@@ -118,7 +119,9 @@ class MetricsLog:
 
     def __init__(self, path: Path, tensorboard: Path | None, last_step: int) -> None:
         truncate(path, last_step)
-        self._file: IO[str] = path.open("a")
+        self._path = path
+        with writing(path):
+            self._file: IO[str] = path.open("a")
         self._events: Any = None
         if tensorboard is not None:
             from torch.utils.tensorboard import SummaryWriter
@@ -130,19 +133,25 @@ class MetricsLog:
 
         Args:
             record: of the step.
+
+        Raises:
+            UsageError: there is no room.
         """
         table = record.to_dict()
-        self._file.write(json.dumps(table) + "\n")
-        self._file.flush()
-        if self._events is not None:
-            for name, value in _scalars(table):
-                self._events.add_scalar(name, value, record.step)
+        with writing(self._path):
+            self._file.write(json.dumps(table) + "\n")
+            self._file.flush()
+            if self._events is not None:
+                for name, value in _scalars(table):
+                    self._events.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Flush and close both."""
-        self._file.close()
-        if self._events is not None:
-            self._events.close()
+        """Flush and close both; what cannot be written has been reported by then."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            if self._events is not None:
+                self._events.close()
 
 
 def read(path: Path) -> list[dict[str, Any]]:

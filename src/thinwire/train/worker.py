@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import json
 import os
@@ -18,12 +19,12 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from thinwire.collectives import group
-from thinwire.errors import ThinwireError
+from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
@@ -33,6 +34,9 @@ from thinwire.train.packing import prepare
 from thinwire.train.progress import Stream
 from thinwire.train.stop import StopRequest
 from thinwire.train.trainer import Job
+
+_LAST_WORDS: Final = 8192
+"""Bytes of the file in which a rank says why it ended."""
 
 
 def train(
@@ -65,6 +69,8 @@ def train(
     torch.set_num_threads(threads_per_rank())
     group.init(_backend(device, plan), datetime.timedelta(seconds=recipe.cluster.timeout))
     try:
+        # Rank 0 knows: it has opened the directory, in which the others may see its work already.
+        resume = bool(group.control().all_gather_object(resume)[0])
         job = Job(recipe, plan, directory, dataset, device, resume, node_ranks)
         with StopRequest(directory.stop_file, launched=launched) as stop:
             return run(job, stop, stream)
@@ -129,22 +135,32 @@ def recorded_failure(logs: Path) -> Iterator[None]:
         raise
 
 
+def _reserve() -> None:
+    """Take the room for last words now: a full disk may be what they are about."""
+    if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
+        with contextlib.suppress(OSError):
+            Path(path).write_bytes(json.dumps({"message": ""}).encode().ljust(_LAST_WORDS))
+
+
 def _record(error: Exception, log: Path) -> None:
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path is None:
         return
     expected = isinstance(error, ThinwireError)
+    room = dataclasses.asdict(error.room) if isinstance(error, OutOfMemoryError) else None
     sentence = str(error) if expected else f"{type(error).__name__}: {error} (traceback: {log})"
     about: dict[str, Any] = {
-        "message": sentence,
+        "message": sentence[: _LAST_WORDS // 2],
         "extraInfo": {
             "timestamp": str(int(time.time())),
             "error": type(error).__name__,
             "expected": expected,
+            "room": room,
         },
     }
-    with contextlib.suppress(OSError):
-        Path(path).write_text(json.dumps({"message": about}))
+    words = json.dumps({"message": about}).encode().ljust(_LAST_WORDS)
+    with contextlib.suppress(OSError), Path(path).open("r+b" if Path(path).exists() else "wb") as file:
+        file.write(words)
 
 
 def main() -> int:
@@ -160,6 +176,7 @@ def main() -> int:
     parser.add_argument("--stream", choices=("stdout", "stderr", "none"), default="stdout")
     arguments = parser.parse_args()
     directory = RunDirectory(arguments.directory)
+    _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
         with recorded_failure(directory.logs):

@@ -1,0 +1,139 @@
+"""After a rank has run out of memory: which plan would have fitted."""
+
+from __future__ import annotations
+
+import contextlib
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from thinwire.errors import Room
+    from thinwire.plan import Candidate, Job
+    from thinwire.spec import Plan
+    from thinwire.spec.recipe import Recipe
+    from thinwire.train.directory import RunDirectory
+
+__all__ = ["advised", "fitting"]
+
+_LESS: Final = 0.8
+"""Share of what the failed plan needs by the planner's count that another may: the count is not exact, and where it
+says that the failed plan fits, it says so of plans that hardly differ as well."""
+
+
+@contextlib.contextmanager
+def advised(path: Path, recipe: Recipe, plan: Plan, directory: RunDirectory) -> Iterator[None]:
+    """Add to a rank's last words on exhausted memory what would fit.
+
+    Args:
+        path: of the recipe, as the user named it.
+        recipe: of the run.
+        plan: that did not fit.
+        directory: of the run; a plan that fits is left there.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OutOfMemoryError: with the advice.
+    """
+    from thinwire.errors import OutOfMemoryError, SpecError
+
+    try:
+        yield
+    except OutOfMemoryError as error:
+        try:
+            words = _advice(path, recipe, plan, directory, error.room)
+        except SpecError as problem:
+            words = f"what would fit is not known, as the planner cannot count this model ({problem.problems[0]})"
+        raise OutOfMemoryError(f"{error}. {words}", error.room) from error
+
+
+def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Job, Candidate | None, int]:
+    """Search for a plan that leaves room.
+
+    Args:
+        recipe: of the run.
+        plan: that did not fit.
+        vocab: tokens of the vocabulary.
+        room: of a rank.
+
+    Returns:
+        What was asked of the planner; its answer, if anything fits; and the bytes that it counts for ``plan``.
+
+    Raises:
+        SpecError: the model's shape is none that the planner knows.
+    """
+    import thinwire.plan as planner
+    from thinwire.cost import NominalRates
+    from thinwire.plan import Job
+    from thinwire.spec import ClusterSpec
+
+    cluster = ClusterSpec.parse(
+        {
+            "nodes": plan.mesh.nodes * plan.pp,
+            "gpus_per_node": plan.mesh.local * plan.tp,
+            "memory": room.limit,
+            # Only to put what fits in order: no network is known here, so an ordinary one between nodes.
+            "peak_flops": {plan.compute_dtype: 1e14},
+            "links": {"inside": {"bandwidth": "100GB/s"}, "nic": {"bandwidth": "25gbit"}},
+        },
+        "planner",
+    )
+    seq = recipe.train.seq
+    job = Job(
+        recipe.model.shape(vocab=vocab, seq=seq),
+        cluster,
+        plan.world * plan.micro_batch * plan.micro_batches * seq,
+        seq,
+        codecs="none" if plan.wire.is_none else "standard",
+        compute_dtype=plan.compute_dtype,
+        clip=recipe.optimizer.clip > 0,
+        rates=NominalRates(cluster, plan.compute_dtype),
+        overhead=room.base,
+        tp=(plan.tp,),
+        pp=(plan.pp,),
+    )
+    needed = planner.candidate(job, plan).memory.total
+    least = min(room.limit, room.base + round(_LESS * (needed - room.base)))
+    searched = planner.search(_with_memory(job, least))
+    return job, searched.candidates[0] if searched.candidates else None, needed
+
+
+def _with_memory(job: Job, memory: int) -> Job:
+    from dataclasses import replace
+
+    return replace(job, cluster=job.cluster.with_(memory=memory))
+
+
+def _advice(path: Path, recipe: Recipe, plan: Plan, directory: RunDirectory, room: Room) -> str:
+    import thinwire.plan as planner
+    from thinwire.cli.summary import shown
+    from thinwire.train.packing import prepare
+    from thinwire.units import format_bytes
+
+    job, found, needed = fitting(recipe, plan, prepare(recipe.data).vocab, room)
+    counted = f"By the planner's count this plan needs {format_bytes(needed)} of a rank"
+    if found is None:
+        smallest, _ = planner.shortage(job)
+        remedies = "; ".join(remedy.change for remedy in planner.remedies(job)) or "more ranks, or a smaller model"
+        return f"{counted}, and the smallest ({planner.summary(smallest)}) does not fit: {remedies} would do"
+    file = directory.path / "fitting-plan.toml"
+    found.plan.with_(name="fitting").save(file)
+    command = ["thinwire", "train", str(path), "--out", shown(directory.path), "--resume", "--plan", shown(file)]
+    command += [word for setting in _overruled(recipe, found.plan) for word in ("--set", setting)]
+    return (
+        f"{counted}; {planner.summary(found.plan)} needs {format_bytes(found.memory.total)}: continue with "
+        f"{shlex.join(command)}"
+    )
+
+
+def _overruled(recipe: Recipe, plan: Plan) -> Iterator[str]:
+    """Settings without which the recipe would change the plan's batch or recomputation back."""
+    train = recipe.train
+    keys = ["micro_batch", "recompute", *(["micro_batches"] if train.global_batch is None else [])]
+    for key in keys:
+        value = getattr(plan, key)
+        if getattr(train, key) not in (None, value):
+            yield f"train.{key}={str(value).lower()}"

@@ -1,0 +1,121 @@
+"""How much memory a rank may use, and the sentence of one that needed more."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from thinwire.errors import OutOfMemoryError, Room
+from thinwire.units import format_bytes
+
+_SIGNS: Final = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
+"""What torch's allocators, C++ and the system write when there is none left; matters for plain ``RuntimeError``."""
+
+_ASKED: Final = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
+
+
+def measure_room(device: torch.device) -> Room:
+    """What this rank may use and what it uses already; called before the model is built.
+
+    Args:
+        device: of this rank.
+
+    Returns:
+        The tightest limit, and what counts against it now.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        sharing = max(1, -(-ranks_here // torch.cuda.device_count()))
+        return Room("GPU memory", total // sharing, (total - free) // sharing)
+    virtual, resident = _in_use()
+    address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    physical = min(_physical(), _cgroup_limit()) // ranks_here
+    # Far less of the address space is resident, so this limit is the tighter one only where it leaves less.
+    if address_space != resource.RLIM_INFINITY and address_space - virtual < physical - resident:
+        return Room("address space (ulimit -v)", address_space, virtual)
+    return Room("its share of this host's memory", physical, resident)
+
+
+@contextlib.contextmanager
+def explained_exhaustion(rank: int, doing: str, room: Room) -> Iterator[None]:
+    """Turn an allocator's error into a sentence that says who wanted how much of what.
+
+    Args:
+        rank: this one.
+        doing: what fails if memory is exhausted here, for the sentence.
+        room: of this rank.
+
+    Yields:
+        Nothing.
+
+    Raises:
+        OutOfMemoryError: in place of an allocator's error, also of one that looks like a lost connection.
+    """
+    try:
+        yield
+    except Exception as error:
+        line = exhaustion(error)
+        if line is None:
+            raise
+        asked = _ASKED.search(line)
+        wanted = f" for {_readable(asked[1])} more" if asked else ""
+        raise OutOfMemoryError(
+            f"rank {rank} ran out of memory{wanted} while {doing}: {room.kind} is {format_bytes(room.limit)}, of which "
+            f"{format_bytes(room.base)} were in use before there was a model",
+            room,
+        ) from error
+
+
+def exhaustion(error: BaseException | None) -> str | None:
+    """The line of an error, or of one that caused it, that tells of exhausted memory.
+
+    Args:
+        error: any.
+
+    Returns:
+        None where memory was not the cause.
+    """
+    while error is not None:
+        lines = str(error).splitlines() or [""]
+        if isinstance(error, MemoryError | torch.OutOfMemoryError):
+            return lines[0]
+        if isinstance(error, RuntimeError | OSError):
+            for line in lines:
+                if any(sign in line for sign in _SIGNS):
+                    return line
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _readable(amount: str) -> str:
+    number, unit = amount.split()
+    return format_bytes(int(number)) if unit == "bytes" else amount
+
+
+def _in_use() -> tuple[int, int]:
+    """Bytes of this process: of its address space, and resident."""
+    try:
+        pages = Path("/proc/self/statm").read_text().split()
+    except OSError:
+        return 0, 0
+    return int(pages[0]) * os.sysconf("SC_PAGE_SIZE"), int(pages[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _physical() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroup_limit() -> int:
+    """What a container allows, if it says."""
+    for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            return int(Path(name).read_text())
+    return _physical()

@@ -1,0 +1,92 @@
+"""Rank 0's store listens where it was told to, and whoever does not find it hears so in time."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from thinwire.collectives.rendezvous import Rendezvous
+from thinwire.errors import UsageError
+from thinwire.testing.ranks import free_port
+
+SHORT = datetime.timedelta(seconds=2)
+LONG = datetime.timedelta(seconds=60)
+
+
+@contextlib.contextmanager
+def listener(port: int) -> Iterator[None]:
+    """A program that listens and never says a word."""
+    with socket.create_server(("127.0.0.1", port)):
+        yield
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether somebody accepts a connection."""
+    with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=2):
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("localhost", "127.0.0.1"), ("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("10.0.0.7", "10.0.0.7"), ("gpu7", "")],
+)
+def test_an_address_is_taken_at_its_word(host: str, address: str) -> None:
+    assert Rendezvous(0, 2, host, 1).listens_at == address
+
+
+def test_the_store_listens_on_the_address_alone() -> None:
+    port = free_port()
+    with ThreadPoolExecutor() as threads:
+        hosting = threads.submit(Rendezvous(0, 2, "127.0.0.1", port).store, LONG)
+        joined = Rendezvous(1, 2, "localhost", port).store(LONG)
+        store = hosting.result()
+    store.set("key", "value")
+    assert joined.get("key") == b"value"
+    assert answers("127.0.0.1", port)
+    assert not answers("127.0.0.2", port)
+
+
+def test_with_a_name_it_listens_everywhere() -> None:
+    port = free_port()
+    store = Rendezvous(0, 1, socket.gethostname(), port).store(LONG)
+    assert answers("127.0.0.2", port)
+    del store
+
+
+def test_a_port_in_use_is_named() -> None:
+    port = free_port()
+    with listener(port), pytest.raises(UsageError, match=rf"MASTER_PORT = {port}: Address already in use; choose"):
+        Rendezvous(0, 2, "127.0.0.1", port).store(SHORT)
+
+
+def test_an_address_of_another_host_is_named() -> None:
+    with pytest.raises(UsageError, match=r"MASTER_ADDR = 203\.0\.113\.9, .*: Cannot assign requested address"):
+        Rendezvous(0, 2, "203.0.113.9", free_port()).store(SHORT)
+
+
+def test_who_is_not_there_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+    port, started = free_port(), time.monotonic()
+    with pytest.raises(
+        UsageError, match=rf"rank 1 has not reached rank 0 at .* = {port} within 2 s: nobody or another"
+    ):
+        Rendezvous(1, 2, "127.0.0.1", port).store(SHORT)
+    with listener(port), pytest.raises(UsageError, match="has not reached rank 0"):
+        Rendezvous(1, 2, "127.0.0.1", port).store(SHORT)
+    with pytest.raises(UsageError, match=r"rank 0 has waited .* for 2 s: .* 1/2 clients joined"):
+        Rendezvous(0, 2, "127.0.0.1", free_port()).store(SHORT)
+    assert time.monotonic() - started < 30
+    capfd.readouterr()  # torch's own account, of two screens
+
+
+def test_a_variable_that_is_missing_is_named() -> None:
+    with pytest.raises(UsageError, match="MASTER_PORT"):
+        Rendezvous.of({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"})
+    with pytest.raises(UsageError, match="'two'"):
+        Rendezvous.of({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})

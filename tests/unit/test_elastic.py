@@ -1,0 +1,84 @@
+"""Recipe and plan of a run whose ranks are not those of before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from thinwire.errors import SpecError
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
+from thinwire.train.directory import RunDirectory
+from thinwire.train.elastic import Continued, continued, global_batch
+from thinwire.train.environment import Started
+
+
+def recipe(**tables: Any) -> Recipe:
+    train = {"steps": 5, "micro_batch": 4, "micro_batches": 1, **tables.pop("train", {})}
+    cluster = {"device": "cpu", "elastic": True, **tables.pop("cluster", {})}
+    model = {"layers": 4, "hidden": 16, "heads": 2}
+    return Recipe.parse({"plan": "zero1", **tables, "model": model, "train": train, "cluster": cluster})
+
+
+def torchrun(world: int, local: int) -> Started:
+    return Started("torchrun", 0, world, 0, local)
+
+
+def turns(directory: Path, wanted: Recipe, *worlds: tuple[int, int]) -> list[Continued]:
+    """The run on one set of ranks after the other."""
+    run, found = RunDirectory(directory), []
+    for world, local in worlds:
+        found.append(continued(wanted, run, torchrun(world, local)))
+        again = continued(wanted, run, torchrun(world, local))
+        run.path.mkdir(exist_ok=True)
+        found[-1].recipe.save(run.recipe)
+        found[-1].plan.save(run.plan)
+        # A rank that looks when rank 0 has written already finds the same.
+        late = continued(wanted, run, torchrun(world, local))
+        assert (late.recipe, late.plan) == (again.recipe, again.plan)
+    return found
+
+
+def test_half_the_ranks_take_twice_the_micro_batches(tmp_path: Path) -> None:
+    four, two, one = turns(tmp_path / "run", recipe(), (4, 2), (2, 2), (1, 1))
+    assert [global_batch(found.plan) for found in (four, two, one)] == [16, 16, 16]
+    assert [found.plan.micro_batches for found in (four, two, one)] == [1, 2, 4]
+    assert four.notes == ()
+    assert two.notes[0].startswith("2 ranks instead of 4: zero1 on mesh 2x1: P 1x1, G 1x1, OS 2x1 (intra); ")
+    assert two.notes[0].endswith("a step's 16 sequences are 2 micro-batches of 4 on each of 2 data-parallel ranks")
+
+
+def test_a_batch_that_cannot_be_shared_grows_and_comes_back(tmp_path: Path) -> None:
+    *_, three, four = turns(tmp_path / "run", recipe(), (4, 4), (3, 3), (4, 4))
+    assert global_batch(three.plan) == 18
+    assert "a step takes 18 sequences instead of 16" in three.notes[1]
+    assert global_batch(four.plan) == 16
+    assert len(four.notes) == 1
+
+
+def test_a_run_that_began_otherwise_keeps_its_batch(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    recipe(cluster={"elastic": False}).save(run.recipe)
+    Plan.preset("zero1", nodes=2, local=2, micro_batch=4).save(run.plan)
+    assert global_batch(continued(recipe(), run, torchrun(2, 2)).plan) == 16
+    chosen = continued(recipe(train={"micro_batches": None, "global_batch": 8}), run, torchrun(2, 2))
+    assert global_batch(chosen.plan) == 8
+
+
+def test_a_plan_of_one_mesh_and_counts_of_ranks_give_way(tmp_path: Path) -> None:
+    plan = Plan.preset("zero1-node", nodes=2, local=2, compute_dtype="float32", wire={"reduce_inter": "int4:256"})
+    plan.save(tmp_path / "plan.toml")
+    wanted = recipe(plan=str(tmp_path / "plan.toml"), cluster={"nodes": 2, "nproc": 2})
+    _, two = turns(tmp_path / "run", wanted, (4, 2), (2, 2))
+    assert str(two.plan.mesh) == str(two.plan.optimizer) == "2x1"
+    assert str(two.plan.wire.reduce_inter) == "int4:256"
+
+
+def test_stages_stay_busy_or_the_ranks_are_refused(tmp_path: Path) -> None:
+    wanted = recipe(plan={"preset": "zero1", "pp": 2}, train={"micro_batches": 2})
+    _, two = turns(tmp_path / "run", wanted, (4, 2), (2, 2))
+    assert (two.plan.world, two.plan.pp, global_batch(two.plan)) == (1, 2, 16)
+    with pytest.raises(SpecError, match="do not fit nodes = 1, nproc = 3"):
+        continued(wanted, RunDirectory(tmp_path / "run"), torchrun(3, 3))

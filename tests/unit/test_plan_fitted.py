@@ -1,0 +1,48 @@
+"""A plan on another mesh: valid for any, and of the same kind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.spec.factor import Factor
+from thinwire.spec.plan import Plan
+
+meshes = st.builds(Factor, local=st.integers(1, 12), nodes=st.integers(1, 12))
+
+
+@given(name=st.sampled_from(Plan.preset_names()), old=meshes, new=meshes)
+def test_every_preset_fits_every_mesh(name: str, old: Factor, new: Factor) -> None:
+    plan = Plan.preset(name, nodes=old.nodes, local=old.local)
+    fitted = plan.fitted(new)
+    assert fitted.mesh == new
+    assert (fitted.wire, fitted.compute_dtype, fitted.micro_batch) == (plan.wire, plan.compute_dtype, plan.micro_batch)
+    assert plan.fitted(old) == plan
+
+
+@pytest.mark.parametrize("name", ["ddp", "zero1", "zero2", "zero3", "zero1-node", "mics", "hpz", "zeropp", "thinwire"])
+@pytest.mark.parametrize(("nodes", "local"), [(2, 4), (4, 2), (8, 8), (3, 8)])
+def test_presets_become_what_they_would_have_been(name: str, nodes: int, local: int) -> None:
+    fitted = Plan.preset(name, nodes=4, local=8).fitted(Factor(local=local, nodes=nodes))
+    assert fitted == Plan.preset(name, nodes=nodes, local=local)
+
+
+def factors(plan: Plan) -> dict[str, Any]:
+    return {name: str(getattr(plan, name)) for name in ("params", "grads", "optimizer")}
+
+
+def test_factors_between_keep_what_divides() -> None:
+    plan = Plan(mesh="8x4", params="2x1", grads="2x1", optimizer="8x2", placement=tuple(reversed(range(32))))
+    fitted = plan.fitted(Factor(local=8, nodes=3))
+    assert factors(fitted) == {"params": "2x1", "grads": "2x1", "optimizer": "8x1"}
+    assert fitted.placement is None
+    assert factors(plan.fitted(Factor(local=3, nodes=2))) == {"params": "1x1", "grads": "1x1", "optimizer": "3x2"}
+
+
+def test_units_follow() -> None:
+    plan = Plan.preset("zero3", nodes=2, local=4, units=[{"match": "head", "params": "4x1", "grads": "4x1"}])
+    (head,) = plan.fitted(Factor(local=2, nodes=2)).units
+    assert (str(head.params), str(head.grads), head.optimizer) == ("2x1", "2x1", None)
