@@ -20,6 +20,7 @@ from thinwire.cli.doctor import doctor
 from thinwire.cli.lab import lab
 from thinwire.cli.plan import plan
 from thinwire.cli.profile import profile
+from thinwire.cli.report import report
 from thinwire.cli.reproduce import reproduce
 from thinwire.cli.sim import sim
 from thinwire.cli.train import train
@@ -37,6 +38,7 @@ app.command()(plan)
 app.command()(sim)
 app.command()(reproduce)
 app.command()(profile)
+app.command()(report)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 bench.command()(overlap)

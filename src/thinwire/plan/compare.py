@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 from collections.abc import Sequence
@@ -100,7 +101,11 @@ def _records(run: Path) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}; give the directory of a run of thinwire train") from error
-    records = [json.loads(line) for line in lines if line.strip()]
+    records = []
+    for line in lines:
+        # A crash may have cut the last line short.
+        with contextlib.suppress(ValueError):
+            records.append(json.loads(line))
     steady = [record for record in records[_WARM_UP:] if not record["skipped"]]
     if not steady:
         raise DataError(f"{path} has {len(records)} steps, and the first {_WARM_UP} do not count; train longer")

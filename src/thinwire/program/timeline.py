@@ -97,8 +97,8 @@ def chrome_trace(
                 "cat": span.track,
                 "pid": rank,
                 "tid": tracks.index(span.track),
-                "ts": (span.start - origin) * 1e6,
-                "dur": (span.end - span.start) * 1e6,
+                "ts": round((span.start - origin) * 1e6, 3),
+                "dur": round((span.end - span.start) * 1e6, 3),
             }
             for span in sorted(spans, key=lambda span: (span.start, -span.end))
         ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 import socket
 import statistics
 import tempfile
@@ -28,10 +29,12 @@ from thinwire.shard import api
 from thinwire.train.directory import write_atomically
 from thinwire.train.trainer import Trainer
 
-__all__ = ["MOST_SPANS", "Clocks", "StepTracer", "longest"]
+__all__ = ["MOST_OPERATIONS", "MOST_SPANS", "Clocks", "StepTracer", "longest"]
 
 MOST_SPANS: Final = 200_000
-"""Spans of all ranks in a merged trace, of the lanes and of torch each: about 60 MB, which Perfetto opens at once."""
+"""Spans of steps, computation and lanes, of all ranks in a merged trace: 30 MB, which Perfetto opens at once."""
+MOST_OPERATIONS: Final = 40_000
+"""Operations of torch beside them; its own traces have all of them."""
 
 _MARK: Final = "thinwire clock"
 _ROUNDS: Final = 11
@@ -139,6 +142,8 @@ class _Session:
         self._directory = trainer.job.directory.traces
         self._clocks = _compare_clocks(trainer)
         self._marks: list[tuple[int, float, float]] = []
+        # The profiler tells stderr that it starts and stops, as an error of the highest severity.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "10")
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -177,7 +182,7 @@ class _Session:
         mine: list[Span] = []
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            mine = self._own_spans(MOST_SPANS // ranks.size)
+            mine = self._own_spans(MOST_SPANS // ranks.size, MOST_OPERATIONS // ranks.size)
         except (OSError, ThinwireError) as error:
             problem = str(error)
         told = ranks.all_gather_object((problem, mine))
@@ -185,12 +190,14 @@ class _Session:
         if ranks.rank == 0 and not any(failed for failed, _ in told):
             try:
                 write_atomically(merged, json.dumps(self._merged([spans for _, spans in told])))
-            except OSError as error:
+            except (OSError, ThinwireError) as error:
                 problem = str(error)
         for rank, failed in enumerate(ranks.all_gather_object(problem)):
             if failed:
                 raise UsageError(f"rank {rank} could not write its trace to {self._directory}: {failed}")
-        return f"{self._name.replace('-', ' ')} traced: open {merged} at https://ui.perfetto.dev"
+        first = self._marks[0][0]
+        which = f"step {first} is" if first == self.last else f"steps {first} to {self.last} are"
+        return f"{which} traced: open {merged} at https://ui.perfetto.dev"
 
     @property
     def _name(self) -> str:
@@ -201,15 +208,14 @@ class _Session:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
-    def _own_spans(self, most: int) -> list[Span]:
+    def _own_spans(self, most: int, most_operations: int) -> list[Span]:
         """This rank's spans on rank 0's clock; torch's trace is written on the way."""
         spans = [Span(STEP, f"step {step}", start, end) for step, start, end in self._marks]
         for number, timeline in enumerate(self._timelines):
             spans += _renamed(timeline, number if len(self._timelines) > 1 else None, self._origin)
-        lanes = longest(spans, most)
-        torchs = longest(self._torch_spans(), most)
+        kept = [*longest(spans, most), *longest(self._torch_spans(), most_operations)]
         ahead = self._clocks.offsets[self._trainer.ranks.rank]
-        return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in (*lanes, *torchs)]
+        return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in kept]
 
     def _torch_spans(self) -> list[Span]:
         """What torch's profiler saw, which it also writes, compressed."""

@@ -1,0 +1,102 @@
+"""``thinwire report``: runs in, one page about them out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thinwire.cli.console import wide_console
+from thinwire.cli.errors import explained
+from thinwire.cli.summary import shown
+
+if TYPE_CHECKING:
+    from thinwire.report.page import Subject
+    from thinwire.report.run import Run
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.")],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where the page goes; by default report/ in the run, or here for several.",
+            show_default=False,
+        ),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PROFILE.json",
+            help="Of the cluster, to compare with what is predicted; by default that of --plan auto.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON to stdout.")] = False,
+) -> None:
+    """Show runs on one page: loss, speed, communication, memory, prediction, the timeline of a step.
+
+    The page loads nothing from elsewhere; its pictures lie beside it as PNG files, a traced step as Perfetto JSON.
+
+    [bold]Examples[/bold]
+
+      thinwire report runs/quickstart
+
+      thinwire report runs/quickstart runs/zero3 --out comparison
+
+      thinwire report runs/quickstart --profile profile.json --json
+    """
+    with explained(as_json=as_json):
+        from thinwire.errors import UsageError
+        from thinwire.report import rich_table
+        from thinwire.report.figures import figures
+        from thinwire.report.page import final_sheet, write_page
+        from thinwire.report.run import read_runs
+
+        found = read_runs(runs)
+        subjects = [_subject(run, profile) for run in found]
+        directory = (out or (found[0].path / "report" if len(found) == 1 else Path("report"))).resolve()
+        try:
+            written = write_page(directory, subjects)
+        except OSError as error:
+            raise UsageError(f"{directory} cannot be written: {error.strerror}; choose another --out") from error
+        numbers = [figures(subject.run, subject.comparison) for subject in subjects]
+        console = wide_console(as_json=as_json)
+        console.print(rich_table(final_sheet(numbers)))
+        for note in _missing(subjects, profile):
+            console.print(note, markup=False, soft_wrap=True)
+        console.print(f"wrote {shown(written[0])} and {len(written) - 1} files beside it", markup=False, soft_wrap=True)
+        if as_json:
+            print(json.dumps({"page": str(written[0]), "files": [str(path) for path in written], "runs": numbers}))
+
+
+def _subject(run: Run, profile: Path | None) -> Subject:
+    """A run beside its prediction, or with the reason why there is none."""
+    from thinwire.errors import ThinwireError
+    from thinwire.plan import compare
+    from thinwire.report.page import Subject
+    from thinwire.spec.profile import Profile
+
+    chosen = profile or run.profile
+    if chosen is None:
+        return Subject(run, unpredicted="the run has no profile of its cluster; add --profile FILE (thinwire profile)")
+    if profile is not None:
+        measured = Profile.read(profile)  # a file that somebody named must be one, whatever the run
+    try:
+        measured = Profile.read(chosen)
+        return Subject(run, compare(run.path, measured))
+    except ThinwireError as error:
+        return Subject(run, unpredicted=" ".join(str(error).split()))
+
+
+def _missing(subjects: Sequence[Subject], profile: Path | None) -> list[str]:
+    """Predictions that were asked for and are not there."""
+    return [
+        f"{subject.run.name} is not compared with {profile}: {subject.unpredicted}"
+        for subject in subjects
+        if profile is not None and subject.comparison is None
+    ]

@@ -1,0 +1,192 @@
+"""Reports: figures of a run, pages that need nothing else, and what becomes of runs that went wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from tests.unit.reports import Page, record, write_run, write_trace
+from tests.unit.test_cost_measured import profile
+from typer.testing import CliRunner, Result
+
+from thinwire.cli.main import app
+from thinwire.errors import DataError, UsageError
+from thinwire.report.figures import differences, figures, steps_of
+from thinwire.report.page import Subject, write_page
+from thinwire.report.run import read_run, read_runs
+from thinwire.report.traced import read_step
+from thinwire.train.directory import RunDirectory
+
+
+def report(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(app, ["report", *map(str, arguments)])
+
+
+def page_of(tmp_path: Path, *runs: Path) -> Page:
+    written = write_page(tmp_path / "page", [Subject(run, unpredicted="not asked for") for run in read_runs(runs)])
+    assert all(path.stat().st_size > 500 for path in written)
+    return Page(written[0])
+
+
+def test_figures_are_those_of_a_step(tmp_path: Path) -> None:
+    numbers = figures(read_run(write_run(tmp_path / "run")))
+    assert numbers["steps"] == 12
+    assert numbers["tokens"] == 12 * 256
+    assert numbers["step_seconds"] == pytest.approx(0.1)
+    assert numbers["samples_per_second"] == pytest.approx(2560 / 32)
+    assert numbers["exposed_seconds"] == {"gather": pytest.approx(0.01)}, "records are about two steps"
+    assert numbers["exposed_share"] == pytest.approx(0.1)
+    assert numbers["codec_seconds"] == {"gather": pytest.approx(0.001)}
+    assert numbers["bytes_per_step"] == {
+        "gather": {"inside": 1000, "across": 4000},
+        "reduce": {"inside": 0, "across": 2000},
+    }
+    assert numbers["final_val_loss"] == pytest.approx(4.3)
+    assert (numbers["best_val_loss"], numbers["best_val_step"]) == (pytest.approx(4.3), 12)
+    assert numbers["memory_by_rank"] == {"rss": [(300 - rank) << 20 for rank in range(4)]}
+
+
+def test_a_record_after_a_continuation_is_about_the_steps_since_then(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [record(4, per_record=4), record(8), record(12, per_record=4)])
+    RunDirectory(path).note_start(6, {"plan": "zero1"})
+    assert steps_of(read_run(path)) == [4, 2, 4]
+    (path / "starts.jsonl").unlink()
+    assert steps_of(read_run(path)) == [2, 4, 4], "without a list of starts the first record is as wide as log_every"
+
+
+def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    write_trace(path)
+    page = page_of(tmp_path, path)
+    assert page.tags.count("svg") == 8, "loss, gradient, throughput, MFU, exposed, bytes, memory, timeline"
+    for words in ("zero3 on mesh 2x2", "thinwire train recipe.toml", "4.3000", "2,560", "25.0 %", "10.0 %", "complete"):
+        assert words in page.text, words
+    assert "Step 4, 100 ms on rank 0" in page.text
+    beside = {file.name for file in page.path.parent.iterdir()}
+    assert {"loss.png", "throughput.png", "mfu.png", "exposed.png", "bytes.png", "memory.png", "timeline.png"} <= beside
+    assert json.loads((page.path.parent / "steps-3-4.json").read_text())["traceEvents"], "the trace for Perfetto"
+
+
+def test_text_of_a_run_is_no_markup(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "<u>&amp;'run", **{"data.tokenizer": "<script>alert(1)</script>"})
+    page = page_of(tmp_path, path)
+    assert "u" not in page.tags
+    assert "<u>&amp;'run" in page.text
+    assert "<script>alert(1)</script>" in page.text
+
+
+def test_several_runs_are_overlaid_and_their_differences_named(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", **{"optimizer.lr": 0.5, "train.seed": 7})]
+    assert differences(read_runs(runs)) == [("train.seed", ["0", "7"]), ("optimizer.lr", ["0.0003", "0.5"])]
+    page = page_of(tmp_path, *runs)
+    assert "2 runs compared" in page.text
+    assert "optimizer.lr 0.0003 0.5" in page.text
+    beside = {file.name for file in page.path.parent.iterdir()}
+    assert {"compared-loss.png", "compared-step.png", "one-loss.png", "two-loss.png"} <= beside
+
+
+def test_runs_of_one_name_are_told_apart_and_none_counts_twice(tmp_path: Path) -> None:
+    runs = [write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")]
+    assert [run.name for run in read_runs(runs)] == ["a/run", "b/run"]
+    with pytest.raises(UsageError, match="named twice"):
+        read_runs([runs[0], runs[1], runs[0]])
+
+
+def test_a_crash_and_a_continuation_are_said(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", complete=False)
+    RunDirectory(path).note_start(6, {"plan": "zero1 on mesh 1x2", "time": 1_000_000_000})
+    with (path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 14, "lo')
+    run = read_run(path)
+    assert (run.last_step, run.unreadable, run.status) == (12, 1, "unfinished")
+    page = page_of(tmp_path, path)
+    assert "1 line of metrics.jsonl cannot be read" in page.text
+    assert "The run is not complete: it has logged step 12 of 12." in page.text
+    assert "Started again after step 6 at 2001-09-09 01:46 UTC under zero1 on mesh 1x2." in page.text
+
+
+def test_a_run_without_validation_or_peak_says_so(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [record(2, val_loss=None, mfu=None)], complete=False)
+    page = page_of(tmp_path, path)
+    assert "The run has not validated" in page.text
+    assert "set train.peak_tflops" in page.text
+    assert not (page.path.parent / "mfu.png").exists()
+
+
+def test_a_failed_run_says_why_even_before_its_first_step(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [], complete=False)
+    said = "thinwire.errors.NonFiniteError: step 3: the loss of rank 1 is not finite\nlower optimizer.lr\n"
+    lost = "Traceback (most recent call last):\n  File ...\nthinwire.errors.CollectiveError: broken\n"
+    later = time.time() + 5
+    for rank, text in ((0, lost), (1, f"Traceback (most recent call last):\n  File ...\n{said}")):
+        file = path / "logs" / f"rank-{rank}.traceback"
+        file.write_text(text)
+        os.utime(file, (later, later))
+    run = read_run(path)
+    assert run.status == "failed"
+    assert run.failure == "rank 1: NonFiniteError: step 3: the loss of rank 1 is not finite\nlower optimizer.lr"
+    page = page_of(tmp_path, path)
+    assert "the loss of rank 1 is not finite" in page.text
+    assert "No step was logged" in page.text
+    assert "svg" not in page.tags
+    RunDirectory(path).note_start(0, {"time": later + 5})
+    assert read_run(path).status == "unfinished", "the failure was of the start before"
+
+
+def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one")
+    for path, sentence in (
+        (tmp_path / "absent", "does not exist; give the directory of a run"),
+        (tmp_path / "runs", "name one of the runs in it: one"),
+    ):
+        result = report(path)
+        assert result.exit_code == 1
+        assert sentence in result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_the_command_prints_figures_with_what_was_predicted(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    (path / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(512)}}}))
+    profile().write(path / "profile.json")
+    result = report(path, "--json")
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    assert told["runs"][0]["final_val_loss"] == pytest.approx(4.3)
+    assert Path(told["page"]) == path / "report" / "index.html"
+    assert all(Path(file).is_file() for file in told["files"])
+    by_name = {row["name"]: row for row in told["runs"][0]["predicted"]}
+    assert by_name["step"]["measured"] == pytest.approx(0.1)
+    assert by_name["step"]["predicted"] > 0
+    page = Page(Path(told["page"]))
+    assert "Predicted against measured" in page.text
+    assert "waiting for gather" in page.text
+
+
+def test_a_prediction_that_cannot_be_made_is_explained(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run", [record(2)])
+    profile().write(tmp_path / "profile.json")
+    result = report(path, "--profile", tmp_path / "profile.json")
+    assert result.exit_code == 0, result.output
+    assert "train longer" in result.stdout
+    assert "train longer" in Page(path / "report" / "index.html").text
+    result = report(path, "--profile", tmp_path / "absent.json")
+    assert result.exit_code == 1
+    assert "cannot be read as a profile" in result.stderr
+
+
+def test_a_step_of_a_trace_is_cut_out_of_it(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    write_trace(path)
+    step = read_step(path / "traces" / "steps-3-4.json")
+    assert step.name == "step 4"
+    assert step.seconds == pytest.approx(0.1)
+    waits = [span for span in step.by_rank[1] if span.track == "waiting"]
+    assert [(round(span.start, 6), round(span.end, 6)) for span in waits] == [(0.05, 0.07)]
+    assert {span.track for span in step.by_rank[0]} == {"compute", "waiting", "gather gather-across"}
+    (path / "traces" / "steps-3-4.json").write_text('{"traceEvents": [')
+    with pytest.raises(DataError, match="cannot be read as the trace"):
+        read_step(path / "traces" / "steps-3-4.json")
