@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from examples import parallel
+from tests.small import BATCH, write_text
 from typer.testing import CliRunner
 
 import thinwire as tw
@@ -46,12 +46,8 @@ cache = "cache"
 vocab = 300
 [train]
 steps = {STEPS}
-seq = 16
-micro_batch = 2
-global_batch = 8
-validate_every = 2
+{BATCH}validate_every = 2
 validation_samples = 6
-tensorboard = false
 [optimizer]
 lr = 1e-2
 warmup = 2
@@ -66,9 +62,7 @@ timeout = "60s"
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("grids")
-    chance = random.Random(0)
-    words = ["".join(chance.choices("abcdefghij", k=chance.randint(2, 6))) for _ in range(200)]
-    (directory / "text.txt").write_text("\n".join(" ".join(chance.choices(words, k=12)) for _ in range(3000)))
+    write_text(directory / "text.txt", words=200)
     (directory / "recipe.toml").write_text(RECIPE)
     return directory / "recipe.toml"
 
