@@ -23,7 +23,9 @@ BUDGET = 20.0
 """Seconds of the measurement."""
 
 
-def choose_plan(recipe: Recipe, resolved: Plan, ranks: Started | None, profile: Path | None, console: Console) -> Plan:
+def choose_plan(
+    recipe: Recipe, resolved: Plan, ranks: Started | None, profile: Path | None, console: Console
+) -> tuple[Plan, Profile]:
     """The plan for a run.
 
     Args:
@@ -34,7 +36,7 @@ def choose_plan(recipe: Recipe, resolved: Plan, ranks: Started | None, profile: 
         console: where the choice and its reason are printed.
 
     Returns:
-        The choice, the same on every rank.
+        The choice, the same on every rank, and the profile by which it was made.
 
     Raises:
         SpecError: the model's shape is unknown.
@@ -53,7 +55,7 @@ def choose_plan(recipe: Recipe, resolved: Plan, ranks: Started | None, profile: 
         raise _nothing_fits(job)
     _say(job, searched, console)
     chosen = searched.candidates[0].plan
-    return chosen.with_(name="auto", compute_dtype=resolved.compute_dtype)
+    return chosen.with_(name="auto", compute_dtype=resolved.compute_dtype), measured
 
 
 def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started | None) -> Profile:
@@ -68,7 +70,13 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
         from thinwire.cli.profile import measure_here
         from thinwire.train.pieces import pieces
 
-        parts = pieces(shape, seq=recipe.train.seq, micro_batch=resolved.micro_batch, dtype=resolved.compute_dtype)
+        parts = pieces(
+            shape,
+            resolved.mesh,
+            seq=recipe.train.seq,
+            micro_batch=resolved.micro_batch,
+            dtype=resolved.compute_dtype,
+        )
         return measure_here(out, BUDGET, parts, resolved.mesh, ranks, timeout=recipe.cluster.timeout)
 
 

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
+from thinwire.cli.advice import advised
 from thinwire.cli.errors import explained
 from thinwire.cli.summary import shown
 
 if TYPE_CHECKING:
     from thinwire.spec.plan import Plan
+    from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
     from thinwire.train.environment import Started
@@ -44,6 +46,12 @@ def train(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe or, as plan.KEY, of the plan."),
     ] = None,
+    trace_steps: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:LAST", help="Trace these steps into traces/ of the run, with all ranks.", show_default=False
+        ),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -51,6 +59,12 @@ def train(
         ),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue from the newest checkpoint.")] = False,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic", help="Begin or continue with the ranks there are: same kind of plan, same global batch."
+        ),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the summary as JSON to stdout; progress goes to stderr.")
     ] = False,
@@ -71,6 +85,8 @@ def train(
 
       thinwire train recipes/quickstart.toml --out runs/quickstart --resume
 
+      thinwire train recipes/quickstart.toml --trace-steps 10:13
+
       torchrun --nproc-per-node 4 -m thinwire.cli.main train recipes/quickstart.toml --out runs/torchrun
     """
     with explained(as_json=as_json):
@@ -80,23 +96,33 @@ def train(
 
         overrides = [*(settings or ())]
         overrides += [f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value]
+        overrides += ["cluster.elastic=true"] if elastic else []
+        if trace_steps is not None:
+            overrides.append(f"train.trace_steps={json.dumps(trace_steps)}")
         chosen = Recipe.read(recipe, overrides, plan=None if plan == "auto" else plan)
         ranks = started()
-        resolved = resolve_plan(chosen, ranks)
-        node_ranks = resolve_ranks(chosen, ranks, usable_gpus(chosen)).local
         directory = _directory(recipe, out, resume, ranks)
+        notes: tuple[str, ...] = ()
+        if chosen.cluster.elastic:
+            resume = resume or directory.recipe.is_file()
+            chosen, resolved, notes = _fit(chosen, directory, ranks)
+        else:
+            resolved = resolve_plan(chosen, ranks)
+        node_ranks = resolve_ranks(chosen, ranks, usable_gpus(chosen)).local
         console = Console(stderr=as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
+        measured: Profile | None = None
         if plan == "auto":
-            chosen, resolved = _automatic(chosen, resolved, directory, resume, ranks, profile, console)
+            chosen, resolved, measured = _automatic(chosen, resolved, directory, resume, ranks, profile, console)
         elif profile is not None:
             raise UsageError(f"--profile {profile} has no use here: it goes with --plan auto")
-        for note in chosen.replaced(resolved.mesh):
+        for note in (*notes, *chosen.replaced(resolved.mesh)):
             console.print(note, markup=False, soft_wrap=True)
         stream: Stream = "stderr" if as_json else "stdout"
-        if ranks is None:
-            _launch(chosen, resolved, directory, node_ranks, resume, stream, console)
-        else:
-            _join(chosen, resolved, directory, node_ranks, resume, stream, console, ranks)
+        with advised(recipe, chosen, resolved, directory):
+            if ranks is None:
+                _launch(chosen, resolved, measured, directory, node_ranks, resume, stream, console)
+            else:
+                _join(chosen, resolved, measured, directory, node_ranks, resume, stream, console, ranks)
         if ranks is None or ranks.rank == 0:
             _finish(directory, console, as_json)
 
@@ -109,8 +135,8 @@ def _automatic(
     ranks: Started | None,
     profile: Path | None,
     console: Console,
-) -> tuple[Recipe, Plan]:
-    """The recipe with the planner's plan; a run that is continued keeps the plan it has."""
+) -> tuple[Recipe, Plan, Profile | None]:
+    """The recipe with the planner's plan, and the profile; a run that is continued keeps the plan it has."""
     from thinwire.cli.auto import choose_plan
     from thinwire.errors import UsageError
     from thinwire.spec.plan import Plan
@@ -120,11 +146,20 @@ def _automatic(
             f"--plan auto chooses among data-parallel plans, but the recipe's plan has tp = {resolved.tp} and pp = "
             f"{resolved.pp}; leave these out, or name a plan"
         )
-    if resume and directory.plan.exists():
-        plan = Plan.load(directory.plan)
+    before = Plan.load(directory.plan) if resume and directory.plan.exists() else None
+    if before is not None and before.mesh == resolved.mesh:
+        plan, measured = before, None
     else:
-        plan = choose_plan(recipe, resolved, ranks, profile, console)
-    return recipe.with_(plan=plan.to_dict()), plan
+        plan, measured = choose_plan(recipe, resolved, ranks, profile, console)
+    return recipe.with_(plan=plan.to_dict()), plan, measured
+
+
+def _fit(recipe: Recipe, directory: RunDirectory, ranks: Started | None) -> tuple[Recipe, Plan, tuple[str, ...]]:
+    """Recipe and plan for the ranks there are, and what that changes."""
+    from thinwire.train.elastic import continued
+
+    fitted = continued(recipe, directory, ranks)
+    return fitted.recipe, fitted.plan, fitted.notes
 
 
 def _directory(recipe: Path, out: Path | None, resume: bool, ranks: Started | None) -> RunDirectory:
@@ -163,6 +198,7 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
 def _launch(
     recipe: Recipe,
     plan: Plan,
+    profile: Profile | None,
     directory: RunDirectory,
     node_ranks: int,
     resume: bool,
@@ -170,6 +206,7 @@ def _launch(
     console: Console,
 ) -> None:
     """Start this machine's ranks and wait for them."""
+    from thinwire.cli.bench import command_line
     from thinwire.program import idle_codecs
     from thinwire.train.launch import launch
     from thinwire.train.packing import prepare
@@ -181,7 +218,7 @@ def _launch(
     directory.check(resume=resume)
     # Here rather than on the ranks: errors in the data are found before anything starts.
     dataset = prepare(recipe.data, report)
-    directory.open(recipe, plan, versions())
+    directory.open(recipe, plan, versions(), command=command_line(), profile=profile)
     for line in (plan.describe(), *idle_codecs(plan)):
         report(line)
     report(
@@ -203,6 +240,7 @@ def _launch(
 def _join(
     recipe: Recipe,
     plan: Plan,
+    profile: Profile | None,
     directory: RunDirectory,
     node_ranks: int,
     resume: bool,
@@ -213,6 +251,7 @@ def _join(
     """Be one rank of a run that someone else has started."""
     import os
 
+    from thinwire.cli.bench import command_line
     from thinwire.program import idle_codecs
     from thinwire.train.versions import versions
     from thinwire.train.worker import recorded_failure, train
@@ -222,7 +261,7 @@ def _join(
         if ranks.rank == 0:
             if not restarted:
                 directory.check(resume=resume)
-            directory.open(recipe, plan, versions())
+            directory.open(recipe, plan, versions(), command=command_line(), profile=profile)
             for line in (plan.describe(), *idle_codecs(plan)):
                 console.print(line, markup=False, soft_wrap=True)
         train(
