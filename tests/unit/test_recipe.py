@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,34 @@ def test_defaults_and_overrides(path: Path) -> None:
 def test_recipes_survive_toml(path: Path) -> None:
     for recipe in (Recipe.read(path), Recipe.read(QUICKSTART)):
         assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@pytest.mark.parametrize(("text", "steps"), [("2:4", (2, 4)), ("3", (3, 3)), ("[1, 5]", (1, 5))])
+def test_traced_steps_are_a_range(path: Path, text: str, steps: tuple[int, int]) -> None:
+    recipe = Recipe.read(path, [f"train.trace_steps={text}"])
+    assert recipe.train.trace_steps == steps
+    assert Recipe.from_toml(recipe.to_toml()) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("3:9", '"3:9" ends after the last step, train.steps = 5'),
+        ("4:2", '"4:2" should go from a step of at least 1'),
+        ("0:2", '"0:2" should go from a step of at least 1'),
+        ("3:", "is no range of steps"),
+        ("a:b", "is no range of steps"),
+        ("true", "is no range of steps"),
+    ],
+)
+def test_other_traced_steps_are_refused(path: Path, text: str, why: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(why)):
+        Recipe.read(path, [f"train.trace_steps={text}"])
+
+
+def test_too_many_traced_steps_are_refused(path: Path) -> None:
+    with pytest.raises(SpecError, match="at most 20 can be traced"):
+        Recipe.read(path, ["train.steps=100", "train.trace_steps=10:30"])
 
 
 def test_every_problem_at_once_with_suggestions(path: Path) -> None:
