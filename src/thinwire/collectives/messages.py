@@ -10,6 +10,7 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
+from thinwire.errors import WireError
 from thinwire.program import Kind
 
 __all__ = ["Messages", "Residual"]
@@ -99,7 +100,7 @@ class Messages:
             subgroup.gather([self.buffer[self._starts[c.start] : self._starts[c.stop]] for c in columns], kind)
             return
         subgroup.gather([self._lengths[c.start : c.stop] for c in columns], kind)
-        self._known = self._lengths.tolist()
+        self._known = self._announced()
         for row in zip(*columns, strict=True):
             subgroup.gather([self.message(index) for index in row], kind)
 
@@ -109,8 +110,12 @@ class Messages:
         return self._lengths
 
     def announce(self, index: int) -> None:
-        """A length has been received into :attr:`lengths`."""
-        self._known[index] = int(self._lengths[index])
+        """A length has been received into :attr:`lengths`.
+
+        Raises:
+            WireError: if no message of that length can have been sent.
+        """
+        self._known[index] = self._possible(index, int(self._lengths[index]))
 
     def message(self, index: int) -> torch.Tensor:
         """The bytes of a message, as far as they are known."""
@@ -123,8 +128,21 @@ class Messages:
             subgroup.exchange(
                 [self._lengths[i : i + 1] for i in others], [incoming._lengths[i : i + 1] for i in others]
             )
-            incoming._known = incoming._lengths.tolist()
+            incoming._known = incoming._announced()
         subgroup.exchange([self.message(i) for i in others], [incoming.message(i) for i in others])
+
+    def _announced(self) -> list[int]:
+        return [self._possible(index, length) for index, length in enumerate(self._lengths.tolist())]
+
+    def _possible(self, index: int, length: int) -> int:
+        """A length that was received, which is a peer's to choose and decides how much is read."""
+        largest = self.codec.max_wire_bytes(self._sizes[index], self._dtype)
+        if not 0 <= length <= largest:
+            raise WireError(
+                f"message {index} of {self.codec.spec} is announced with {length} bytes, where {self._sizes[index]} "
+                f"values take at most {largest}: ranks disagree about what they send, or the message is corrupt"
+            )
+        return length
 
     def _room(self, index: int) -> torch.Tensor:
         return self.buffer[self._starts[index] : self._starts[index + 1]]

@@ -1,0 +1,126 @@
+"""What is read cannot run code: no pickle, no eval, no code of a model's own, nowhere in the source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "src" / "thinwire"
+
+MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib", "code"}
+"""Modules that make code of data."""
+
+BETWEEN_PROCESSES = {"lab/bench/controller.py", "lab/bench/rank.py", "lab/bench/server.py", "testing/ranks.py"}
+"""Files whose processes are children of one another and speak through pipes and sockets that only this user reaches."""
+
+OBJECTS = {"collectives/group.py"}
+"""The file whose ranks exchange objects; docs/security.md says between whom."""
+
+NAMES_OF_MODULES = {
+    "__init__.py",
+    "codecs/registry.py",
+    "codecs/triton/__init__.py",
+    "lab/bench/codecs/peers.py",
+    "lab/bench/rank.py",
+    "lab/bench/server.py",
+    "lab/peers/deepspeed_zero.py",
+}
+"""Files that import modules by name; the names are constants of ours, or a benchmark's, never those of a recipe."""
+
+
+def dotted(node: ast.expr) -> str:
+    """The name that a call is made by, as far as it is one."""
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imports(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Import):
+        yield from (name.name for name in node.names)
+    if isinstance(node, ast.ImportFrom) and node.module:
+        yield node.module
+
+
+def misuse(call: ast.Call, path: str) -> str | None:
+    """Why a call is forbidden where it stands, if it is."""
+    name = dotted(call.func)
+    last = name.rpartition(".")[2]
+    keywords = {word.arg: word.value for word in call.keywords}
+
+    def is_constant(key: str, value: object) -> bool:
+        found = keywords.get(key)
+        return isinstance(found, ast.Constant) and found.value is value
+
+    if name in {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}:
+        return f"{name}()"
+    if name in {"torch.save", "torch.jit.load", "torch.package.PackageImporter"}:
+        return f"{name}() pickles"
+    if name == "torch.load" and not is_constant("weights_only", True):
+        return "torch.load() without weights_only=True"
+    if last in {"load", "memmap"} and "allow_pickle" in keywords and not is_constant("allow_pickle", False):
+        return f"{name}() with allow_pickle"
+    if "shell" in keywords and not is_constant("shell", False):
+        return f"{name}() with a shell"
+    if "trust_remote_code" in keywords and not is_constant("trust_remote_code", False):
+        return f"{name}() runs a model's own code"
+    if last.endswith(("gather_object", "object_list")) and last != "all_gather_object":
+        return f"{name}() sends pickles"
+    if name == "dist.all_gather_object" and path not in OBJECTS:
+        return f"{name}() sends pickles"
+    if last == "import_module" and path not in NAMES_OF_MODULES:
+        return f"{name}() of a name"
+    return None
+
+
+def forbidden(source: str, path: str) -> list[str]:
+    """What a file does that none should, with its lines."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        for module in imports(node):
+            if module.partition(".")[0] in MODULES:
+                found.append(f"{path}:{node.lineno}: imports {module}")  # type: ignore[attr-defined]
+            if module == "multiprocessing.connection" and path not in BETWEEN_PROCESSES:
+                found.append(f"{path}:{node.lineno}: imports {module}")  # type: ignore[attr-defined]
+        if isinstance(node, ast.Call) and (why := misuse(node, path)) is not None:
+            found.append(f"{path}:{node.lineno}: {why}")
+    return found
+
+
+def test_nothing_that_is_read_can_run_code() -> None:
+    files = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    assert len(files) > 100
+    assert files.keys() >= BETWEEN_PROCESSES | OBJECTS | NAMES_OF_MODULES
+    assert [line for path, source in files.items() for line in forbidden(source, path)] == []
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import pickle",
+        "from pickle import loads",
+        "import yaml",
+        "from multiprocessing.connection import Client",
+        "eval(text)",
+        "torch.load(path)",
+        "torch.load(path, weights_only=False)",
+        "torch.load(path, weights_only=flag)",
+        "np.load(path, allow_pickle=True)",
+        "subprocess.run(text, shell=True)",
+        "AutoModel.from_pretrained(path, trust_remote_code=True)",
+        "dist.broadcast_object_list(objects)",
+        "dist.all_gather_object(everyone, mine)",
+        "importlib.import_module(recipe.name)",
+    ],
+)
+def test_the_search_finds_what_it_looks_for(line: str) -> None:
+    assert len(forbidden(line, "train/loop.py")) == 1
+
+
+@pytest.mark.parametrize("line", ["torch.load(path, weights_only=True)", "re.compile(text)", "np.load(path)"])
+def test_the_search_lets_others_pass(line: str) -> None:
+    assert forbidden(line, "train/loop.py") == []
