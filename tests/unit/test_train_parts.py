@@ -6,6 +6,8 @@ import io
 import json
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -179,6 +181,23 @@ def test_run_directories_are_not_written_over(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="cannot be made"):
         RunDirectory(tmp_path / "file" / "run").open(recipe, plan, {})
+
+
+def test_one_process_at_a_time_trains_into_a_directory(tmp_path: Path) -> None:
+    """Even one that is started while another is stopping, and whatever became of the one before."""
+    directory = RunDirectory(tmp_path / "run")
+    holding = "import sys; from pathlib import Path; from thinwire.train.directory import RunDirectory\n"
+    holding += "with RunDirectory(Path(sys.argv[1])).held(): print('held', flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", holding, str(directory.path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(UsageError, match="another process trains into"), directory.held():
+            pass
+        other.kill()
+        other.wait()
+    with directory.held():
+        directory.check(resume=False)  # still empty
 
 
 def test_stop_file(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -216,25 +217,26 @@ def _launch(
         console.print(line, markup=False, soft_wrap=True)
 
     directory.check(resume=resume)
-    # Here rather than on the ranks: errors in the data are found before anything starts.
-    dataset = prepare(recipe.data, report)
-    directory.open(recipe, plan, versions(), command=command_line(), profile=profile)
-    for line in (plan.describe(), *idle_codecs(plan)):
-        report(line)
-    report(
-        f"{len(dataset.train):,} tokens to train on, {len(dataset.validation):,} to validate, vocabulary "
-        f"{dataset.vocab:,}, unigram entropy {dataset.unigram_entropy:.3f} nats"
-    )
-    report(f"writing to {shown(directory.path)}")
-    launch(
-        directory,
-        plan.ranks,
-        node_ranks=node_ranks,
-        resume=resume,
-        max_restarts=recipe.cluster.max_restarts,
-        stream=stream,
-        report=report,
-    )
+    with directory.held():
+        # Here rather than on the ranks: errors in the data are found before anything starts.
+        dataset = prepare(recipe.data, report)
+        directory.open(recipe, plan, versions(), command=command_line(), profile=profile)
+        for line in (plan.describe(), *idle_codecs(plan)):
+            report(line)
+        report(
+            f"{len(dataset.train):,} tokens to train on, {len(dataset.validation):,} to validate, vocabulary "
+            f"{dataset.vocab:,}, unigram entropy {dataset.unigram_entropy:.3f} nats"
+        )
+        report(f"writing to {shown(directory.path)}")
+        launch(
+            directory,
+            plan.ranks,
+            node_ranks=node_ranks,
+            resume=resume,
+            max_restarts=recipe.cluster.max_restarts,
+            stream=stream,
+            report=report,
+        )
 
 
 def _join(
@@ -257,7 +259,8 @@ def _join(
     from thinwire.train.worker import recorded_failure, train
 
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    with recorded_failure(directory.logs):
+    holding = directory.held if ranks.rank == 0 else contextlib.nullcontext
+    with recorded_failure(directory.logs), holding():
         if ranks.rank == 0:
             if not restarted:
                 directory.check(resume=resume)

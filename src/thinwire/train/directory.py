@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import tempfile
@@ -102,6 +103,33 @@ class RunDirectory:
     def stop_file(self) -> Path:
         """Exists while someone asks the run to save and leave."""
         return self.path / "stop"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the directory to this process: two that train into it would mix their metrics and checkpoints.
+
+        The lock ends with the process, however that ends. A file system that knows no locks keeps nobody out.
+
+        Raises:
+            UsageError: another process holds it, or it cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise UsageError(f"{self.path} cannot be made: {error.strerror}; choose another --out") from error
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(
+                    f"another process trains into {self.path}; wait for it, end it, or choose another --out"
+                ) from error
+            except OSError:
+                pass  # no locks here
+            yield
+        finally:
+            os.close(descriptor)
 
     def check(self, *, resume: bool) -> None:
         """Refuse to write over a run, or to resume one that is not there.
