@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import shutil
+import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import matplotlib.image
 import pytest
 from tests.unit.reports import Page, record, write_run, write_trace
 from tests.unit.test_cost_measured import profile
@@ -57,35 +64,43 @@ def test_a_record_after_a_continuation_is_about_the_steps_since_then(tmp_path: P
     assert steps_of(read_run(path)) == [2, 4, 4], "without a list of starts the first record is as wide as log_every"
 
 
-def test_a_page_needs_nothing_else(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "run")
-    write_trace(path)
-    page = page_of(tmp_path, path)
-    assert page.tags.count("svg") == 8, "loss, gradient, throughput, MFU, exposed, bytes, memory, timeline"
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of two runs: the first was traced, name and tokenizer of the second look like markup."""
+    directory = tmp_path_factory.mktemp("compared")
+    strange = {"optimizer.lr": 0.5, "data.tokenizer": "<script>alert(1)</script>"}
+    runs = [write_run(directory / "one"), write_run(directory / ("<u>&amp;'" + "very-long-" * 8), **strange)]
+    write_trace(runs[0])
+    return write_page(directory / "page", [Subject(run, unpredicted="not asked for") for run in read_runs(runs)])[0]
+
+
+def test_a_page_needs_nothing_else(compared: Path) -> None:
+    page = Page(compared)
+    assert page.tags.count("svg") == 8 + 7 + 4, "of the runs, the first with a timeline, and of both"
     for words in ("zero3 on mesh 2x2", "thinwire train recipe.toml", "4.3000", "2,560", "25.0 %", "10.0 %", "complete"):
         assert words in page.text, words
     assert "Step 4, 100 ms on rank 0" in page.text
-    beside = {file.name for file in page.path.parent.iterdir()}
-    assert {"loss.png", "throughput.png", "mfu.png", "exposed.png", "bytes.png", "memory.png", "timeline.png"} <= beside
-    assert json.loads((page.path.parent / "steps-3-4.json").read_text())["traceEvents"], "the trace for Perfetto"
+    beside = {file.name for file in compared.parent.iterdir()}
+    charts = ("loss", "gradient", "throughput", "mfu", "exposed", "bytes", "memory", "timeline")
+    assert {f"one-{chart}.png" for chart in charts} <= beside
+    assert json.loads((compared.parent / "one-steps-3-4.json").read_text())["traceEvents"], "the trace for Perfetto"
 
 
-def test_text_of_a_run_is_no_markup(tmp_path: Path) -> None:
-    path = write_run(tmp_path / "<u>&amp;'run", **{"data.tokenizer": "<script>alert(1)</script>"})
-    page = page_of(tmp_path, path)
+def test_text_of_a_run_is_no_markup(compared: Path) -> None:
+    page = Page(compared)
     assert "u" not in page.tags
-    assert "<u>&amp;'run" in page.text
+    assert "<u>&amp;'very-long-" in page.text
     assert "<script>alert(1)</script>" in page.text
 
 
-def test_several_runs_are_overlaid_and_their_differences_named(tmp_path: Path) -> None:
-    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", **{"optimizer.lr": 0.5, "train.seed": 7})]
-    assert differences(read_runs(runs)) == [("train.seed", ["0", "7"]), ("optimizer.lr", ["0.0003", "0.5"])]
-    page = page_of(tmp_path, *runs)
+def test_several_runs_are_overlaid_and_their_differences_named(compared: Path, tmp_path: Path) -> None:
+    page = Page(compared)
     assert "2 runs compared" in page.text
     assert "optimizer.lr 0.0003 0.5" in page.text
-    beside = {file.name for file in page.path.parent.iterdir()}
-    assert {"compared-loss.png", "compared-step.png", "one-loss.png", "two-loss.png"} <= beside
+    beside = {file.name for file in compared.parent.iterdir()}
+    assert {"compared-loss.png", "compared-throughput.png", "compared-step.png", "compared-bytes.png"} <= beside
+    runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", **{"optimizer.lr": 0.5, "train.seed": 7})]
+    assert differences(read_runs(runs)) == [("train.seed", ["0", "7"]), ("optimizer.lr", ["0.0003", "0.5"])]
 
 
 def test_runs_of_one_name_are_told_apart_and_none_counts_twice(tmp_path: Path) -> None:
@@ -161,6 +176,7 @@ def test_the_command_prints_figures_with_what_was_predicted(tmp_path: Path) -> N
     by_name = {row["name"]: row for row in told["runs"][0]["predicted"]}
     assert by_name["step"]["measured"] == pytest.approx(0.1)
     assert by_name["step"]["predicted"] > 0
+    assert {"loss.png", "prediction.png"} <= {Path(file).name for file in told["files"]}
     page = Page(Path(told["page"]))
     assert "Predicted against measured" in page.text
     assert "waiting for gather" in page.text
@@ -190,3 +206,84 @@ def test_a_step_of_a_trace_is_cut_out_of_it(tmp_path: Path) -> None:
     (path / "traces" / "steps-3-4.json").write_text('{"traceEvents": [')
     with pytest.raises(DataError, match="cannot be read as the trace"):
         read_step(path / "traces" / "steps-3-4.json")
+
+
+# -- in a browser ------------------------------------------------------------------------------------------------
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
+
+in_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (apt-get install chromium)")
+
+ASK = """
+const shown = [...document.querySelectorAll("figure svg text")];
+const placed = [...document.querySelectorAll("body *")].filter(e => !e.closest(".scroll") && !e.closest("svg"));
+const widest = Math.max(...placed.map(e => e.getBoundingClientRect().right));
+document.body.dataset.found = JSON.stringify({
+  loaded: performance.getEntriesByType("resource").map(e => e.name),
+  window: document.documentElement.clientWidth, widest: widest, scroll: document.documentElement.scrollWidth,
+  texts: shown.length, visible: shown.filter(e => e.getBoundingClientRect().width > 0).length,
+  ink: getComputedStyle(shown[0]).fill, card: getComputedStyle(document.querySelector("figure")).backgroundColor,
+  figures: [...document.querySelectorAll("figure svg")].map(e => e.getBoundingClientRect().height),
+  title: document.title,
+});
+"""
+
+
+def chromium(*arguments: str) -> str:
+    """Run Chromium without a window, where no name resolves."""
+    assert CHROMIUM is not None
+    command = [CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += ["--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--virtual-time-budget=2000"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def asked(page: Path, *arguments: str) -> Mapping[str, Any]:
+    """What a script finds in a copy of the page that, unlike the page, lets it run."""
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
+    copy = page.with_name("asked.html")
+    copy.write_text(text.replace("</body>", f"<script>{ASK}</script></body>"))
+    found = re.search(r'data-found="([^"]*)"', chromium(*arguments, "--dump-dom", copy.as_uri()))
+    assert found is not None
+    answer: Mapping[str, Any] = json.loads(html.unescape(found[1]))
+    return answer
+
+
+def brightness(colour: str) -> float:
+    return sum(float(part) for part in re.findall(r"[\d.]+", colour)[:3]) / (3 * 255)
+
+
+@in_browser
+def test_a_browser_loads_nothing_for_it_and_it_fits_its_window(compared: Path) -> None:
+    found = asked(compared, "--window-size=1280,2000")
+    assert found["title"].endswith("thinwire report")
+    assert found["loaded"] == []
+    assert found["scroll"] <= found["window"]
+    assert found["widest"] <= found["window"] + 1
+    assert found["texts"] == found["visible"] > 100
+    assert len(found["figures"]) == 8 + 7 + 4
+    assert all(height > 60 for height in found["figures"])
+    assert brightness(found["ink"]) < 0.4 < 0.9 < brightness(found["card"])
+
+
+@pytest.mark.slow
+@in_browser
+def test_in_a_browser_it_is_dark_where_that_is_wanted(compared: Path) -> None:
+    found = asked(compared, "--window-size=1280,2000", "--blink-settings=preferredColorScheme=0")
+    assert brightness(found["card"]) < 0.2 < 0.7 < brightness(found["ink"])
+
+
+@pytest.mark.slow
+@in_browser
+def test_in_a_browser_it_fits_a_narrow_window(compared: Path) -> None:
+    found = asked(compared, "--window-size=500,2000")
+    assert found["scroll"] <= found["window"] <= 500
+
+
+@pytest.mark.slow
+@in_browser
+def test_in_a_browser_a_screenshot_shows_something(compared: Path, tmp_path: Path) -> None:
+    chromium("--window-size=1280,2000", f"--screenshot={tmp_path / 'shot.png'}", compared.as_uri())
+    pixels = matplotlib.image.imread(tmp_path / "shot.png")
+    assert pixels.shape[:2] == (2000, 1280)
+    colours = {tuple(colour) for colour in (pixels[::7, ::7, :3] * 15).round().reshape(-1, 3).tolist()}
+    assert len(colours) > 20

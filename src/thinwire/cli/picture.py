@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from thinwire.report.figures import smoothed
 from thinwire.train.directory import RunDirectory
 
 
@@ -26,7 +27,7 @@ def draw_losses(records: Sequence[Mapping[str, Any]], directory: RunDirectory) -
     axes = figure.add_subplot()
     trained = [(record["step"], record["loss"]) for record in records if record["loss"] is not None]
     axes.plot(*zip(*trained, strict=True), color="#9db7d5", linewidth=0.8, label="training")
-    smooth = _smoothed([loss for _, loss in trained])
+    smooth = smoothed([loss for _, loss in trained])
     axes.plot([step for step, _ in trained], smooth, color="#1f5fa8", linewidth=1.6, label="training, smoothed")
     validated = [(record["step"], record["val_loss"]) for record in records if record["val_loss"] is not None]
     if validated:
@@ -40,12 +41,3 @@ def draw_losses(records: Sequence[Mapping[str, Any]], directory: RunDirectory) -
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(directory.picture, dpi=130)
-
-
-def _smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:
-    """Exponential mean, corrected for its start."""
-    result, total, weight = [], 0.0, 0.0
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        result.append(total / weight)
-    return result

@@ -54,7 +54,6 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
         DataError: a trace of a run cannot be read.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
-    from markupsafe import Markup
 
     directory.mkdir(parents=True, exist_ok=True)
     written = [directory / PAGE]
@@ -66,8 +65,7 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
         png = directory / f"{owner}{chart.name}.png"
         write_png(chart, png)
         written.append(png)
-        # matplotlib has escaped every text of the picture.
-        svg = Markup(inline_svg(chart, f"c{drawn}"))
+        svg = inline_svg(chart, f"c{drawn}")
         return {"title": chart.title, "caption": chart.caption, "id": f"c{drawn}", "svg": svg, "wide": chart.wide}
 
     numbers = [figures(subject.run, subject.comparison) for subject in subjects]
