@@ -1,0 +1,40 @@
+#!/usr/bin/env bash
+# Train a recipe under torchrun, on one node or on many; a run that is there already is continued.
+#
+#   recipes/launch/torchrun.sh RECIPE.toml [OPTIONS of thinwire train]
+#
+# On many nodes, start the same on each with these variables:
+#   NNODES       how many
+#   MASTER_ADDR  name or address of the first, where they meet
+#   NODE_RANK    0 on the first; without it, each finds out whether MASTER_ADDR is its own
+# and these where their defaults do not suit:
+#   MASTER_PORT=29500  JOB_ID=thinwire  which tells jobs apart
+#   OUT=runs/RECIPE    the run's directory, which all nodes must see
+#   NPROC=auto         ranks of a node: one for each GPU
+#   MAX_RESTARTS=3     how often a lost rank restarts all from the last checkpoint
+# `thinwire doctor` says which network interface gloo and NCCL will take.
+set -euo pipefail
+
+recipe=${1:?usage: torchrun.sh RECIPE.toml [OPTIONS of thinwire train]}
+shift
+out=${OUT:-runs/$(basename "$recipe" .toml)}
+nnodes=${NNODES:-1}
+node_rank=${NODE_RANK:-${JOB_COMPLETION_INDEX:-}}  # the latter is Kubernetes'
+
+if ((nnodes > 1)); then
+  meeting=(--rdzv-backend c10d --rdzv-id "${JOB_ID:-thinwire}"
+    --rdzv-endpoint "${MASTER_ADDR:?name the node that the others meet on}:${MASTER_PORT:-29500}")
+  if [[ -n $node_rank ]]; then
+    meeting+=(--rdzv-conf "is_host=$([[ $node_rank == 0 ]] && echo true || echo false)")
+  fi
+else
+  meeting=(--standalone)
+fi
+
+options=(--out "$out")
+if [[ -e $out/recipe.toml ]]; then
+  options+=(--resume)
+fi
+
+exec torchrun --nnodes "$nnodes" --nproc-per-node "${NPROC:-auto}" --max-restarts "${MAX_RESTARTS:-3}" "${meeting[@]}" \
+  -m thinwire.cli.main train "$recipe" "${options[@]}" "$@"
