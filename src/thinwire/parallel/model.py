@@ -25,6 +25,7 @@ from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
 from thinwire.shard import api, snapshot
 from thinwire.shard.build import build
 from thinwire.shard.clip import scale_to_norm
+from thinwire.shard.initial import InitialValues
 from thinwire.shard.local import Part
 from thinwire.shard.optim import ShardedOptimizer
 from thinwire.shard.runtime import runtime_of
@@ -77,7 +78,7 @@ class ParallelModel:
 
     @property
     def knows_loss(self) -> bool:
-        """Whether losses that this rank returns are the model's, not zero: it has the last stage."""
+        """Whether this rank has the last stage, so that losses it returns are the model's, not zero."""
         return self._pipeline is None or self._pipeline.holds_last
 
     def step(self, batches: Sequence[TokenBatch]) -> Tensor:
@@ -224,6 +225,8 @@ def parallelize(
     sequence_parallel: bool = True,
     encoded: bool = True,
     codec_backend: str | None = None,
+    values: InitialValues | None = None,
+    device: torch.device | None = None,
 ) -> ParallelModel:
     """Cut a model over all ranks of the job: stages, matrices, and within the data-parallel ranks as the plan says.
 
@@ -238,6 +241,8 @@ def parallelize(
         encoded: whether ``tp`` and ``pp`` send through their codecs, ``none`` included, which counts bytes; without,
             torch's own groups are used.
         codec_backend: see :func:`thinwire.shard`.
+        values: of a model on the meta device; see :func:`thinwire.shard`.
+        device: where a model on the meta device will live.
 
     Raises:
         SpecError: if the plan asks for what this model or this job cannot do.
@@ -248,11 +253,11 @@ def parallelize(
     control = groups.control()
     grid = Grid.of(plan, control.rank, control.size)
     if grid.size == grid.dp:
-        api.shard(model, plan, codec_backend=codec_backend)
+        api.shard(model, plan, codec_backend=codec_backend, values=values, device=device)
         return ParallelModel(plan, grid, [model], None, None, _unknown_loss if loss is None else loss)
     if not encoded and not (plan.wire.tp.is_none and plan.wire.pp.is_none):
         raise SpecError("plan", ["wire.tp and wire.pp need encoded = True, or set both to 'none'"])
-    device = next(model.parameters()).device
+    device = device or next(model.parameters()).device
     per_rank = STAGES_OF_A_RANK[plan.schedule] if grid.pp > 1 else 1
     stages = grid.pp * per_rank
     anatomy = divisible(model, plan, stages=stages)
@@ -269,7 +274,9 @@ def parallelize(
         if grid.tp > 1:
             masters = cut_matrices(chunk, chunk, mesh["tp"], dtype, sequence=sequence_parallel)
         part = Part(DataRanks(grid.data_ranks, number), index, grid.tensor, grid.tp, masters)
-        build(chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part)
+        build(
+            chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part, values=values, device=device
+        )
         chunks.append(chunk)
     mean_loss = _loss_of(grid, mesh, loss)
     pipeline = None

@@ -17,6 +17,7 @@ from thinwire.shard import snapshot
 from thinwire.shard.build import build
 from thinwire.shard.clip import clip_grad_norm_
 from thinwire.shard.discover import Selection
+from thinwire.shard.initial import InitialValues
 from thinwire.shard.optim import ShardedOptimizer, build_optimizer
 from thinwire.shard.runtime import Runtime, runtime_of, sent_bytes
 from thinwire.spec import Plan
@@ -47,6 +48,8 @@ def shard(
     units: Selection = None,
     sync_initial: bool = True,
     codec_backend: str | None = None,
+    values: InitialValues | None = None,
+    device: torch.device | str | None = None,
 ) -> Module:
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
@@ -56,12 +59,16 @@ def shard(
     Joins the job described by torchrun's environment if ``torch.distributed`` is not initialised yet.
 
     Args:
-        model: any module with materialised parameters on one device.
+        model: any module with materialised parameters on one device; or with all of them on the meta device, and then
+            new parameters take their places.
         plan: the plan; its mesh has as many ranks as the job.
         units: what is gathered, freed and reduced together: modules or their names, or a predicate on ``(name,
             module)``. By default the elements of the model's module lists, large leaves outside them, and the rest.
         sync_initial: start from rank 0's parameters and buffers; otherwise ranks must have equal ones.
         codec_backend: one of :data:`thinwire.codecs.BACKENDS`; the device's own unless said.
+        values: where a model on the meta device gets its values. Each rank reads what it keeps, one flat buffer at a
+            time: none holds the whole model, unless the plan says so.
+        device: where a model on the meta device will live.
 
     Returns:
         The same object.
@@ -77,7 +84,15 @@ def shard(
             raise UsageError(f"{what} is sharded already; build a new model to use another plan")
     if not groups.is_initialized():
         groups.init()
-    build(model, plan, units, sync_initial=sync_initial, codec_backend=codec_backend)
+    build(
+        model,
+        plan,
+        units,
+        sync_initial=sync_initial,
+        codec_backend=codec_backend,
+        values=values,
+        device=None if device is None else torch.device(device),
+    )
     return model
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +18,11 @@ from thinwire.shard import hooks
 from thinwire.shard.discover import Selection, UnitModules, discover
 from thinwire.shard.encoding import PlanCodecs, check_exclusions, codec_problems, is_excluded, rounds_parameters
 from thinwire.shard.gradient import Topology, UnitGradient
+from thinwire.shard.initial import InitialValues, is_on_meta, place_model, read_shard
 from thinwire.shard.lanes import Lanes
 from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
-from thinwire.shard.local import Part, local_tensor, slice_of
-from thinwire.shard.memory import keep_freed_memory
+from thinwire.shard.local import Part, Slice, local_tensor, slice_of
+from thinwire.shard.memory import give_back_freed_memory, keep_freed_memory
 from thinwire.shard.runtime import Runtime, attach
 from thinwire.shard.seeds import Seeds
 from thinwire.shard.unit import FlatBuffer, Unit
@@ -58,6 +59,8 @@ def build(
     sync_initial: bool,
     codec_backend: str | None = None,
     part: Part | None = None,
+    values: InitialValues | None = None,
+    device: torch.device | None = None,
 ) -> Runtime:
     """Shard a model in place; see :func:`thinwire.shard.api.shard`.
 
@@ -68,23 +71,28 @@ def build(
         sync_initial: start from the first rank's values.
         codec_backend: of every codec.
         part: what of a larger model it is; by default all ranks of the job train all of it.
+        values: of a model on the meta device.
+        device: where a model on the meta device will live.
     """
     alone = part is None
     part = part or Part(DataRanks(groups.control().ranks))
     control = groups.control(part.data.ranks)
     problem: ThinwireError | None = None
     modules: list[UnitModules] = []
+    source = ""
     try:
         check_supported(plan, control.size, whole=alone)
+        if values is not None:
+            source = _place_on(device, model, values)
         _check_parameters(model, whole=alone)
         modules = discover(model, selection, plan.granularity)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:
         problem = error  # the other ranks are waiting to compare
-    _check_agreement(plan, model, modules, problem, control)
+    _check_agreement(plan, model, modules, source, problem, control)
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
-        keep_freed_memory()
+        give_back_freed_memory()
     flats = _draw(modules, plan, control.rank)
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     codecs, seeds = PlanCodecs.of(plan, device, codec_backend), Seeds(plan, control.rank)
@@ -98,11 +106,14 @@ def build(
     buffers: dict[int, list[FlatBuffer]] = {number: [] for number in range(len(modules))}
     gradients: dict[int, list[UnitGradient]] = {}
     topology = Topology(plan)
+    slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
+    initial_of = _Initial(part, control if sync_initial else None, values, slices, shard_index(plan, control.rank))
     for flat in flats:
-        initial = _initial_values(flat, part, control if sync_initial else None)
-        buffer = arenas.carve(flat, initial)
+        buffer = arenas.carve(flat, initial_of(flat))
         # Now, buffer by buffer: what the parameters held before is freed as the arenas fill.
         buffer.show(whole=plan.params.ranks == 1)
+        if plan.params.ranks > 1:
+            buffer.release()
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
             parts = gradients.setdefault(flat.unit, [])
@@ -117,6 +128,9 @@ def build(
                     topology,
                 )
             )
+    initial_of.agree(control)
+    if device.type == "cpu":
+        keep_freed_memory()
     if sync_initial:
         for value in model.buffers():
             control.broadcast(value)
@@ -134,7 +148,6 @@ def build(
         )
         for number, unit in enumerate(modules)
     ]
-    slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
     runtime = Runtime(
         model, plan, units, gradients, arenas.gradients, lanes, meter, axes, control.rank, codecs, seeds, part, slices
     )
@@ -192,13 +205,24 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
 
+def _place_on(device: torch.device | None, model: nn.Module, values: InitialValues) -> str:
+    """Check the values of a model on the meta device and place it, still without memory; what its values are."""
+    if device is None:
+        raise UsageError("values= without device=: say where the parameters are to live, for example on cuda:0")
+    if not is_on_meta(model):
+        raise UsageError("values= are for models on the meta device, but this one's parameters have values already")
+    source = values.open()
+    place_model(model, device)
+    return source
+
+
 def _check_parameters(model: nn.Module, *, whole: bool) -> None:
     devices = set()
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise UsageError(
-                f"parameter {name} is on the meta device and has no values: materialise the model before "
-                "thinwire.shard, for example with model.to_empty(device=...) and its initialiser"
+                f"parameter {name} is on the meta device and has no values: say where they come from with values= and "
+                "device=, or materialise the model before, with model.to_empty(device=...) and its initialiser"
             )
         if parameter.is_complex():
             raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
@@ -214,7 +238,12 @@ def _check_parameters(model: nn.Module, *, whole: bool) -> None:
 
 
 def _check_agreement(
-    plan: Plan, model: nn.Module, modules: Sequence[UnitModules], problem: ThinwireError | None, control: Control
+    plan: Plan,
+    model: nn.Module,
+    modules: Sequence[UnitModules],
+    source: str,
+    problem: ThinwireError | None,
+    control: Control,
 ) -> None:
     """Find a rank with another plan or model, or with none that it can use, now, before it hangs a collective."""
     shapes = [
@@ -224,7 +253,7 @@ def _check_agreement(
     ]
     buffers = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()]
     digest = hashlib.sha256(repr((shapes, buffers)).encode()).hexdigest()[:12]
-    mine = (plan.fingerprint(), plan.describe(), digest, len(shapes))
+    mine = (plan.fingerprint(), plan.describe(), digest, len(shapes), source)
     everyone = control.all_gather_object((mine, None if problem is None else str(problem)))
     if problem is not None:
         raise problem
@@ -237,6 +266,11 @@ def _check_agreement(
             raise MismatchError(
                 f"rank {rank} and rank 0 have different plans: [{other[1]}; {other[0]}] against [{everyone[0][1]}; "
                 f"{everyone[0][0]}]. Give every rank the same plan file"
+            )
+        if other[4] != everyone[0][4]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 would start from different values: {other[4] or 'its own'} against "
+                f"{everyone[0][4] or 'its own'}. Give every rank the same weights"
             )
         if other[2:] != everyone[0][2:]:
             raise MismatchError(
@@ -345,12 +379,11 @@ class _Arenas:
 
         Args:
             flat: the buffer.
-            initial: its whole initial value, in the parameters' own dtype or wider.
+            initial: the initial value of this rank's P shard, in the parameters' own dtype or wider.
         """
         layout = flat.layout
         shard = self._shards[layout.dtype].carve(layout.shard_numel)
-        begin = self._params.index * layout.shard_numel
-        shard.copy_(initial[begin : begin + layout.shard_numel])
+        shard.copy_(initial)
         whole = self._params.size == 1
         full = shard if whole else torch.empty(layout.numel, dtype=layout.dtype, device=self._device)
         secondary = None
@@ -361,7 +394,7 @@ class _Arenas:
             master = self._masters.carve(self._owned(flat))
             position = 0
             for run in flat.shares[self._share]:
-                source = initial[begin + run.start : begin + run.start + run.length]
+                source = initial[run.start : run.start + run.length]
                 master[position : position + run.length].copy_(source)
                 position += run.length
         return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master)
@@ -390,14 +423,64 @@ class _Arena:
         return self._memory[self._at - numel : self._at]
 
 
-def _initial_values(flat: _Flat, part: Part, control: Control | None) -> torch.Tensor:
-    """A buffer's whole initial value, the same on every rank (the first's, if ranks are to be synchronised)."""
-    first = flat.parameters[0]
-    dtype = torch.float32 if first.is_floating_point() else first.dtype
-    values = torch.zeros(flat.layout.numel, dtype=dtype, device=first.device)
-    for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
-        value = part.masters.get(slot.name, parameter.detach())
-        values[slot.offset : slot.offset + slot.numel].copy_(local_tensor(value).reshape(-1))
-    if control is not None:
-        control.broadcast(values)
-    return values
+class _Initial:
+    """The initial values of this rank's P shard of flat buffers, one buffer at a time.
+
+    Args:
+        part: what of a larger model this is.
+        control: of the ranks that start from the first one's values; none where each has its own.
+        values: where they are read, if not in the parameters.
+        slices: of parameters that tensor parallelism cuts.
+        shard: which P shard.
+    """
+
+    def __init__(
+        self,
+        part: Part,
+        control: Control | None,
+        values: InitialValues | None,
+        slices: Mapping[str, Slice | None],
+        shard: int,
+    ) -> None:
+        self._part, self._control, self._values, self._slices, self._shard = part, control, values, slices, shard
+        self._problem: ThinwireError | None = None
+
+    def __call__(self, flat: _Flat) -> torch.Tensor:
+        """``[flat.layout.shard_numel]``, fp32, or the buffer's own dtype where that has no numbers."""
+        layout = flat.layout
+        if self._values is None:
+            begin = self._shard * layout.shard_numel
+            return self._whole(flat)[begin : begin + layout.shard_numel]
+        if self._problem is None:
+            try:
+                return read_shard(layout, self._shard, self._values, self._slices)
+            except ThinwireError as error:
+                self._problem = error  # raised by agree(): the other ranks go on to meet there
+        return torch.zeros(layout.shard_numel, dtype=layout.dtype)
+
+    def agree(self, control: Control) -> None:
+        """Raise on every rank what any rank has met while reading.
+
+        Raises:
+            ThinwireError: this rank's own, or :class:`MismatchError` naming another's.
+        """
+        if self._values is None:
+            return
+        everyone = control.all_gather_object(None if self._problem is None else str(self._problem))
+        if self._problem is not None:
+            raise self._problem
+        for rank, text in enumerate(everyone):
+            if text is not None:
+                raise MismatchError(f"rank {rank} cannot read its initial values: {text}")
+
+    def _whole(self, flat: _Flat) -> torch.Tensor:
+        """A buffer's whole initial value, the same on every rank (the first's, if ranks are to be synchronised)."""
+        first = flat.parameters[0]
+        dtype = torch.float32 if first.is_floating_point() else first.dtype
+        values = torch.zeros(flat.layout.numel, dtype=dtype, device=first.device)
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            value = self._part.masters.get(slot.name, parameter.detach())
+            values[slot.offset : slot.offset + slot.numel].copy_(local_tensor(value).reshape(-1))
+        if self._control is not None:
+            self._control.broadcast(values)
+        return values

@@ -92,7 +92,7 @@ class Unit:
         index: number of the unit.
         module: the module that drives it.
         info: what the program knows of it.
-        buffers: its flat buffers, shown whole if P is not sharded, else as husks.
+        buffers: its flat buffers, shown whole if P is not sharded, else as husks and without the gathered memory.
         lanes: where its gathers run.
         params: the axis that holds one copy of its parameters.
         secondary: the axis that holds a secondary copy, if the plan keeps one.
@@ -122,12 +122,18 @@ class Unit:
         self._codec, self._seeds = codec, seeds
         self._gather: list[Ticket] = []
         self._label = f"gather {self.name}"
+        if self.sharded:
+            for buffer in buffers:
+                buffer.restore()  # collectives are made of views, which need the memory that they will see
         self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if self.sharded else []
         self._from_secondary = [
             _gather(secondary, buffer, buffer.secondary)
             for buffer in buffers
             if secondary is not None and buffer.secondary is not None
         ]
+        if self.sharded:
+            for buffer in buffers:
+                buffer.release()
 
     @property
     def name(self) -> str:

@@ -27,7 +27,7 @@ from thinwire.train.data import Samples, step_batches, validation_batches
 from thinwire.train.directory import RunDirectory
 from thinwire.train.measure import pack, unpack
 from thinwire.train.metrics import StepRecord, known_peak_tflops
-from thinwire.train.models.build import build
+from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
 from thinwire.train.pace import Pace, summarized
@@ -368,10 +368,11 @@ def make_trainer(job: Job) -> Trainer:
     train = Samples(job.dataset.train, seq, recipe.train.seed)
     validation = Samples(job.dataset.validation, seq, 0)
     # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
-    model = build(recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=False)
+    drafted = draft(recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=False)
+    model = drafted.model
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
-    parallel = parallelize(model.to(job.device), plan, loss=cross_entropy)
+    parallel = parallelize(model, plan, loss=cross_entropy, values=drafted.values, device=job.device)
     settings = recipe.optimizer
     optimizer = parallel.optimizer(
         torch.optim.AdamW,

@@ -2,44 +2,82 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import nn
 
 from thinwire.errors import SpecError
+from thinwire.shard.initial import InitialValues, parameters_on_meta, place_model
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
+from thinwire.train.models.cutting import Decoder
+from thinwire.train.models.fresh import DrawnValues
 from thinwire.train.models.gpt import GPT, GPTConfig
-from thinwire.train.models.huggingface import HuggingFaceCausal, from_config, load_pretrained
+from thinwire.train.models.huggingface import draft_huggingface
 from thinwire.train.models.llama import Llama, LlamaConfig
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A model without memory.
+
+    Attributes:
+        model: its parameters are on the meta device.
+        values: what they will be.
+    """
+
+    model: nn.Module
+    values: InitialValues
+
+    def materialize(self) -> nn.Module:
+        """Read all values, in this process.
+
+        Returns:
+            The same object, on CPU in float32.
+        """
+        self.values.open()
+        place_model(self.model, torch.device("cpu"))
+        for name, parameter in self.model.named_parameters():
+            region = tuple(slice(0, size) for size in parameter.shape)
+            parameter.data = torch.empty(parameter.shape).copy_(self.values.read(name, region))
+        return self.model
+
+
 def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bool) -> nn.Module:
-    """Build the model on CPU in float32.
+    """Build a model as a whole, on CPU in float32; see :func:`draft`, which training starts from."""
+    return draft(recipe, vocab=vocab, seq=seq, seed=seed, recompute=recompute).materialize()
+
+
+def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bool) -> Draft:
+    """Build a model on the meta device.
 
     Args:
         recipe: which model.
         vocab: ids of the tokenizer.
         seq: tokens of a training sequence.
-        seed: of fresh weights; equal seeds give equal weights on every rank and device.
+        seed: of fresh weights; equal seeds give equal weights on every rank and device, under every plan.
         recompute: whether backward recomputes each block.
 
     Returns:
-        The model, not yet sharded.
+        The model, to be sharded, and its values.
 
     Raises:
         SpecError: the model's vocabulary or longest sequence is too small for the data.
     """
     if recipe.kind == "huggingface":
-        model = _huggingface(recipe, seed, recompute)
-        config = model.model.config.get_text_config()  # type: ignore[union-attr, operator]
+        wrapped, values = draft_huggingface(recipe, seed=seed, recompute=recompute)
+        config = wrapped.model.config.get_text_config()  # type: ignore[union-attr, operator]
         _check_fits(int(config.vocab_size), getattr(config, "max_position_embeddings", None), vocab, seq)
-        return model
+        return Draft(wrapped, values)
     shape = recipe.shape(vocab=vocab, seq=seq)
     _check_fits(shape.vocab, shape.seq, vocab, seq)
-    make = _llama if shape.kind == "llama" else _gpt
-    return make(shape, recipe, seed, recompute)
+    with parameters_on_meta():
+        model = (_llama if shape.kind == "llama" else _gpt)(shape, recipe, recompute)
+    return Draft(model, DrawnValues(model, seed))
 
 
-def _llama(shape: ModelSpec, recipe: ModelRecipe, seed: int, recompute: bool) -> nn.Module:
+def _llama(shape: ModelSpec, recipe: ModelRecipe, recompute: bool) -> Decoder:
     config = LlamaConfig(
         vocab=shape.vocab,
         hidden=shape.hidden,
@@ -53,10 +91,10 @@ def _llama(shape: ModelSpec, recipe: ModelRecipe, seed: int, recompute: bool) ->
         norm_eps=recipe.norm_eps,
         recompute=recompute,
     )
-    return Llama(config, seed)
+    return Llama(config)
 
 
-def _gpt(shape: ModelSpec, recipe: ModelRecipe, seed: int, recompute: bool) -> nn.Module:
+def _gpt(shape: ModelSpec, recipe: ModelRecipe, recompute: bool) -> Decoder:
     config = GPTConfig(
         vocab=shape.vocab,
         hidden=shape.hidden,
@@ -72,14 +110,7 @@ def _gpt(shape: ModelSpec, recipe: ModelRecipe, seed: int, recompute: bool) -> n
         norm_eps=recipe.norm_eps,
         recompute=recompute,
     )
-    return GPT(config, seed)
-
-
-def _huggingface(recipe: ModelRecipe, seed: int, recompute: bool) -> HuggingFaceCausal:
-    if recipe.path is not None:
-        return load_pretrained(recipe.path, recompute=recompute)
-    assert recipe.config is not None, "the recipe's own rule demands path or config"
-    return from_config(recipe.config, seed=seed, recompute=recompute)
+    return GPT(config)
 
 
 def _check_fits(rows: int, longest: int | None, vocab: int, seq: int) -> None:

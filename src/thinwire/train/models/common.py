@@ -153,23 +153,55 @@ def call_layer(layer: Callable[..., Tensor], recompute: bool, *inputs: Any) -> T
     return output
 
 
+@dataclass(frozen=True)
+class Draw:
+    """A weight that starts at random.
+
+    Attributes:
+        name: of the parameter.
+        weight: the parameter.
+        std: of its normal distribution.
+    """
+
+    name: str
+    weight: nn.Parameter
+    std: float
+
+
+def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) -> list[Draw]:
+    """The weights that start at random, as GPT-2's do: normal of 0.02, divided by sqrt(2 L) for what writes into the
+    residual stream. All others start as torch's modules do: norms at one, and here all biases at zero.
+
+    Args:
+        model: on any device.
+        num_layers: L.
+        residual_outputs: last parts of the names of the linear layers that write into the residual stream.
+
+    Returns:
+        In the order in which they are drawn.
+    """
+    found = []
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            is_output = name.rsplit(".", 1)[-1] in residual_outputs
+            found.append(Draw(f"{name}.weight", module.weight, 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02))
+    return found
+
+
 def init_weights(model: nn.Module, seed: int, num_layers: int, residual_outputs: tuple[str, ...]) -> None:
-    """Initialise as GPT-2 does: normal of 0.02, divided by sqrt(2 L) for what writes into the residual
-    stream.
+    """Give :func:`draws` their values, and biases of linear layers zero.
 
     The values depend on `seed` and the names' order alone, not on the device or the global random state.
 
     Args:
-        model: on CPU.
+        model: on CPU; on the meta device nothing happens.
         seed: of the generator.
         num_layers: L.
-        residual_outputs: last parts of the names of the linear layers that write into the residual stream.
+        residual_outputs: see :func:`draws`.
     """
     generator = torch.Generator().manual_seed(seed)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding):
-            is_output = name.rsplit(".", 1)[-1] in residual_outputs
-            std = 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02
-            nn.init.normal_(module.weight, std=std, generator=generator)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
+    for draw in draws(model, num_layers, residual_outputs):
+        nn.init.normal_(draw.weight, std=draw.std, generator=generator)
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            nn.init.zeros_(module.bias)

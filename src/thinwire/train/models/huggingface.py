@@ -6,13 +6,20 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.errors import DataError, UsageError
+from thinwire.shard.initial import InitialValues, parameters_on_meta
+from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
+from thinwire.train.models.fresh import InitializedValues
+from thinwire.train.models.weights import LoadedValues
+
+PREFIX: Final = "model."
+"""Of the names that a wrapped model's parameters have here."""
 
 
 class HuggingFaceCausal(nn.Module):
@@ -67,59 +74,74 @@ def _enable_recomputation(model: nn.Module) -> None:
     raise UsageError(f"{type(model).__name__} cannot recompute activations; set train.recompute = false")
 
 
-def load_pretrained(path: str, *, recompute: bool = False) -> HuggingFaceCausal:
-    """Read a model with its weights, in float32.
+def draft_huggingface(
+    recipe: ModelRecipe, *, seed: int, recompute: bool = False
+) -> tuple[HuggingFaceCausal, InitialValues]:
+    """Build a model on the meta device, and find its values.
 
     Args:
-        path: a directory written by ``save_pretrained``.
+        recipe: of ``kind = "huggingface"``.
+        seed: of random values.
         recompute: whether backward recomputes each block.
 
     Returns:
-        The model on CPU.
-
-    Raises:
-        DataError: the directory or its ``config.json`` is missing, or holds no causal language model.
-    """
-    directory = _model_directory(path)
-    transformers = _transformers()
-    with _quiet(transformers):
-        try:
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, local_files_only=True
-            )
-        except (OSError, ValueError) as error:
-            raise DataError(f"model.path: {path} cannot be loaded: {_first_line(error)}") from error
-    return HuggingFaceCausal(model, recompute)
-
-
-def from_config(config: str | Mapping[str, Any], *, seed: int, recompute: bool = False) -> HuggingFaceCausal:
-    """Build a model with fresh float32 weights.
-
-    Args:
-        config: a ``config.json``, a directory that holds one, or the configuration itself with its
-            ``model_type``.
-        seed: of the initial weights.
-        recompute: whether backward recomputes each block.
-
-    Returns:
-        The model on CPU.
+        The model, parameters on the meta device, and where their values are: in the directory's safetensors files, or
+        made by the model's own initialiser.
 
     Raises:
         DataError: the configuration is missing or describes no causal language model.
     """
+    model = on_meta(recipe)
+    values: InitialValues
+    if recipe.starts_from_files:
+        assert recipe.path is not None, "a rule of the recipe"
+        values = LoadedValues(Path(recipe.path).expanduser(), model, PREFIX)
+    else:
+        skeleton = on_meta(recipe)
+        values = InitializedValues(skeleton, skeleton._init_weights, PREFIX, seed)
+    return HuggingFaceCausal(model, recompute), values
+
+
+def on_meta(recipe: ModelRecipe) -> Any:
+    """The ``transformers`` model of a recipe, with its parameters on the meta device and buffers on CPU.
+
+    Raises:
+        DataError: the configuration is missing or describes no causal language model.
+    """
+    if recipe.path is not None:
+        return causal_on_meta(_read_config("model.path", recipe.path), f"model.path = {recipe.path}")
+    assert recipe.config is not None, "the recipe's own rule demands path or config"
+    config = recipe.config
+    table = _read_config("model.config", config) if isinstance(config, str) else config
+    return causal_on_meta(table, "model.config")
+
+
+def causal_on_meta(table: Mapping[str, Any], what: str) -> Any:
+    """Build a causal language model from its configuration, with parameters on the meta device.
+
+    Args:
+        table: a ``config.json``'s.
+        what: where it comes from, for messages.
+
+    Returns:
+        A ``transformers`` model.
+
+    Raises:
+        DataError: it describes no causal language model, or one of quantised weights.
+    """
     transformers = _transformers()
-    table = _read_config(config) if isinstance(config, str) else dict(config)
+    table = dict(table)
     kind = table.pop("model_type", None)
     if not isinstance(kind, str):
-        raise DataError('model.config has no model_type; write for example model_type = "mixtral"')
-    with _quiet(transformers), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        raise DataError(f'{what} has no model_type; write for example model_type = "mixtral"')
+    if table.get("quantization_config"):
+        raise DataError(f"{what}: quantised weights cannot be trained; give the model's weights in bf16, fp16 or fp32")
+    with _quiet(transformers), torch.random.fork_rng(devices=[]), parameters_on_meta():
         try:
             made = transformers.AutoConfig.for_model(kind, **table)
-            model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+            return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
         except (ValueError, TypeError, KeyError) as error:
-            raise DataError(f"model.config with model_type = {kind!r} gives no model: {_first_line(error)}") from error
-    return HuggingFaceCausal(model, recompute)
+            raise DataError(f"{what} with model_type = {kind!r} gives no model: {_first_line(error)}") from error
 
 
 def _transformers() -> Any:
@@ -132,26 +154,22 @@ def _transformers() -> Any:
     return transformers
 
 
-def _model_directory(path: str) -> Path:
-    directory = Path(path).expanduser()
-    if not (directory / "config.json").is_file():
-        raise DataError(
-            f"model.path: {path} holds no config.json; give a directory written by save_pretrained "
-            "(nothing is downloaded)"
-        )
-    return directory
-
-
-def _read_config(path: str) -> dict[str, Any]:
+def _read_config(what: str, path: str) -> dict[str, Any]:
     file = Path(path).expanduser()
-    if file.is_dir():
+    if file.is_dir() or what == "model.path":
         file /= "config.json"
+    if not file.is_file():
+        raise DataError(
+            f"{what}: {path} holds no config.json; give a directory written by save_pretrained (nothing is downloaded)"
+            if what == "model.path"
+            else f"{what}: {path} is no readable config.json: there is no such file"
+        )
     try:
-        table = json.loads(file.read_text())
+        table = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"model.config: {path} is no readable config.json: {error}") from error
+        raise DataError(f"{what}: {path} is no readable config.json: {error}") from error
     if not isinstance(table, dict):
-        raise DataError(f"model.config: {path} should hold a JSON object")
+        raise DataError(f"{what}: {path} should hold a JSON object")
     return table
 
 

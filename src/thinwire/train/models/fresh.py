@@ -1,0 +1,173 @@
+"""Random initial values of models on the meta device: by name, equal on every rank, whatever the plan.
+
+Nothing here holds a whole model. Ours are drawn parameter by parameter from one stream of random numbers, with the
+values that the model has when it is built outright. Hugging Face's are initialised by their own code, a block at a
+time, each block from a seed of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import UsageError
+from thinwire.shard.initial import Region
+from thinwire.train.models.common import draws
+from thinwire.train.models.cutting import Decoder
+
+__all__ = ["DrawnValues", "InitializedValues"]
+
+
+@final
+class DrawnValues:
+    """What :func:`~thinwire.train.models.common.init_weights` would give one of our models.
+
+    Args:
+        model: on the meta device, whole.
+        seed: of the stream.
+    """
+
+    def __init__(self, model: Decoder, seed: int) -> None:
+        residual_outputs = tuple(half.rows for half in model.parts.halves.values())
+        found = draws(model, len(model.layers), residual_outputs)
+        self._draws = [(draw.name, tuple(draw.weight.shape), draw.std) for draw in found]
+        self._places = {name: place for place, (name, _, _) in enumerate(self._draws)}
+        self._ones = {
+            f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.RMSNorm | nn.LayerNorm)
+        }
+        self._seed = seed
+        generator = torch.Generator().manual_seed(seed)
+        self._states = [generator.get_state()]
+        """Of the generator before each weight, as far as it has been."""
+        self._last: tuple[str, Tensor] | None = None
+
+    def open(self) -> str:
+        """Nothing to check: the stream has values for every weight."""
+        return f"random values of seed {self._seed}"
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Give a part of a parameter; see :class:`thinwire.shard.initial.InitialValues`."""
+        if name not in self._places:
+            return torch.full([part.stop - part.start for part in region], float(name in self._ones))
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is made
+            self._last = name, self._draw(self._places[name])
+        return self._last[1][region]
+
+    def _draw(self, place: int) -> Tensor:
+        """A weight, whole. What comes before it in the stream is drawn first, and forgotten, the first time."""
+        generator = torch.Generator()
+        start = min(place, len(self._states) - 1)
+        generator.set_state(self._states[start])
+        for index in range(start, place + 1):
+            _, shape, std = self._draws[index]
+            value = nn.init.normal_(torch.empty(shape), std=std, generator=generator)
+            if index + 1 == len(self._states):
+                self._states.append(generator.get_state())
+        return value
+
+
+@final
+class InitializedValues:
+    """What a ``transformers`` model's own initialiser gives, a block at a time.
+
+    A *block* is an element of an outermost module list, or any other module with parameters of its own. While the
+    initialiser runs, the block's parameters are real and all others stay on the meta device, where random numbers cost
+    nothing: so it sees every module that it may want to look at.
+
+    Args:
+        skeleton: the model on the meta device, whole; for the use of this object alone.
+        initialize: initialises what one module is responsible for.
+        prefix: of the names by which values are asked for.
+        seed: mixed with a block's name into the block's seed.
+    """
+
+    def __init__(self, skeleton: nn.Module, initialize: Callable[[nn.Module], None], prefix: str, seed: int) -> None:
+        self._skeleton, self._initialize, self._prefix, self._seed = skeleton, initialize, prefix, seed
+        self._blocks: dict[str, dict[str, nn.Parameter]] = {}
+        self._block_of: dict[str, str] = {}
+        for name, parameter in skeleton.named_parameters():
+            block = _block_of(skeleton, name)
+            self._blocks.setdefault(block, {})[name] = parameter
+            self._block_of[name] = block
+        self._last: tuple[str, dict[str, Tensor]] | None = None
+
+    def open(self) -> str:
+        """Nothing to check: values are made."""
+        return f"random values of seed {self._seed}"
+
+    def read(self, name: str, region: Region) -> Tensor:
+        """Give a part of a parameter; see :class:`thinwire.shard.initial.InitialValues`."""
+        name = name.removeprefix(self._prefix)
+        block = self._block_of[name]
+        if self._last is None or self._last[0] != block:
+            self._last = None  # before the next is made
+            self._last = block, self._make(block)
+        return self._last[1][name][region]
+
+    @torch.no_grad()
+    def _make(self, block: str) -> dict[str, Tensor]:
+        members = {id(parameter): name for name, parameter in self._blocks[block].items()}
+        real = {name: _unset(parameter) for name, parameter in self._blocks[block].items()}
+        ancestors = [".".join(block.split(".")[:depth]) for depth in range(block.count(".") + 1)] if block else []
+        root = self._skeleton.get_submodule(block)
+        modules = [*_children_first(root), *(self._skeleton.get_submodule(name) for name in reversed(ancestors))]
+        with _exchanged(modules, members, real), torch.random.fork_rng(devices=[]):
+            digest = hashlib.blake2b(f"{self._seed} {block}".encode(), digest_size=8).digest()
+            torch.manual_seed(int.from_bytes(digest, "little"))
+            for module in modules:
+                self._initialize(module)
+        for name, value in real.items():
+            if math.isnan(float(value.sum())):
+                raise UsageError(
+                    f"the initialiser of {type(self._skeleton).__name__} leaves {name} as it is: this architecture can "
+                    'start from weights only, with model.path and model.weights = "file"'
+                )
+        return {name: value.detach() for name, value in real.items()}
+
+
+def _block_of(model: nn.Module, name: str) -> str:
+    """The block that a parameter belongs to."""
+    path = name.split(".")[:-1]
+    for depth in range(1, len(path)):
+        if isinstance(model.get_submodule(".".join(path[:depth])), nn.ModuleList):
+            return ".".join(path[: depth + 1])
+    return ".".join(path)
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """A module's descendants and itself, in the order in which ``Module.apply`` visits them."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _unset(parameter: nn.Parameter) -> nn.Parameter:
+    """Real memory for a parameter, which reads as NaN until somebody sets it."""
+    value = torch.full(parameter.shape, math.nan, dtype=parameter.dtype)
+    return nn.Parameter(value, requires_grad=parameter.requires_grad)
+
+
+@contextlib.contextmanager
+def _exchanged(
+    modules: Sequence[nn.Module], members: Mapping[int, str], real: Mapping[str, nn.Parameter]
+) -> Iterator[None]:
+    """Put real parameters in the places of some, by identity, and back."""
+    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    for module in modules:
+        parameters: dict[str, Any] = module._parameters
+        for name, parameter in parameters.items():
+            if id(parameter) in members:
+                replaced.append((parameters, name, parameter))
+                parameters[name] = real[members[id(parameter)]]
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in replaced:
+            parameters[name] = parameter

@@ -1,0 +1,144 @@
+"""How a Hugging Face model's parameters lie in its files.
+
+In files, a parameter may have another name, or be in parts: a layer of experts is one tensor in memory and one per
+expert and matrix in files. ``transformers`` knows how it splits them; it is asked with tensors of the meta device, and
+the views it answers with say which part of which parameter each tensor of a file is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from thinwire.errors import UsageError
+from thinwire.shard.initial import Region
+
+__all__ = ["FileTensor", "file_tensors"]
+
+
+@final
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file, as a part of a parameter (or a buffer).
+
+    Attributes:
+        name: in the file.
+        shape: in the file.
+        source: name of the parameter.
+        region: which part of the parameter it is; has as many elements as the tensor.
+        dims: for each dimension of the tensor, the parameter's that it is.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: str
+    region: Region
+    dims: tuple[int, ...]
+
+    def overlap(self, region: Region) -> tuple[Region, Region] | None:
+        """Where a region of the parameter and this tensor meet.
+
+        Args:
+            region: of the parameter.
+
+        Returns:
+            That part in coordinates of this tensor, and in coordinates of ``region``; None where there is none.
+        """
+        both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.region, region, strict=True)]
+        if any(part.start >= part.stop for part in both):
+            return None
+        here = [_shifted(both[dim], self.region[dim].start) for dim in self.dims]
+        there = [_shifted(part, wanted.start) for part, wanted in zip(both, region, strict=True)]
+        return tuple(here), tuple(there)
+
+
+def file_tensors(model: Any) -> list[FileTensor]:
+    """Every tensor that ``save_pretrained`` would write.
+
+    Args:
+        model: a ``transformers`` model, on any device.
+
+    Returns:
+        Tensors that cover each parameter and each persistent buffer once; tied parameters under their first name.
+
+    Raises:
+        UsageError: the architecture is stored in a way that is no partition of its parameters.
+    """
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    shapes |= {name: tuple(b.shape) for name, b in persistent_buffers(model).items()}
+    stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    names = {id(tensor): name for name, tensor in stand_ins.items()}
+    found = []
+    for name, tensor in _as_stored(model, stand_ins).items():
+        source = names.get(id(tensor if tensor._base is None else tensor._base))
+        part = None if source is None else _part(name, tensor, source, shapes[source])
+        if part is None:
+            raise UsageError(
+                f"{type(model).__name__} stores {name} as no part of a parameter, so that it cannot be read or written "
+                "in parts; supported are architectures that rename, stack or concatenate"
+            )
+        found.append(part)
+    covered = dict.fromkeys(shapes, 0)
+    for part in found:
+        covered[part.source] += math.prod(part.shape)
+    for name, count in covered.items():
+        if count != math.prod(shapes[name]):
+            raise UsageError(f"{type(model).__name__} does not store all of {name}: {count} of its elements")
+    return found
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are saved with a model, by name."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in model.named_modules()
+        for name, value in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
+def _as_stored(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5, what is in memory is what is in files
+        return tensors
+    with _Views():
+        stored: Mapping[str, Tensor] = revert_weight_conversion(model, dict(tensors))
+    return stored
+
+
+class _Views(TorchFunctionMode):
+    """Copies would forget what they are copies of."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _part(name: str, view: Tensor, source: str, shape: Sequence[int]) -> FileTensor | None:
+    """Which region of a contiguous parameter a view is; None where it is no rectangle with its dimensions in order."""
+    offset, region, dims = view.storage_offset(), [], []
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :])
+        begin, offset = divmod(offset, stride)
+        extent = 1
+        if len(dims) < view.dim() and view.stride(len(dims)) == stride:
+            extent = view.shape[len(dims)]
+            dims.append(dim)
+        if begin + extent > shape[dim]:
+            return None
+        region.append(slice(begin, begin + extent))
+    if len(dims) != view.dim():
+        return None
+    return FileTensor(name, tuple(view.shape), source, tuple(region), tuple(dims))
+
+
+def _shifted(part: slice, by: int) -> slice:
+    return slice(part.start - by, part.stop - by)
