@@ -127,7 +127,7 @@ def test_a_run_goes_on_with_fewer_ranks_on_the_same_samples(runs: Runs) -> None:
     runs.run("whole", *quarter, "--set", "train.steps=30")
     runs.run("elastic", *quarter, "--set", "train.steps=15")
     fewer = ("--elastic", "--nodes", "1", "--nproc", "2", "--set", "train.steps=30")
-    output, _ = runs.run("elastic", *fewer, "--set", "train.micro_batches=1", "--set", "train.global_batch=16")
+    output, _ = runs.run("elastic", *fewer)
     assert "2 ranks instead of 4" in output
     assert "a step's 16 sequences are 4 micro-batches of 2 on each of 2" in output
     assert "resumed from" in output
@@ -213,3 +213,39 @@ def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
     train("apart", 20, -200_000, 500, more=("--resume",))
     assert len(runs.losses("apart")) == 20
     assert runs.losses("apart")[:10] == runs.losses("together")[:10]
+
+
+def kill_host(launcher: subprocess.Popen[str]) -> None:
+    """Kill a launcher and its ranks, as if their host were gone."""
+    doomed = [launcher.pid]
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"PPid:\t{launcher.pid}\n" in (entry / "status").read_text():
+                doomed.append(int(entry.name))
+    for process in doomed:
+        os.kill(process, signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_when_a_host_is_gone(runs: Runs) -> None:
+    """Two launchers of two ranks each stand for two hosts."""
+    meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "elastic")
+    size = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--local-addr", "localhost")
+
+    def host(number: int) -> subprocess.Popen[str]:
+        settings = f"is_host={int(number == 0)},last_call_timeout=5"
+        torchrun = (sys.executable, "-m", "torch.distributed.run", *size, *meeting, "--rdzv-conf", settings)
+        more = ("--elastic", "--set", "train.steps=300", "--set", "train.global_batch=16", "--set", "cluster.nproc=2")
+        return runs.start("hosts", *more, command=(*torchrun, "-m", "thinwire.cli.main"))
+
+    stays, goes = host(0), host(1)
+    runs.wait_for_step("hosts", 50, stays)
+    assert "mesh = { local = 2, nodes = 2 }" in (runs.directory / "hosts/plan.toml").read_text()
+    kill_host(goes)
+    goes.communicate()
+    output, errors = stays.communicate(timeout=300)
+    assert stays.returncode == 0, output + errors
+    assert "2 ranks instead of 4" in output
+    assert "resumed from" in output
+    assert len(runs.losses("hosts")) == 300
+    assert [record["samples"] for record in runs.records("hosts")] == [16 * step for step in range(1, 301)]
