@@ -24,6 +24,9 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in
 ELSEWHERE = {
     r"\$ sudo apt-get ": "changes the system",
     r"\$ make ": "works on the checkout; that the target exists is tested",
+    r"\$ python -m pip ": "changes the environment; tests/unit/test_packaging.py does it in one of its own",
+    r"\$ (sbatch|kubectl) ": "needs SLURM or Kubernetes",
+    r" recipes/(pretrain|launch)/": "needs GPUs and text; tests/unit/test_recipes.py starts small ones",
     r"\$ source ": "is for the reader's shell",
     r"\$ \S*python -m pytest": "is what runs this",
     r"\$ srun ": "needs SLURM",
@@ -40,6 +43,7 @@ ELSEWHERE = {
 """Commands that are parsed and not run: what they match, as ``page: $ command``, and why."""
 
 SHORT = {
+    r"--trace-steps 10:13": "--set train.steps=4 --set train.validation_samples=8 --trace-steps 2:3",
     r"\$ \S*thinwire train .*--resume": "--set train.steps=6 --set train.validation_samples=8",
     r"thinwire(\.cli\.main)? train ": "--set train.steps=4 --set train.validation_samples=8 --set checkpoint.every=2",
     r"bench step": "--rounds 1 --steps 1 --bandwidth none --clip none",

@@ -1,0 +1,96 @@
+"""``pip install .`` into a new environment: what the wheel holds, and that its command works far from the checkout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+
+def done(*command: str | Path, cwd: Path) -> str:
+    """What a command says, standard error included; it must succeed, and sees nothing of this checkout."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    outcome = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == 0, outcome.stdout
+    return outcome.stdout
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment. Torch is a long download, so dependencies are those of the tests' own."""
+    directory = tmp_path_factory.mktemp("environment")
+    done(sys.executable, "-m", "venv", directory, cwd=directory)
+    python = directory / "bin/python"
+    site = sysconfig.get_path("purelib", vars={"base": str(directory)})
+    (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
+    return python
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory: pytest.TempPathFactory, python: Path) -> tuple[Path, Path]:
+    """Built in isolation: from the source tree, and from the source distribution."""
+    directory = tmp_path_factory.mktemp("wheels")
+    build = f"from scikit_build_core.build import build_sdist; build_sdist({str(directory)!r})"
+    done(sys.executable, "-c", build, cwd=ROOT)
+    (archive,) = directory.glob("thinwire-*.tar.gz")
+    found = []
+    for name, source in (("tree", ROOT), ("archive", archive)):
+        said = done(python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", directory / name, source, cwd=directory)
+        assert "Collecting scikit-build-core" in said
+        assert "Collecting torch" not in said
+        found += (directory / name).glob("thinwire-*.whl")
+    tree, from_archive = found
+    return tree, from_archive
+
+
+def names(wheel: Path) -> set[str]:
+    with zipfile.ZipFile(wheel) as archive:
+        return set(archive.namelist())
+
+
+def test_what_a_wheel_holds(wheels: tuple[Path, Path]) -> None:
+    tree, from_archive = map(names, wheels)
+    assert tree == from_archive
+    expected = {
+        str(path.relative_to(ROOT / "src"))
+        for path in (ROOT / "src/thinwire").rglob("*")
+        if path.is_file() and path.suffix not in (".pyc", ".so")
+    }
+    assert expected <= tree
+    assert any(name.startswith("thinwire/codecs/cpp/_native.") and name.endswith(".so") for name in tree)
+    outside = {name.split("/")[0] for name in tree}
+    assert {name for name in outside if not name.endswith(".dist-info")} == {"thinwire"}
+
+
+def test_commands_of_an_installed_wheel(wheels: tuple[Path, Path], python: Path, tmp_path: Path) -> None:
+    done(python, "-m", "pip", "install", "--no-deps", "--no-index", wheels[1], cwd=tmp_path)
+    thinwire = python.with_name("thinwire")
+    where = done(python, "-c", "import thinwire; print(thinwire.__file__)", cwd=tmp_path)
+    assert str(python.parents[1]) in where
+
+    assert "train" in done(thinwire, "--help", cwd=tmp_path)
+    workload = ("--model", "llama-7b", "--cluster", "a100-80g:8x8", "--tokens-per-step", "2M", "--seq", "2048")
+    assert "zero1" in done(thinwire, "plan", *workload, cwd=tmp_path)
+    assert "within" in done(thinwire, "reproduce", "all", cwd=tmp_path)
+    report = json.loads(done(thinwire, "doctor", "--json", cwd=tmp_path))
+    assert report["ready"]
+    (native,) = (check for check in report["checks"] if check["name"] == "native codecs")
+    assert native["verdict"] == "ok"
