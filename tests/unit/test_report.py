@@ -118,7 +118,7 @@ def test_a_crash_and_a_continuation_are_said(tmp_path: Path) -> None:
     run = read_run(path)
     assert (run.last_step, run.unreadable, run.status) == (12, 1, "unfinished")
     page = page_of(tmp_path, path)
-    assert "1 line of metrics.jsonl cannot be read" in page.text
+    assert "1 line of metrics.jsonl that cannot be read" in page.text
     assert "The run is not complete: it has logged step 12 of 12." in page.text
     assert "Started again after step 6 at 2001-09-09 01:46 UTC under zero1 on mesh 1x2." in page.text
 

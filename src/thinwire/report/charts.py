@@ -148,12 +148,13 @@ def timeline_chart(step: TracedStep) -> Chart:
     axes = figure.add_subplot()
     budget = _MOST_BARS // max(1, len(ranks))
     for rank in ranks:
-        shown = sorted(step.by_rank[rank], key=lambda span: span.start - span.end)[:budget]
-        for span in shown:
-            kind = span.track.split()[0]
-            row = rows.index((rank, kind))
-            bar = [(1e3 * span.start, 1e3 * (span.end - span.start))]
-            axes.broken_barh(bar, (row - 0.4, 0.8), facecolors=_light(_KIND_HUES[kind]), alpha=_strength(span.track))
+        by_track: dict[str, list[tuple[float, float]]] = {}
+        for span in sorted(step.by_rank[rank], key=lambda span: span.start - span.end)[:budget]:
+            by_track.setdefault(span.track, []).append((1e3 * span.start, 1e3 * (span.end - span.start)))
+        for track, bars in by_track.items():
+            kind = track.split()[0]
+            place = (rows.index((rank, kind)) - 0.4, 0.8)
+            axes.broken_barh(bars, place, facecolors=_light(_KIND_HUES[kind]), alpha=_strength(track))
     for number in range(1, len(ranks)):
         axes.axhline(number * len(kinds) - 0.5, color=_light("line"), linewidth=0.8)
     labels = [f"rank {rank}  {kind}" if kind == kinds[0] else kind for rank, kind in rows]
@@ -162,7 +163,9 @@ def timeline_chart(step: TracedStep) -> Chart:
     axes.set_xlim(0, 1e3 * step.seconds)
     _dress(axes, "milliseconds since the step began on rank 0", "")
     axes.grid(visible=False, axis="y")
-    more = f" Ranks {ranks[0]} to {ranks[-1]} of {len(step.by_rank)} are shown." if len(step.by_rank) > 8 else ""
+    more = (
+        f" Ranks {ranks[0]} to {ranks[-1]} of {len(step.by_rank)} are shown." if len(step.by_rank) > len(ranks) else ""
+    )
     caption = (
         f"{step.name.capitalize()}, {format_duration(step.seconds)} on rank 0: computation, the time it stood still "
         "(waiting), and the lanes on which communication ran beside it. Strong: across nodes; weaker: inside a node; "
@@ -214,6 +217,8 @@ def _loss(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
 
 
 def _gradient(run: Run) -> Chart | None:
+    from matplotlib.ticker import LogFormatter
+
     norms, rates = _points(run, "grad_norm"), _points(run, "lr")
     if not norms:
         return None
@@ -222,7 +227,7 @@ def _gradient(run: Run) -> Chart | None:
     axes.plot(*_columns(thinned(norms)), color=_light("purple"), linewidth=1.2, label="gradient norm (left)")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(1, 0.4)))
     _dress(axes, "step", "gradient norm")
     axes.tick_params(which="minor", colors=_light("ink"), labelsize=7)
     right = axes.twinx()

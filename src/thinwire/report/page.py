@@ -185,16 +185,21 @@ def _batch(run: Run) -> str:
     plan, seq = run.plan, run.recipe.train.seq
     samples = plan.world * plan.micro_batch * plan.micro_batches
     return (
-        f"{samples} sequences of {seq} tokens a step: {plan.world} data-parallel ranks, {plan.micro_batches} "
-        f"micro-batches of {plan.micro_batch}"
+        f"{samples} sequences of {seq} tokens a step: {_counted(plan.world, 'data-parallel rank')}, "
+        f"{_counted(plan.micro_batches, 'micro-batch', 'es')} of {plan.micro_batch}"
     )
+
+
+def _counted(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number > 1 else ''}"
 
 
 def _place(run: Run) -> str:
     """Ranks, and what the newest start noted of the machine of rank 0."""
-    ranks = f"{run.plan.ranks} rank{'s' if run.plan.ranks > 1 else ''}"
     start = run.starts[-1] if run.starts else {}
-    return ", ".join([ranks, *(str(start[key]) for key in ("device", "host") if start.get(key))])
+    return ", ".join(
+        [_counted(run.plan.ranks, "rank"), *(str(start[key]) for key in ("device", "host") if start.get(key))]
+    )
 
 
 def _tiles(run: Run, numbers: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -229,10 +234,8 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
         notes.append(f"Its summary says that it is complete, but the last logged step is {run.last_step}.")
     notes += [_start_note(start) for start in run.starts[1:]]
     if run.unreadable:
-        lines = "line" if run.unreadable == 1 else "lines"
-        notes.append(
-            f"{run.unreadable} {lines} of metrics.jsonl cannot be read and left out; a crash cuts lines short."
-        )
+        lines = _counted(run.unreadable, "line")
+        notes.append(f"Left out: {lines} of metrics.jsonl that cannot be read, as a crash leaves them.")
     notes += [f"Step {record['step']}: {record['slow']}" for record in run.records if record.get("slow")][:10]
     if run.records and numbers["final_val_loss"] is None:
         notes.append("The run has not validated, so it has no validation loss.")

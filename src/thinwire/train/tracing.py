@@ -183,7 +183,7 @@ class _Session:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             mine = self._own_spans(MOST_SPANS // ranks.size, MOST_OPERATIONS // ranks.size)
-        except (OSError, ThinwireError) as error:
+        except (OSError, ValueError, ThinwireError) as error:
             problem = str(error)
         told = ranks.all_gather_object((problem, mine))
         merged = self._directory / f"{self._name}.json"
