@@ -69,3 +69,22 @@ def test_examples_are_valid(page: Path) -> None:
     for text in TOML.findall(page.read_text(encoding="utf-8")):
         if "mesh" in tomllib.loads(text):
             Plan.from_toml(text)
+
+
+def test_zeropp_in_deepspeed_s_words_is_the_preset() -> None:
+    [text] = TOML.findall((ROOT / "docs/port-from-deepspeed.md").read_text(encoding="utf-8"))
+    plan = Plan.from_toml(text)
+    assert plan.with_(name="zeropp", bucket_bytes="4MiB") == Plan.preset("zeropp", nodes=8, local=8)
+
+
+def test_every_page_is_on_the_site() -> None:
+    index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    for page in (ROOT / "docs").glob("*.md"):
+        assert page.stem == "index" or re.search(rf"^{page.stem}$", index, re.MULTILINE), page.name
+
+
+def test_every_page_is_listed_in_the_readme() -> None:
+    listed = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
+    of_the_site = {"docs/index.md", "docs/api.md"}  # which shows what only the site has
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f"docs/{page.name}" in {*listed, *of_the_site}, page.name

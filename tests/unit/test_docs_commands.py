@@ -32,7 +32,7 @@ ELSEWHERE = {
     r"\$ srun ": "needs SLURM",
     r"\$ torchrun --nnodes": "needs several machines",
     r" (python|torchrun) train\.py": "starts a script of the reader's",
-    r"my-plan\.toml|runs/7b": "has files of the reader's",
+    r"my-plan\.toml|runs/7b|~/models": "has files of the reader's",
     r"tutorial\.md: .* --profile profile\.json": "has a profile of the reader's cluster",
     r"--device cuda": "needs a GPU",
     r"deepspeed\d": "needs `make bench-peers`",
