@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
+import pyarrow
 import pytest
 
 from thinwire.errors import DataError
@@ -49,6 +51,30 @@ def test_jsonl_rows(tmp_path: Path) -> None:
     packed.write_bytes(gzip.compress(rows.encode()))
     corpus = find_corpus("jsonl", [str(plain), str(packed)], text_key="body")
     assert list(corpus.documents()) == ["one", "two", "one", "two"]
+
+
+def compressed(path: Path, data: bytes, codec: str) -> Path:
+    with pyarrow.CompressedOutputStream(str(path), codec) as stream:
+        stream.write(data)
+    return path
+
+
+@pytest.mark.parametrize(("suffix", "codec"), [(".gz", "gzip"), (".zst", "zstd")])
+def test_compressed_files_are_read_as_they_are_needed(tmp_path: Path, suffix: str, codec: str) -> None:
+    """In memory that does not grow with the file."""
+    line = json.dumps({"text": "x" * 1000}).encode() + b"\n"
+    path = compressed(tmp_path / f"a.jsonl{suffix}", line * 30_000, codec)
+    documents = find_corpus("jsonl", [str(tmp_path)]).documents()
+    tracemalloc.start()
+    assert sum(len(text) for text in documents) == 30_000_000
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 << 20
+    compressed(tmp_path / f"b.txt{suffix}", b"some text\n", codec)
+    assert list(find_corpus("text", [str(tmp_path)]).documents()) == ["some text\n"]
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match="cannot be read: Truncated compressed stream"):
+        list(find_corpus("jsonl", [str(path)]).documents())
 
 
 @pytest.mark.parametrize(

@@ -356,3 +356,34 @@ def test_the_quickstart_shards_parameters_and_optimizer_differently() -> None:
     assert plan.mesh == MESH
     assert plan.params != plan.optimizer
     assert 5e6 < recipe.model.shape(vocab=4096, seq=128).parameters < 10e6
+
+
+def test_a_hugging_face_model_from_the_command_line(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights that are there are used, with their tokenizer; a configuration alone starts at random."""
+    home = tmp_path / "model"
+    home.mkdir()
+    with pytest.raises(SpecError, match="is no directory with a config"):
+        Recipe.read(path, model=str(home))
+    (home / "config.json").write_text('{"model_type": "llama"}')
+    recipe = Recipe.read(path, model=str(home))
+    assert recipe.model.kind == "huggingface"
+    assert recipe.model.config == str(home)
+    assert not recipe.model.starts_from_files
+    assert recipe.data.tokenizer == "bpe"
+    assert Recipe.read(path, model=str(home / "config.json")).model.config == str(home / "config.json")
+    (home / "model.safetensors").write_bytes(b"")
+    with pytest.raises(SpecError, match='"bpe" trains a new one'):
+        Recipe.read(path, model=str(home))
+    assert Recipe.read(path, ["model.weights=random"], model=str(home)).data.tokenizer == "bpe"
+    (home / "tokenizer.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    recipe = Recipe.read(path, model="model")
+    assert recipe.model.path == recipe.data.tokenizer == str(home)
+    assert recipe.model.starts_from_files
+    assert Recipe.read(path, ["data.tokenizer=other.json"], model="model").data.tokenizer == str(
+        tmp_path / "other.json"
+    )
+    (home / "model.safetensors").rename(home / "pytorch_model.bin")
+    assert Recipe.read(path, model="model").model.starts_from_files, "refused later: pickles are not loaded"

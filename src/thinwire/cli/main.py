@@ -17,6 +17,7 @@ from thinwire.cli.bench_planner import planner
 from thinwire.cli.bench_reductions import reductions
 from thinwire.cli.bench_spectra import spectra
 from thinwire.cli.doctor import doctor
+from thinwire.cli.export import export
 from thinwire.cli.lab import lab
 from thinwire.cli.plan import plan
 from thinwire.cli.profile import profile
@@ -39,6 +40,7 @@ app.command()(sim)
 app.command()(reproduce)
 app.command()(profile)
 app.command()(report)
+app.command()(export)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
 bench.command()(overlap)

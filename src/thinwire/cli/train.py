@@ -28,6 +28,15 @@ RUNS = Path("runs")
 
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE.toml", help="What to train; see recipes/.")],
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR|config.json",
+            help="What to train, instead of the recipe's model: a Hugging Face model's directory, from its weights if "
+            "it has any, or a configuration.",
+            show_default=False,
+        ),
+    ] = None,
     plan: Annotated[
         str | None,
         typer.Option(
@@ -88,6 +97,8 @@ def train(
 
       thinwire train recipes/quickstart.toml --trace-steps 10:13
 
+      thinwire train recipes/quickstart.toml --model ~/models/qwen3
+
       torchrun --nproc-per-node 4 -m thinwire.cli.main train recipes/quickstart.toml --out runs/torchrun
     """
     with explained(as_json=as_json):
@@ -100,7 +111,12 @@ def train(
         overrides += ["cluster.elastic=true"] if elastic else []
         if trace_steps is not None:
             overrides.append(f"train.trace_steps={json.dumps(trace_steps)}")
-        chosen = Recipe.read(recipe, overrides, plan=None if plan == "auto" else plan)
+        chosen = Recipe.read(
+            recipe,
+            overrides,
+            plan=None if plan == "auto" else plan,
+            model=None if model is None else str(model),
+        )
         ranks = started()
         directory = _directory(recipe, out, resume, ranks)
         notes: tuple[str, ...] = ()
@@ -116,7 +132,7 @@ def train(
             chosen, resolved, measured = _automatic(chosen, resolved, directory, resume, ranks, profile, console)
         elif profile is not None:
             raise UsageError(f"--profile {profile} has no use here: it goes with --plan auto")
-        for note in (*notes, *chosen.replaced(resolved.mesh)):
+        for note in (*_start(chosen), *notes, *chosen.replaced(resolved.mesh)):
             console.print(note, markup=False, soft_wrap=True)
         stream: Stream = "stderr" if as_json else "stdout"
         with advised(recipe, chosen, resolved, directory):
@@ -161,6 +177,19 @@ def _fit(recipe: Recipe, directory: RunDirectory, ranks: Started | None) -> tupl
 
     fitted = continued(recipe, directory, ranks)
     return fitted.recipe, fitted.plan, fitted.notes
+
+
+def _start(recipe: Recipe) -> list[str]:
+    """What a Hugging Face model starts from, one sentence."""
+    model = recipe.model
+    if model.kind != "huggingface":
+        return []
+    source = model.path or (model.config if isinstance(model.config, str) else "the recipe")
+    return [
+        f"starting from the weights in {source}"
+        if model.starts_from_files
+        else f"starting at random, from seed {recipe.train.seed}: the configuration is that of {source}"
+    ]
 
 
 def _directory(recipe: Path, out: Path | None, resume: bool, ranks: Started | None) -> RunDirectory:

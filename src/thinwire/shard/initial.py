@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -69,7 +69,8 @@ def parameters_on_meta() -> Iterator[None]:
 
     # Modules allocate their parameters before they are replaced; not in holes that would be filled for good later.
     give_back_freed_memory()
-    handle = register_module_parameter_registration_hook(on_meta)
+    hook: Any = on_meta  # torch declares that hooks return nothing, and documents that they may return a parameter
+    handle = register_module_parameter_registration_hook(hook)
     try:
         yield
     finally:

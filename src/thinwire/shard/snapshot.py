@@ -32,7 +32,7 @@ from thinwire.shard.optim import ShardedOptimizer
 from thinwire.shard.runtime import Runtime, runtime_of
 from thinwire.shard.state import Chunk, ShardedVector
 
-__all__ = ["load", "save"]
+__all__ = ["SavedModel", "load", "save"]
 
 log = logging.getLogger("thinwire")
 
@@ -130,6 +130,53 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
     for part in loading:
         part.finish()
     return dict(manifest.values["extra"])
+
+
+class SavedModel:
+    """The model of a checkpoint, for one process without a job: parameters and buffers, one at a time.
+
+    Args:
+        path: the checkpoint directory.
+
+    Attributes:
+        shapes: of parameters and persistent buffers, by name.
+
+    Raises:
+        CheckpointError: it is missing, incomplete or corrupt.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._reader = store.Reader(path)
+        values = self._reader.manifest.values
+        self.shapes: dict[str, list[int]] = values.get("shapes", {})
+        _check_slices(self._reader.manifest, self.shapes, path)
+        self._cuts: dict[str, list[int]] = values.get("slices", {})
+
+    def read(self, name: str) -> torch.Tensor:
+        """Give a parameter or a buffer, whole, however it was cut when it was saved.
+
+        Args:
+            name: one of :attr:`shapes`.
+
+        Returns:
+            fp32, or the dtype of a frozen parameter or a buffer; on CPU.
+
+        Raises:
+            CheckpointError: it cannot be read, or has another length than its shape.
+        """
+        key = f"buffer/{name}" if f"buffer/{name}" in self._reader.manifest.vectors else f"model/{name}"
+        shape = list(self.shapes[name])
+        dim, ways = self._cuts.get(name, (0, 1))
+        if name not in self._cuts:
+            return self._shaped(key, shape)
+        part = [*shape[:dim], shape[dim] // ways, *shape[dim + 1 :]]
+        return torch.cat([self._shaped(_sliced(key, index), part) for index in range(ways)], dim)
+
+    def _shaped(self, key: str, shape: list[int]) -> torch.Tensor:
+        found = self._reader.vector(key)
+        if found.numel() != math.prod(shape):
+            raise CheckpointError(f"corrupt: {key} has {found.numel()} elements, and the shape {shape}")
+        return found.view(shape)
 
 
 def _want_all(loading: Sequence[_Loading], vectors: _Vectors) -> None:

@@ -37,6 +37,7 @@ __all__ = [
     "ControlGroup",
     "Json",
     "Manifest",
+    "Reader",
     "ShardedVector",
     "read",
     "read_values",
@@ -235,6 +236,42 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
     if checksums:
         _check_files(opened.directory, opened.manifest, range(len(opened.manifest.files)))
     return opened.manifest
+
+
+@final
+class Reader:
+    """A checkpoint that one process reads, vector by vector, without a job.
+
+    Args:
+        path: the checkpoint directory.
+
+    Attributes:
+        manifest: its table of contents.
+
+    Raises:
+        CheckpointError: naming the file that is missing or corrupt; every file has been read once when this returns.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        opened = _open(path)
+        self._directory, self.manifest = opened.directory, opened.manifest
+        _check_files(opened.directory, opened.manifest, range(len(opened.manifest.files)))
+
+    def vector(self, key: str) -> torch.Tensor:
+        """Give a vector, whole: 1-D, in the dtype in which it is stored.
+
+        Raises:
+            CheckpointError: there is no such vector, or the disk fails.
+        """
+        entry = self.manifest.vectors.get(key)
+        if entry is None:
+            raise CheckpointError(f"{self._directory}: {_missing_keys([key], self.manifest.vectors)}")
+        found = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
+        try:
+            read_chunks(self._directory, self.manifest, {key: ShardedVector(entry.numel, (Chunk(0, found),))})
+        except OSError as error:
+            raise CheckpointError(f"{self._directory}: {key} cannot be read: {_explain(error)}") from error
+        return found
 
 
 def _together(control: ControlGroup, doing: str, action: Callable[[], T]) -> list[T]:

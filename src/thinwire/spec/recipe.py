@@ -181,7 +181,8 @@ class DataRecipe(Spec):
     text_key: str = Field(default="text", description="JSON key or Parquet column that holds the text")
     tokenizer: str = Field(
         default="bpe",
-        description='"bpe" trains one on this text; or a tokenizer.json, or a directory that holds one',
+        description='"bpe" trains one on this text; or a tokenizer.json, or a directory that holds one; unset: that of '
+        "the model's directory, if there is one",
     )
     vocab: Count | None = Field(
         default=None, description="ids of the trained tokenizer (4096), or of a bin without header"
@@ -332,6 +333,28 @@ def plan_table(value: Any) -> Any:
     return {"file": value} if value.endswith(".toml") or "/" in value else {"preset": value}
 
 
+def model_table(source: str) -> dict[str, Any]:
+    """The table that ``--model`` stands for.
+
+    Args:
+        source: a Hugging Face model's directory, with weights or without, or a ``config.json``.
+
+    Returns:
+        A table: ``path`` where there are weights, else ``config``.
+
+    Raises:
+        SpecError: there is no configuration.
+    """
+    place = Path(source).expanduser()
+    if not (place / "config.json" if place.is_dir() else place).is_file():
+        raise SpecError(
+            "--model", [f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"]
+        )
+    # Pickled weights, too: refusing them is better than starting at random where somebody expects them.
+    weights = place.is_dir() and any([*place.glob("*.safetensors*"), *place.glob("pytorch_model*.bin")])
+    return {"kind": "huggingface", ("path" if weights else "config"): str(place.absolute())}
+
+
 class Recipe(Spec):
     """A training run."""
 
@@ -347,13 +370,21 @@ class Recipe(Spec):
     cluster: ClusterRecipe = Field(default=ClusterRecipe(), description="ranks to start")
 
     @classmethod
-    def read(cls, path: str | Path, settings: Sequence[str] = (), *, plan: str | None = None) -> Recipe:
+    def read(
+        cls,
+        path: str | Path,
+        settings: Sequence[str] = (),
+        *,
+        plan: str | None = None,
+        model: str | None = None,
+    ) -> Recipe:
         """Read a recipe file and change it from the command line.
 
         Args:
             path: the TOML file.
             settings: ``dotted.key=value`` each; ``plan.*`` changes keys of the plan.
             plan: replaces the recipe's plan: a preset's name or a plan file.
+            model: replaces the recipe's model: a Hugging Face model's directory, or its ``config.json``.
 
         Returns:
             The recipe, with absolute paths.
@@ -364,9 +395,20 @@ class Recipe(Spec):
         table = _absolute(read_toml_file(path), Path(path).resolve().parent)
         if plan is not None:
             table["plan"] = plan
+        if model is not None:
+            table["model"] = model_table(model)
         # A table from the start, so that settings can change single keys of it.
         table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
-        return cls.parse(_absolute(apply_settings(table, settings), Path.cwd()), str(path))
+        return cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
+
+    @rule("model", "data")
+    def _trained_weights_keep_their_tokenizer(self) -> Iterator[Problem]:
+        if self.model.starts_from_files and self.data.source != "tokens" and self.data.tokenizer == "bpe":
+            yield Problem(
+                "data.tokenizer",
+                f'= "bpe" trains a new one, but the weights in model.path = {self.model.path} know the ids of theirs; '
+                'set it to a directory with that tokenizer.json, or model.weights = "random"',
+            )
 
     def resolved_plan(self, mesh: Factor, *, auto_dtype: Dtype = "bfloat16") -> Plan:
         """The plan of this recipe on a mesh.
@@ -514,6 +556,21 @@ class Recipe(Spec):
 def _busy_count(plan: Plan) -> int:
     """The smallest multiple of the stages that is not less than the plan's micro-batches."""
     return -(-plan.micro_batches // plan.pp) * plan.pp
+
+
+def _with_tokenizer(table: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's table with the tokenizer of its model's directory, where it names none."""
+    model, data = table.get("model"), table.setdefault("data", {})
+    if not isinstance(model, dict) or not isinstance(data, dict) or model.get("kind") != "huggingface":
+        return table
+    source = model.get("path") or model.get("config")
+    if "tokenizer" in data or data.get("source") == "tokens" or not isinstance(source, str):
+        return table
+    place = Path(source)
+    home = place.parent if place.is_file() else place
+    if (home / "tokenizer.json").is_file():
+        data["tokenizer"] = str(home)
+    return table
 
 
 def _absolute(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:

@@ -6,15 +6,16 @@ the same order. Nothing here knows of tokens.
 
 from __future__ import annotations
 
+import contextlib
 import glob
-import gzip
 import hashlib
+import io
 import json
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import IO, Final, Literal
 
 from thinwire.errors import DataError
 
@@ -22,8 +23,8 @@ Kind = Literal["stdlib", "text", "jsonl", "parquet"]
 
 SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
     "stdlib": (".py",),
-    "text": (".txt", ".md", ".rst", ".py", ".text", ".txt.gz"),
-    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz"),
+    "text": (".txt", ".md", ".rst", ".py", ".text", ".txt.gz", ".txt.zst"),
+    "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst"),
     "parquet": (".parquet",),
 }
 """File names that a directory of each kind contributes; files named one by one may have any name."""
@@ -31,6 +32,7 @@ SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
 _NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
+_READ_BYTES: Final = 1 << 20
 _HASH_CONTENT_BELOW: Final = 256 * 2**20
 
 
@@ -190,21 +192,40 @@ def _expand(path: str, kind: Kind) -> list[Path]:
     raise DataError(f"data.paths: {path} does not exist; give an existing file, directory or glob")
 
 
-def _read_bytes(path: Path) -> bytes:
+_CODECS: Final = {".gz": "gzip", ".zst": "zstd"}
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[IO[bytes]]:
+    """A file's bytes, decompressed as they are read.
+
+    Yields:
+        A stream.
+
+    Raises:
+        DataError: it cannot be read.
+    """
     try:
-        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        if path.suffix not in _CODECS:
+            with path.open("rb") as stream:
+                yield stream
+            return
+        import pyarrow
+
+        with path.open("rb") as packed, pyarrow.CompressedInputStream(packed, _CODECS[path.suffix]) as unpacked:
+            yield io.BufferedReader(unpacked, _READ_BYTES)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
 def _read_text(path: Path) -> str:
     # A few old sources are Latin-1; a replacement character is better than no corpus.
-    return _read_bytes(path).decode("utf-8", errors="replace")
+    with _opened(path) as stream:
+        return stream.read().decode("utf-8", errors="replace")
 
 
 def _read_jsonl(path: Path, key: str) -> Iterator[str]:
-    opener = gzip.open if path.suffix == ".gz" else open
-    with opener(path, "rb") as raw:
+    with _opened(path) as raw:
         for number, line in enumerate(raw, start=1):
             if not line.strip():
                 continue

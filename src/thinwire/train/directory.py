@@ -90,6 +90,11 @@ class RunDirectory:
         return self.path / "tokenizer.json"
 
     @property
+    def model(self) -> Path:
+        """What was kept of a Hugging Face model's configuration and of the tokenizer, beside ``tokenizer``."""
+        return self.path / "model"
+
+    @property
     def checkpoints(self) -> Path:
         """Checkpoints, one directory each."""
         return self.path / "checkpoints"

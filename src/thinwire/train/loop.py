@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import socket
 from dataclasses import dataclass
 from importlib import util
@@ -14,6 +13,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.directory import write_json
+from thinwire.train.kept import keep_sources
 from thinwire.train.metrics import MetricsLog
 from thinwire.train.progress import ProgressReport, Stream
 from thinwire.train.room import explained_exhaustion, measure_room
@@ -103,8 +103,7 @@ def resume(trainer: Trainer) -> list[str]:
 
 def _open_log(job: Job, step: int, notes: list[str]) -> MetricsLog:
     directory = job.directory
-    if job.dataset.tokenizer is not None:
-        shutil.copyfile(job.dataset.tokenizer, directory.tokenizer)
+    keep_sources(directory, job.recipe, job.dataset)
     events = directory.tensorboard if job.recipe.train.tensorboard else None
     if events is not None and util.find_spec("tensorboard") is None:
         notes.append("no TensorBoard events: tensorboard is not installed (pip install tensorboard)")

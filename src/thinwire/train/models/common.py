@@ -164,7 +164,7 @@ class Draw:
     """
 
     name: str
-    weight: nn.Parameter
+    weight: Tensor
     std: float
 
 
@@ -183,8 +183,9 @@ def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) 
     found = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
+            weight: Tensor = module.weight
             is_output = name.rsplit(".", 1)[-1] in residual_outputs
-            found.append(Draw(f"{name}.weight", module.weight, 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02))
+            found.append(Draw(f"{name}.weight", weight, 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02))
     return found
 
 

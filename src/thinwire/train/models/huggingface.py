@@ -108,12 +108,26 @@ def on_meta(recipe: ModelRecipe) -> Any:
     Raises:
         DataError: the configuration is missing or describes no causal language model.
     """
+    what = "model.config" if recipe.path is None else f"model.path = {recipe.path}"
+    return causal_on_meta(read_config(recipe), what)
+
+
+def read_config(recipe: ModelRecipe) -> dict[str, Any]:
+    """The configuration of a recipe's Hugging Face model.
+
+    Args:
+        recipe: of ``kind = "huggingface"``.
+
+    Returns:
+        What its ``config.json`` holds.
+
+    Raises:
+        DataError: there is none.
+    """
     if recipe.path is not None:
-        return causal_on_meta(_read_config("model.path", recipe.path), f"model.path = {recipe.path}")
+        return _read_config("model.path", recipe.path)
     assert recipe.config is not None, "the recipe's own rule demands path or config"
-    config = recipe.config
-    table = _read_config("model.config", config) if isinstance(config, str) else config
-    return causal_on_meta(table, "model.config")
+    return _read_config("model.config", recipe.config) if isinstance(recipe.config, str) else dict(recipe.config)
 
 
 def causal_on_meta(table: Mapping[str, Any], what: str) -> Any:

@@ -124,7 +124,8 @@ class _Views(TorchFunctionMode):
 
 def _part(name: str, view: Tensor, source: str, shape: Sequence[int]) -> FileTensor | None:
     """Which region of a contiguous parameter a view is; None where it is no rectangle with its dimensions in order."""
-    offset, region, dims = view.storage_offset(), [], []
+    offset, region = int(view.storage_offset()), []
+    dims: list[int] = []
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :])
         begin, offset = divmod(offset, stride)

@@ -1,0 +1,66 @@
+"""``thinwire export``: a run in, a directory that transformers loads out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from thinwire.cli.console import wide_console
+from thinwire.cli.errors import explained
+from thinwire.cli.summary import shown
+
+
+class Precision(StrEnum):
+    """Of exported weights."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
+    to: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
+    step: Annotated[
+        int | None, typer.Option(min=0, help="Of the checkpoint; by default the newest.", show_default=False)
+    ] = None,
+    dtype: Annotated[Precision, typer.Option(help="Of the weights; masters are float32.")] = Precision.float32,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of a file of weights, at most.")] = "5GB",
+    force: Annotated[bool, typer.Option("--force", help="Replace the model in a directory that is not empty.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON to stdout.")] = False,
+) -> None:
+    """Write a run's model and tokenizer for Hugging Face's transformers: config.json, safetensors, tokenizer.json.
+
+    Reads any checkpoint, whatever plan it was saved under, one tensor at a time.
+
+    [bold]Examples[/bold]
+
+      thinwire export runs/quickstart --to exported/quickstart
+
+      thinwire export runs/quickstart --to exported/quickstart --step 450 --dtype bfloat16 --force
+    """
+    with explained(as_json=as_json):
+        from thinwire.errors import SpecError
+        from thinwire.train.directory import RunDirectory
+        from thinwire.train.export import export as write
+        from thinwire.units import format_bytes, parse_bytes
+
+        size = parse_bytes(max_shard_size)
+        if size < 1:
+            raise SpecError("--max-shard-size", [f"{max_shard_size!r} holds nothing; expected for example 5GB"])
+        done = write(RunDirectory(run), to, step=step, dtype=dtype.value, max_shard_bytes=size, force=force)
+        if as_json:
+            print(json.dumps({**dataclasses.asdict(done), "directory": str(to)}))
+        console = wide_console(as_json=as_json)
+        count = len(done.files)
+        console.print(
+            f"{done.architecture} of {done.parameters:,} parameters as of step {done.step}: {count} "
+            f"file{'s' if count > 1 else ''} of {format_bytes(done.num_bytes)} in {shown(to)}",
+            markup=False,
+        )
+        if not done.tokenizer:
+            console.print("no tokenizer: the run trained on token ids and knows none", markup=False)

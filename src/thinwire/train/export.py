@@ -1,0 +1,279 @@
+"""From a run's checkpoint to a directory that ``transformers`` loads: one tensor in memory at a time.
+
+Tensors go straight into their files: a header that says where each will lie, then one after the other, read from the
+checkpoint, cast, written. The directory appears under its name when everything is on disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import CheckpointError, UsageError
+from thinwire.shard.manifest import SAFETENSORS_CODES
+from thinwire.shard.snapshot import SavedModel
+from thinwire.spec.plan import Dtype
+from thinwire.spec.recipe import Recipe
+from thinwire.train.checkpoint import Checkpoint, checkpoints
+from thinwire.train.directory import RunDirectory, write_json
+from thinwire.train.kept import kept_config, write_tokenizer
+from thinwire.train.models.build import draft
+from thinwire.train.models.exported import Layout, OutTensor, layout_of_huggingface, layout_of_ours
+from thinwire.train.models.gpt import GPT
+from thinwire.train.models.llama import Llama
+from thinwire.train.models.weights import INDEX, SINGLE
+
+__all__ = ["Exported", "export"]
+
+_ALIGNMENT: Final = 8
+
+
+@final
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        step: of the checkpoint.
+        architecture: class of ``transformers`` that loads it.
+        parameters: elements in all.
+        files: names of the safetensors files.
+        num_bytes: their size.
+        tokenizer: whether the run had one.
+    """
+
+    step: int
+    architecture: str
+    parameters: int
+    files: tuple[str, ...]
+    num_bytes: int
+    tokenizer: bool
+
+
+@final
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor and its shape."""
+
+    tensor: OutTensor
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+def export(
+    run: RunDirectory,
+    to: Path,
+    *,
+    step: int | None = None,
+    dtype: Dtype = "float32",
+    max_shard_bytes: int = 5 * 10**9,
+    force: bool = False,
+) -> Exported:
+    """Write a run's model as ``transformers`` saves one, tokenizer included.
+
+    Args:
+        run: its directory.
+        to: the directory to write.
+        step: of the checkpoint; the newest unless said.
+        dtype: of the written weights.
+        max_shard_bytes: no file holds more, unless a single tensor does.
+        force: write into a directory that is not empty, and replace a model in it.
+
+    Returns:
+        What was written.
+
+    Raises:
+        UsageError: there is no such run, or the directory is not empty.
+        CheckpointError: the checkpoint is missing or corrupt, or does not fit the run's model; or the disk is full.
+        DataError: what the run kept of its model is missing.
+    """
+    if not run.recipe.is_file():
+        raise UsageError(f"{run.path} holds no run: it has no {run.recipe.name}")
+    if to.exists() and not to.is_dir():
+        raise UsageError(f"{to} is a file; give a directory to write to")
+    if to.is_dir() and any(to.iterdir()) and not force:
+        raise UsageError(f"{to} is not empty; choose another directory, or add --force to replace the model in it")
+    recipe = Recipe.load(run.recipe)
+    checkpoint = _chosen(run, step)
+    saved = SavedModel(checkpoint.path)
+    layout, length = _layout(run, recipe, saved)
+    _check_fits(layout, saved, checkpoint)
+    try:
+        to.parent.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent))
+        try:
+            found = _write(staging, layout, saved, getattr(torch, dtype), max_shard_bytes)
+            end = write_tokenizer(run, staging, length)
+            write_json(staging / "config.json", _config(layout, dtype, end))
+            staging.chmod(0o755)
+            _publish(staging, to)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(
+            f"{to}: cannot export: {error.strerror or error}; free some space or export elsewhere"
+        ) from error
+    architecture = str(layout.config["architectures"][0])
+    parameters = sum(file.elements for file in found)
+    names = tuple(file.name for file in found)
+    return Exported(checkpoint.step, architecture, parameters, names, sum(f.num_bytes for f in found), end is not None)
+
+
+def _chosen(run: RunDirectory, step: int | None) -> Checkpoint:
+    known = checkpoints(run.checkpoints)
+    if not known:
+        raise CheckpointError(f"{run.path} has no checkpoint to export; train until the first, see checkpoint.every")
+    if step is None:
+        return known[-1]
+    for checkpoint in known:
+        if checkpoint.step == step:
+            return checkpoint
+    there = ", ".join(str(checkpoint.step) for checkpoint in known)
+    raise CheckpointError(f"--step {step}: {run.path} has checkpoints of steps {there}")
+
+
+def _layout(run: RunDirectory, recipe: Recipe, saved: SavedModel) -> tuple[Layout, int]:
+    """Of the run's model; and the longest sequence that it takes."""
+    if recipe.model.kind == "huggingface":
+        config = kept_config(run)
+        longest = config.get("max_position_embeddings") or config.get("n_positions") or recipe.train.seq
+        return layout_of_huggingface(config, str(run.model / "config.json")), int(longest)
+    name = next((name for name in ("embed_tokens.weight", "embed_in.weight") if name in saved.shapes), None)
+    if name is None:
+        raise CheckpointError(f"{run.path}: the checkpoint is of no model of this recipe: it has no embedding")
+    rows = saved.shapes[name][0]
+    model = draft(recipe.model, vocab=rows, seq=recipe.train.seq, seed=0, recompute=False).model
+    assert isinstance(model, Llama | GPT)
+    return layout_of_ours(model), model.config.seq
+
+
+def _check_fits(layout: Layout, saved: SavedModel, checkpoint: Checkpoint) -> None:
+    differences = [
+        f"{name} is {there or 'missing'} in the checkpoint, {here or 'missing'} in the model"
+        for name in {**layout.shapes, **saved.shapes}
+        if (there := saved.shapes.get(name)) != (here := layout.shapes.get(name))
+    ]
+    if differences:
+        more = f", and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(f"{checkpoint.path}: of another model than the run's: {'; '.join(differences[:3])}{more}")
+
+
+def _config(layout: Layout, dtype: Dtype, end: int | None) -> dict[str, Any]:
+    config = {key: value for key, value in layout.config.items() if key not in ("dtype", "torch_dtype")}
+    if end is not None:
+        config = {"bos_token_id": end, "eos_token_id": end, **config}
+    return {**config, "torch_dtype": dtype}
+
+
+# -- files -----------------------------------------------------------------------------------------------------
+
+
+@final
+@dataclass(frozen=True)
+class _Written:
+    """A safetensors file.
+
+    Attributes:
+        name: of the file.
+        tensors: names of what it holds.
+        elements: in all.
+        num_bytes: of its elements.
+    """
+
+    name: str
+    tensors: tuple[str, ...]
+    elements: int
+    num_bytes: int
+
+
+def _write(
+    directory: Path, layout: Layout, saved: SavedModel, dtype: torch.dtype, max_shard_bytes: int
+) -> list[_Written]:
+    planned = []
+    for tensor in layout.tensors:
+        stand_in = torch.empty(layout.shapes[tensor.source], device="meta")
+        planned.append(_Planned(tensor, tuple(tensor.make(stand_in).shape)))
+    shards = list(_dealt(planned, dtype.itemsize, max_shard_bytes))
+    source = _Source(saved)
+    written = []
+    for number, shard in enumerate(shards, start=1):
+        name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(directory / name, shard, source, dtype)
+        elements = sum(part.numel for part in shard)
+        written.append(_Written(name, tuple(part.tensor.name for part in shard), elements, elements * dtype.itemsize))
+    if len(written) > 1:
+        index = {
+            "metadata": {"total_size": sum(file.num_bytes for file in written)},
+            "weight_map": {name: file.name for file in written for name in file.tensors},
+        }
+        write_json(directory / INDEX, index)
+    return written
+
+
+def _dealt(planned: Sequence[_Planned], itemsize: int, max_shard_bytes: int) -> Iterator[list[_Planned]]:
+    """Consecutive tensors, as many to a file as fit."""
+    shard: list[_Planned] = []
+    size = 0
+    for part in planned:
+        if shard and size + part.numel * itemsize > max_shard_bytes:
+            yield shard
+            shard, size = [], 0
+        shard.append(part)
+        size += part.numel * itemsize
+    yield shard
+
+
+class _Source:
+    """Parameters of a checkpoint; the last is kept, as several tensors may be parts of it."""
+
+    def __init__(self, saved: SavedModel) -> None:
+        self._saved = saved
+        self._last: tuple[str, Tensor] | None = None
+
+    def read(self, name: str) -> Tensor:
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next is read
+            self._last = name, self._saved.read(name)
+        return self._last[1]
+
+
+def _write_file(path: Path, parts: Sequence[_Planned], source: _Source, dtype: torch.dtype) -> None:
+    """Write a safetensors file: the length of a header, the header (JSON, padded), the tensors' bytes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for part in parts:
+        end = at + part.numel * dtype.itemsize
+        entry = {"dtype": SAFETENSORS_CODES[dtype], "shape": list(part.shape), "data_offsets": [at, end]}
+        header[part.tensor.name], at = entry, end
+    raw = json.dumps(header, separators=(",", ":")).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT)
+    with path.open("xb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        for part in parts:
+            value = part.tensor.make(source.read(part.tensor.source)).to(dtype).contiguous()
+            stream.write(value.reshape(-1).view(torch.uint8).numpy().data)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def _publish(staging: Path, to: Path) -> None:
+    """Give the directory its name; into one that exists, move the files and remove the weights that were there."""
+    if not to.exists():
+        staging.rename(to)
+        return
+    for stale in (*to.glob("model*.safetensors"), to / INDEX):
+        stale.unlink(missing_ok=True)
+    for file in staging.iterdir():
+        file.replace(to / file.name)

@@ -1,0 +1,113 @@
+"""What a run keeps of where it started: the model's configuration and the tokenizer, so that it can be exported when
+the originals are gone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.errors import DataError
+from thinwire.spec.recipe import Recipe
+from thinwire.train.directory import RunDirectory, write_json
+from thinwire.train.models.huggingface import read_config
+from thinwire.train.packing import Dataset
+from thinwire.train.tokenizer import Tokenizer
+
+__all__ = ["TOKENIZER_FILES", "keep_sources", "kept_config", "write_tokenizer"]
+
+TOKENIZER_FILES: Final = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""What may lie beside a ``tokenizer.json``."""
+
+_GENERATION: Final = "generation_config.json"
+
+
+def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset) -> None:
+    """Copy what is small and needed later; called by one process.
+
+    Args:
+        directory: of the run.
+        recipe: of the run.
+        dataset: its tokens.
+    """
+    model = recipe.model
+    directory.model.mkdir(exist_ok=True)
+    home = None
+    if model.kind == "huggingface":
+        write_json(directory.model / "config.json", read_config(model))
+        source = model.path if model.config is None else model.config
+        home = Path(source).expanduser() if isinstance(source, str) else None
+        home = home.parent if home is not None and home.is_file() else home
+        if home is not None:
+            _copy(home, directory.model, (_GENERATION,))
+    if dataset.tokenizer is not None:
+        shutil.copyfile(dataset.tokenizer, directory.tokenizer)
+        if recipe.data.tokenizer != "bpe":
+            named = Path(recipe.data.tokenizer).expanduser()
+            _copy(named.parent if named.is_file() else named, directory.model, TOKENIZER_FILES)
+    elif home is not None and model.starts_from_files and (home / "tokenizer.json").is_file():
+        # Bins without a tokenizer, for a model that has one: its embedding knows these ids and no others.
+        shutil.copyfile(home / "tokenizer.json", directory.tokenizer)
+        _copy(home, directory.model, TOKENIZER_FILES)
+
+
+def kept_config(directory: RunDirectory) -> dict[str, Any]:
+    """The configuration that a run's Hugging Face model was built from.
+
+    Args:
+        directory: of the run.
+
+    Raises:
+        DataError: the run has none.
+    """
+    file = directory.model / "config.json"
+    try:
+        table = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{file}, the configuration that the run kept, cannot be read: {error}") from error
+    if not isinstance(table, dict):
+        raise DataError(f"{file} should hold a JSON object")
+    return table
+
+
+def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | None:
+    """Write a run's tokenizer as ``transformers`` reads it.
+
+    Args:
+        directory: of the run.
+        to: an existing directory.
+        length: of the longest sequence that the model takes.
+
+    Returns:
+        The id that ends a text; None where the run has no tokenizer.
+    """
+    if not directory.tokenizer.is_file():
+        return None
+    tokenizer = Tokenizer.load(directory.tokenizer)
+    shutil.copyfile(directory.tokenizer, to / "tokenizer.json")
+    _copy(directory.model, to, (*TOKENIZER_FILES, _GENERATION))
+    if not (to / "tokenizer_config.json").exists():
+        end = tokenizer.backend.id_to_token(tokenizer.end)
+        about = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": end,  # our documents begin where one has ended
+            "eos_token": end,
+            "unk_token": None,
+            "clean_up_tokenization_spaces": False,
+            "model_max_length": length,
+        }
+        write_json(to / "tokenizer_config.json", about)
+    return tokenizer.end
+
+
+def _copy(source: Path, to: Path, names: tuple[str, ...]) -> None:
+    for name in names:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, to / name)
