@@ -124,12 +124,13 @@ class Place:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        write_text(path / "text.txt", words=100, lines=600)
+        write_text(path / "text.txt")
         self.settings = [f"--set={word}" for word in [*TINY, f"data.paths=[{str(path / 'text.txt')!r}]"]]
 
     def start(self, script: Path, recipe: Path, **variables: str) -> subprocess.Popen[str]:
         tools = os.pathsep.join((str(self.path / "tools"), str(Path(sys.executable).parent), os.environ["PATH"]))
-        told = {"PATH": tools, "OUT": str(self.path / "run"), "THINWIRE_CACHE": str(self.path / "cache"), **variables}
+        told = {"PATH": tools, "OUT": str(self.path / "run"), "THINWIRE_CACHE": str(self.path / "cache")}
+        told |= {"MAX_RESTARTS": "0", **variables}
         return subprocess.Popen(
             ["bash", script, recipe, "--plan=preset:zero1", *self.settings],
             cwd=self.path,
@@ -140,7 +141,7 @@ class Place:
         )
 
     def finished(self, process: subprocess.Popen[str]) -> str:
-        output, _ = process.communicate(timeout=250)
+        output, _ = process.communicate(timeout=280)
         assert process.returncode == 0, output
         return output
 
@@ -156,6 +157,7 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("recipe", LARGE, ids=name)
 def test_torchrun_trains_a_tiny_one_of_it_and_continues(place: Place, recipe: Path) -> None:
     if "preset" in recipe.read_text().partition("[model]")[2].partition("[data]")[0]:
@@ -170,6 +172,7 @@ def test_torchrun_trains_a_tiny_one_of_it_and_continues(place: Place, recipe: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranked", [True, False], ids=["with NODE_RANK", "without"])
 def test_torchrun_on_two_nodes(place: Place, ranked: bool) -> None:
     common = {"NNODES": "2", "NPROC": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
@@ -204,6 +207,7 @@ for task in "${tasks[@]}"; do wait "$task"; done
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_slurm_on_two_nodes(place: Place) -> None:
     """SLURM's variables are real, srun is a stand-in that starts both tasks here."""
     (place.path / "tools").mkdir()
