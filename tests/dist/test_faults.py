@@ -24,7 +24,11 @@ MANY = ("--set", "train.steps=100000", "--set", "checkpoint.every=1000")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("faults"))
+    found = Runs(tmp_path_factory.mktemp("faults"))
+    found.environment["OMP_NUM_THREADS"] = (
+        "1"  # threads that wait for each other take long on a machine with other work
+    )
+    return found
 
 
 def listening(process: int) -> set[str]:
@@ -123,17 +127,17 @@ def test_out_of_memory_names_a_plan_that_fits_and_it_does(runs: Runs) -> None:
 
 def test_a_run_goes_on_with_fewer_ranks_on_the_same_samples(runs: Runs) -> None:
     """Four ranks, then two: as if four had gone on."""
-    quarter = ("--elastic", "--nodes", "2", "--nproc", "2", "--set", "train.global_batch=16")
+    quarter = ("--elastic", "--nodes", "2", "--nproc", "2")
     runs.run("whole", *quarter, "--set", "train.steps=30")
     runs.run("elastic", *quarter, "--set", "train.steps=15")
     fewer = ("--elastic", "--nodes", "1", "--nproc", "2", "--set", "train.steps=30")
     output, _ = runs.run("elastic", *fewer)
     assert "2 ranks instead of 4" in output
-    assert "a step's 16 sequences are 4 micro-batches of 2 on each of 2" in output
+    assert "a step's 8 sequences are 2 micro-batches of 2 on each of 2" in output
     assert "resumed from" in output
     assert runs.losses("elastic") == pytest.approx(runs.losses("whole"), rel=1e-3)
     samples = [record["samples"] for record in runs.records("elastic")]
-    assert samples == [16 * step for step in range(1, 31)]
+    assert samples == [8 * step for step in range(1, 31)]
 
 
 def on_a_small_disk(runs: Runs, name: str, size: str, *arguments: str) -> tuple[int, str, str]:
