@@ -103,13 +103,11 @@ def test_what_does_not_fit_is_said_before_anything_is_read(
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:
-    found = drafted({"kind": "huggingface", "config": FAMILIES["llama"]})
     recipe = {"kind": "huggingface", "path": str(tmp_path)}
     (tmp_path / "config.json").write_text(json.dumps(FAMILIES["llama"]))
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(DataError, match="is a pickle, which is never loaded"):
         drafted(recipe).values.open()
-    del found
     random_model("llama").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()

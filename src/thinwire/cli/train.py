@@ -132,7 +132,7 @@ def train(
             chosen, resolved, measured = _automatic(chosen, resolved, directory, resume, ranks, profile, console)
         elif profile is not None:
             raise UsageError(f"--profile {profile} has no use here: it goes with --plan auto")
-        for note in (*_start(chosen), *notes, *chosen.replaced(resolved.mesh)):
+        for note in (*(() if resume else _start(chosen)), *notes, *chosen.replaced(resolved.mesh)):
             console.print(note, markup=False, soft_wrap=True)
         stream: Stream = "stderr" if as_json else "stdout"
         with advised(recipe, chosen, resolved, directory):

@@ -116,7 +116,7 @@ def export(
         try:
             found = _write(staging, layout, saved, getattr(torch, dtype), max_shard_bytes)
             end = write_tokenizer(run, staging, length)
-            write_json(staging / "config.json", _config(layout, dtype, end))
+            write_json(staging / "config.json", _config(layout, dtype, end, own=recipe.data.tokenizer == "bpe"))
             staging.chmod(0o755)
             _publish(staging, to)
         finally:
@@ -170,11 +170,18 @@ def _check_fits(layout: Layout, saved: SavedModel, checkpoint: Checkpoint) -> No
         raise CheckpointError(f"{checkpoint.path}: of another model than the run's: {'; '.join(differences[:3])}{more}")
 
 
-def _config(layout: Layout, dtype: Dtype, end: int | None) -> dict[str, Any]:
+def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict[str, Any]:
+    """The configuration, with the id that ends a text; one that it has already is of a tokenizer that it came with.
+
+    Args:
+        layout: of the model.
+        dtype: of the weights.
+        end: the id, if it is known.
+        own: whether the run has trained its tokenizer itself.
+    """
     config = {key: value for key, value in layout.config.items() if key not in ("dtype", "torch_dtype")}
-    if end is not None:
-        config = {"bos_token_id": end, "eos_token_id": end, **config}
-    return {**config, "torch_dtype": dtype}
+    ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
+    return {**ends, **config, **(ends if own else {}), "torch_dtype": dtype}
 
 
 # -- files -----------------------------------------------------------------------------------------------------

@@ -78,7 +78,7 @@ def kept_config(directory: RunDirectory) -> dict[str, Any]:
 
 
 def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | None:
-    """Write a run's tokenizer as ``transformers`` reads it.
+    """Write a run's tokenizer as ``transformers`` reads it, and how its model came to generate text.
 
     Args:
         directory: of the run.
@@ -88,11 +88,12 @@ def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | Non
     Returns:
         The id that ends a text; None where the run has no tokenizer.
     """
+    _copy(directory.model, to, (_GENERATION,))
     if not directory.tokenizer.is_file():
         return None
     tokenizer = Tokenizer.load(directory.tokenizer)
     shutil.copyfile(directory.tokenizer, to / "tokenizer.json")
-    _copy(directory.model, to, (*TOKENIZER_FILES, _GENERATION))
+    _copy(directory.model, to, TOKENIZER_FILES)
     if not (to / "tokenizer_config.json").exists():
         end = tokenizer.backend.id_to_token(tokenizer.end)
         about = {

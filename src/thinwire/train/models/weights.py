@@ -75,7 +75,7 @@ class LoadedValues:
         """Check names, shapes and types of all tensors, from the files' headers.
 
         Returns:
-            A digest of the headers and of samples of the files' contents.
+            A digest of the headers and of the files' last bytes.
 
         Raises:
             DataError: in one sentence, everything that is missing, of another shape or type, or too much.
@@ -257,7 +257,7 @@ def _phrase(what: str, names: Sequence[str]) -> list[str]:
 
 
 def _digest(held: Mapping[str, _Held]) -> str:
-    """Of all headers, and of the first and last bytes of each file: other weights of the same shapes are noticed."""
+    """Of all headers, and of the last bytes of each file: other weights of the same shapes are noticed."""
     digest = hashlib.blake2b(digest_size=6)
     digest.update(repr(sorted((name, entry.shape, entry.dtype) for name, entry in held.items())).encode())
     for file in sorted({entry.file for entry in held.values()}):
