@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
+from thinwire.cli.bench_planner import planner
 from thinwire.spec import Plan
 from thinwire.study.pairs import Choice, Pair, sheets
 from thinwire.study.planning import _add
 
+ROOT = Path(__file__).parents[2]
+
 
 def pair(plan: str, predicted: float, measured: float, **changes: Any) -> Pair:
     fields: dict[str, Any] = {
-        "model": "m", "bandwidth": "1gbit", "cap": None, "plan": plan, "factors": plan, "pace": 1.0,
+        "model": "m", "bandwidth": "1gbit", "cap": None, "plan": plan, "factors": plan,
+        "local_ms": 50.0, "pace": 1.0,
         "predicted_ms": predicted, "measured_ms": measured, "spread_ms": 0.0, "predicted_bytes": 104,
         "measured_bytes": 100,
     }  # fmt: skip
@@ -70,3 +77,32 @@ def test_a_choice_that_is_a_preset_is_measured_once(name: str) -> None:
     assert len(plans) == 2
     assert _add(plans, chosen.with_(bucket_bytes=1 << 23), "for 1gbit") == "for 1gbit"
     assert len(plans) == 3
+
+
+def test_the_model_as_it_is_now_says_what_the_page_says(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Of the pairs that were measured for it, whatever has been changed since."""
+    results = ROOT / "docs" / "results"
+    page = tmp_path / "planner.md"
+    page.write_text((ROOT / "docs" / "planner.md").read_text(encoding="utf-8"), encoding="utf-8")
+    planner(again=results / "planner.json", profiles=results / "planner", json_path=tmp_path / "now.json", page=page)
+    assert "reached" in capsys.readouterr().out
+    now, then = (json.loads(path.read_text()) for path in (tmp_path / "now.json", results / "planner.json"))
+    assert {key: now[key] for key in ("environment", "command", "choices")} == {
+        key: then[key] for key in ("environment", "command", "choices")
+    }
+    error, allowed, _ = goals([Pair(**row) for row in now["pairs"]], [Choice(**row) for row in now["choices"]])[
+        f"step time, mean error over {len(now['pairs'])} pairs"
+    ]
+    assert float(error.rstrip("%")) <= float(allowed.rstrip("%"))
+    assert page.read_text(encoding="utf-8") == (ROOT / "docs" / "planner.md").read_text(encoding="utf-8")
+
+
+def test_results_of_other_plans_are_not_predicted_again(tmp_path: Path) -> None:
+    results = ROOT / "docs" / "results"
+    other = json.loads((results / "planner.json").read_text())
+    other["pairs"][0]["factors"] = "something else"
+    (tmp_path / "other.json").write_text(json.dumps(other))
+    with pytest.raises(typer.Exit):
+        planner(again=tmp_path / "other.json", profiles=results / "planner")
+    with pytest.raises(typer.Exit):
+        planner(again=tmp_path / "other.json")

@@ -156,16 +156,20 @@ def measured(
     return make_rows(samples, systems, tokens=tokens, cores=num_cores())
 
 
-def write_results(path: Path, content: Mapping[str, Any]) -> None:
+def write_results(path: Path, content: Mapping[str, Any], *, measured: Mapping[str, Any] | None = None) -> None:
     """Write figures together with what a reader needs to judge and repeat them.
 
     Args:
         path: of the JSON file.
         content: the figures; ``environment`` and ``command`` come behind them.
+        measured: results whose measurements these are, if nothing was measured now: those two stay as they were there.
     """
     from thinwire.lab.bench.environment import describe
 
-    whole = {**content, "environment": describe(), "command": command_line()}
+    about: dict[str, Any] = {"environment": describe(), "command": command_line()}
+    if measured is not None:
+        about = {key: measured.get(key) for key in about} | {"again": command_line()}
+    whole = {**content, **about}
     path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -41,6 +42,10 @@ def hybrid(
         bool, typer.Option("--loss", help="Also make the missing runs of the loss study: an hour on two cores.")
     ] = False,
     speed: Annotated[bool, typer.Option(help="Time steps in the lab; without, only losses.")] = True,
+    timed: Annotated[
+        str | None,
+        typer.Option(metavar="FILE,...", help="Show the speeds of earlier --json files, and time nothing."),
+    ] = None,
     study: Annotated[Path, typer.Option(metavar="STUDY.toml", help="The loss study.")] = Path(
         "recipes/hybrid/study.toml"
     ),
@@ -66,21 +71,31 @@ def hybrid(
       thinwire bench hybrid --loss --no-speed
 
       thinwire bench hybrid --policies hybrid,zhybrid:24-8 --bandwidth 50mbit --dtype bfloat16
+
+      thinwire bench hybrid --timed docs/results/hybrid.json,docs/results/hybrid-bf16.json --page docs/hybrid.md
     """
     with explained():
+        from thinwire.errors import UsageError
         from thinwire.report import insert, markdown_table, rich_table
         from thinwire.study.arms import Study
         from thinwire.study.curves import Curves
-        from thinwire.study.hybrid import draw, sheets
+        from thinwire.study.hybrid import draw, goals, sheets
         from thinwire.study.outcome import missing_note, outcomes, plain
         from thinwire.study.outcome import sheets as loss_sheets
 
+        if timed is not None and json_path is not None:
+            raise UsageError(f"--json {json_path} would be the same figures as --timed {timed}: leave one out")
         names = None if policies is None else [word.strip() for word in policies.split(",") if word.strip()]
         chosen, curves = Study.read(study, {}), Curves(results)
         finished = not loss or _finish(chosen, curves, work)
-        timed = _time(names, bandwidth, dtype, rounds, steps, seq, micro_batches, model) if speed else []
+        by_dtype: dict[str, list[Speed]] = {}
+        if timed is not None:
+            by_dtype = dict(_read(Path(word.strip())) for word in timed.split(","))
+        elif speed:
+            by_dtype = {dtype: _time(names, bandwidth, dtype, rounds, steps, seq, micro_batches, model)}
         found = outcomes(chosen.spec, curves.read(chosen.runs))
-        tables = [*(sheets(timed, dtype) if timed else ()), *loss_sheets(chosen.spec, found)]
+        tables = [table for dtype, speeds in by_dtype.items() for table in sheets(speeds, dtype)]
+        tables += [*goals(by_dtype), *loss_sheets(chosen.spec, found)]
         console = wide_console()
         for table in tables:
             console.print(rich_table(table), "")
@@ -88,9 +103,11 @@ def hybrid(
         if note is not None:
             console.print(note, markup=False, soft_wrap=True)
         if json_path is not None:
-            _write(json_path, timed, plain(chosen.spec, found), dtype, rounds, model, seq, micro_batches)
-        if png_path is not None and timed:
-            draw(timed, _losses(chosen, found), png_path)
+            _write(
+                json_path, by_dtype.get(dtype, []), plain(chosen.spec, found), dtype, rounds, model, seq, micro_batches
+            )
+        if png_path is not None and by_dtype:
+            draw(next(iter(by_dtype.values())), _losses(chosen, found), png_path)
         if page is not None:
             lines = [line for table in tables for line in markdown_table(table)]
             text = "\n".join([*lines, *([f"**{note}.**"] if note else [])])
@@ -128,6 +145,18 @@ def _time(
     return speeds(rows, model, seq)
 
 
+def _read(path: Path) -> tuple[str, list[Speed]]:
+    """Dtype and speeds of earlier results."""
+    from thinwire.errors import UsageError
+    from thinwire.study.hybrid import Speed
+
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return str(found["dtype"]), [Speed(**speed) for speed in found["speeds"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--timed {path} holds no speeds of thinwire bench hybrid --json: {error!r}") from error
+
+
 def _losses(study: Study, found: Sequence[ArmOutcome]) -> dict[str, list[float]]:
     """Percent over the baseline's loss, seed by seed, by the policy of each arm."""
     policy_of = {arm.name: arm.plan.get("wire", {}).get("policy", arm.name) for arm in study.spec.arms}
@@ -136,7 +165,7 @@ def _losses(study: Study, found: Sequence[ArmOutcome]) -> dict[str, list[float]]
 
 def _write(
     path: Path,
-    timed: Sequence[Speed],
+    speeds: Sequence[Speed],
     losses: dict[str, Any],
     dtype: str,
     rounds: int,
@@ -147,7 +176,7 @@ def _write(
     from thinwire.study.hybrid import NODES, RANKS
 
     content = {
-        "speeds": [asdict(speed) for speed in timed],
+        "speeds": [asdict(speed) for speed in speeds],
         "losses": losses,
         "workload": {"model": model, "seq": seq, "micro_batches": micro_batches, "nodes": NODES, "ranks": RANKS},
         "dtype": dtype,

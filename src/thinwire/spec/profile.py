@@ -112,9 +112,9 @@ class Profile(Spec):
     step_seconds: NonNegative = Field(description="fixed time of a step: data, hooks, control exchange")
     crowding: NonNegative = Field(
         default=0.0,
-        description="seconds by which computation is held up for each second of processor that its rank uses otherwise: "
-        "0 where a core is free for it or an accelerator computes, 1 where it takes computation's own core, more "
-        "where ranks share cores",
+        description="seconds by which computation is held up for each second of processor that its rank uses "
+        "otherwise: 0 where a core is free for it or an accelerator computes, 1 where it takes computation's own core, "
+        "more where ranks share cores",
     )
     collectives: tuple[CollectiveRow, ...] = Field(default=(), description="collectives by shape and size")
     codecs: tuple[CodecRow, ...] = Field(default=(), description="codecs by size")

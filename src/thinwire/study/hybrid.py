@@ -21,7 +21,7 @@ from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.policy import STUDIED, HybridPolicy
 from thinwire.units import format_bytes
 
-__all__ = ["NODES", "PLAIN", "RANKS", "Speed", "draw", "policies", "sheets", "speeds", "systems"]
+__all__ = ["NODES", "PLAIN", "RANKS", "Speed", "draw", "goals", "policies", "sheets", "speeds", "systems"]
 
 NODES, RANKS = 4, 2
 """Hosts and ranks of each: two stages of two data-parallel hosts, whose ranks share every matrix."""
@@ -31,6 +31,13 @@ PLAIN: Final = "torch"
 
 BASELINE: Final = "none"
 """The same through ours, without codecs."""
+
+
+OURS: Final = "hybrid"
+"""Block quantisation with the paper's discipline."""
+
+RIVAL: Final = "zhybrid:24-8"
+"""The paper's choice."""
 
 
 @dataclass(frozen=True)
@@ -153,8 +160,26 @@ def sheets(found: Sequence[Speed], dtype: str) -> list[Sheet]:
         made.append(Sheet(title, columns, 1, rows, frozenset({0})))
     first = [speed for speed in found if speed.bandwidth == found[0].bandwidth and speed.by_axis]
     rows = [[speed.policy, *(_of_axis(speed, axis) for axis in ("dp", "tp", "pp"))] for speed in first]
-    title = "Bytes of a step that all ranks send, by axis, and the codecs that made them"
+    title = f"Bytes of a step that all ranks send, by axis, and the codecs that made them; messages in {dtype}"
     return [*made, Sheet(title, ["policy", "dp", "tp", "pp"], 1, rows)]
+
+
+def goals(found: Mapping[str, Sequence[Speed]]) -> list[Sheet]:
+    """Ours beside the best of the paper's that keeps the loss, link by link.
+
+    Args:
+        found: of benchmarks, by the dtype of their messages.
+    """
+    rows = []
+    for dtype, speeds in found.items():
+        for bandwidth in dict.fromkeys(speed.bandwidth for speed in speeds):
+            rate = {speed.policy: speed.samples_per_second for speed in speeds if speed.bandwidth == bandwidth}
+            if {OURS, RIVAL} <= rate.keys():
+                ratio = rate[OURS] / rate[RIVAL]
+                told = "reached" if ratio >= 1 else "missed"
+                rows.append([f"{bandwidth}, messages in {dtype}", f"{ratio:.2f}", "1.00", told])
+    columns = [f"samples/s of {OURS} over {RIVAL}", "measured", "goal", ""]
+    return [Sheet("Goals of speed", columns, 1, rows)] if rows else []
 
 
 def _of_axis(speed: Speed, axis: str) -> str:

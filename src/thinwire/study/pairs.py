@@ -22,6 +22,7 @@ class Pair:
         cap: bytes that a rank may use; ``None``: all there is.
         plan: preset, or whose choice it is.
         factors: what the plan is.
+        local_ms: of a step of the same ranks without communication, in the same rounds.
         pace: how many times slower the ranks computed than when the profile was measured.
         predicted_ms: of a step, at that pace.
         measured_ms: of a step, median over rounds.
@@ -35,6 +36,7 @@ class Pair:
     cap: int | None
     plan: str
     factors: str
+    local_ms: float
     pace: float
     predicted_ms: float
     measured_ms: float

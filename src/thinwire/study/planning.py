@@ -2,7 +2,7 @@
 
 Nothing is fitted to steps of plans: predictions follow from a profile of the links and of the models' parts. A machine
 that others use as well changes its pace by tens of percent within minutes, so the same ranks also compute without any
-communication, right after the profile and in every round; how much slower they became is taken into the predictions.
+communication, right after each profile and in every round; how much slower they became is taken into the predictions.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from thinwire.spec.profile import Profile
 from thinwire.study.pairs import Choice, Pair
 from thinwire.units import format_bytes
 
-__all__ = ["PLANS", "Known", "Setup", "measure", "profile_links"]
+__all__ = ["PLANS", "Known", "Setup", "measure", "predict_again", "profile_links"]
 
 PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
 """Presets that are measured; the planner's own choices come on top."""
@@ -87,7 +87,7 @@ class Known:
 
     Attributes:
         profile: of the link and of the models' parts.
-        alone: milliseconds of a step without communication right after it, by model.
+        alone: milliseconds of a step without communication at its pace, by model.
     """
 
     profile: Profile
@@ -116,7 +116,31 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Kno
             alone = {model: _alone(setup, setting, model) for model in setup.models}
             beside.write_text(json.dumps(alone) + "\n", encoding="utf-8")
         found[setting.bandwidth] = Known(Profile.read(out), json.loads(beside.read_text(encoding="utf-8")))
-    return found
+    return _steadied(setup, found)
+
+
+def _steadied(setup: Setup, measured: Mapping[str, Known]) -> dict[str, Known]:
+    """A step without communication takes the same share of a profile's computation on every link: the median of what
+    was measured says which, with less noise than a single one."""
+    computing = {
+        (link, model): _computing(setup, model, known.profile)
+        for link, known in measured.items()
+        for model in setup.models
+    }
+    shares = {
+        model: statistics.median(known.alone[model] / computing[link, model] for link, known in measured.items())
+        for model in setup.models
+    }
+    return {
+        link: replace(known, alone={model: shares[model] * computing[link, model] for model in setup.models})
+        for link, known in measured.items()
+    }
+
+
+def _computing(setup: Setup, model: str, profile: Profile) -> float:
+    """Milliseconds in which a rank computes a step with optimizer states of its own, by the profile."""
+    plan = Plan.preset("ddp", nodes=setup.nodes, local=setup.ranks)
+    return 1e3 * candidate(_job(setup, model, profile, None), plan).simulated.computing
 
 
 def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
@@ -271,28 +295,61 @@ def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[Row]
 
 def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequence[Row]) -> Iterator[Pair]:
     now = {row.bandwidth: row.step_ms for row in rows if row.system == REFERENCE}
-    limited = {setting.bandwidth: setting.rate is not None for setting in setup.settings}
     for row in rows:
         if row.system == REFERENCE:
             continue
-        link = known[row.bandwidth]
-        pace = now[row.bandwidth] / link.alone[field.model]
-        profile = link.profile.paced(pace, transfers=not limited[row.bandwidth])
-        plan = field.plans[_label(row)]
-        priced = candidate(_job(setup, field.model, profile, field.cap), plan)
-        yield Pair(
+        measured = Pair(
             model=field.model,
             bandwidth=row.bandwidth,
             cap=field.cap,
             plan=_label(row),
-            factors=plan.describe(),
-            pace=pace,
-            predicted_ms=1e3 * priced.seconds,
+            factors=field.plans[_label(row)].describe(),
+            local_ms=now[row.bandwidth],
+            pace=math.nan,
+            predicted_ms=math.nan,
             measured_ms=row.step_ms,
             spread_ms=row.step_ms_max - row.step_ms_min,
-            predicted_bytes=priced.memory.total,
+            predicted_bytes=0,
             measured_bytes=row.peak_rss,
         )
+        yield _predicted(setup, field, known[row.bandwidth], measured)
+
+
+def _predicted(setup: Setup, field: _Field, link: Known, pair: Pair) -> Pair:
+    """A measured pair with its prediction, at the pace at which its ranks computed."""
+    pace = pair.local_ms / link.alone[field.model]
+    limited = {setting.bandwidth: setting.rate is not None for setting in setup.settings}
+    profile = link.profile.paced(pace, transfers=not limited[pair.bandwidth])
+    priced = candidate(_job(setup, field.model, profile, field.cap), field.plans[pair.plan])
+    return replace(pair, pace=pace, predicted_ms=1e3 * priced.seconds, predicted_bytes=priced.memory.total)
+
+
+def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair]) -> list[Pair]:
+    """What the model as it is now says of pairs that were measured before.
+
+    Args:
+        setup: models and links, as then.
+        known: by bandwidth, from the profiles of then.
+        pairs: of that time.
+
+    Raises:
+        UsageError: a plan is not what it was: a preset has changed, or the planner chooses another.
+    """
+    found = []
+    for model in setup.models:
+        for field in _fields(setup, model, known):
+            for pair in pairs:
+                if (pair.model, pair.cap) != (model, field.cap):
+                    continue
+                plan = field.plans.get(pair.plan)
+                if plan is None or plan.describe() != pair.factors:
+                    now = "no such plan" if plan is None else plan.describe()
+                    raise UsageError(
+                        f"{pair.plan} for {model} was {pair.factors!r} when it was measured and is {now!r} now: "
+                        "measure again, without --again"
+                    )
+                found.append(_predicted(setup, field, known[pair.bandwidth], pair))
+    return found
 
 
 def _label(row: Row) -> str:
