@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from examples import huggingface_model, loop
 
@@ -21,6 +22,7 @@ def test_a_plain_loop_in_thirty_lines_learns() -> None:
     assert losses[0][-1] < 0.7 * losses[0][0]
 
 
+@pytest.mark.slow
 def test_a_hugging_face_model_learns_and_is_written_as_transformers_reads_it(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 

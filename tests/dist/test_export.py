@@ -140,6 +140,7 @@ def stored_names(directory: Path) -> list[str]:
     return names
 
 
+@pytest.mark.slow
 def test_checkpoints_of_grids_are_put_together(tmp_path: Path) -> None:
     """The same training on a grid of tensor-parallel ranks and stages, and on data-parallel ranks."""
     data = {"source": "tokens", "paths": [write_tokens(tmp_path)]}
@@ -172,6 +173,7 @@ def run_with_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Path(run)
 
 
+@pytest.mark.slow
 def test_an_export_generates_text(run_with_text: Path, tmp_path: Path) -> None:
     import transformers
 
@@ -192,6 +194,7 @@ def test_an_export_generates_text(run_with_text: Path, tmp_path: Path) -> None:
     assert tokenizer.decode(made[0]).startswith("word7")
 
 
+@pytest.mark.slow
 def test_bfloat16_and_another_step(run_with_text: Path, tmp_path: Path) -> None:
     run = RunDirectory(run_with_text)
     full = export(run, tmp_path / "full", step=2)

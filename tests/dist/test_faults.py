@@ -55,6 +55,7 @@ def sentences(runs: Runs, name: str) -> list[str]:
     return [record["slow"] for record in runs.records(name) if record["slow"]]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_until_it_keeps_up(runs: Runs) -> None:
     process = runs.start("slow", *MANY)
     runs.wait_for_step("slow", 30, process)
@@ -180,6 +181,7 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_room_lets_it_go_on(runs: Run
     assert runs.losses("small") == runs.losses("large")
 
 
+@pytest.mark.slow
 def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
     steps = ("--nproc", "1", "--set", "checkpoint.every=10", "--set", "train.steps=40", "--set", "checkpoint.keep=9")
     status, output, errors = on_a_small_disk(
@@ -192,6 +194,7 @@ def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
     assert len(runs.losses("goes-on")) == 40
 
 
+@pytest.mark.slow
 def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
     """Two ranks with wall clocks of their own, set anew when the run is continued."""
     if shutil.which("cc") is None:

@@ -69,7 +69,9 @@ def data_plans(**changes: Any) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", RECIPES)
+@pytest.mark.parametrize(
+    "kind", [name if name == "llama" else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
+)
 def test_random_values_under_any_plan_and_grid(kind: str) -> None:
     grid = {"llama": (1, 2, 2), "tied": (2, 2, 1), "gpt": (2, 1, 2), "learned": (1, 4, 1)}[kind]
     dp, tp, pp = grid
@@ -81,7 +83,9 @@ def test_random_values_under_any_plan_and_grid(kind: str) -> None:
     assert all(count > 20 for count in run_ranks(4, same_as_whole, RECIPES[kind], plans))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", pytest.param("gpt2", marks=pytest.mark.slow), pytest.param("mixtral", marks=pytest.mark.slow)]
+)
 def test_weights_in_files_under_any_plan(family: str, tmp_path: Path) -> None:
     random_model(family).save_pretrained(tmp_path, max_shard_size="40KB")
     recipe = {"kind": "huggingface", "path": str(tmp_path)}
@@ -225,7 +229,9 @@ def growth_of_start(recipe: dict[str, Any]) -> tuple[int, int, int]:
     return whole, peak.now() - peak.start, peak.most - peak.start
 
 
-@pytest.mark.parametrize("source", ["file", "random", "ours"])
+@pytest.mark.parametrize(
+    "source", ["file", *(pytest.param(name, marks=pytest.mark.slow) for name in ("random", "ours"))]
+)
 def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path) -> None:
     """Four ranks, parameters, gradients and masters sharded over all of them."""
     import transformers
