@@ -104,6 +104,7 @@ def address_space() -> int:
     return int(done.stdout) * os.sysconf("SC_PAGE_SIZE")
 
 
+@pytest.mark.slow
 def test_out_of_memory_names_a_plan_that_fits_and_it_does(runs: Runs) -> None:
     limit = address_space() + (1 << 30)
     limited = ("prlimit", f"--as={limit}", *THINWIRE)

@@ -24,6 +24,9 @@ from thinwire.train.tokens import TokenBin
 
 RECIPE: dict[str, Any] = {"model": {"layers": 1, "hidden": 16, "heads": 2}, "train": {"steps": 5}}
 
+OWN_TOKENIZER: dict[str, Any] = {"data": {"tokenizer": "byte"}}
+"""For models that come with weights, which no new tokenizer would suit."""
+
 
 class Trap:
     """Makes a file when it is unpickled."""
@@ -75,7 +78,7 @@ def test_a_models_own_code_is_not_run(tmp_path: Path, sprung: Path, key: str) ->
     own = dict.fromkeys(("AutoConfig", "AutoModelForCausalLM"), "modeling_trap.Trap")
     (model / "config.json").write_text(json.dumps({"model_type": "trap", "auto_map": own}))
     (model / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
-    recipe = Recipe.parse({**RECIPE, "model": {"kind": "huggingface", key: str(model)}})
+    recipe = Recipe.parse({**RECIPE, **OWN_TOKENIZER, "model": {"kind": "huggingface", key: str(model)}})
     with pytest.raises(DataError):
         build(recipe.model, vocab=300, seq=8, seed=0, recompute=False)
     assert not sprung.exists()
@@ -85,7 +88,7 @@ def test_weights_in_a_pickle_are_refused(tmp_path: Path, sprung: Path) -> None:
     shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 300, **shape}))
     (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Trap(sprung)))
-    recipe = Recipe.parse({**RECIPE, "model": {"kind": "huggingface", "path": str(tmp_path)}})
+    recipe = Recipe.parse({**RECIPE, **OWN_TOKENIZER, "model": {"kind": "huggingface", "path": str(tmp_path)}})
     with pytest.raises(DataError):
         build(recipe.model, vocab=300, seq=8, seed=0, recompute=False)
     assert not sprung.exists()
