@@ -19,17 +19,20 @@ ROOT = Path(__file__).parents[2]
 THINWIRE = [sys.executable, "-m", "thinwire.cli.main"]
 
 RECEIVE = """
-import socket, sys, time
+import select, socket, sys, time
 server = socket.create_server((sys.argv[1], int(sys.argv[2])))
 print("ready", flush=True)
 peer = server.accept()[0]
-buffer, total = bytearray(1 << 20), 0
+buffer = bytearray(1 << 20)
 def take(seconds):
     total, start = 0, time.monotonic()
     while time.monotonic() < start + seconds:
         total += peer.recv_into(buffer)
     return 8 * total / (time.monotonic() - start)
 take(0.3)  # the congestion window opens
+print("flowing", flush=True)
+while not select.select([sys.stdin], [], [], 0)[0]:
+    peer.recv_into(buffer)
 print(take(float(sys.argv[3])), flush=True)
 """
 
@@ -58,22 +61,47 @@ needs_lab = pytest.mark.skipif(missing() is not None, reason=missing() or "")
 
 
 class Transfer:
-    """Bytes from one host to another, as fast as they go, until :meth:`rate` has measured them."""
+    """Bytes from one host to another, as fast as they go, until they have been measured.
+
+    Args:
+        lab: the hosts.
+        source: the host that sends.
+        target: the host that receives.
+        port: where the target listens.
+        seconds: how long the rate is measured.
+    """
 
     def __init__(self, lab: Lab, source: int, target: int, port: int, seconds: float = 0.6) -> None:
         address = lab.hosts[target].address
         python = [sys.executable, "-I", "-S", "-c"]
         receiver = lab.hosts[target].command([*python, RECEIVE, address, str(port), str(seconds)])
-        self.receiver = subprocess.Popen(receiver, stdout=subprocess.PIPE, text=True)
-        assert self.receiver.stdout is not None
-        assert self.receiver.stdout.readline() == "ready\n"
+        self.receiver = subprocess.Popen(receiver, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._wait_for("ready")
         self.sender = subprocess.Popen(lab.hosts[source].command([*python, SEND, address, str(port)]))
+
+    def _wait_for(self, word: str) -> None:
+        assert self.receiver.stdout is not None
+        assert self.receiver.stdout.readline() == word + "\n"
+
+    @staticmethod
+    def rates(*transfers: Transfer) -> list[float]:
+        """Bits per second that arrived, measured at the same time: from when all of them flow."""
+        for transfer in transfers:
+            transfer._wait_for("flowing")
+        for transfer in transfers:
+            assert transfer.receiver.stdin is not None
+            transfer.receiver.stdin.write("measure\n")
+            transfer.receiver.stdin.flush()
+        found = []
+        for transfer in transfers:
+            output, _ = transfer.receiver.communicate(timeout=60)
+            transfer.sender.wait(timeout=60)
+            found.append(float(output))
+        return found
 
     def rate(self) -> float:
         """Bits per second that arrived."""
-        output, _ = self.receiver.communicate(timeout=60)
-        self.sender.wait(timeout=60)
-        return float(output)
+        return self.rates(self)[0]
 
 
 def steadily(measure: Callable[[], bool], attempts: int = 4) -> bool:

@@ -68,8 +68,7 @@ def test_the_rate_is_the_rate_in_both_directions_at_once(lab: Lab, bandwidth: fl
     lab.shape(bandwidth)
 
     def right() -> bool:
-        both = [Transfer(lab, 0, 1, 4001), Transfer(lab, 1, 0, 4002)]
-        rates = [transfer.rate() for transfer in both]
+        rates = Transfer.rates(Transfer(lab, 0, 1, 4001), Transfer(lab, 1, 0, 4002))
         # Headers take 2% of a slow link, and what this machine does elsewhere a moment of the link's time now and then:
         # only below. If the directions shared the link, they would share the rate.
         return all(0.9 < rate / bandwidth < 1.02 for rate in rates)
@@ -81,8 +80,8 @@ def test_many_senders_share_the_link_of_one_receiver(lab: Lab) -> None:
     lab.shape(100e6)
 
     def right() -> bool:
-        both = [Transfer(lab, 0, 2, 4003), Transfer(lab, 1, 2, 4004)]
-        return 0.85 < sum(transfer.rate() for transfer in both) / 100e6 < 1.1
+        rates = Transfer.rates(Transfer(lab, 0, 2, 4003), Transfer(lab, 1, 2, 4004))
+        return 0.85 < sum(rates) / 100e6 < 1.1
 
     assert steadily(right)
 
