@@ -36,9 +36,6 @@ ELSEWHERE = {
     r"tutorial\.md: .* --profile profile\.json": "has a profile of the reader's cluster",
     r"--device cuda": "needs a GPU",
     r"deepspeed\d": "needs `make bench-peers`",
-    r"bench (convergence|hybrid|planner|spectra|techniques|stages|kernels|overlap)": "measures for a page, for hours",
-    r"bench reductions": "measures for a page, on a quiet machine",
-    r"python benchmarks/": "measures for a page, on a quiet machine",
 }
 """Commands that are parsed and not run: what they match, as ``page: $ command``, and why."""
 
@@ -47,6 +44,17 @@ SHORT = {
     r"\$ \S*thinwire train .*--resume": "--set train.steps=6 --set train.validation_samples=8",
     r"thinwire(\.cli\.main)? train ": "--set train.steps=4 --set train.validation_samples=8 --set checkpoint.every=2",
     r"bench step": "--rounds 1 --steps 1 --bandwidth none --clip none",
+    r"bench reductions": "--ranks 2",
+    r"bench (techniques|stages|kernels)": "--rounds 1 --steps 1 --model llama-1m",
+    r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
+    r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
+    r"bench hybrid (?!--timed)": "--rounds 1 --steps 1 --model llama-1m --bandwidth none",
+    r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none",
+    r"bench spectra": "--at 2 --layers 2 --hidden 64",
+    r"benchmarks/memory_cap": "--steps 1 --hidden 128",
+    r"benchmarks/hooks": "--depth 4 --rounds 2",
+    r"benchmarks/intercept_overhead": "--rounds 2 --pairs 4",
+    r"benchmarks/fit_engines": "--rounds 1",
     r"bench codecs (?!--read)": "--sizes 1MiB --rounds 2 --peers none",
     r"thinwire profile ": "--budget 10s",
 }
@@ -82,7 +90,10 @@ class Command(NamedTuple):
 
     @property
     def needs_lab(self) -> bool:
-        return re.search(r"thinwire (lab|bench step) (?!--help)", self.line) is not None
+        return (
+            re.search(r"thinwire (lab|bench (?!codecs|convergence|reductions|spectra)) |memory_cap", self.line)
+            is not None
+        )
 
     @property
     def words(self) -> list[str]:
