@@ -67,7 +67,7 @@ def test_a_link_is_shaped_by_tbf_and_where_needed_netem() -> None:
     [line] = shape_lines("eth0", LinkShape(1e9))
     assert line.startswith("qdisc add dev eth0 root handle 1: tbf rate 1000000000bit burst 250000 limit ")
     _, line = shape_lines("eth0", LinkShape(1e9, 0.001, 0.001))
-    assert line == "qdisc add dev eth0 parent 1:1 handle 10: netem limit 100000 delay 1000us loss 0.100000%"
+    assert line == "qdisc add dev eth0 parent 1:1 handle 10: netem limit 100000 delay 1000us"
     removed, added = shape_lines("eth0", LinkShape(latency=0.02), replaces=LinkShape(1e9))
     assert removed == "qdisc del dev eth0 root"
     assert added == "qdisc add dev eth0 root handle 1: netem limit 100000 delay 20000us"

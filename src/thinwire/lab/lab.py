@@ -11,7 +11,7 @@ from thinwire.errors import UsageError
 from thinwire.lab import network
 from thinwire.lab.host import Host
 from thinwire.lab.namespaces import Namespaces, Step
-from thinwire.lab.shaping import max_packet, shape_lines
+from thinwire.lab.shaping import loss_lines, max_packet, shape_lines
 from thinwire.lab.spec import LabSpec, LinkShape
 from thinwire.lab.traffic import LinkTraffic, counted, difference
 
@@ -144,7 +144,8 @@ class Lab:
     def _apply(self, wanted: LinkShape, previous: LinkShape) -> None:
         """Shape what leaves hosts and, at the switch's end of each cable, what comes to them.
 
-        A packet from host to host leaves through two shaped ends; only the first delays and drops.
+        A packet from host to host leaves through two shaped ends; only the first delays, and the switch's end of the
+        first cable loses.
         """
         packet = f"link set dev {network.DEVICE} gso_max_size {max_packet(wanted)}"
         host = shape_lines(network.DEVICE, wanted, replaces=previous)
@@ -152,17 +153,20 @@ class Lab:
         steps = []
         for node in range(self.spec.nodes):
             steps += [Step("ip", [packet], node), Step("tc", host, node)]
-            steps.append(Step("tc", shape_lines(network.host_name(node), rate, replaces=previous_rate)))
+            switch = network.host_name(node)
+            steps.append(Step("tc", shape_lines(switch, rate, replaces=previous_rate)))
+            steps.append(Step("tc", loss_lines(switch, wanted.loss, replaces=previous.loss)))
         self.namespaces.perform(steps)
 
     def _unshape(self) -> None:
         """Take off whatever a shape that failed has left."""
         nodes = range(self.spec.nodes)
-        ends: list[tuple[str, int | None]] = [(network.DEVICE, node) for node in nodes]
-        ends += [(network.host_name(node), None) for node in nodes]
-        for device, place in ends:
+        steps = [Step("tc", [f"qdisc del dev {network.DEVICE} root"], node) for node in nodes]
+        for node in nodes:
+            steps += [Step("tc", [f"qdisc del dev {network.host_name(node)} {what}"]) for what in ("root", "clsact")]
+        for step in steps:
             with contextlib.suppress(UsageError):  # nothing was left there
-                self.namespaces.perform([Step("tc", [f"qdisc del dev {device} root"], place)])
+                self.namespaces.perform([step])
 
     def _count(self) -> dict[str, LinkTraffic]:
         """Counts by host, read at the switch's end of each cable: what goes in there has left the host."""

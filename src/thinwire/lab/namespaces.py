@@ -189,7 +189,9 @@ def _refusal(answer: dict[str, Any]) -> str:
 
 
 _FEATURES: Final = (
-    ("netem", "latency and loss need the kernel's netem queue", "CONFIG_NET_SCH_NETEM", "sch_netem"),
+    ("netem", "latency needs the kernel's netem queue", "CONFIG_NET_SCH_NETEM", "sch_netem"),
+    ("clsact", "loss needs the kernel's clsact queue", "CONFIG_NET_SCH_INGRESS", "sch_ingress"),
+    ("bpf", "loss needs the kernel's BPF classifier", "CONFIG_NET_CLS_BPF", "cls_bpf"),
     ("tbf", "bandwidth needs the kernel's tbf queue", "CONFIG_NET_SCH_TBF", "sch_tbf"),
     ("type bridge", "hosts are joined by the kernel's bridge", "CONFIG_BRIDGE", "bridge"),
     ("type veth", "hosts are connected by the kernel's virtual cables", "CONFIG_VETH", "veth"),
@@ -206,7 +208,7 @@ def _unsupported(step: Step, errors: str) -> str:
     for word, meaning, option, module in _FEATURES:
         if word in line and any(hint in errors for hint in ("unknown", "Unknown", "not supported", "No such file")):
             advice = f"load it (modprobe {module}) or use a kernel with {option}"
-            if word == "netem":
-                advice += "; or leave out latency and loss"
+            if meaning.startswith(("latency", "loss")):
+                advice += f"; or leave out {meaning.partition(' ')[0]}"
             return f"lab: {meaning}, which this one lacks: {tool} {line}: {why}; {advice}"
     return f"lab: {tool} {line}: {why}"

@@ -1,8 +1,8 @@
 """The ``tc`` lines that make a link as slow as it should be.
 
 Packets leave a device through its queueing discipline, so a link is shaped in both directions by shaping both of
-its ends. The token bucket (``tbf``) sets the rate; the network emulator (``netem``), where it is needed, delays and
-drops packets before they come to the bucket.
+its ends. The token bucket (``tbf``) sets the rate; the network emulator (``netem``), where it is needed, delays packets
+before they come to the bucket. What gets lost is dropped by a filter where it arrives: its sender must not notice.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ BURST_SECONDS: Final = 0.002
 
 QUEUE_SECONDS: Final = 0.02
 """Longest wait in a link's queue, as in a switch with shallow buffers."""
+
+_LOAD_RANDOM: Final = (0x20, 0, 0, 2**32 - 0x1000 + 56)
+"""Classic BPF: 32 random bits (``SKF_AD_OFF + SKF_AD_RANDOM``)."""
+
+_SKIP_ONE_IF_AT_LEAST: Final = 0x35
+_RETURN: Final = 0x06
+_OK, _SHOT = 0, 2
 
 
 def max_packet(shape: LinkShape) -> int:
@@ -64,7 +71,7 @@ def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = N
         One command per line.
     """
     lines = []
-    if replaces is not None and (replaces.bandwidth is not None or replaces.needs_netem):
+    if replaces is not None and (replaces.bandwidth is not None or replaces.latency):
         lines.append(f"qdisc del dev {device} root")
     parent = "root handle 1:"
     if shape.bandwidth is not None:
@@ -72,16 +79,42 @@ def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = N
         limit = burst(shape.bandwidth) + int(max(4 * MAX_PACKET, shape.bandwidth / 8 * QUEUE_SECONDS))
         lines.append(f"qdisc add dev {device} {parent} tbf rate {rate}bit burst {burst(rate)} limit {limit}")
         parent = "parent 1:1 handle 10:"
-    if shape.needs_netem:
-        lines.append(f"qdisc add dev {device} {parent} netem {_netem(shape)}")
+    if shape.latency:
+        lines.append(f"qdisc add dev {device} {parent} netem {_netem(shape.latency)}")
     return lines
 
 
-def _netem(shape: LinkShape) -> str:
+def loss_lines(device: str, loss: float, *, replaces: float = 0.0) -> list[str]:
+    """What to tell ``tc -batch`` about packets that get lost before they arrive.
+
+    Args:
+        device: where they would arrive.
+        loss: share of packets.
+        replaces: the share that the device loses already.
+
+    Returns:
+        One command per line.
+    """
+    lines = []
+    if replaces:
+        lines.append(f"qdisc del dev {device} clsact")
+    if loss:
+        lines.append(f"qdisc add dev {device} clsact")
+        lines.append(f"filter add dev {device} ingress bpf direct-action bytecode {_dropping(loss)}")
+    return lines
+
+
+def _netem(latency: float) -> str:
     # Every packet under way waits in netem's queue, and the default of 1000 would drop those of a fast, long link.
-    words = ["limit 100000"]
-    if shape.latency:
-        words.append(f"delay {round(shape.latency * 1e6)}us")
-    if shape.loss:
-        words.append(f"loss {shape.loss * 100:.6f}%")
-    return " ".join(words)
+    return f"limit 100000 delay {round(latency * 1e6)}us"
+
+
+def _dropping(loss: float) -> str:
+    """A program that drops a packet if 32 random bits are below a share of their largest value, as ``tc`` reads it."""
+    program = (
+        _LOAD_RANDOM,
+        (_SKIP_ONE_IF_AT_LEAST, 1, 0, min(round(loss * 2**32), 2**32 - 1)),
+        (_RETURN, 0, 0, _SHOT),
+        (_RETURN, 0, 0, _OK),
+    )
+    return f'"{len(program)},{",".join(" ".join(map(str, line)) for line in program)}"'

@@ -46,11 +46,6 @@ class LinkShape:
         if not 0 <= self.loss < 1:
             yield f"loss = {self.loss!r}: valid are shares from 0 to below 1 (0.1% is 0.001)"
 
-    @property
-    def needs_netem(self) -> bool:
-        """Whether the kernel's network emulator has a part in it."""
-        return bool(self.latency or self.loss)
-
 
 @dataclass(frozen=True)
 class LabSpec:

@@ -18,9 +18,6 @@ from thinwire.collectives.group import Control
 
 __all__ = ["measure_crowding"]
 
-TURN = 0.25
-"""Seconds of computation alone in a turn, about."""
-
 TURNS = 8
 """Turns, all of which count: what a machine does besides holds up one or the other of two neighbours."""
 
@@ -28,13 +25,14 @@ _BYTES = 1 << 21
 """That the thread copies at once, about as many as a bucket's part on its way."""
 
 
-def measure_crowding(compute: Callable[[], None], control: Control, device: torch.device) -> float:
+def measure_crowding(compute: Callable[[], None], control: Control, device: torch.device, turn: float = 0.2) -> float:
     """Computation alone and beside a thread of its rank that uses the processor, in turn, on all ranks at once.
 
     Args:
         compute: the computation, once.
         control: joins all ranks.
         device: where it computes.
+        turn: seconds of computation alone in a turn, about.
 
     Returns:
         Seconds by which computation is held up for each second of that thread's, the same on every rank; 0 on an
@@ -44,7 +42,7 @@ def measure_crowding(compute: Callable[[], None], control: Control, device: torc
         return 0.0
     compute()
     once = control.all_reduce_mean([_computing(compute, control, 1)])[0]
-    calls = max(1, round(TURN / once))
+    calls = max(1, round(turn / once))
     held_up = seconds = 0.0
     before = _computing(compute, control, calls)
     for _ in range(TURNS):

@@ -28,6 +28,11 @@ __all__ = ["Settings", "measure"]
 MEETING_SIZES = (1 << 16, 1 << 20, 1 << 14, 1 << 22)
 """Bytes of the vectors that are gathered beside computation: what all lose is told from what grows with size."""
 
+LONGEST_TURN, SHORTEST_TURN = 0.2, 0.02
+"""Seconds of computation beside a transfer, or alone, at once."""
+
+TURNS = 30
+"""How many of them should find room in their share of the budget."""
 
 NEEDED_SIZES = (1 << 20, 1 << 16, 1 << 12)
 """Bytes of the vectors with which everything that plans consist of is measured in any case."""
@@ -193,9 +198,10 @@ def _measure_meetings(
     def compute() -> None:
         call().sum().backward()
 
+    turn = min(LONGEST_TURN, max(SHORTEST_TURN, deadline.left() / TURNS))
     if not rows.overlap:
-        rows.crowding = measure_crowding(compute, control, settings.device)
-    rows.overlap += measure_meetings(meetings, compute, block.shape.hidden, control, settings.device, deadline)
+        rows.crowding = measure_crowding(compute, control, settings.device, turn)
+    rows.overlap += measure_meetings(meetings, compute, block.shape.hidden, control, settings.device, deadline, turn)
 
 
 def _measure_collectives(

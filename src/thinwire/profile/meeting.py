@@ -25,9 +25,6 @@ from thinwire.spec.profile import OverlapRow
 
 __all__ = ["Meeting", "line", "measure_meetings"]
 
-TURN = 0.2
-"""Seconds of a turn, about; a turn is one computation at least."""
-
 FEWEST_TURNS = 6
 """Turns of all transfers together, at least, even if the time is over: what a few tell can be five times off."""
 
@@ -83,6 +80,7 @@ def measure_meetings(
     control: Control,
     device: torch.device,
     deadline: Deadline,
+    turn: float = 0.2,
 ) -> list[OverlapRow]:
     """Computation alone and beside transfers in turn, until the time is over.
 
@@ -93,23 +91,24 @@ def measure_meetings(
         control: joins all ranks.
         device: where it computes.
         deadline: when to stop; there are six turns in any case, and one of every scope.
+        turn: seconds of one, about; it is one computation at least.
 
     Returns:
         A row of every scope, the same on every rank.
     """
     compute()
     turns: list[_Turn] = []
-    before = _computing(compute, control, device)
+    before = _computing(compute, control, device, turn)
     scopes = {meeting.scope for meeting in meetings}
     for meeting in itertools.cycle(meetings):
         enough = len(turns) >= FEWEST_TURNS and {turn.meeting.scope for turn in turns} == scopes
         if enough and deadline.passed():
             break
         alone = _transferring(meeting, control, device)
-        count = max(FEWEST, math.ceil(max(TURN, 1.2 * before) / (alone + DELAY)))
+        count = max(FEWEST, math.ceil(max(turn, 1.2 * before) / (alone + DELAY)))
         computing, calls, beside = _together(meeting, compute, control, device, count)
         # What else goes on changes the pace: computation is measured next to it in time, before and after.
-        after = _computing(compute, control, device)
+        after = _computing(compute, control, device, turn)
         held_up = computing - calls * (before + after) / 2
         turns.append(_Turn(meeting, alone, beside, held_up / (count * beside)))
         before = after
@@ -158,11 +157,11 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return min(candidates, key=lambda at: (sum(abs(y - at[0] * x - at[1]) for x, y in points), at))
 
 
-def _computing(compute: Callable[[], None], control: Control, device: torch.device) -> float:
+def _computing(compute: Callable[[], None], control: Control, device: torch.device, turn: float) -> float:
     """Seconds of one computation alone, mean over ranks: none stops long before the others, as in training."""
     control.barrier()
     done, begin = 0, time.perf_counter()
-    while not done or time.perf_counter() - begin < TURN:
+    while not done or time.perf_counter() - begin < turn:
         compute()
         finish(device)
         done += 1
