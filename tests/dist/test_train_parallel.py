@@ -90,16 +90,26 @@ def goes_on(recipe: Path, directory: Path, mesh: Factor, settings: tuple[str, ..
         assert run(job, stop, "none").step == STEPS
 
 
-def test_a_run_over_a_grid_and_its_continuation_on_another(recipe: Path) -> None:
-    said = thinwire(recipe, "whole")
+@pytest.fixture(scope="module")
+def whole(recipe: Path) -> Path:
+    """A run on the recipe's grid; what it said lies beside it."""
+    (recipe.parent / "whole.txt").write_text(thinwire(recipe, "whole"))
+    return recipe.parent / "whole"
+
+
+def test_a_run_over_a_grid(whole: Path) -> None:
+    said = whole.with_suffix(".txt").read_text()
     assert "tp 2; pp 2" in said
     assert "inside nodes, 0 B across" in said
     assert "not counting tp and pp" in said
-    whole = recipe.parent / "whole"
-    expected = records(whole)
-    assert expected[-1]["loss"] < expected[0]["loss"]
-    assert all(record["bytes"][axis]["inside"] > 0 for record in expected for axis in ("tp", "pp"))
+    found = records(whole)
+    assert found[-1]["loss"] < found[0]["loss"]
+    assert all(record["bytes"][axis]["inside"] > 0 for record in found for axis in ("tp", "pp"))
 
+
+@pytest.mark.slow
+def test_a_run_goes_on_on_another_grid(recipe: Path, whole: Path) -> None:
+    expected = records(whole)
     other = recipe.parent / "other"
     shutil.copytree(whole, other)
     shutil.rmtree(other / "checkpoints" / f"step-{STEPS:08d}")

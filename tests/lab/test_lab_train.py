@@ -112,6 +112,7 @@ def test_a_run_whose_link_goes_down_ends_on_all_ranks_and_resumes(
     assert all(math.isfinite(loss) for loss in losses)
 
 
+@pytest.mark.slow
 def test_lost_packets_cost_time_and_change_no_number(directory: Path) -> None:
     steps = ("--set", "train.steps=20", "--set", "cluster.timeout=30s")
     losses = {}
