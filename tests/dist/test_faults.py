@@ -97,6 +97,27 @@ def test_a_slow_rank_is_named_until_it_keeps_up(runs: Runs) -> None:
     assert said in output
 
 
+def ended(process: int) -> bool:
+    """Whether a process is gone, or only waits for its parent to take note."""
+    try:
+        return ") Z " in Path(f"/proc/{process}/stat").read_text()
+    except OSError:
+        return True
+
+
+def test_ranks_end_with_a_launcher_that_is_killed(runs: Runs) -> None:
+    """Left alone, they would go on in a directory that another run may take."""
+    process = runs.start("orphans", "--nproc", "1", *MANY)
+    runs.wait_for_step("orphans", 2, process)
+    rank = rank_process(process.pid, 0)
+    process.kill()
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 20
+    while not ended(rank):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
 def address_space() -> int:
     """Bytes of address space of a process that has imported what a rank imports."""
     code = "import thinwire.train.worker; print(open('/proc/self/statm').read().split()[0])"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
     from thinwire.train.environment import Started
-    from thinwire.train.progress import Stream
+    from thinwire.train.request import RunRequest
 
 RUNS = Path("runs")
 """Where runs without ``--out`` go."""
@@ -105,6 +105,7 @@ def train(
         from thinwire.errors import UsageError
         from thinwire.spec.recipe import Recipe
         from thinwire.train.environment import resolve_plan, resolve_ranks, started, usable_gpus
+        from thinwire.train.request import RunRequest
 
         overrides = [*(settings or ())]
         overrides += [f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value]
@@ -134,12 +135,12 @@ def train(
             raise UsageError(f"--profile {profile} has no use here: it goes with --plan auto")
         for note in (*(() if resume else _start(chosen)), *notes, *chosen.replaced(resolved.mesh)):
             console.print(note, markup=False, soft_wrap=True)
-        stream: Stream = "stderr" if as_json else "stdout"
+        request = RunRequest(chosen, resolved, directory, node_ranks, resume, "stderr" if as_json else "stdout")
         with advised(recipe, chosen, resolved, directory):
             if ranks is None:
-                _launch(chosen, resolved, measured, directory, node_ranks, resume, stream, console)
+                _launch(request, measured, console)
             else:
-                _join(chosen, resolved, measured, directory, node_ranks, resume, stream, console, ranks)
+                _join(request, measured, console, ranks)
         if ranks is None or ranks.rank == 0:
             _finish(directory, console, as_json)
 
@@ -225,16 +226,7 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
     return newest if resume else path
 
 
-def _launch(
-    recipe: Recipe,
-    plan: Plan,
-    profile: Profile | None,
-    directory: RunDirectory,
-    node_ranks: int,
-    resume: bool,
-    stream: Stream,
-    console: Console,
-) -> None:
+def _launch(request: RunRequest, profile: Profile | None, console: Console) -> None:
     """Start this machine's ranks and wait for them."""
     from thinwire.cli.bench import command_line
     from thinwire.program import idle_codecs
@@ -245,11 +237,12 @@ def _launch(
     def report(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
 
-    directory.check(resume=resume)
+    directory, plan = request.directory, request.plan
+    directory.check(resume=request.resume)
     with directory.held():
         # Here rather than on the ranks: errors in the data are found before anything starts.
-        dataset = prepare(recipe.data, report)
-        directory.open(recipe, plan, versions(), command=command_line(), profile=profile)
+        dataset = prepare(request.recipe.data, report)
+        directory.open(request.recipe, plan, versions(), command=command_line(), profile=profile)
         for line in (plan.describe(), *idle_codecs(plan)):
             report(line)
         report(
@@ -257,29 +250,12 @@ def _launch(
             f"{dataset.vocab:,}, unigram entropy {dataset.unigram_entropy:.3f} nats"
         )
         report(f"writing to {shown(directory.path)}")
-        launch(
-            directory,
-            plan.ranks,
-            node_ranks=node_ranks,
-            resume=resume,
-            max_restarts=recipe.cluster.max_restarts,
-            stream=stream,
-            report=report,
-        )
+        launch(request, report)
 
 
-def _join(
-    recipe: Recipe,
-    plan: Plan,
-    profile: Profile | None,
-    directory: RunDirectory,
-    node_ranks: int,
-    resume: bool,
-    stream: Stream,
-    console: Console,
-    ranks: Started,
-) -> None:
+def _join(request: RunRequest, profile: Profile | None, console: Console, ranks: Started) -> None:
     """Be one rank of a run that someone else has started."""
+    import dataclasses
     import os
 
     from thinwire.cli.bench import command_line
@@ -288,23 +264,16 @@ def _join(
     from thinwire.train.worker import recorded_failure, train
 
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+    directory, plan = request.directory, request.plan
     holding = directory.held if ranks.rank == 0 else contextlib.nullcontext
     with recorded_failure(directory.logs), holding():
         if ranks.rank == 0:
             if not restarted:
-                directory.check(resume=resume)
-            directory.open(recipe, plan, versions(), command=command_line(), profile=profile)
+                directory.check(resume=request.resume)
+            directory.open(request.recipe, plan, versions(), command=command_line(), profile=profile)
             for line in (plan.describe(), *idle_codecs(plan)):
                 console.print(line, markup=False, soft_wrap=True)
-        train(
-            recipe,
-            plan,
-            directory,
-            node_ranks=node_ranks,
-            resume=resume or restarted,
-            stream=stream,
-            launched=False,
-        )
+        train(dataclasses.replace(request, resume=request.resume or restarted), launched=False)
 
 
 def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:

@@ -25,7 +25,7 @@ from typing import Any, Final
 from thinwire.errors import OutOfMemoryError, Room, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory
-from thinwire.train.progress import Stream
+from thinwire.train.request import RunRequest
 from thinwire.train.worker import num_cores
 
 Report = Callable[[str], None]
@@ -75,25 +75,11 @@ class Failure:
         return 3 if self.signal == signal.SIGTERM else 0 if self.expected else 1
 
 
-def launch(
-    directory: RunDirectory,
-    num_ranks: int,
-    *,
-    node_ranks: int,
-    resume: bool,
-    max_restarts: int,
-    stream: Stream,
-    report: Report,
-) -> None:
+def launch(request: RunRequest, report: Report) -> None:
     """Run all ranks until the run is complete or was asked to stop.
 
     Args:
-        directory: of the run, opened.
-        num_ranks: how many.
-        node_ranks: how many of them count as one node.
-        resume: continue from the newest valid checkpoint.
-        max_restarts: how often a lost rank may restart all.
-        stream: where rank 0 shows progress.
+        request: what to do; its directory has been opened.
         report: told of every restart, in one line.
 
     Raises:
@@ -102,10 +88,11 @@ def launch(
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    with _environment(_worker_environment(num_ranks)), _stop_on_signal(directory, report), _quiet():
+    directory, max_restarts = request.directory, request.recipe.cluster.max_restarts
+    with _environment(_worker_environment(request.plan.ranks)), _stop_on_signal(directory, report), _quiet():
         for restart in range(max_restarts + 1):
             try:
-                failure = _attempt(directory, num_ranks, node_ranks, resume=resume or restart > 0, stream=stream)
+                failure = _attempt(request, resume=request.resume or restart > 0)
             except SignalException as error:
                 raise RankError("ended at once; continue from the last checkpoint with --resume") from error
             if failure is None:
@@ -130,13 +117,12 @@ def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_r
     return f"{lost}; restarting all ranks from {origin} ({restart + 1} of {max_restarts})"
 
 
-def _attempt(
-    directory: RunDirectory, num_ranks: int, node_ranks: int, *, resume: bool, stream: Stream
-) -> Failure | None:
+def _attempt(request: RunRequest, *, resume: bool) -> Failure | None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    directory, num_ranks = request.directory, request.plan.ranks
     meeting = Path(tempfile.mkdtemp(prefix="thinwire-"))
     config = LaunchConfig(
         # A file that only this user can open: torch's store for launchers would listen on every interface.
@@ -155,8 +141,8 @@ def _attempt(
         signals_to_handle="SIGHUP,SIGQUIT",
         shutdown_timeout=10,
     )
-    arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", stream]
-    arguments += ["--node-ranks", str(node_ranks)]
+    arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", request.stream]
+    arguments += ["--launcher", str(os.getpid()), "--node-ranks", str(request.node_ranks)]
     try:
         elastic_launch(config, sys.executable)(*arguments, *(["--resume"] if resume else []))
     except ChildFailedError as error:

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import dataclasses
 import datetime
 import json
 import os
+import signal
 import sys
 import time
 import traceback
@@ -31,38 +33,28 @@ from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import device_kind
 from thinwire.train.loop import Result, run
 from thinwire.train.packing import prepare
-from thinwire.train.progress import Stream
+from thinwire.train.request import RunRequest
 from thinwire.train.stop import StopRequest
 from thinwire.train.trainer import Job
 
 _LAST_WORDS: Final = 8192
 """Bytes of the file in which a rank says why it ended."""
 
+_SET_DEATH_SIGNAL: Final = 1
+"""``PR_SET_PDEATHSIG`` of Linux."""
 
-def train(
-    recipe: Recipe,
-    plan: Plan,
-    directory: RunDirectory,
-    *,
-    node_ranks: int,
-    resume: bool,
-    stream: Stream,
-    launched: bool,
-) -> Result:
+
+def train(request: RunRequest, *, launched: bool) -> Result:
     """Join the job as one rank, train, and leave it.
 
     Args:
-        recipe: of the run.
-        plan: of the run.
-        directory: of the run; rank 0 has opened it.
-        node_ranks: ranks of a node.
-        resume: continue from the newest valid checkpoint, if there is one.
-        stream: where rank 0 shows progress.
+        request: what to do; rank 0 has opened the directory.
         launched: whether our launcher started this process.
 
     Returns:
         How the run ended.
     """
+    recipe, plan, directory = request.recipe, request.plan, request.directory
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = _device(recipe, local_rank)
     dataset = prepare(recipe.data)
@@ -70,10 +62,10 @@ def train(
     group.init(_backend(device, plan), datetime.timedelta(seconds=recipe.cluster.timeout))
     try:
         # Rank 0 knows: it has opened the directory, in which the others may see its work already.
-        resume = bool(group.control().all_gather_object(resume)[0])
-        job = Job(recipe, plan, directory, dataset, device, resume, node_ranks)
+        resume = bool(group.control().all_gather_object(request.resume)[0])
+        job = Job(recipe, plan, directory, dataset, device, resume, request.node_ranks)
         with StopRequest(directory.stop_file, launched=launched) as stop:
-            return run(job, stop, stream)
+            return run(job, stop, request.stream)
     finally:
         group.shutdown()
 
@@ -163,6 +155,15 @@ def _record(error: Exception, log: Path) -> None:
         file.write(words)
 
 
+def _end_with(launcher: int) -> None:
+    """Have the kernel end this process when its launcher is killed: nobody else would, and the lock of the run's
+    directory goes with the launcher."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+        if os.getppid() != launcher:  # it was killed before
+            sys.exit(1)
+
+
 def main() -> int:
     """Run one rank of a run that our launcher has opened.
 
@@ -171,24 +172,20 @@ def main() -> int:
     """
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--launcher", type=int, required=True, help="its process")
     parser.add_argument("--node-ranks", type=int, required=True)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--stream", choices=("stdout", "stderr", "none"), default="stdout")
     arguments = parser.parse_args()
+    _end_with(arguments.launcher)
     directory = RunDirectory(arguments.directory)
     _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
         with recorded_failure(directory.logs):
-            train(
-                Recipe.load(directory.recipe),
-                Plan.load(directory.plan),
-                directory,
-                node_ranks=arguments.node_ranks,
-                resume=arguments.resume,
-                stream=arguments.stream,
-                launched=True,
-            )
+            recipe, plan = Recipe.load(directory.recipe), Plan.load(directory.plan)
+            request = RunRequest(recipe, plan, directory, arguments.node_ranks, arguments.resume, arguments.stream)
+            train(request, launched=True)
     except Exception:
         return 1
     return 0
