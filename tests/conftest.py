@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Any
 
@@ -22,6 +24,14 @@ OWN_PROCESSES = (
     "test_train_alone.py",
 )
 """Files of ``tests/dist`` that leave the pools of ranks alone."""
+
+
+@pytest.fixture(autouse=True)
+def no_job_is_left() -> Iterator[None]:
+    """A test that joins a job leaves it again: the next one in its process may want another."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    assert distributed is None or not distributed.is_initialized()
 
 
 def queue(node_id: str) -> str:
