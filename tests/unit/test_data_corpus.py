@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pyarrow
 import pytest
 
@@ -92,8 +94,58 @@ def test_a_bad_jsonl_row_is_named(tmp_path: Path, line: str, message: str) -> No
         list(find_corpus("jsonl", [str(path)]).documents())
 
 
+SAVED = Path(__file__).parents[1] / "golden/datasets"
+"""Written by ``DatasetDict.save_to_disk`` of datasets 5.2."""
+
+
+def test_datasets_that_were_saved() -> None:
+    texts = ["one fish", "two fish\n", "red fish"]
+    assert list(find_corpus("datasets", [str(SAVED / "train")]).documents()) == texts
+    shards = sorted(map(str, SAVED.glob("train/*.arrow")))
+    assert list(find_corpus("datasets", shards).documents()) == texts
+    with pytest.raises(DataError, match=r"several splits, test, train; name the directories"):
+        find_corpus("datasets", [str(SAVED)])
+    with pytest.raises(DataError, match=r"no column data.text_key = 'body'; it has: id, text"):
+        list(find_corpus("datasets", [str(SAVED / "test")], text_key="body").documents())
+
+
+def test_what_datasets_has_computed_is_no_part_of_a_dataset(tmp_path: Path) -> None:
+    shutil.copytree(SAVED / "train", tmp_path, dirs_exist_ok=True)
+    shutil.copyfile(SAVED / "test/data-00000-of-00001.arrow", tmp_path / "cache-1234.arrow")
+    assert len(list(find_corpus("datasets", [str(tmp_path)]).documents())) == 3
+    (tmp_path / "state.json").unlink()
+    assert len(list(find_corpus("datasets", [str(tmp_path)]).documents())) == 3
+    for named in ("../x.arrow", "gone.arrow"):
+        write(tmp_path / "state.json", json.dumps({"_data_files": [{"filename": named}]}))
+        with pytest.raises(DataError, match="no such file beside it"):
+            find_corpus("datasets", [str(tmp_path)])
+    write(tmp_path / "state.json", "[]")
+    with pytest.raises(DataError, match="cannot be read"):
+        find_corpus("datasets", [str(tmp_path)])
+
+
+def test_arrow_files_of_either_form_and_damaged_ones(tmp_path: Path) -> None:
+    path = tmp_path / "a.arrow"
+    table = pyarrow.table({"n": [1, 2, 3], "text": ["one", None, "two" * 500]})
+    with pyarrow.ipc.new_file(str(path), table.schema) as file:
+        file.write_table(table)
+    assert list(find_corpus("datasets", [str(path)]).documents()) == ["one", "two" * 500]
+    whole = (SAVED / "train/data-00000-of-00002.arrow").read_bytes()
+    random = np.random.default_rng(0)
+    refused = 0
+    for _ in range(300):
+        damaged = np.frombuffer(whole, dtype=np.uint8).copy()
+        places = random.integers(0, len(whole), 3)
+        damaged[places] = random.integers(0, 256, 3)
+        path.write_bytes(damaged[: random.integers(1, len(whole) + 1)].tobytes())
+        try:
+            list(find_corpus("datasets", [str(path)]).documents())
+        except DataError:
+            refused += 1
+    assert refused > 100
+
+
 def test_parquet_rows_and_columns(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(pyarrow.table({"text": ["one", None, "two"], "n": [1, 2, 3]}), path)

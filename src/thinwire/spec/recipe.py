@@ -169,16 +169,17 @@ class ModelRecipe(Spec):
 class DataRecipe(Spec):
     """Which text to train on and how it becomes tokens."""
 
-    source: Literal["stdlib", "text", "jsonl", "parquet", "tokens"] = Field(
+    source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "tokens"] = Field(
         default="stdlib",
-        description="stdlib: this machine's Python standard library; tokens: bins that hold token ids",
+        description="stdlib: this machine's Python standard library; datasets: what save_to_disk of Hugging Face's "
+        "datasets wrote, and other Arrow files; tokens: bins that hold token ids",
     )
     paths: Paths = Field(default=(), description="files, directories and globs")
     validation_paths: Paths = Field(
         default=(), description="the same for validation; unset: validation_share of the documents in paths"
     )
     validation_share: Share = Field(default=0.05, description="share of documents kept for validation, by their hash")
-    text_key: str = Field(default="text", description="JSON key or Parquet column that holds the text")
+    text_key: str = Field(default="text", description="JSON key, or column of Parquet or Arrow, that holds the text")
     tokenizer: str = Field(
         default="bpe",
         description='"bpe" trains one on this text; or a tokenizer.json, or a directory that holds one; unset: that of '
@@ -200,7 +201,7 @@ class DataRecipe(Spec):
         if self.source == "stdlib" and self.paths:
             yield Problem(
                 "paths",
-                'is set, but source = "stdlib" ignores it; set source to text, jsonl, parquet or tokens',
+                'is set, but source = "stdlib" ignores it; set source to text, jsonl, parquet, datasets or tokens',
             )
 
     @rule("validation_paths", "validation_share")

@@ -19,17 +19,19 @@ from typing import IO, Final, Literal
 
 from thinwire.errors import DataError
 
-Kind = Literal["stdlib", "text", "jsonl", "parquet"]
+Kind = Literal["stdlib", "text", "jsonl", "parquet", "datasets"]
 
 SUFFIXES: Final[dict[str, tuple[str, ...]]] = {
     "stdlib": (".py",),
     "text": (".txt", ".md", ".rst", ".py", ".text", ".txt.gz", ".txt.zst"),
     "jsonl": (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst"),
     "parquet": (".parquet",),
+    "datasets": (".arrow",),
 }
 """File names that a directory of each kind contributes; files named one by one may have any name."""
 
 _NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+_ARROW_FILE: Final = b"ARROW1"
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
 _READ_BYTES: Final = 1 << 20
@@ -43,7 +45,7 @@ class Corpus:
     Attributes:
         kind: how the files are read.
         files: absolute paths.
-        text_key: the JSON key or Parquet column that holds a document.
+        text_key: the JSON key, or the column of Parquet or Arrow, that holds a document.
         max_bytes: stop after the document that reaches this many UTF-8 bytes; None reads everything.
     """
 
@@ -97,6 +99,8 @@ class Corpus:
             return _read_jsonl(path, self.text_key)
         if self.kind == "parquet":
             return _read_parquet(path, self.text_key)
+        if self.kind == "datasets":
+            return _read_arrow(path, self.text_key)
         return iter(cut(_read_text(path), self._piece()))
 
     def _piece(self) -> int:
@@ -175,9 +179,7 @@ def _expand(path: str, kind: Kind) -> list[Path]:
     if given.is_file():
         return [given.resolve()]
     if given.is_dir():
-        found = sorted(
-            file.resolve() for file in given.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES[kind])
-        )
+        found = _saved_dataset(given) if kind == "datasets" else _files_below(given, kind)
         if not found:
             raise DataError(
                 f"data.paths: directory {path} holds no {kind} file (looked for {', '.join(SUFFIXES[kind])})"
@@ -190,6 +192,36 @@ def _expand(path: str, kind: Kind) -> list[Path]:
             raise DataError(f"data.paths: pattern {path} matches no file")
         return found
     raise DataError(f"data.paths: {path} does not exist; give an existing file, directory or glob")
+
+
+def _files_below(directory: Path, kind: Kind) -> list[Path]:
+    return sorted(
+        file.resolve() for file in directory.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES[kind])
+    )
+
+
+def _saved_dataset(directory: Path) -> list[Path]:
+    """The files of a directory that ``datasets.Dataset.save_to_disk`` wrote, in their order.
+
+    What ``datasets`` has computed since lies there too (``cache-*.arrow``), and is not part of it.
+    """
+    if (directory / "dataset_dict.json").is_file():
+        splits = sorted(path.parent.name for path in directory.glob("*/state.json"))
+        raise DataError(
+            f"data.paths: {directory} holds several splits, {', '.join(splits)}; name the directories of those to "
+            "train on in data.paths, and of others in data.validation_paths"
+        )
+    state = directory / "state.json"
+    if not state.is_file():
+        return [file for file in _files_below(directory, "datasets") if not file.name.startswith("cache-")]
+    try:
+        names = [str(entry["filename"]) for entry in json.loads(state.read_text(encoding="utf-8"))["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{state}, which names the files of a dataset, cannot be read: {error!r}") from error
+    for name in names:
+        if Path(name).name != name or not (directory / name).is_file():
+            raise DataError(f"{state} names {name}, and there is no such file beside it")
+    return [(directory / name).resolve() for name in names]
 
 
 _CODECS: Final = {".gz": "gzip", ".zst": "zstd"}
@@ -256,3 +288,33 @@ def _read_parquet(path: Path, key: str) -> Iterator[str]:
         for text in batch.column(0).to_pylist():
             if text is not None:
                 yield str(text)
+
+
+def _read_arrow(path: Path, key: str) -> Iterator[str]:
+    """Texts of an Arrow stream, the form that ``datasets`` keeps on disk, or of an Arrow file."""
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise DataError("reading Arrow files needs pyarrow; install it with: pip install pyarrow") from error
+    try:
+        with pyarrow.memory_map(str(path)) as source:
+            is_file = source.read(len(_ARROW_FILE)) == _ARROW_FILE
+            source.seek(0)
+            if is_file:
+                reader = pyarrow.ipc.open_file(source)
+                batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
+            else:
+                reader = batches = pyarrow.ipc.open_stream(source)
+            if key not in reader.schema.names:
+                names = ", ".join(reader.schema.names)
+                raise DataError(f"{path}: no column data.text_key = {key!r}; it has: {names}")
+            for batch in batches:
+                column = batch.column(key)
+                column.validate(full=True)  # offsets of a damaged file point anywhere
+                for text in column.to_pylist():
+                    if text is not None:
+                        yield str(text)
+    except DataError:
+        raise
+    except Exception as error:  # pyarrow's own are many
+        raise DataError(f"{path} is not a readable Arrow file: {error}") from error
