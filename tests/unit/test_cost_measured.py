@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from thinwire.cli.main import app
 from thinwire.cost import Beside, ProfiledRates, Work, parts
 from thinwire.errors import DataError, SpecError
 from thinwire.plan import Job, compare, explain, profiled_cluster, refit, search
@@ -211,3 +213,23 @@ def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
     assert abs(after) < abs(before)
     with pytest.raises(DataError, match="give the directory of a run"):
         compare(tmp_path, profile())
+
+
+def test_what_a_rank_holds_without_a_model_is_what_the_run_has_noted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, Plan.preset("zero1-node", nodes=2, local=2), 0.2)
+    unknown = compare(run, profile()).of("memory of a rank").predicted
+    starts = [{"step": 0, "base_memory": 1}, {"step": 3, "base_memory": profile().base_memory + 7 * MIB}]
+    (run / "starts.jsonl").write_text("".join(json.dumps(start) + "\n" for start in starts))
+    assert compare(run, profile()).of("memory of a rank").predicted == unknown + 7 * MIB
+
+
+def test_the_profile_that_a_run_holds_is_the_one_to_compare_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    write_run(run, Plan.preset("zero1-node", nodes=2, local=2), 0.2)
+    refused = CliRunner().invoke(app, ["plan", "--compare", str(run)])
+    assert refused.exit_code == 1
+    profile().write(run / "profile.json")
+    shown = CliRunner().invoke(app, ["plan", "--compare", str(run), "--json"])
+    assert shown.exit_code == 0, shown.output
+    assert json.loads(shown.stdout)["steps"] == 6

@@ -113,7 +113,11 @@ def plan(
     ] = None,
     compare: Annotated[
         Path | None,
-        typer.Option(metavar="RUN", help="Predicted beside measured, of a run; needs --profile.", show_default=False),
+        typer.Option(
+            metavar="RUN",
+            help="Predicted beside measured, of a run; with --profile, or the profile that --plan auto left in it.",
+            show_default=False,
+        ),
     ] = None,
     refit: Annotated[
         Path | None,

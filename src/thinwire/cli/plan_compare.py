@@ -17,7 +17,9 @@ def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json:
     from thinwire.units import format_bytes, format_duration
 
     if profile is None:
-        raise UsageError("--compare needs the --profile of the cluster on which the run was made")
+        profile = run / "profile.json"
+        if not profile.is_file():
+            raise UsageError("--compare needs the --profile of the cluster on which the run was made")
     measured = Profile.read(profile)
     comparison = planner.compare(run, measured)
     shown = {"s": format_duration, "B": format_bytes}

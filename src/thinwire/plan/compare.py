@@ -127,9 +127,18 @@ def _job(run: Path, profile: Profile) -> tuple[Job, Plan]:
         pp=(plan.pp,),
         clip=True,
         rates=ProfiledRates(profile, model, plan.compute_dtype),
-        overhead=profile.base_memory,
+        overhead=_base_memory(run) or profile.base_memory,
     )
     return job, plan
+
+
+def _base_memory(run: Path) -> int | None:
+    """Bytes of a rank before it had a model, as the run noted it when it started last."""
+    try:
+        last = json.loads((run / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        return int(last["base_memory"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def _vocab(run: Path) -> int:

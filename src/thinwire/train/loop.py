@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import socket
 from dataclasses import dataclass
 from importlib import util
@@ -16,7 +17,7 @@ from thinwire.train.directory import write_json
 from thinwire.train.kept import keep_sources
 from thinwire.train.metrics import MetricsLog
 from thinwire.train.progress import ProgressReport, Stream
-from thinwire.train.room import explained_exhaustion, measure_room
+from thinwire.train.room import explained_exhaustion, measure_room, memory_in_use
 from thinwire.train.stop import StopRequest
 from thinwire.train.tracing import StepTracer
 from thinwire.train.trainer import Job, Trainer, make_trainer
@@ -47,7 +48,10 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
     Returns:
         How it ended, the same on all ranks.
     """
-    rank, room = control().rank, measure_room(job.device)
+    importlib.import_module(
+        "torch._dynamo"
+    )  # the first update would load it: it belongs to what is there without a model
+    rank, room, base = control().rank, measure_room(job.device), memory_in_use(job.device)
     with explained_exhaustion(rank, "building the model", room):
         trainer = make_trainer(job)
         notes = resume(trainer) if job.resume else []
@@ -55,7 +59,7 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
     start, steps = trainer.position.step, job.recipe.train.steps
     log = _open_log(job, start, notes) if leads else None
     if leads:
-        job.directory.note_start(start, _place(job))
+        job.directory.note_start(start, _place(job) | {"base_memory": base})
     traced = job.recipe.train.trace_steps
     if traced is not None and traced[0] <= start:
         notes.append(f"steps {traced[0]} to {traced[1]} are not all traced: the run continues after step {start}")

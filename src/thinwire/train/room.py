@@ -44,6 +44,21 @@ def measure_room(device: torch.device) -> Room:
     return Room("its share of this host's memory", physical, resident)
 
 
+def memory_in_use(device: torch.device) -> int:
+    """What this rank's process, or the processes of its GPU, use now.
+
+    Args:
+        device: of this rank.
+
+    Returns:
+        Bytes.
+    """
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return _in_use()[1]
+
+
 @contextlib.contextmanager
 def explained_exhaustion(rank: int, doing: str, room: Room) -> Iterator[None]:
     """Turn an allocator's error into a sentence that says who wanted how much of what.
