@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import socket
 from dataclasses import dataclass
 from importlib import util
@@ -48,9 +47,8 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
     Returns:
         How it ended, the same on all ranks.
     """
-    importlib.import_module(
-        "torch._dynamo"
-    )  # the first update would load it: it belongs to what is there without a model
+    import torch._dynamo  # noqa: F401 - the first update would load it: it is there without a model
+
     rank, room, base = control().rank, measure_room(job.device), memory_in_use(job.device)
     with explained_exhaustion(rank, "building the model", room):
         trainer = make_trainer(job)
