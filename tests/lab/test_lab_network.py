@@ -16,6 +16,7 @@ from tests.lab.cluster import ROOT, Transfer, inside, needs_lab, networks, stead
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.lab import Lab, LabSpec
+from thinwire.train.room import LAB_HOSTS
 
 pytestmark = needs_lab
 
@@ -59,6 +60,7 @@ def test_environment_is_what_torchrun_gloo_and_ranks_read(lab: Lab) -> None:
     assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
     assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.77.0.1", "1234")
     assert (found["PET_NNODES"], found["PET_NODE_RANK"], found["PET_NPROC_PER_NODE"]) == ("3", "1", "2")
+    assert found[LAB_HOSTS] == "3"
     rank = lab.hosts[1].rank_environment(1)
     assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("3", "1", "6", "2")
 

@@ -67,8 +67,9 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
         if ranks is None:
             _measure_apart(recipe, resolved, shape, Path(directory), out)
             return Profile.read(out)
-        from thinwire.cli.profile import measure_here
+        from thinwire.cli.profile import device_of, measure_here
         from thinwire.train.pieces import pieces
+        from thinwire.train.room import rank_memory
 
         parts = pieces(
             shape,
@@ -76,6 +77,7 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
             seq=recipe.train.seq,
             micro_batch=resolved.micro_batch,
             dtype=resolved.compute_dtype,
+            memory=rank_memory(device_of(ranks)),
         )
         return measure_here(out, BUDGET, parts, resolved.mesh, ranks, timeout=recipe.cluster.timeout)
 

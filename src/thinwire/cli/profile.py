@@ -61,6 +61,7 @@ def profile(
         from thinwire.spec import Factor, ModelSpec
         from thinwire.train.environment import started
         from thinwire.train.pieces import pieces
+        from thinwire.train.room import rank_memory
         from thinwire.units import parse_duration
 
         ranks = started()
@@ -75,7 +76,8 @@ def profile(
         if ranks.world % count:
             raise UsageError(f"--nodes {count} does not divide the {ranks.world} ranks; valid are its divisors")
         mesh = Factor(local=ranks.world // count, nodes=count)
-        parts = pieces(shape, mesh, seq=seq, micro_batch=micro_batch, dtype=dtype)
+        memory = rank_memory(device_of(ranks))
+        parts = pieces(shape, mesh, seq=seq, micro_batch=micro_batch, dtype=dtype, memory=memory)
         try:
             measured = measure_here(out, seconds, parts, mesh, ranks, resume=resume)
         finally:
@@ -122,30 +124,32 @@ def measure_here(
 
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
+    from thinwire.train.room import rank_memory
     from thinwire.train.worker import threads_per_rank
 
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+    device = device_of(ranks)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank())
     group.init(timeout=group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout))
-    settings = Settings(mesh, device, budget, pieces, _memory(device, ranks.local_world))
+    settings = Settings(mesh, device, budget, pieces, rank_memory(device))
     console = wide_console(as_json=True)
     console.quiet = ranks.rank > 0
     with console.status("measuring the cluster") as status:
         return measure(settings, group.control(), out, status.update, resume=resume)
 
 
-def _memory(device: torch.device, local_world: int) -> int:
-    """Bytes that one rank may use: its device's, or its part of the host's."""
-    import os
+def device_of(ranks: Started) -> torch.device:
+    """Where a rank computes.
 
+    Args:
+        ranks: this one among them.
+    """
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_world
+    if torch.cuda.is_available():
+        return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
 
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:

@@ -71,6 +71,8 @@ class Host:
             "PET_MASTER_ADDR": master,
             "PET_MASTER_PORT": str(master_port),
             "PET_LOCAL_ADDR": self.address,
+            # All hosts share this machine's memory: what a rank may use is less than its share of a host.
+            "THINWIRE_LAB_HOSTS": str(spec.nodes),
         }
 
     def rank_environment(self, local_rank: int, master_port: int = MASTER_PORT) -> dict[str, str]:

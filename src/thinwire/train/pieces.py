@@ -9,21 +9,27 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from thinwire.cost.memory import largest_memory, stage_model
+from thinwire.errors import UsageError
 from thinwire.profile import Piece
 from thinwire.shard.api import micro_batches, shard
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
+from thinwire.units import format_bytes
 
 __all__ = ["pieces"]
 
 _BLOCKS = 4
-"""Blocks that are timed one after another."""
+"""Blocks that are timed one after another, where there is memory for so many."""
+
+_ROOM = 0.8
+"""Share of a rank's memory that they may take."""
 
 
 def pieces(
-    shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"]
+    shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"], memory: int
 ) -> list[Piece]:
     """A block, the head with the loss, the embedding, and a model of some blocks as a whole, as the runtime trains it.
 
@@ -33,7 +39,13 @@ def pieces(
         seq: tokens of a sequence.
         micro_batch: sequences.
         dtype: in which they compute.
+        memory: bytes that a rank may use.
+
+    Raises:
+        UsageError: one block with embedding and head is too much for that.
     """
+    plan = Plan.preset("ddp", nodes=mesh.nodes, local=mesh.local, compute_dtype=dtype, micro_batch=micro_batch)
+    repeats = _fitting_blocks(shape, plan, seq, memory)
     tokens = seq * micro_batch
     matrices = shape.flops_per_token(seq) // 3  # of one token's forward
     head = 2 * shape.hidden * shape.vocab
@@ -43,19 +55,31 @@ def pieces(
     def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> Piece:
         def on(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
             if part == "whole":
-                plan = Plan.preset("ddp", nodes=mesh.nodes, local=mesh.local, compute_dtype=dtype)
                 return _make_whole(shape, plan, seq, micro_batch, repeats, device)
             return _make(part, shape, seq, micro_batch, repeats, compute, device)
 
         return Piece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
 
-    repeats = min(_BLOCKS, shape.layers)
     return [
         make("block", block * tokens, repeats),
         make("head", head * tokens),
         make("embedding", 0),
         make("whole", (block * repeats + head) * tokens, repeats),
     ]
+
+
+def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
+    """How many blocks, with embedding and head, a rank can train."""
+    for blocks in range(min(_BLOCKS, shape.layers), 0, -1):
+        needed = largest_memory(stage_model(shape, blocks), plan, seq=seq, overhead=0).total
+        if needed <= _ROOM * memory:
+            return blocks
+    raise UsageError(
+        f"a block of {shape.name or 'the model'} with embedding and head needs {format_bytes(needed)} to be timed, and "
+        f"a rank has {format_bytes(memory)}, of which {_ROOM:.0%} may be used: take a smaller --seq or --micro-batch, "
+        "fewer ranks on a host, or leave out --model (a small Llama is timed, from whose FLOP/s the time of others "
+        "follows)"
+    )
 
 
 def _make_whole(
@@ -82,7 +106,9 @@ def _make(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[nn.Module, Callable[[], Tensor]]:
-    model = _model(shape, seq, blocks).to(device, dtype)
+    # What is not timed is left out: of a large model it is gigabytes.
+    without = shape.with_(vocab=8) if part == "block" else shape
+    model = _model(without, seq, blocks if part == "block" else 0).to(device, dtype)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
     hidden = torch.randn(micro_batch, seq, shape.hidden, device=device, dtype=dtype, requires_grad=True)
     if part == "embedding":

@@ -21,6 +21,26 @@ _SIGNS: Final = ("can't allocate memory", "not enough memory", "out of memory", 
 _ASKED: Final = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
+LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
+"""Environment variable: hosts of a lab, which all share this machine."""
+
+
+def rank_memory(device: torch.device) -> int:
+    """What a rank may use: its share of its device's memory, or of this host's.
+
+    Args:
+        device: of the rank.
+
+    Returns:
+        Bytes.
+    """
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return int(total) // max(1, -(-ranks_here // torch.cuda.device_count()))
+    return min(_physical(), _cgroup_limit()) // (ranks_here * int(os.environ.get(LAB_HOSTS, "1")))
+
+
 def measure_room(device: torch.device) -> Room:
     """What this rank may use and what it uses already; called before the model is built.
 
@@ -30,18 +50,16 @@ def measure_room(device: torch.device) -> Room:
     Returns:
         The tightest limit, and what counts against it now.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    limit = rank_memory(device)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        sharing = max(1, -(-ranks_here // torch.cuda.device_count()))
-        return Room("GPU memory", total // sharing, (total - free) // sharing)
+        return Room("GPU memory", limit, (total - free) * limit // total)
     virtual, resident = _in_use()
     address_space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    physical = min(_physical(), _cgroup_limit()) // ranks_here
     # Far less of the address space is resident, so this limit is the tighter one only where it leaves less.
-    if address_space != resource.RLIM_INFINITY and address_space - virtual < physical - resident:
+    if address_space != resource.RLIM_INFINITY and address_space - virtual < limit - resident:
         return Room("address space (ulimit -v)", address_space, virtual)
-    return Room("its share of this host's memory", physical, resident)
+    return Room("its share of this host's memory", limit, resident)
 
 
 def memory_in_use(device: torch.device) -> int:

@@ -1,0 +1,53 @@
+"""The parts of a model that a profile times: as many blocks as there is memory for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.profile import Piece
+from thinwire.spec import Factor, ModelSpec
+from thinwire.train.pieces import pieces
+from thinwire.train.room import LAB_HOSTS, measure_room, rank_memory
+
+GIB = 1 << 30
+
+
+def found(model: ModelSpec, memory: int, seq: int = 2048) -> dict[str, Piece]:
+    made = pieces(model, Factor(local=2, nodes=2), seq=seq, micro_batch=1, dtype="bfloat16", memory=memory)
+    return {piece.part: piece for piece in made}
+
+
+def test_large_models_are_timed_with_fewer_blocks_where_memory_is_short() -> None:
+    model = ModelSpec.preset("llama-7b")
+    blocks = [found(model, size * GIB)["whole"].repeats for size in (80, 24, 16)]
+    assert blocks == sorted(blocks, reverse=True)
+    assert (blocks[0], blocks[-1] < 4) == (4, True)
+    with pytest.raises(UsageError, match=r"a block of llama-7b with .* needs 1?\d\.\d+ GiB .* a rank has 5\.859 GiB"):
+        found(model, 6000 << 20)
+    assert found(model.with_(layers=2), 80 * GIB)["block"].repeats == 2
+
+
+def test_parts_hold_what_is_timed_and_nothing_else() -> None:
+    model = ModelSpec(layers=3, hidden=64, heads=4, ffn=128, vocab=1000, seq=32)
+    parts = found(model, GIB, seq=32)
+    numels = {}
+    for part in ("block", "head", "embedding"):
+        module, call = parts[part].make(torch.device("cpu"))
+        call().sum().backward()
+        numels[part] = sum(parameter.numel() for parameter in module.parameters())
+    assert numels["embedding"] == 64 * 1000
+    assert numels["head"] == 64 * 1000 + 64
+    assert numels["block"] == 3 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)
+
+
+def test_ranks_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.delenv(LAB_HOSTS, raising=False)
+    whole = rank_memory(cpu)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert rank_memory(cpu) == whole // 2 == measure_room(cpu).limit
+    monkeypatch.setenv(LAB_HOSTS, "3")
+    assert rank_memory(cpu) == whole // 6
