@@ -49,7 +49,7 @@ SHORT = {
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
     r"bench hybrid (?!--timed)": "--rounds 1 --steps 1 --model llama-1m --bandwidth none",
-    r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none",
+    r"bench planner (?!--again)": "--rounds 1 --budget 5s --models llama-1m --bandwidth none --json brief.json",
     r"bench spectra": "--at 2 --layers 2 --hidden 64",
     r"benchmarks/memory_cap": "--steps 1 --hidden 128",
     r"benchmarks/hooks": "--depth 4 --rounds 2",
