@@ -16,7 +16,7 @@ from tests.lab.cluster import ROOT, Transfer, inside, needs_lab, networks, stead
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.lab import Lab, LabSpec
-from thinwire.train.room import LAB_HOSTS
+from thinwire.train.environment import LAB_HOSTS
 
 pytestmark = needs_lab
 

@@ -8,8 +8,9 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.profile import Piece
 from thinwire.spec import Factor, ModelSpec
+from thinwire.train.environment import LAB_HOSTS, num_cores, shares_cores
 from thinwire.train.pieces import pieces
-from thinwire.train.room import LAB_HOSTS, measure_room, rank_memory
+from thinwire.train.room import measure_room, rank_memory
 
 GIB = 1 << 30
 
@@ -51,3 +52,13 @@ def test_ranks_share_the_memory_of_their_machine(monkeypatch: pytest.MonkeyPatch
     assert rank_memory(cpu) == whole // 2 == measure_room(cpu).limit
     monkeypatch.setenv(LAB_HOSTS, "3")
     assert rank_memory(cpu) == whole // 6
+
+
+def test_ranks_share_cores_where_they_are_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, cores = torch.device("cpu"), num_cores()
+    monkeypatch.delenv(LAB_HOSTS, raising=False)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(cores))
+    assert not shares_cores(cpu)
+    monkeypatch.setenv(LAB_HOSTS, "2")
+    assert shares_cores(cpu)
+    assert not shares_cores(torch.device("cuda"))

@@ -62,7 +62,7 @@ def planner(
         from thinwire.report import insert, markdown_table, rich_table
         from thinwire.study.pairs import sheets
         from thinwire.study.planning import Setup, measure, predict_again, profile_links
-        from thinwire.train.worker import num_cores
+        from thinwire.train.environment import num_cores
         from thinwire.units import parse_duration
 
         names = [checked_model(name.strip()) for name in models.split(",")]

@@ -124,8 +124,8 @@ def measure_here(
 
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
+    from thinwire.train.environment import threads_per_rank
     from thinwire.train.room import rank_memory
-    from thinwire.train.worker import threads_per_rank
 
     device = device_of(ranks)
     if device.type == "cuda":

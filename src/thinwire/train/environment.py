@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 
@@ -16,6 +16,9 @@ from thinwire.spec.plan import Dtype, Plan
 from thinwire.spec.recipe import ClusterRecipe, Recipe
 
 DeviceKind = Literal["cpu", "cuda"]
+
+LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
+"""Environment variable: hosts of a lab, which all share this machine."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,39 @@ def device_kind(cluster: ClusterRecipe) -> DeviceKind:
     if cluster.device == "cuda":
         raise UsageError('cluster.device = "cuda", but torch finds no CUDA device; set it to "cpu" or "auto"')
     return "cpu"
+
+
+def threads_per_rank() -> int:
+    """Cores of this host per rank on it, unless the user has chosen.
+
+    Returns:
+        At least 1.
+    """
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is not None and chosen.isdecimal():
+        return max(1, int(chosen))
+    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def num_cores() -> int:
+    """Cores that this process may use.
+
+    Returns:
+        The number, at least 1.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return max(1, len(os.sched_getaffinity(0)))
+    return os.cpu_count() or 1
+
+
+def shares_cores(device: torch.device) -> bool:
+    """Whether ranks that compute on this host's processor are more than its cores.
+
+    Args:
+        device: where this rank computes.
+    """
+    hosts = int(os.environ.get(LAB_HOSTS, "1"))
+    return device.type == "cpu" and hosts * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > num_cores()
 
 
 def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:

@@ -25,8 +25,8 @@ from typing import Any, Final
 from thinwire.errors import OutOfMemoryError, Room, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory
+from thinwire.train.environment import num_cores
 from thinwire.train.request import RunRequest
-from thinwire.train.worker import num_cores
 
 Report = Callable[[str], None]
 

@@ -13,16 +13,13 @@ from typing import Final
 import torch
 
 from thinwire.errors import OutOfMemoryError, Room
+from thinwire.train.environment import LAB_HOSTS
 from thinwire.units import format_bytes
 
 _SIGNS: Final = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
 """What torch's allocators, C++ and the system write when there is none left; matters for plain ``RuntimeError``."""
 
 _ASKED: Final = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
-
-
-LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
-"""Environment variable: hosts of a lab, which all share this machine."""
 
 
 def rank_memory(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from thinwire.train.agreement import agree
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
 from thinwire.train.data import Samples, step_batches, validation_batches
 from thinwire.train.directory import RunDirectory
+from thinwire.train.environment import shares_cores
 from thinwire.train.measure import pack, unpack
 from thinwire.train.metrics import StepRecord, known_peak_tflops
 from thinwire.train.models.build import draft
@@ -125,7 +126,7 @@ class Trainer:
         train: training samples.
         validation: validation samples.
         ranks: the control group.
-        pace: compares how fast ranks are.
+        pace: compares how fast ranks are; None where nothing follows from it.
         num_parameters: of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
         peak_flops: FLOP/s of one device, if known.
@@ -141,7 +142,7 @@ class Trainer:
     train: Samples
     validation: Samples
     ranks: Control
-    pace: Pace
+    pace: Pace | None
     num_parameters: int
     token_flops: float
     peak_flops: float | None
@@ -334,8 +335,7 @@ class Trainer:
             exposed=measured.exposed,
             codec=measured.codec,
             own=summarized(own),
-            # Ranks of a pipeline and tensor-parallel ones wait for each other in ways that this does not measure.
-            slow=self.pace.add(own) if self.job.plan.ranks == self.job.plan.world else None,
+            slow=None if self.pace is None else self.pace.add(own),
         )
         self.recent = Clock()
         return record
@@ -390,11 +390,20 @@ def make_trainer(job: Job) -> Trainer:
         train=train,
         validation=validation,
         ranks=control(),
-        pace=Pace(hosts),
+        pace=Pace(hosts) if _is_comparable(job) else None,
         num_parameters=num_parameters,
         token_flops=token_flops,
         peak_flops=_peak_flops(job),
     )
+
+
+def _is_comparable(job: Job) -> bool:
+    """Whether a rank that takes longer than others is a slow one.
+
+    Ranks of a pipeline and tensor-parallel ones wait for each other in ways that are not measured; where ranks share
+    cores, the scheduler decides who is behind.
+    """
+    return job.plan.ranks == job.plan.world and not shares_cores(job.device)
 
 
 def undecayed_names(model: nn.Module) -> list[str]:

@@ -30,7 +30,7 @@ from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
-from thinwire.train.environment import device_kind
+from thinwire.train.environment import device_kind, threads_per_rank
 from thinwire.train.loop import Result, run
 from thinwire.train.packing import prepare
 from thinwire.train.request import RunRequest
@@ -84,25 +84,6 @@ def _backend(device: torch.device, plan: Plan) -> str:
         return "gloo"
     local_world = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
     return "nccl" if local_world <= torch.cuda.device_count() else "gloo"
-
-
-def threads_per_rank() -> int:
-    """Cores of this host per rank on it, unless the user has chosen."""
-    chosen = os.environ.get("OMP_NUM_THREADS")
-    if chosen is not None and chosen.isdecimal():
-        return max(1, int(chosen))
-    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def num_cores() -> int:
-    """Cores that this process may use.
-
-    Returns:
-        The number, at least 1.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        return max(1, len(os.sched_getaffinity(0)))
-    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager
