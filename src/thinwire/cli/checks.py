@@ -269,11 +269,12 @@ def _lab() -> Check:
     try:
         with Lab(LabSpec(nodes=2, ranks=1)) as lab:
             lab.shape(bandwidth=1e9)
-            try:
-                lab.shape(bandwidth=1e9, latency=1e-3)
-            except ThinwireError as error:
-                found = "ip, tc and namespaces work, but not --latency and --loss"
-                return Check(name, found, use, "limits", _said_by_lab(error))
+            for option, value in (("latency", 1e-3), ("loss", 1e-3)):
+                try:
+                    lab.shape(bandwidth=1e9, **{option: value})
+                except ThinwireError as error:
+                    found = f"ip, tc and namespaces work, but not --{option}"
+                    return Check(name, found, use, "limits", _said_by_lab(error))
     except ThinwireError as error:
         return Check(name, "cannot be opened", use, "missing", _said_by_lab(error))
     except subprocess.TimeoutExpired as error:
