@@ -23,7 +23,7 @@ from thinwire.spec import Factor, ModelSpec
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
 from thinwire.units import format_bytes
 
-__all__ = ["Settings", "measure"]
+__all__ = ["Settings", "measure", "memory_in_use"]
 
 MEETING_SIZES = (1 << 16, 1 << 20, 1 << 14, 1 << 22)
 """Bytes of the vectors that are gathered beside computation: what all lose is told from what grows with size."""
@@ -87,7 +87,7 @@ def measure(
     """
     rows = _earlier(settings, control, out) if resume else _Rows()
     deadline = Deadline(control, settings.budget)
-    base = _resident(settings.device)
+    base = memory_in_use(settings.device)
     update = measure_update(control, settings.device)
     touch = measure_touch(control, settings.device)
     step = timed(control, control.barrier, seconds=0.2, device=settings.device).median
@@ -272,8 +272,12 @@ def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
     return _Rows(list(found.collectives), list(found.codecs), list(found.compute), list(found.overlap), found.crowding)
 
 
-def _resident(device: torch.device) -> int:
-    """Bytes in use before any model: of the process on CPU, of the device on CUDA."""
+def memory_in_use(device: torch.device) -> int:
+    """Bytes that are in use now: of the process on CPU, of the device on CUDA.
+
+    Args:
+        device: of this rank.
+    """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free

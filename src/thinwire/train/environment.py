@@ -135,7 +135,17 @@ def threads_per_rank() -> int:
     chosen = os.environ.get("OMP_NUM_THREADS")
     if chosen is not None and chosen.isdecimal():
         return max(1, int(chosen))
-    return max(1, num_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    return max(1, num_cores() // ranks_of_host())
+
+
+def ranks_of_host() -> int:
+    """Ranks of the job on this host, this one among them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def ranks_of_machine() -> int:
+    """Ranks of the job on this machine: in a lab, those of all its hosts."""
+    return ranks_of_host() * int(os.environ.get(LAB_HOSTS, "1"))
 
 
 def num_cores() -> int:
@@ -155,8 +165,7 @@ def shares_cores(device: torch.device) -> bool:
     Args:
         device: where this rank computes.
     """
-    hosts = int(os.environ.get(LAB_HOSTS, "1"))
-    return device.type == "cpu" and hosts * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > num_cores()
+    return device.type == "cpu" and ranks_of_machine() > num_cores()
 
 
 def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:

@@ -11,12 +11,13 @@ import torch
 
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
+from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.directory import write_json
 from thinwire.train.kept import keep_sources
 from thinwire.train.metrics import MetricsLog
 from thinwire.train.progress import ProgressReport, Stream
-from thinwire.train.room import explained_exhaustion, measure_room, memory_in_use
+from thinwire.train.room import explained_exhaustion, measure_room
 from thinwire.train.stop import StopRequest
 from thinwire.train.tracing import StepTracer
 from thinwire.train.trainer import Job, Trainer, make_trainer

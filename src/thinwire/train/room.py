@@ -13,7 +13,7 @@ from typing import Final
 import torch
 
 from thinwire.errors import OutOfMemoryError, Room
-from thinwire.train.environment import LAB_HOSTS
+from thinwire.train.environment import ranks_of_host, ranks_of_machine
 from thinwire.units import format_bytes
 
 _SIGNS: Final = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
@@ -31,11 +31,10 @@ def rank_memory(device: torch.device) -> int:
     Returns:
         Bytes.
     """
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        return int(total) // max(1, -(-ranks_here // torch.cuda.device_count()))
-    return min(_physical(), _cgroup_limit()) // (ranks_here * int(os.environ.get(LAB_HOSTS, "1")))
+        return int(total) // max(1, -(-ranks_of_host() // torch.cuda.device_count()))
+    return min(_physical(), _cgroup_limit()) // ranks_of_machine()
 
 
 def measure_room(device: torch.device) -> Room:
@@ -57,21 +56,6 @@ def measure_room(device: torch.device) -> Room:
     if address_space != resource.RLIM_INFINITY and address_space - virtual < limit - resident:
         return Room("address space (ulimit -v)", address_space, virtual)
     return Room("its share of this host's memory", limit, resident)
-
-
-def memory_in_use(device: torch.device) -> int:
-    """What this rank's process, or the processes of its GPU, use now.
-
-    Args:
-        device: of this rank.
-
-    Returns:
-        Bytes.
-    """
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return _in_use()[1]
 
 
 @contextlib.contextmanager
