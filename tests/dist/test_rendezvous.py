@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch.distributed as dist
 
 from thinwire.collectives.rendezvous import Rendezvous
 from thinwire.errors import UsageError
@@ -90,3 +91,38 @@ def test_a_variable_that_is_missing_is_named() -> None:
         Rendezvous.of({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost"})
     with pytest.raises(UsageError, match="'two'"):
         Rendezvous.of({"RANK": "0", "WORLD_SIZE": "two", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"})
+
+
+@pytest.fixture
+def launcher_store() -> dist.TCPStore:
+    """What torchrun hosts, for as long as it runs."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+def attempt(port: int, ranks: list[int], world: int, timeout: datetime.timedelta = LONG) -> list[dist.Store]:
+    """The stores of ranks that start at the same time under torchrun."""
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        places = [Rendezvous(rank, world, "127.0.0.1", port, at_launcher=True) for rank in ranks]
+        return list(threads.map(lambda place: place.store(timeout), places))
+
+
+def test_a_restarted_rank_reads_nothing_of_the_dead(launcher_store: dist.TCPStore) -> None:
+    """torch's own ranks share one store from attempt to attempt, and connect to addresses of the dead."""
+    before = attempt(launcher_store.port, [0, 1, 2, 3], 4)
+    for rank, store in enumerate(before):
+        store.set(f"address/{rank}", "of the dead")
+    assert before[3].get("address/0") == b"of the dead"
+    with pytest.raises(UsageError, match=r"rank 1 has reached torchrun's store at .*, but rank 0 has not answered"):
+        attempt(launcher_store.port, [1], 4, SHORT)  # rank 0 died on the way
+    with pytest.raises(UsageError, match=r"torchrun's store, for 2 s: 1 of 4 came; see whether"):
+        attempt(launcher_store.port, [0], 4, SHORT)
+    after = attempt(launcher_store.port, [0, 1], 2)
+    assert not after[1].check(["address/0"])
+    after[0].set("address/0", "of the living")
+    assert after[1].get("address/0") == b"of the living"
+
+
+def test_a_torchrun_that_is_not_there_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UsageError, match="rank 1 has not reached torchrun's store at MASTER_ADDR"):
+        attempt(free_port(), [1], 2, SHORT)
+    capfd.readouterr()

@@ -26,7 +26,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.moves import Stage
-from thinwire.collectives.rendezvous import Rendezvous, meets_at_launcher
+from thinwire.collectives.rendezvous import Rendezvous
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
 
@@ -71,7 +71,7 @@ def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEO
         timeout: bound on every collective, in every group made later.
 
     Raises:
-        UsageError: rank 0 cannot listen where it should, or another rank does not reach it in time.
+        UsageError: rank 0 cannot listen where it should, or the ranks do not find each other in time.
     """
     global _timeout, _joined_here
     _timeout = timeout
@@ -82,9 +82,7 @@ def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEO
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
         backend = "cpu:gloo,cuda:nccl" if own_device or backend == "nccl" else "gloo"
-    if "RANK" in os.environ and meets_at_launcher():
-        dist.init_process_group(backend, timeout=timeout)
-    elif "RANK" in os.environ:
+    if "RANK" in os.environ:
         place = Rendezvous.of()
         store = place.store(timeout)
         dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)

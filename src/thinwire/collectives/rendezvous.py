@@ -2,6 +2,10 @@
 
 Whoever reaches the store can read and change what ranks tell each other. torch's own listens on every interface of the
 host; here an address is taken at its word.
+
+Under torchrun the store is torchrun's. It outlives restarts with all that the dead have written to it, their addresses
+among others, and ranks that start again read these as if they were new: each attempt therefore gets a part of the
+store of its own.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import ipaddress
 import os
 import socket
 import threading
+import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -18,19 +24,17 @@ import torch.distributed as dist
 
 from thinwire.errors import UsageError
 
-__all__ = ["Rendezvous", "meets_at_launcher"]
+__all__ = ["Rendezvous"]
 
 _BACKLOG = 4096
 """Connections that may wait to be accepted: all ranks come at once."""
 
 
-def meets_at_launcher(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether torchrun hosts the store in a process of its own.
+_ARRIVALS = "thinwire/arrivals"
+"""Key of torchrun's store under which ranks append a word that nobody else has, attempt after attempt."""
 
-    Args:
-        environment: variables of the process.
-    """
-    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+_POLL = 0.02
+"""Seconds between two looks at the arrivals."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +44,16 @@ class Rendezvous:
     Attributes:
         rank: of this process.
         world: number of ranks.
-        host: name or address of rank 0's host.
-        port: where its store listens.
+        host: name or address of the store's host, which is rank 0's.
+        port: where the store listens.
+        at_launcher: whether torchrun hosts the store, in a process of its own, instead of rank 0.
     """
 
     rank: int
     world: int
     host: str
     port: int
+    at_launcher: bool = False
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Rendezvous:
@@ -65,6 +71,7 @@ class Rendezvous:
                 int(environment["WORLD_SIZE"]),
                 environment["MASTER_ADDR"],
                 int(environment["MASTER_PORT"]),
+                environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             )
         except (KeyError, ValueError) as error:
             raise UsageError(
@@ -89,11 +96,17 @@ class Rendezvous:
         Args:
             timeout: how long ranks wait for each other, here and in what they do with the store.
 
+        Returns:
+            A store in which nothing is left of an earlier attempt.
+
         Raises:
-            UsageError: the port cannot be had, or nobody answers there in time.
+            UsageError: the port cannot be had, or not all ranks answer there in time.
         """
-        if self.rank == 0:
-            return self._host(timeout)
+        if self.at_launcher:
+            return self._part_of(self._connect(timeout), timeout)
+        return self._host(timeout) if self.rank == 0 else self._connect(timeout)
+
+    def _connect(self, timeout: datetime.timedelta) -> dist.Store:
         found: list[dist.Store | RuntimeError] = []
 
         def connect() -> None:
@@ -108,10 +121,52 @@ class Rendezvous:
         connecting.join(timeout.total_seconds() + 1.0)
         if found and isinstance(found[0], dist.Store):
             return found[0]
+        host = "torchrun's store" if self.at_launcher else "rank 0"
         raise UsageError(
-            f"rank {self.rank} has not reached rank 0 at {self._where} within {timeout.total_seconds():.0f} s: nobody "
-            "or another program answers there; see whether rank 0 runs on that host and a firewall leaves the port open"
+            f"rank {self.rank} has not reached {host} at {self._where} within {timeout.total_seconds():.0f} s: nobody "
+            f"or another program answers there; see whether {host} runs on that host and a firewall leaves the port "
+            "open"
         )
+
+    def _part_of(self, store: dist.Store, timeout: datetime.timedelta) -> dist.Store:
+        """The part of torchrun's store that belongs to this attempt.
+
+        No key that all ranks know beforehand can name it, since the ranks before them knew it too. So each rank says a
+        word that is new, and rank 0 answers under that word. The dead get answers as well, and nobody reads them.
+        """
+        part = self._open_part(store, timeout) if self.rank == 0 else self._find_part(store, timeout)
+        return dist.PrefixStore(part, store)
+
+    def _open_part(self, store: dist.Store, timeout: datetime.timedelta) -> str:
+        part, answered = f"thinwire/{uuid.uuid4().hex}", 0
+        deadline = time.monotonic() + timeout.total_seconds()
+        while (here := 1 + store.add(f"{part}/here", 0)) < self.world:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"rank 0 has waited for the other ranks at {self._where}, torchrun's store, for "
+                    f"{timeout.total_seconds():.0f} s: {here} of {self.world} came; see whether all hosts run the same "
+                    "command"
+                )
+            words = store.get(_ARRIVALS).decode().split() if store.check([_ARRIVALS]) else []
+            for word in words[answered:]:
+                store.set(f"thinwire/{word}", part)
+            answered = len(words)
+            time.sleep(_POLL)
+        return part
+
+    def _find_part(self, store: dist.Store, timeout: datetime.timedelta) -> str:
+        word = uuid.uuid4().hex
+        store.append(_ARRIVALS, f"{word} ")
+        try:
+            store.wait([f"thinwire/{word}"], timeout)
+        except RuntimeError as error:
+            raise UsageError(
+                f"rank {self.rank} has reached torchrun's store at {self._where}, but rank 0 has not answered there "
+                f"within {timeout.total_seconds():.0f} s; see whether all hosts run the same command"
+            ) from error
+        part = store.get(f"thinwire/{word}").decode()
+        store.add(f"{part}/here", 1)
+        return part
 
     @property
     def _where(self) -> str:

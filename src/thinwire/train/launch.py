@@ -173,7 +173,7 @@ def _failure(rank: int, failure: Any) -> Failure:
 def _worker_environment(num_ranks: int) -> dict[str, str]:
     """Variables of the ranks; what the user has set stays."""
     wanted = {
-        # Restarted ranks would read the addresses of the dead from the launcher's own store.
+        # The launcher's store would listen on every interface; rank 0's listens where it is told to.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
