@@ -31,7 +31,8 @@ _BACKLOG = 4096
 
 
 _ARRIVALS = "thinwire/arrivals"
-"""Key of torchrun's store under which ranks append a word that nobody else has, attempt after attempt."""
+"""Key of torchrun's store that counts the ranks of all attempts; each leaves a word that nobody else has under this key
+and its number."""
 
 _POLL = 0.02
 """Seconds between two looks at the arrivals."""
@@ -138,7 +139,8 @@ class Rendezvous:
         return dist.PrefixStore(part, store)
 
     def _open_part(self, store: dist.Store, timeout: datetime.timedelta) -> str:
-        part, answered = f"thinwire/{uuid.uuid4().hex}", 0
+        part, counted = f"thinwire/{uuid.uuid4().hex}", 0
+        unanswered: list[str] = []
         deadline = time.monotonic() + timeout.total_seconds()
         while (here := 1 + store.add(f"{part}/here", 0)) < self.world:
             if time.monotonic() > deadline:
@@ -147,16 +149,18 @@ class Rendezvous:
                     f"{timeout.total_seconds():.0f} s: {here} of {self.world} came; see whether all hosts run the same "
                     "command"
                 )
-            words = store.get(_ARRIVALS).decode().split() if store.check([_ARRIVALS]) else []
-            for word in words[answered:]:
-                store.set(f"thinwire/{word}", part)
-            answered = len(words)
+            counted, before = store.add(_ARRIVALS, 0), counted
+            unanswered += [f"{_ARRIVALS}/{number + 1}" for number in range(before, counted)]
+            said = [key for key in unanswered if store.check([key])]
+            for key in said:
+                store.set(f"thinwire/{store.get(key).decode()}", part)
+                unanswered.remove(key)
             time.sleep(_POLL)
         return part
 
     def _find_part(self, store: dist.Store, timeout: datetime.timedelta) -> str:
         word = uuid.uuid4().hex
-        store.append(_ARRIVALS, f"{word} ")
+        store.set(f"{_ARRIVALS}/{store.add(_ARRIVALS, 1)}", word)
         try:
             store.wait([f"thinwire/{word}"], timeout)
         except RuntimeError as error:
