@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 import warnings
 import zlib
 from collections.abc import Callable
@@ -573,3 +574,56 @@ def test_bytes_of_every_axis_prove_its_codecs() -> None:
         assert {row.op: row.sent for row in tensor.rows}["send"] == all_of_it
         assert tensor.encoded("send") == tensor.encoded("recv") == 1
         assert "zfp:24" in str(tensor)
+
+
+# -------------------------------------------------------------------------------------------------- time
+
+
+LATE = 0.3
+
+
+def late_job(codec: str) -> dict[str, float]:
+    """Rank 1 comes late to every call, and does everything else at once."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    group = tw.compress_axis(mesh, "tp", codec)
+    assert group.traffic().waited is None
+    group.time_waits()
+    peer, size = 1 - group.rank(), 1 << 14
+
+    def all_reduce() -> Any:
+        return dist.all_reduce(torch.ones(size), group=group, async_op=True)
+
+    def receive() -> Any:
+        if group.rank() == 0:
+            return dist.irecv(torch.empty(size), group=group, group_src=peer)
+        return dist.isend(torch.ones(size), group=group, group_dst=peer)
+
+    calls: dict[str, Callable[[], Any]] = {
+        "at once": lambda: dist.all_reduce(torch.ones(size), group=group),
+        "later": lambda: all_reduce().wait(),
+        "functional": lambda: functional.wait_tensor(functional.all_reduce(torch.ones(size), "sum", group)),
+        "message": lambda: receive().wait(),
+        "several": lambda: [work.wait() for work in dist.batch_isend_irecv([dist.P2POp(
+            dist.isend if group.rank() else dist.irecv, torch.ones(size), group=group, group_peer=peer)])],
+        "hidden": lambda: (work := all_reduce(), time.sleep(2 * LATE), work.wait()),
+    }  # fmt: skip
+    waited = {}
+    for name, call in calls.items():
+        dist.barrier()
+        group.traffic(reset=True)
+        time.sleep(LATE * group.rank())
+        with tw.step_scope():
+            call()
+        seconds = group.traffic(reset=True).waited
+        assert seconds is not None
+        waited[name] = seconds
+    return waited
+
+
+@pytest.mark.parametrize("codec", ["none", "zfp:24"])
+def test_the_time_that_computation_stands_still_is_taken(codec: str) -> None:
+    early, late = run_ranks(2, late_job, codec)
+    for name in ("at once", "later", "functional", "message", "several"):
+        assert 0.6 * LATE < early[name] < 2 * LATE, name
+        assert late[name] < 0.5 * LATE, name
+    assert early["hidden"] < 0.5 * LATE

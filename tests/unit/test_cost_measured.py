@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.cost import Beside, ProfiledRates, Work, parts
-from thinwire.errors import DataError, SpecError
+from thinwire.errors import DataError, SpecError, UsageError
 from thinwire.plan import Job, compare, explain, profiled_cluster, refit, search
 from thinwire.program import Kind, Scope
 from thinwire.spec import CodecSpec, ModelSpec, Plan
@@ -183,19 +183,21 @@ def test_plans_follow_from_a_profile_with_error_bars() -> None:
     assert low < found.candidates[0].seconds < high
 
 
-def write_run(run: Path, plan: Plan, seconds: float) -> None:
+def write_run(run: Path, plan: Plan, seconds: float, *, log_every: int = 1) -> None:
+    """What a run of nine records leaves; each counts what was sent and waited for since the one before."""
     run.mkdir()
     plan.save(run / "plan.toml")
     (run / "recipe.toml").write_text(
         '[model]\nkind = "llama"\nlayers = 2\nhidden = 64\nheads = 4\nffn = 256\n'
-        "[train]\nsteps = 9\nseq = 32\n[plan]\npreset = 'ddp'\n"
+        f"[train]\nsteps = {9 * log_every}\nseq = 32\nlog_every = {log_every}\n[plan]\npreset = 'ddp'\n"
     )
     (run / "tokenizer.json").write_text(json.dumps({"model": {"vocab": {str(i): i for i in range(512)}}}))
     record = {
-        "skipped": False, "step_seconds": seconds, "exposed": {"sync": 0.01}, "memory": {"rss": 300 * MIB},
-        "bytes": {"sync": {"inside": 4000, "across": 8000}},
+        "skipped": False, "step_seconds": seconds, "exposed": {"sync": 0.01 * log_every}, "memory": {"rss": 300 * MIB},
+        "bytes": {"sync": {"inside": 4000 * log_every, "across": 8000 * log_every}},
     }  # fmt: skip
-    (run / "metrics.jsonl").write_text("".join(json.dumps({**record, "step": i}) + "\n" for i in range(9)))
+    steps = [log_every * (i + 1) for i in range(9)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps({**record, "step": step}) + "\n" for step in steps))
 
 
 def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
@@ -211,8 +213,32 @@ def test_a_run_is_compared_and_refits_the_profile(tmp_path: Path) -> None:
     assert before is not None
     assert after is not None
     assert abs(after) < abs(before)
-    with pytest.raises(DataError, match="give the directory of a run"):
+    with pytest.raises(UsageError, match="name one of the runs in it: run"):
         compare(tmp_path, profile())
+
+
+def test_a_record_of_several_steps_is_shared_out(tmp_path: Path) -> None:
+    plan = Plan.preset("zero1-node", nodes=2, local=2)
+    write_run(tmp_path / "every", plan, 0.2)
+    write_run(tmp_path / "tenth", plan, 0.2, log_every=10)
+    every, tenth = compare(tmp_path / "every", profile()), compare(tmp_path / "tenth", profile())
+    assert (every.steps, tenth.steps) == (6, 60)
+    assert [q.measured for q in tenth.quantities] == pytest.approx([q.measured for q in every.quantities])
+
+
+def test_only_steps_of_the_last_start_count(tmp_path: Path) -> None:
+    """The ones before may have been made under another plan, on other ranks."""
+    run = tmp_path / "run"
+    write_run(run, Plan.preset("zero1-node", nodes=2, local=2), 0.2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    slower = [{**line, "step_seconds": 0.9} if line["step"] <= 6 else line for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in slower))
+    (run / "starts.jsonl").write_text('{"step": 0}\n{"step": 6}\n')
+    told = compare(run, profile())
+    assert (told.steps, told.of("step").measured) == (3, 0.2)
+    (run / "starts.jsonl").write_text('{"step": 0}\n{"step": 9}\n')
+    with pytest.raises(DataError, match="train longer"):
+        compare(run, profile())
 
 
 def test_what_a_rank_holds_without_a_model_is_what_the_run_has_noted(tmp_path: Path) -> None:

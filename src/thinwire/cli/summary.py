@@ -38,7 +38,7 @@ def summary_table(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any
     if records:
         cut = [axis for axis in _AXES if summary.get("plan", {}).get(axis, 1) > 1]
         table.add_row("sent per step", _sent(records, cut))
-        table.add_row("exposed per step", _seconds(records, "exposed") + (", not counting tp and pp" if cut else ""))
+        table.add_row("exposed per step", _exposed(records, cut))
         if any(seconds for record in records for seconds in record.get("codec", {}).values()):
             table.add_row("codecs per step", _seconds(records, "codec"))
     table.add_row("files", shown(directory.path))
@@ -80,6 +80,12 @@ def _sent(records: Sequence[Mapping[str, Any]], cut: Sequence[str]) -> str:
     ]
     parts += [f"{axis} not counted: torch's own group sends it" for axis in cut if axis not in total]
     return "\n".join(parts) or "nothing: there is one rank"
+
+
+def _exposed(records: Sequence[Mapping[str, Any]], cut: Sequence[str]) -> str:
+    """Seconds per step that computation waited, by kind, and which axes are not among them."""
+    unknown = [axis for axis in cut if not any(axis in record.get("exposed", {}) for record in records)]
+    return _seconds(records, "exposed") + (f", not counting {' and '.join(unknown)}" if unknown else "")
 
 
 def _seconds(records: Sequence[Mapping[str, Any]], what: str) -> str:

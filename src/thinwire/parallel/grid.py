@@ -103,7 +103,8 @@ class Grid:
         Args:
             plan: with the codecs of ``tp`` and ``pp``.
             device: where tensors live.
-            encoded: whether what the axes ``tp`` and ``pp`` send passes through their codecs, and is counted.
+            encoded: whether what the axes ``tp`` and ``pp`` send passes through their codecs, and is counted, as is the
+                time that computation stands still for it.
 
         Raises:
             UsageError: if there is a codec, but not for such a device.
@@ -118,5 +119,5 @@ class Grid:
         mesh = DeviceMesh.from_group(made, device.type, mesh=ranks, mesh_dim_names=tuple(axes))
         for axis, ways, codec in (("tp", self.tp, plan.wire.tp), ("pp", self.pp, plan.wire.pp)):
             if ways > 1 and encoded and (device.type == "cpu" or not codec.is_none):
-                intercept.compress_axis(mesh, axis, codec)
+                intercept.compress_axis(mesh, axis, codec).time_waits()
         return mesh

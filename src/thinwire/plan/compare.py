@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from thinwire.cost import ProfiledRates
 from thinwire.errors import DataError
 from thinwire.plan.job import Candidate, Job, profiled_cluster
 from thinwire.plan.search import candidate
 from thinwire.program import Lane, Scope, lower
+from thinwire.report.run import WARM_UP, Record, Run, read_run, steady
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile
-from thinwire.spec.recipe import Recipe
 
 __all__ = ["Comparison", "Quantity", "compare", "refit"]
 
-_WARM_UP = 3
-"""Steps at the start that do not count."""
+Rows = Sequence[tuple[Record, int]]
+"""Records, each with its number of steps."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Comparison:
     """A run beside its prediction.
 
     Attributes:
-        quantities: step time, waiting by lane, bytes by lane and hop, memory.
+        quantities: step time, waiting by lane and axis, bytes by lane and hop, memory.
         steps: how many were measured.
     """
 
@@ -72,13 +71,16 @@ def compare(run: Path, profile: Profile) -> Comparison:
         profile: of the cluster on which it ran.
 
     Raises:
-        DataError: the directory holds no finished steps, or no tokenizer.
+        UsageError: the directory is no run's.
+        DataError: it holds too few steps, or no tokenizer.
         SpecError: its plan or recipe cannot be read, or the profile is of another cluster.
     """
-    records = _records(run)
-    job, plan = _job(run, profile)
-    priced = candidate(job, plan)
-    return Comparison((*_times(priced, records), *_bytes(job, plan, records), *_memory(priced, records)), len(records))
+    told = read_run(run)
+    rows = _measured(told)
+    job = _job(told, profile)
+    priced = candidate(job, told.plan)
+    quantities = (*_times(priced, rows), *_bytes(job, told.plan, rows), *_memory(priced, rows))
+    return Comparison(quantities, sum(count for _, count in rows))
 
 
 def refit(profile: Profile, comparison: Comparison) -> Profile:
@@ -95,28 +97,22 @@ def refit(profile: Profile, comparison: Comparison) -> Profile:
     return profile.paced(measured / predicted)
 
 
-def _records(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise DataError(f"{path}: {error.strerror}; give the directory of a run of thinwire train") from error
-    records = []
-    for line in lines:
-        # A crash may have cut the last line short.
-        with contextlib.suppress(ValueError):
-            records.append(json.loads(line))
-    steady = [record for record in records[_WARM_UP:] if not record["skipped"]]
-    if not steady:
-        raise DataError(f"{path} has {len(records)} steps, and the first {_WARM_UP} do not count; train longer")
-    return steady
+def _measured(run: Run) -> Rows:
+    """Records of the run's last start, which had this plan, each with its number of steps."""
+    begun = max((int(start.get("step", 0)) for start in run.starts), default=0)
+    rows = [(record, count) for record, count in steady(run) if record["step"] > begun]
+    if len(run.records) <= WARM_UP or not rows:
+        raise DataError(
+            f"{run.path / 'metrics.jsonl'} has {len(rows)} records since the run was started last, of which the first "
+            f"{WARM_UP} do not count; train longer"
+        )
+    return rows
 
 
-def _job(run: Path, profile: Profile) -> tuple[Job, Plan]:
-    recipe, plan = Recipe.read(run / "recipe.toml"), Plan.load(run / "plan.toml")
-    seq = recipe.train.seq
-    model = recipe.model.shape(vocab=_vocab(run), seq=seq)
-    job = Job(
+def _job(run: Run, profile: Profile) -> Job:
+    plan, seq = run.plan, run.recipe.train.seq
+    model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
+    return Job(
         model,
         profiled_cluster(profile),
         plan.world * plan.micro_batch * plan.micro_batches * seq,
@@ -129,16 +125,12 @@ def _job(run: Path, profile: Profile) -> tuple[Job, Plan]:
         rates=ProfiledRates(profile, model, plan.compute_dtype),
         overhead=_base_memory(run) or profile.base_memory,
     )
-    return job, plan
 
 
-def _base_memory(run: Path) -> int | None:
+def _base_memory(run: Run) -> int | None:
     """Bytes of a rank before it had a model, as the run noted it when it started last."""
-    try:
-        last = json.loads((run / "starts.jsonl").read_text(encoding="utf-8").splitlines()[-1])
-        return int(last["base_memory"])
-    except (OSError, ValueError, LookupError, TypeError):
-        return None
+    noted = run.starts[-1].get("base_memory") if run.starts else None
+    return noted if isinstance(noted, int) else None
 
 
 def _vocab(run: Path) -> int:
@@ -151,30 +143,42 @@ def _vocab(run: Path) -> int:
     return int(max(ids)) + 1
 
 
-def _times(priced: Candidate, records: Sequence[dict[str, Any]]) -> list[Quantity]:
-    found = [Quantity("step", "s", priced.seconds, statistics.median(record["step_seconds"] for record in records))]
-    for lane in Lane:
-        predicted = priced.simulated.exposed[lane]
-        measured = statistics.median(record["exposed"].get(str(lane), 0.0) for record in records)
+def _times(priced: Candidate, rows: Rows) -> list[Quantity]:
+    found = [Quantity("step", "s", priced.seconds, _median(rows, lambda record, _: record["step_seconds"]))]
+    waiting = {str(lane): priced.simulated.exposed[lane] for lane in Lane}
+    # A stage waits for the others' messages while the pipeline fills and drains: the run cannot tell these apart.
+    waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle}
+    for kind, predicted in waiting.items():
+
+        def waited(record: Record, steps: int, kind: str = kind) -> float:
+            return float(record["exposed"].get(kind, 0.0)) / steps
+
+        measured = _median(rows, waited)
         if predicted or measured:
-            found.append(Quantity(f"waiting for {lane}", "s", predicted, measured))
+            found.append(Quantity(f"waiting for {kind}", "s", predicted, measured))
     return found
 
 
-def _bytes(job: Job, plan: Plan, records: Sequence[dict[str, Any]]) -> list[Quantity]:
+def _bytes(job: Job, plan: Plan, rows: Rows) -> list[Quantity]:
     traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
     found = []
     for lane in Lane:
         for scope in Scope:
-            # The run's metrics add up all ranks.
-            sent = [record["bytes"].get(str(lane), {}).get(str(scope), 0) / plan.world for record in records]
-            if traffic[lane][scope] or any(sent):
-                found.append(
-                    Quantity(f"{lane} {scope}", "B", float(traffic[lane][scope]), float(statistics.median(sent)))
-                )
+
+            def sent(record: Record, steps: int, lane: str = str(lane), scope: str = str(scope)) -> float:
+                return float(record["bytes"].get(lane, {}).get(scope, 0)) / steps / plan.ranks  # it adds up all ranks
+
+            predicted, measured = float(traffic[lane][scope]), _median(rows, sent)
+            if predicted or measured:
+                found.append(Quantity(f"{lane} {scope}", "B", predicted, measured))
     return found
 
 
-def _memory(priced: Candidate, records: Sequence[dict[str, Any]]) -> list[Quantity]:
-    peaks = [max(record["memory"].values()) for record in records if record.get("memory")]
+def _memory(priced: Candidate, rows: Rows) -> list[Quantity]:
+    peaks = [max(record["memory"].values()) for record, _ in rows if record.get("memory")]
     return [Quantity("memory of a rank", "B", float(priced.memory.total), float(max(peaks)))] if peaks else []
+
+
+def _median(rows: Rows, of: Callable[[Record, int], float]) -> float:
+    """Of a figure of a step, from records and their numbers of steps."""
+    return statistics.median(of(record, steps) for record, steps in rows)

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.program.timeline import COMPUTE, WAITING
-from thinwire.report.figures import smoothed, steady, thinned
-from thinwire.report.run import Run
+from thinwire.report.figures import smoothed, thinned
+from thinwire.report.run import Run, steady
 from thinwire.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
@@ -314,7 +314,7 @@ def _anatomy(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
     _legend(axes)
     share = numbers["exposed_share"] or 0.0
     parts = ", ".join(f"{kind} {format_duration(seconds)}" for kind, seconds in numbers["exposed_seconds"].items())
-    cut = [axis for axis in ("tp", "pp") if getattr(run.plan, axis) > 1]
+    cut = [axis for axis in ("tp", "pp") if getattr(run.plan, axis) > 1 and axis not in kinds]
     uncounted = f" Exchanges of {' and '.join(cut)} are part of the rest." if cut else ""
     most = format_duration(longest[-1] / 1e3)
     beyond = f" {cut_off} of {len(xs)} bars reach beyond the picture, the highest to {most}." if cut_off else ""

@@ -6,51 +6,14 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.report.run import Record, Run
+from thinwire.report.run import Record, Run, steady
 
 if TYPE_CHECKING:
     from thinwire.plan import Comparison
 
-__all__ = ["differences", "figures", "smoothed", "steady", "steps_of", "thinned"]
+__all__ = ["differences", "figures", "smoothed", "thinned"]
 
-_WARM_UP: Final = 3
-"""Records at the start that do not count for speed."""
 _MOST_POINTS: Final = 600
-
-
-def steps_of(run: Run) -> list[int]:
-    """How many steps each record is about: those since the record before, or since the run was continued.
-
-    Args:
-        run: the run.
-    """
-    begins = [int(start.get("step", 0)) for start in run.starts] or [0]
-    counts, before = [], None
-    for record in run.records:
-        step = int(record["step"])
-        started = max((begin for begin in begins if begin < step), default=0)
-        if before is None and not run.starts:
-            started = max(0, step - run.recipe.train.log_every)
-        counts.append(step - max(started, before or 0))
-        before = step
-    return counts
-
-
-def steady(run: Run) -> list[tuple[Record, int]]:
-    """Records that count for a step, with their steps: not the first few, no skipped ones, and none after a validation,
-    as they count what that sent and waited for, too. Where there are no others, these.
-
-    Args:
-        run: the run.
-    """
-    before: list[Record | None] = [None, *run.records]
-    triples = [
-        (record, count, previous is not None and previous.get("val_loss") is not None)
-        for record, count, previous in zip(run.records, steps_of(run), before, strict=False)
-        if count > 0
-    ]
-    warm = [triple for triple in triples[_WARM_UP:] if not triple[0].get("skipped")] or triples
-    return [triple[:2] for triple in warm if not triple[2]] or [triple[:2] for triple in warm]
 
 
 def figures(run: Run, comparison: Comparison | None = None) -> dict[str, Any]:

@@ -7,15 +7,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from thinwire.errors import UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 
-__all__ = ["Run", "read_run", "read_runs"]
+__all__ = ["WARM_UP", "Record", "Run", "read_run", "read_runs", "steady", "steps_of"]
 
 Record = Mapping[str, Any]
+
+WARM_UP: Final = 3
+"""Records at the start that do not count for speed."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,41 @@ def read_run(path: Path, name: str | None = None) -> Run:
         traces=tuple(sorted((path / "traces").glob("step*.json"))),
         profile=path / "profile.json" if (path / "profile.json").is_file() else None,
     )
+
+
+def steps_of(run: Run) -> list[int]:
+    """How many steps each record is about: those since the record before, or since the run was continued.
+
+    Args:
+        run: the run.
+    """
+    begins = [int(start.get("step", 0)) for start in run.starts] or [0]
+    counts, before = [], None
+    for record in run.records:
+        step = int(record["step"])
+        started = max((begin for begin in begins if begin < step), default=0)
+        if before is None and not run.starts:
+            started = max(0, step - run.recipe.train.log_every)
+        counts.append(step - max(started, before or 0))
+        before = step
+    return counts
+
+
+def steady(run: Run) -> list[tuple[Record, int]]:
+    """Records that count for a step, with their steps: not the first few, no skipped ones, and none after a validation,
+    as they count what that sent and waited for, too. Where there are no others, these.
+
+    Args:
+        run: the run.
+    """
+    before: list[Record | None] = [None, *run.records]
+    triples = [
+        (record, count, previous is not None and previous.get("val_loss") is not None)
+        for record, count, previous in zip(run.records, steps_of(run), before, strict=False)
+        if count > 0
+    ]
+    warm = [triple for triple in triples[WARM_UP:] if not triple[0].get("skipped")] or triples
+    return [triple[:2] for triple in warm if not triple[2]] or [triple[:2] for triple in warm]
 
 
 def _no_run(path: Path) -> str:

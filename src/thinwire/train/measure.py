@@ -19,6 +19,7 @@ from thinwire.shard import api
 from thinwire.train.metrics import KINDS
 
 _PER_KIND: Final = 4
+_PER_AXIS: Final = 3
 _AXES: Final = ("tp", "pp")
 
 
@@ -28,7 +29,7 @@ class Measured:
 
     Attributes:
         sent: bytes sent by all ranks, by kind, ``inside`` and ``across`` nodes; of ``tp`` and ``pp`` if there are any.
-        exposed: seconds that computation waited, by kind, mean over ranks.
+        exposed: seconds that computation waited, by kind, mean over ranks; of ``tp`` and ``pp`` where these are timed.
         codec: seconds that codecs took, by kind, mean over ranks.
         memory: bytes of every rank: ``rss``, and ``cuda`` (peak allocated) on GPUs.
         own: seconds that every rank spent on its own work, by rank.
@@ -67,16 +68,19 @@ def pack(
             totals[kind] = tuple(old + float(new) for old, new in zip(before, now, strict=True))
     words = [word for kind in KINDS for word in totals[kind]]
     axes = model.axis_traffic()
+    stood_still = sum(waited for _, _, waited, _ in totals.values())
     for axis in _AXES:
         count = float(axes[axis].sent) if axis in axes else 0.0
         across = count * share_across(model.grid, len(model.chunks), node_ranks) if axis == "pp" else 0.0
-        words += [count - across, across]
+        seconds_of_axis = (axes[axis].waited or 0.0) if axis in axes else 0.0
+        stood_still += seconds_of_axis
+        words += [count - across, across, seconds_of_axis]
     memory = [0.0] * (2 * world)
     memory[rank] = float(resident_bytes())
     if device.type == "cuda":
         memory[world + rank] = float(torch.cuda.max_memory_allocated(device))
     own = [0.0] * world
-    own[rank] = max(0.0, seconds - sum(waited for _, _, waited, _ in totals.values()))
+    own[rank] = max(0.0, seconds - stood_still)
     return words + memory + own
 
 
@@ -98,10 +102,11 @@ def unpack(means: Sequence[float], world: int) -> Measured:
         sent[kind] = {"inside": round(inside * world), "across": round(across * world)}
     rest = means[_PER_KIND * len(KINDS) :]
     for index, axis in enumerate(_AXES):
-        inside, across = rest[2 * index : 2 * index + 2]
+        inside, across, seconds = rest[_PER_AXIS * index : _PER_AXIS * (index + 1)]
         if inside or across:
             sent[axis] = {"inside": round(inside * world), "across": round(across * world)}
-    memory = [round(mean * world) for mean in rest[2 * len(_AXES) : -world]]
+            waited[axis] = seconds
+    memory = [round(mean * world) for mean in rest[_PER_AXIS * len(_AXES) : -world]]
     by_rank = {"rss": memory[:world]}
     if any(memory[world:]):
         by_rank["cuda"] = memory[world:]

@@ -400,10 +400,11 @@ def make_trainer(job: Job) -> Trainer:
 def _is_comparable(job: Job) -> bool:
     """Whether a rank that takes longer than others is a slow one.
 
-    Ranks of a pipeline and tensor-parallel ones wait for each other in ways that are not measured; where ranks share
-    cores, the scheduler decides who is behind.
+    Stages of a pipeline have unlike work; how long tensor-parallel ranks wait for each other is known on CPUs alone;
+    where ranks share cores, the scheduler decides who is behind.
     """
-    return job.plan.ranks == job.plan.world and not shares_cores(job.device)
+    waits_are_known = job.plan.tp == 1 or job.device.type == "cpu"
+    return job.plan.pp == 1 and waits_are_known and not shares_cores(job.device)
 
 
 def undecayed_names(model: nn.Module) -> list[str]:

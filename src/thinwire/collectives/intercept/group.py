@@ -234,7 +234,8 @@ class CompressingGroup(PlainGroup):
         codec, why = self._choose(self._gate.send, tensor, tag=tag)
         if codec is None:
             return self._pass_one_on("send", tensor, why, self._inner.send, tensors, dst, tag)
-        message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
+        with self._standing_still():
+            message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
         works = []
         sent = message.numel()
         if codec.spec.is_variable_length:
@@ -299,7 +300,7 @@ class CompressingGroup(PlainGroup):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return AllOf(works)
+        return self._noted(AllOf(works))
 
     # ------------------------------------------------------------------------------------------------ encoded
 
@@ -366,7 +367,11 @@ class CompressingGroup(PlainGroup):
             self._report(op, str(codec.spec), self._plain_bytes(op, nbytes), axis.members.sent - before)
 
         promise = Promise(results)
-        self._courier.perform(task, promise, wait=not opts.asyncOp)
+        if opts.asyncOp:
+            self._courier.perform(task, promise, wait=False)
+        else:
+            with self._standing_still():
+                self._courier.perform(task, promise, wait=True)
         return self._noted(promise)
 
     def _joined_members(self) -> MembersAxis:

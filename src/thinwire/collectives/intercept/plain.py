@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
 from thinwire.collectives.intercept.traffic import AxisTraffic, Ledger
+from thinwire.collectives.intercept.works import Stopwatch, Watched
 
 __all__ = ["PlainGroup"]
 
@@ -50,6 +52,7 @@ class PlainGroup(dist.ProcessGroup):
         self._lock = threading.Lock()
         self._ledger = Ledger()
         self._coalesced: list[dist.Work] | None = None
+        self._watch: Stopwatch | None = None
         self._warned: set[str] = set()
         self._size = size = len(self._ranks)
         self._sent_times = {  # of a tensor's bytes, times the number of ranks
@@ -72,6 +75,10 @@ class PlainGroup(dist.ProcessGroup):
     def axis(self, name: str) -> None:
         self._axis_name = name
 
+    def time_waits(self) -> None:
+        """Take the time that computation stands still for the axis, from now on; it costs a few microseconds a call."""
+        self._watch = self._watch or Stopwatch()
+
     def get_group_store(self) -> dist.Store:
         """The store of the group inside."""
         return self._store
@@ -88,7 +95,8 @@ class PlainGroup(dist.ProcessGroup):
             bypassed = self._bypassed
             if reset:
                 self._bypassed = 0
-            return AxisTraffic(self.axis, self._ledger.rows(reset=reset), bypassed)
+            waited = None if self._watch is None else self._watch.read(reset=reset)
+            return AxisTraffic(self.axis, self._ledger.rows(reset=reset), bypassed, waited)
 
     # ------------------------------------------------------------------------------------------------ as they are
 
@@ -169,15 +177,18 @@ class PlainGroup(dist.ProcessGroup):
                 self._note_bypass()
             work = call(*args)
             self._sequence = self._transport_count()
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._noted(work)
 
     def _noted(self, work: dist.Work) -> dist.Work:
-        """Remember work that is started inside a coalescing block."""
+        """What the caller gets to wait for; inside a coalescing block, that is remembered and waited for at its end."""
         if self._coalesced is not None:
             self._coalesced.append(work)
-        return work
+            return work
+        return work if self._watch is None else Watched(work, self._watch)
+
+    def _standing_still(self) -> contextlib.AbstractContextManager[None]:
+        """Around what is done here and now, on the caller's thread."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.running()
 
     def _count_plain(self, op: str, tensor: torch.Tensor, why: str) -> None:
         """Of a tensor that is not encoded."""

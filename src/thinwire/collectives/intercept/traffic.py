@@ -37,11 +37,14 @@ class AxisTraffic:
         axis: its name.
         rows: by operation, codec and reason.
         bypassed: collectives that reached the transport without coming by here (see ``docs/intercept.md``).
+        waited: seconds that computation stood still for the axis, codecs on its thread included; None if nobody has
+            asked for it to be measured.
     """
 
     axis: str
     rows: tuple[TrafficRow, ...]
     bypassed: int
+    waited: float | None = None
 
     @property
     def sent(self) -> int:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import datetime
 import queue
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["AllOf", "Courier", "Promise", "done"]
+__all__ = ["AllOf", "Courier", "Promise", "Stopwatch", "Watched", "done"]
 
 
 class Promise(dist.Work):
@@ -131,6 +133,72 @@ class AllOf(Promise):
     def is_completed(self) -> bool:
         """Whether all are."""
         return self._ended.is_set() or all(work.is_completed() for work in self._works)
+
+
+class Stopwatch:
+    """Adds up how long computation stands still for an axis."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Computation stands still inside."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds += time.perf_counter() - started
+
+    def read(self, *, reset: bool) -> float:
+        """Seconds so far."""
+        seconds = self._seconds
+        if reset:
+            self._seconds = 0.0
+        return seconds
+
+
+class Watched(dist.Work):
+    """A piece of work whose waiting is timed.
+
+    Args:
+        work: somebody else's.
+        watch: runs while computation waits for it.
+    """
+
+    def __init__(self, work: dist.Work, watch: Stopwatch) -> None:
+        super().__init__()
+        self._work, self._watch = work, watch
+
+    def wait(self, timeout: datetime.timedelta | None = None) -> bool:
+        """Until it is done."""
+        with self._watch.running():
+            return self._work.wait() if timeout is None else self._work.wait(timeout)
+
+    def synchronize(self) -> None:
+        """:meth:`wait`, as torch also calls it."""
+        with self._watch.running():
+            self._work.synchronize()
+
+    def get_future(self) -> Any:
+        """The work's own."""
+        return self._work.get_future()
+
+    def is_completed(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return self._work.is_completed()
+
+    def is_success(self) -> bool:
+        """Whether it is done and has not failed."""
+        return self._work.is_success()
+
+    def exception(self) -> Any:
+        """What it failed with."""
+        return self._work.exception()
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors."""
+        return self._work.result()
 
 
 def done(tensors: Sequence[torch.Tensor]) -> Promise:
