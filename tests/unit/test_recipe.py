@@ -12,7 +12,15 @@ from thinwire.parallel import Grid
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
-from thinwire.train.environment import Started, device_kind, first_host, resolve_mesh, started
+from thinwire.train.environment import (
+    Started,
+    device_kind,
+    first_host,
+    rank_backend,
+    rank_device,
+    resolve_mesh,
+    started,
+)
 from thinwire.train.measure import share_across
 
 BASE = """
@@ -344,9 +352,19 @@ def test_first_hosts(nodes: str, host: str) -> None:
 
 def test_demanding_a_gpu_that_is_not_there(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert device_kind(Recipe.read(path).cluster) == "cpu"
+    assert device_kind(Recipe.read(path).cluster.device) == "cpu"
     with pytest.raises(UsageError, match="no CUDA device"):
-        device_kind(Recipe.read(path, ["cluster.device=cuda"]).cluster)
+        device_kind(Recipe.read(path, ["cluster.device=cuda"]).cluster.device)
+
+
+def test_a_demand_for_the_cpu_holds_where_there_are_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    devices = [rank_device("auto", local_rank) for local_rank in range(4)]
+    assert [device.index for device in devices] == [0, 1, 0, 1]
+    assert [rank_backend(devices[0], 2), rank_backend(devices[0], 4)] == ["nccl", "gloo"]
+    assert rank_device("cpu", 0).type == "cpu"
+    assert rank_backend(rank_device("cpu", 0), 1) == "gloo"
 
 
 def test_the_quickstart_shards_parameters_and_optimizer_differently() -> None:

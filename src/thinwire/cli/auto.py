@@ -67,19 +67,21 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
         if ranks is None:
             _measure_apart(recipe, resolved, shape, Path(directory), out)
             return Profile.read(out)
-        from thinwire.cli.profile import device_of, measure_here
+        from thinwire.cli.profile import measure_here
+        from thinwire.train.environment import rank_device
         from thinwire.train.pieces import pieces
         from thinwire.train.room import rank_memory
 
+        device = rank_device(recipe.cluster.device, ranks.local_rank)
         parts = pieces(
             shape,
             resolved.mesh,
             seq=recipe.train.seq,
             micro_batch=resolved.micro_batch,
             dtype=resolved.compute_dtype,
-            memory=rank_memory(device_of(ranks)),
+            memory=rank_memory(device),
         )
-        return measure_here(out, BUDGET, parts, resolved.mesh, ranks, timeout=recipe.cluster.timeout)
+        return measure_here(out, BUDGET, parts, resolved.mesh, ranks, device, timeout=recipe.cluster.timeout)
 
 
 def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: Path, out: Path) -> None:
@@ -92,7 +94,7 @@ def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: 
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.ranks),
         "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget", f"{BUDGET:.0f}s", "--model", str(model),
         "--seq", str(recipe.train.seq), "--micro-batch", str(resolved.micro_batch), "--dtype", resolved.compute_dtype,
-        "--nodes", str(mesh.nodes),
+        "--nodes", str(mesh.nodes), "--device", recipe.cluster.device,
     ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode or not out.exists():

@@ -36,6 +36,9 @@ def profile(
     seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256,
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
     dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="In which blocks compute.")] = "bfloat16",
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto takes CUDA where there is any.")
+    ] = "auto",
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes, where the launcher sees one machine only.", show_default=False)
     ] = None,
@@ -59,7 +62,7 @@ def profile(
         from thinwire.collectives import group
         from thinwire.errors import UsageError
         from thinwire.spec import Factor, ModelSpec
-        from thinwire.train.environment import started
+        from thinwire.train.environment import rank_device, started
         from thinwire.train.pieces import pieces
         from thinwire.train.room import rank_memory
         from thinwire.units import parse_duration
@@ -76,10 +79,11 @@ def profile(
         if ranks.world % count:
             raise UsageError(f"--nodes {count} does not divide the {ranks.world} ranks; valid are its divisors")
         mesh = Factor(local=ranks.world // count, nodes=count)
-        memory = rank_memory(device_of(ranks))
+        place = rank_device(device, ranks.local_rank)
+        memory = rank_memory(place)
         parts = pieces(shape, mesh, seq=seq, micro_batch=micro_batch, dtype=dtype, memory=memory)
         try:
-            measured = measure_here(out, seconds, parts, mesh, ranks, resume=resume)
+            measured = measure_here(out, seconds, parts, mesh, ranks, place, resume=resume)
         finally:
             group.shutdown()
         if ranks.rank == 0:
@@ -98,6 +102,7 @@ def measure_here(
     pieces: Sequence[Piece],
     mesh: Factor,
     ranks: Started,
+    device: torch.device,
     *,
     resume: bool = False,
     timeout: float | None = None,
@@ -112,6 +117,7 @@ def measure_here(
         pieces: parts of models to compute.
         mesh: all ranks.
         ranks: this one among them.
+        device: of this one.
         resume: keep the rows that ``out`` has.
         timeout: seconds of every collective of the job; the usual by default.
 
@@ -124,32 +130,19 @@ def measure_here(
 
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
-    from thinwire.train.environment import threads_per_rank
+    from thinwire.train.environment import rank_backend, threads_per_rank
     from thinwire.train.room import rank_memory
 
-    device = device_of(ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank())
-    group.init(timeout=group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout))
+    patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
+    group.init(rank_backend(device, ranks.local_world), patience)
     settings = Settings(mesh, device, budget, pieces, rank_memory(device))
     console = wide_console(as_json=True)
     console.quiet = ranks.rank > 0
     with console.status("measuring the cluster") as status:
         return measure(settings, group.control(), out, status.update, resume=resume)
-
-
-def device_of(ranks: Started) -> torch.device:
-    """Where a rank computes.
-
-    Args:
-        ranks: this one among them.
-    """
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.device("cuda", ranks.local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
 
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:

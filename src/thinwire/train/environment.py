@@ -13,9 +13,11 @@ import torch
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Dtype, Plan
-from thinwire.spec.recipe import ClusterRecipe, Recipe
+from thinwire.spec.recipe import Recipe
 
 DeviceKind = Literal["cpu", "cuda"]
+Demand = Literal["auto", "cpu", "cuda"]
+"""What `cluster.device` and `--device` say; ``auto`` takes CUDA where torch finds it."""
 
 LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
 """Environment variable: hosts of a lab, which all share this machine."""
@@ -105,11 +107,11 @@ def first_host(node_list: str) -> str:
     return (match[1] + (match[2] or "")) if match else "localhost"
 
 
-def device_kind(cluster: ClusterRecipe) -> DeviceKind:
-    """Where models of this run live.
+def device_kind(demand: Demand) -> DeviceKind:
+    """Where models live.
 
     Args:
-        cluster: may demand one kind.
+        demand: of the user.
 
     Returns:
         ``cuda`` or ``cpu``.
@@ -117,13 +119,40 @@ def device_kind(cluster: ClusterRecipe) -> DeviceKind:
     Raises:
         UsageError: CUDA is demanded and torch finds none.
     """
-    if cluster.device == "cpu":
+    if demand == "cpu":
         return "cpu"
     if torch.cuda.is_available():
         return "cuda"
-    if cluster.device == "cuda":
-        raise UsageError('cluster.device = "cuda", but torch finds no CUDA device; set it to "cpu" or "auto"')
+    if demand == "cuda":
+        raise UsageError(
+            'cluster.device or --device is "cuda", but torch finds no CUDA device; set it to "cpu" or "auto"'
+        )
     return "cpu"
+
+
+def rank_device(demand: Demand, local_rank: int) -> torch.device:
+    """The device of a rank: ranks share GPUs in turn where there are fewer of them.
+
+    Args:
+        demand: of the user.
+        local_rank: of the rank, on this host.
+
+    Raises:
+        UsageError: as :func:`device_kind`.
+    """
+    if device_kind(demand) == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", local_rank % torch.cuda.device_count())
+
+
+def rank_backend(device: torch.device, local_world: int) -> Literal["gloo", "nccl"]:
+    """NCCL where every rank of this host has a GPU of its own; ranks that share one talk through gloo.
+
+    Args:
+        device: of this rank.
+        local_world: ranks on this host.
+    """
+    return "nccl" if device.type == "cuda" and local_world <= torch.cuda.device_count() else "gloo"
 
 
 def threads_per_rank() -> int:
@@ -248,7 +277,7 @@ def usable_gpus(recipe: Recipe) -> int:
     Args:
         recipe: of the run.
     """
-    return torch.cuda.device_count() if device_kind(recipe.cluster) == "cuda" else 0
+    return torch.cuda.device_count() if device_kind(recipe.cluster.device) == "cuda" else 0
 
 
 def fast_dtype(num_gpus: int) -> Dtype:

@@ -30,7 +30,7 @@ from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
-from thinwire.train.environment import device_kind, threads_per_rank
+from thinwire.train.environment import rank_backend, rank_device, threads_per_rank
 from thinwire.train.loop import Result, run
 from thinwire.train.packing import prepare
 from thinwire.train.request import RunRequest
@@ -56,10 +56,13 @@ def train(request: RunRequest, *, launched: bool) -> Result:
     """
     recipe, plan, directory = request.recipe, request.plan, request.directory
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    device = _device(recipe, local_rank)
+    device = rank_device(recipe.cluster.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dataset = prepare(recipe.data)
     torch.set_num_threads(threads_per_rank())
-    group.init(_backend(device, plan), datetime.timedelta(seconds=recipe.cluster.timeout))
+    backend = rank_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks)))
+    group.init(backend, datetime.timedelta(seconds=recipe.cluster.timeout))
     try:
         # Rank 0 knows: it has opened the directory, in which the others may see its work already.
         resume = bool(group.control().all_gather_object(request.resume)[0])
@@ -68,22 +71,6 @@ def train(request: RunRequest, *, launched: bool) -> Result:
             return run(job, stop, request.stream)
     finally:
         group.shutdown()
-
-
-def _device(recipe: Recipe, local_rank: int) -> torch.device:
-    if device_kind(recipe.cluster) == "cpu":
-        return torch.device("cpu")
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
-def _backend(device: torch.device, plan: Plan) -> str:
-    """NCCL where every rank of this host has a GPU of its own; ranks that share one talk through gloo."""
-    if device.type == "cpu":
-        return "gloo"
-    local_world = int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks))
-    return "nccl" if local_world <= torch.cuda.device_count() else "gloo"
 
 
 @contextlib.contextmanager
