@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import control
+from thinwire.collectives.messages import Messages
 from thinwire.errors import SpecError, UsageError
 from thinwire.program import Lane, idle_codecs
 from thinwire.shard.api import runtime
@@ -231,6 +235,40 @@ def test_what_is_excluded_travels_as_it_is(name: str) -> None:
     excluded = [name for name in every if name == "embedding.weight" or "norm" in name]
     for same in run_ranks(4, leave_out, [exact, encoded]):
         assert same == excluded
+
+
+def seen_by_the_next_forward(chosen: tw.Plan) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Matrices as the forward after an update sees them, beside what they become once all decoding is over."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    tw.shard(model, chosen)
+    optim = tw.optimizer(model, torch.optim.SGD, lr=1.0)
+    x = torch.linspace(-1, 1, 256).view(4, 64).to(model[0].weight.dtype)
+    decode = Messages.decode
+
+    def slow(messages: Messages, *args: Any, **kwargs: Any) -> None:
+        time.sleep(0.2)
+        decode(messages, *args, **kwargs)
+
+    with mock.patch.object(Messages, "decode", slow):
+        model(x).sum().backward()
+        optim.step()
+        seen: list[torch.Tensor] = []
+        for layer in (model[0], model[2]):
+            layer.register_forward_hook(lambda layer, args, output: seen.append(layer.weight.detach().clone()))
+        with torch.no_grad():
+            model(x)
+    runtime(model).join_spreads()
+    time.sleep(1.0)  # whatever somebody has forgotten to wait for
+    return list(zip(seen, (model[0].weight.detach().clone(), model[2].weight.detach().clone()), strict=True))
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero1-node"])
+def test_a_unit_of_which_a_part_is_excluded_waits_for_all_of_it(name: str) -> None:
+    """Biases travel as they are and arrive long before matrices, which are decoded."""
+    chosen = plan(name, nodes=1, local=2).with_(wire={"spread": "int8:64", "exclude": ["*bias*"]})
+    for pairs in run_ranks(2, seen_by_the_next_forward, chosen):
+        for seen, at_last in pairs:
+            assert torch.equal(seen, at_last)
 
 
 def losses_of(model: nn.Module, optim: torch.optim.Optimizer, first: int, last: int) -> list[float]:

@@ -33,7 +33,7 @@ def test_a_stream_lane_waits_for_what_was_queued_and_holds_its_buffers() -> None
     target = torch.empty_like(source)
     torch.cuda._sleep(50_000_000)
     source.fill_(3.0)  # queued behind the sleep
-    ticket = lanes.submit(Lane.GATHER, partial(target.copy_, source), held=(source, target))
+    ticket = lanes.submit(Lane.GATHER, partial(target.copy_, source))
     del source
     reused = torch.full((1 << 24,), 5.0, device=device)  # would land in freed memory if the lane did not hold it
     ticket.wait()

@@ -7,13 +7,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.program import Lane
-from thinwire.shard.lanes import Lanes
+from thinwire.shard.lanes import Lanes, _StreamTicket
 
 CPU = torch.device("cpu")
 SOON = 10.0
@@ -128,6 +131,36 @@ def test_what_a_body_holds_is_let_go(lanes: Lanes) -> None:
     lanes.submit(Lane.REDUCE, lambda: None).wait()  # the thread has moved on
     gc.collect()
     assert reference() is None, f"{ticket} keeps its buffers alive"
+
+
+class Event:
+    """A device's event, which happens when told to."""
+
+    happened = False
+
+    def query(self) -> bool:
+        return self.happened
+
+
+def test_on_a_device_a_body_is_kept_until_it_has_run() -> None:
+    """Queued is not done: memory that only the body refers to would be used for something else meanwhile."""
+
+    class Buffer:
+        pass
+
+    buffers = [Buffer(), Buffer()]
+    references = [weakref.ref(buffer) for buffer in buffers]
+    tickets: list[Any] = []
+    events = [Event(), Event()]
+    for event, buffer in zip(events, buffers, strict=True):
+        body = partial(vars, buffer)
+        tickets.append(_StreamTicket(Mock(), cast(Any, event), body, tickets[-1:], "sync"))
+    del buffers, buffer, body
+    assert not tickets[1].done()
+    assert all(reference() is not None for reference in references)
+    events[1].happened = True
+    assert tickets[1].done()
+    assert all(reference() is None for reference in references), "what it waited for has run, too"
 
 
 def test_time_is_exposed_only_where_computation_waits(lanes: Lanes) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from thinwire.collectives.moves import TRANSFERS, Move, Moves, Stage
 from thinwire.program import Scope
 
@@ -16,15 +14,11 @@ def noting(notes: list[str], text: str) -> Callable[[], None]:
 
 def test_moves_run_in_order_between_preparation_and_finish() -> None:
     notes: list[str] = []
-    held = torch.zeros(1)
-    moves = Moves(
-        [Move(Stage.SCATTER_INSIDE, noting(notes, "in"), (held,)), Move(Stage.SCATTER_ACROSS, noting(notes, "x"))]
-    )
+    moves = Moves([Move(Stage.SCATTER_INSIDE, noting(notes, "in")), Move(Stage.SCATTER_ACROSS, noting(notes, "x"))])
     around = moves.after(noting(notes, "pack")).then(noting(notes, "unpack"))
     around.perform()
     assert notes == ["pack", "in", "x", "unpack"]
     assert [move.stage for move in around] == [move.stage for move in moves]
-    assert around[0].held == (held,), "memory stays named"
 
 
 def test_one_move_is_first_and_last() -> None:

@@ -72,7 +72,7 @@ def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns:
     def inside() -> None:
         group.at(Stage.GATHER_INSIDE).gather(wholes, kind)
 
-    return _hops(group, across, inside, (whole,))
+    return _hops(group, across, inside)
 
 
 def _encoded(
@@ -112,21 +112,18 @@ def _encoded(
                 messages.decode_add(i, updated)
                 piece.copy_(updated)
 
-    held = (whole, messages.buffer)
     return Moves(
         [
-            Move(Stage.ENCODE_GATHER, encode, held),
-            *_hops(group, across, inside, held),
-            Move(Stage.DECODE_GATHER, decode, held),
+            Move(Stage.ENCODE_GATHER, encode),
+            *_hops(group, across, inside),
+            Move(Stage.DECODE_GATHER, decode),
         ]
     )
 
 
-def _hops(
-    group: AxisGroup, across: Callable[[], None], inside: Callable[[], None], held: tuple[torch.Tensor, ...]
-) -> Moves:
+def _hops(group: AxisGroup, across: Callable[[], None], inside: Callable[[], None]) -> Moves:
     moves = [
-        (group.nodes, Move(Stage.GATHER_ACROSS, across, held)),
-        (group.local, Move(Stage.GATHER_INSIDE, inside, held)),
+        (group.nodes, Move(Stage.GATHER_ACROSS, across)),
+        (group.local, Move(Stage.GATHER_INSIDE, inside)),
     ]
     return Moves(move for ranks, move in moves if ranks > 1)

@@ -123,7 +123,4 @@ def _exchange(
     def add() -> None:
         messages.decode_sum(sums, scale)
 
-    held = (vector, messages.buffer, sums)
-    return Moves(
-        [Move(Stage.ENCODE_GATHER, encode, held), Move(stage, transfer, held), Move(Stage.DECODE_GATHER, add, held)]
-    )
+    return Moves([Move(Stage.ENCODE_GATHER, encode), Move(stage, transfer), Move(Stage.DECODE_GATHER, add)])

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
-import torch
-
 from thinwire.program import Scope
 
 __all__ = ["TRANSFERS", "Move", "Moves", "Stage"]
@@ -49,13 +47,12 @@ class Move:
 
     Attributes:
         stage: the queue that performs it.
-        body: the work, for the thread or stream of that queue.
-        held: memory it works in, which must outlive it.
+        body: the work, for the thread or stream of that queue. Whoever performs it keeps it until the device is done
+            with it, and with it all memory that it refers to.
     """
 
     stage: Stage
     body: Callable[[], None]
-    held: tuple[torch.Tensor, ...] = ()
 
 
 class Moves(tuple[Move, ...]):
@@ -73,12 +70,12 @@ class Moves(tuple[Move, ...]):
         if not self:
             return Moves([Move(Stage.GATHER_INSIDE, prepare)])
         first, *rest = self
-        return Moves([Move(first.stage, _one_by_one(prepare, first.body), first.held), *rest])
+        return Moves([Move(first.stage, _one_by_one(prepare, first.body)), *rest])
 
     def then(self, finish: Callable[[], None]) -> Moves:
         """These moves, the last of which ends with ``finish``."""
         *rest, last = self
-        return Moves([*rest, Move(last.stage, _one_by_one(last.body, finish), last.held)])
+        return Moves([*rest, Move(last.stage, _one_by_one(last.body, finish))])
 
 
 def _one_by_one(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

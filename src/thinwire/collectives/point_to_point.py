@@ -43,7 +43,7 @@ def point_to_point(
     me = subgroup.index
     peer = target if me == source else source
     if codec is None:
-        return Moves([Move(subgroup.stage, lambda: _send(subgroup, tensor, source, target), (tensor,))])
+        return Moves([Move(subgroup.stage, lambda: _send(subgroup, tensor, source, target))])
     sizes = [tensor.numel() if i == peer else 0 for i in range(subgroup.size)]
     messages = Messages(codec, sizes, tensor.dtype, tensor.device)
 
@@ -60,12 +60,11 @@ def point_to_point(
     def decode() -> None:
         messages.decode(source, tensor)
 
-    held = (tensor, messages.buffer)
-    moves = [Move(subgroup.stage, transfer, held)]
+    moves = [Move(subgroup.stage, transfer)]
     if me == source:
-        moves = [Move(Stage.ENCODE, encode, held), *moves]
+        moves = [Move(Stage.ENCODE, encode), *moves]
     if me == target:
-        moves = [*moves, Move(Stage.DECODE, decode, held)]
+        moves = [*moves, Move(Stage.DECODE, decode)]
     return Moves(moves)
 
 

@@ -123,7 +123,7 @@ def _hop(
         else:
             _exact_hop(subgroup, whole, sizes, merge)
 
-    return Moves([Move(subgroup.stage, body, held=(whole, merge.out))])
+    return Moves([Move(subgroup.stage, body)])
 
 
 def _exact_hop(subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], merge: _Merge) -> None:
@@ -184,9 +184,8 @@ def _encoded_hop(
         elif merge.scale != 1.0:
             total.mul_(merge.scale)
 
-    held = (whole, outgoing.buffer, incoming.buffer, total, merge.out)
     before, after = stages
-    return Moves([Move(before, encode, held), Move(subgroup.stage, transfer, held), Move(after, add, held)])
+    return Moves([Move(before, encode), Move(subgroup.stage, transfer), Move(after, add)])
 
 
 def _add_pieces(pieces: Sequence[torch.Tensor], merge: _Merge) -> None:

@@ -33,7 +33,7 @@ Mark = float | torch.cuda.Event | None
 
 
 class Ticket(ABC):
-    """A submitted body: what waits for it, and what it keeps alive."""
+    """A submitted body, kept until it has finished: the memory that it works in must not be used for anything else."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -48,7 +48,7 @@ class _Worker(ABC):
     """What runs the bodies of one stage of a lane."""
 
     @abstractmethod
-    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor], label: str) -> Ticket: ...
+    def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket: ...
 
     @abstractmethod
     def exposed(self) -> float:
@@ -155,8 +155,7 @@ class _ThreadWorker(_Worker):
         self._recorder = recorder
         self._last: _ThreadTicket | None = None
 
-    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor], label: str) -> Ticket:
-        del held  # the body's closure holds them
+    def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket:
         if self.name not in _Thread.by_name:
             _Thread.by_name[self.name] = _Thread(self.name)
         self._last = ticket = _ThreadTicket(self, body, [t for t in after if not t.done()], label)
@@ -192,9 +191,10 @@ class _ThreadWorker(_Worker):
 @final
 class _StreamTicket(Ticket):
     def __init__(
-        self, worker: _StreamWorker, event: torch.cuda.Event, held: Sequence[torch.Tensor], label: str
+        self, worker: _StreamWorker, event: torch.cuda.Event, body: Body, after: Sequence[_StreamTicket], label: str
     ) -> None:
-        self._worker, self.event, self._held, self._label = worker, event, tuple(held), label
+        self._worker, self.event, self._label = worker, event, label
+        self._body, self._after = body, tuple(after)
 
     def wait(self) -> None:
         compute = torch.cuda.current_stream(self._worker.device)
@@ -205,13 +205,21 @@ class _StreamTicket(Ticket):
             after.record(compute)
             self._worker.stalled(before, after, self._label)
         # The compute stream is now ordered behind the body: memory freed from here on is reused after it.
-        self._held = ()
+        self._release()
 
     def done(self) -> bool:
         if not self.event.query():
             return False
-        self._held = ()
+        self._release()
         return True
+
+    def _release(self) -> None:
+        """Let go of the memory of this body, and of those that it has waited for."""
+        waiting = [self]
+        while waiting:
+            ticket = waiting.pop()
+            waiting += ticket._after
+            ticket._body, ticket._after = _nothing, ()
 
 
 class _Stopwatch:
@@ -249,13 +257,15 @@ class _StreamWorker(_Worker):
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._flying: deque[_StreamTicket] = deque()
 
-    def submit(self, body: Body, after: Sequence[Ticket], held: Sequence[torch.Tensor], label: str) -> Ticket:
+    def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket:
         while self._flying and self._flying[0].done():
             self._flying.popleft()
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        before: list[_StreamTicket] = []
         for other in after:
             assert isinstance(other, _StreamTicket)
             self._stream.wait_event(other.event)
+            before.append(other)
         with torch.cuda.stream(self._stream), torch.no_grad():
             begun, event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begun.record(self._stream)
@@ -263,7 +273,7 @@ class _StreamWorker(_Worker):
             event.record(self._stream)
         self._bodies.add(begun, event)
         self._recorder.measure(self.name, label, begun, event)
-        ticket = _StreamTicket(self, event, held, label)
+        ticket = _StreamTicket(self, event, body, before, label)
         self._flying.append(ticket)
         return ticket
 
@@ -370,7 +380,6 @@ class Lanes:
         work: Moves | Body,
         *,
         after: Sequence[Ticket] = (),
-        held: Sequence[torch.Tensor] = (),
         label: str = "",
     ) -> Ticket:
         """Queue a collective, or a body that is all of one.
@@ -379,13 +388,12 @@ class Lanes:
             lane: where it runs; moves of one stage of a lane run one after another.
             work: the moves, at least one, or a body. They must not allocate what outlives them.
             after: tickets it needs.
-            held: tensors it reads or writes, beside those its moves name; kept alive until it has finished.
             label: what to call it in timelines.
         """
         if not self._stages and lane in self._newest:
             after = (*after, self._newest[lane])
         for move in work if isinstance(work, Moves) else (Move(Stage.SCATTER_INSIDE, work),):
-            ticket = self._worker(lane, move.stage).submit(move.body, after, (*held, *move.held), label)
+            ticket = self._worker(lane, move.stage).submit(move.body, after, label)
             after = (ticket,)
         if not self._stages:
             self._newest[lane] = ticket

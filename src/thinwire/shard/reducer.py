@@ -242,8 +242,7 @@ class Reducer:
             seed=self._seeds.next(),
         )
         moves = moves.after(pack).then(lambda: _zero(vector[mine:]))
-        held = (vector, *(source for _, source in bucket))
-        ticket = self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, held=held, overlapped=overlapped)
+        ticket = self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, overlapped=overlapped)
         return vector, ticket
 
     def _scatter_into_owned(self, bucket: Sources, after: list[Ticket], *, overlapped: bool) -> Ticket:
@@ -268,8 +267,7 @@ class Reducer:
         ).after(pack)
         if not alone:
             moves = moves.then(lambda: _distribute(bucket, out, adds))
-        held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
-        return self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, held=held, overlapped=overlapped)
+        return self._submit(Lane.REDUCE, moves, "scatter", bucket, after=after, overlapped=overlapped)
 
     def _synchronise(
         self, bucket: Sources, vector: torch.Tensor | None, after: list[Ticket], *, overlapped: bool
@@ -313,9 +311,7 @@ class Reducer:
         )
         if not alone:
             moves = moves.then(lambda: _distribute(bucket, summed, adds))
-        held = [tensor for gradient, source in bucket for tensor in (source, gradient.owned.values)]
-        moves = moves.after(pack)
-        self._submit(Lane.SYNC, moves, "sync", bucket, after=after, held=held, overlapped=overlapped)
+        self._submit(Lane.SYNC, moves.after(pack), "sync", bucket, after=after, overlapped=overlapped)
 
     # -- error feedback ----------------------------------------------------------------------------------------
 
@@ -349,10 +345,9 @@ class Reducer:
         *,
         overlapped: bool,
         after: Sequence[Ticket] = (),
-        held: Sequence[torch.Tensor] = (),
     ) -> Ticket:
         label = f"{what} {', '.join(gradient.name for gradient, _ in bucket)}"
-        ticket = self._lanes.submit(lane, moves, after=after, held=held, label=label)
+        ticket = self._lanes.submit(lane, moves, after=after, label=label)
         if not overlapped:
             ticket.wait()
             return ticket

@@ -335,8 +335,7 @@ class Runtime:
                     update = None
                     if self._spreads_difference(buffer):
                         codec, update = (None, None) if exactly else (codec, buffer.master)
-                    moves = _spread(group, buffer, self.plan, codec, update, seed)
-                    unit.spread = self.lanes.submit(Lane.SPREAD, moves, label=f"spread {unit.name}")
+                    unit.spread(_spread(group, buffer, self.plan, codec, update, seed))
             if not self.plan.overlap.spread:
                 unit.join_spread()
         self._begin_step()

@@ -117,7 +117,7 @@ class Unit:
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.secondary_valid = False
         self.exact = True  # what was gathered last travelled as it is
-        self.spread: Ticket | None = None
+        self._spreads: list[Ticket] = []
         self._lanes, self._params, self._secondary = lanes, params, secondary
         self._codec, self._seeds = codec, seeds
         self._gather: list[Ticket] = []
@@ -159,9 +159,8 @@ class Unit:
         else:
             # Made anew each time: a unit that is not on its way keeps no memory for messages.
             collectives = [self._encoded_gather(buffer, self._codec) for buffer in self.buffers]
-        after = () if self.spread is None else (self.spread,)
         for moves in collectives:
-            self._gather.append(self._lanes.submit(Lane.GATHER, moves, after=after, label=self._label))
+            self._gather.append(self._lanes.submit(Lane.GATHER, moves, after=self._spreads, label=self._label))
         self.state = State.GATHERING
 
     def need(self, *, from_secondary: bool) -> None:
@@ -197,11 +196,15 @@ class Unit:
             buffer.secondary.copy_(_piece(buffer.full, self._secondary))
         self.secondary_valid = True
 
+    def spread(self, moves: Moves) -> None:
+        """Start spreading one of the buffers; what is gathered next waits for it."""
+        self._spreads.append(self._lanes.submit(Lane.SPREAD, moves, label=f"spread {self.name}"))
+
     def join_spread(self) -> None:
         """Wait until the parameters of the last step have arrived."""
-        if self.spread is not None:
-            self.spread.wait()
-            self.spread = None
+        for ticket in self._spreads:
+            ticket.wait()
+        self._spreads.clear()
 
     def updated(self) -> None:
         """The P shard has new values: whatever was derived from the old ones is stale."""
