@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor
 
 import thinwire as tw
 from thinwire.collectives.group import control
-from thinwire.errors import CollectiveError, SpecError
+from thinwire.errors import CollectiveError, SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
+from thinwire.shard.api import runtime
 from thinwire.testing import RankPool, run_ranks
 from thinwire.train.data import Batch
 from thinwire.train.models.common import cross_entropy
@@ -245,3 +246,57 @@ def rank_refuses(kind: str, plan: tw.Plan) -> str:
 def test_refuses_what_cannot_be(kind: str, plan: tw.Plan, said: str) -> None:
     for text in run_ranks(4, rank_refuses, kind, plan):
         assert said in text
+
+
+# -- the optimizer of all parts --------------------------------------------------------------------------------
+
+
+def undecayed(params: Any) -> list[str]:
+    """Parameters of this rank that stay where they are with decay alone, where a group has none."""
+    model = tw.parallelize(build("llama"), plan_for(1, 1, 2), loss=cross_entropy)
+    groups = [{"params": params, "weight_decay": 0.0}]
+    optimizer = model.optimizer(torch.optim.SGD, lr=0.5, weight_decay=0.5, param_groups=groups)
+    return [owned.fragment.slot.name for part in optimizer.parts for owned in part.fragments
+            if any(owned.value is value for value in part.param_groups[0]["params"])]  # fmt: skip
+
+
+def refuse_groups() -> None:
+    model = tw.parallelize(build("llama"), plan_for(1, 1, 2), loss=cross_entropy)
+    for params in ("*nrom*", [torch.zeros(1)]):
+        with pytest.raises(UsageError, match=r"param_groups\[0\]"):
+            model.optimizer(torch.optim.SGD, lr=0.5, param_groups=[{"params": params}])
+
+
+def test_groups_of_a_pipeline_take_patterns_as_others_do() -> None:
+    """The last stage alone has the final norm; a pattern that some stage knows is no misspelling in another."""
+    for params in ("*norm*", ["*norm*"], ["*layernorm*", "norm.weight"]):
+        first, last = run_ranks(2, undecayed, params)
+        assert [len(first), len(last)] == [4, 5]
+        assert all("norm" in name for name in (*first, *last))
+    run_ranks(2, refuse_groups)
+
+
+def skip_together(clip: bool) -> tuple[list[int], float]:
+    """Steps that parts skipped, and how far parameters moved, where the first stage's gradient is infinite."""
+    plan = plan_for(1, 1, 2)
+    model = tw.parallelize(build("llama"), plan, loss=cross_entropy)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=LR, eps=EPS, weight_decay=0.1, skip_nonfinite=True)
+    steps = batches(plan, 0)
+    model.step(steps[0])
+    optimizer.step()
+    optimizer.zero_grad()
+    before = whole_parameters(model)
+    model.step(steps[1])
+    if model.grid.stage == 0:
+        inner = runtime(model.chunks[0])
+        inner.reducer.join()
+        inner.arena[0] = float("inf")
+    if clip:
+        model.clip_grad_norm_(CLIP)
+    optimizer.step()
+    return [part.skipped_steps for part in optimizer.parts], gap(whole_parameters(model), before)
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_all_stages_skip_a_step_or_none(clip: bool) -> None:
+    assert run_ranks(2, skip_together, clip) == [([1], 0.0), ([1], 0.0)]

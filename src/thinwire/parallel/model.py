@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import fnmatch
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,16 +17,16 @@ from torch.distributed.tensor.parallel import loss_parallel
 from thinwire.collectives import group as groups
 from thinwire.collectives.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.collectives.topology import DataRanks
-from thinwire.errors import SpecError
+from thinwire.errors import SpecError, UsageError
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
 from thinwire.shard import api, snapshot
 from thinwire.shard.build import build
-from thinwire.shard.clip import scale_to_norm
+from thinwire.shard.clip import poison, scale_to_norm
 from thinwire.shard.initial import InitialValues
 from thinwire.shard.local import Part
-from thinwire.shard.optim import ShardedOptimizer
+from thinwire.shard.optim import ShardedOptimizer, names_of
 from thinwire.shard.runtime import runtime_of
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
@@ -126,15 +125,18 @@ class ParallelModel:
 
         Args:
             optimizer_class: for example ``torch.optim.AdamW``.
-            param_groups: names or patterns of the whole model's parameters.
+            param_groups: names or patterns of the whole model's parameters, or parameters of this rank's parts.
             **options: passed on.
+
+        Raises:
+            UsageError: as :func:`thinwire.optimizer`; a pattern may match in one part of the model and not in others.
         """
-        wanted = list(param_groups or ())
+        by_part = self._groups_by_part(list(param_groups or ()))
         made = [
-            api.optimizer(chunk, optimizer_class, param_groups=_groups_of(chunk, wanted), **options)
-            for chunk in self.chunks
+            api.optimizer(chunk, optimizer_class, param_groups=wanted, **options)
+            for chunk, wanted in zip(self.chunks, by_part, strict=True)
         ]
-        return ParallelOptimizer(made)
+        return ParallelOptimizer(made, self._whole)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
@@ -169,6 +171,23 @@ class ParallelModel:
         """What this rank has sent on the axes ``tp`` and ``pp`` since the last call."""
         return {} if self.mesh is None else axis_traffic(self.mesh, reset=True)
 
+    def _groups_by_part(self, wanted: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
+        """Parameter groups with the names that each part has."""
+        by_part = [{id(parameter): name for name, parameter in chunk.named_parameters()} for chunk in self.chunks]
+        here = {key: name for part in by_part for key, name in part.items()}
+        everywhere = (
+            [list(here.values())] if self._whole is None else self._whole.all_gather_object(list(here.values()))
+        )
+        every_name = list(dict.fromkeys(name for names in everywhere for name in names))
+        cut: list[list[dict[str, Any]]] = [[] for _ in by_part]
+        for number, group in enumerate(wanted):
+            if "params" not in group:
+                raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
+            chosen = names_of(group["params"], here, every_name, number)
+            for part, of_part in zip(by_part, cut, strict=True):
+                of_part.append({**group, "params": [name for name in part.values() if name in chosen]})
+        return cut
+
     def _mean_loss(self, batch: TokenBatch) -> Tensor:
         ids, labels = batch.input_ids.to(self._device), batch.labels.to(self._device)
         if self.grid.tp > 1:
@@ -196,10 +215,11 @@ class ParallelOptimizer:
 
     Args:
         parts: in the order of the chunks.
+        whole: the ranks that hold the model together, if it takes several.
     """
 
-    def __init__(self, parts: Sequence[ShardedOptimizer]) -> None:
-        self.parts = tuple(parts)
+    def __init__(self, parts: Sequence[ShardedOptimizer], whole: groups.Control | None) -> None:
+        self.parts, self._whole = tuple(parts), whole
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -207,9 +227,18 @@ class ParallelOptimizer:
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self) -> None:
-        """Update all parts, and start spreading what changed."""
+        """Update all parts, and start spreading what changed; with ``skip_nonfinite``, all of them or none."""
+        if self.parts[0].skip_nonfinite and not self._is_finite():
+            poison([part.runtime for part in self.parts])
         for part in self.parts:
             part.step()
+
+    def _is_finite(self) -> bool:
+        """Whether the gradient of the whole model is."""
+        finite = all(part.runtime.agree(measure=True).finite for part in self.parts)
+        if self._whole is None:
+            return finite
+        return self._whole.all_reduce_mean([float(finite)])[0] == 1.0
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
@@ -298,12 +327,3 @@ def _loss_of(grid: Grid, mesh: DeviceMesh, loss: Loss | None) -> Loss:
 
 def _unknown_loss(logits: Tensor, labels: Tensor) -> Tensor:
     raise SpecError("loss", ["a pipeline needs one: thinwire.parallelize(model, plan, loss=...)"])
-
-
-def _groups_of(chunk: nn.Module, wanted: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups with the names that a part of the model has."""
-    names = [name for name, _ in chunk.named_parameters()]
-    return [
-        {**group, "params": [name for name in names if any(fnmatch.fnmatchcase(name, p) for p in group["params"])]}
-        for group in wanted
-    ]

@@ -19,8 +19,9 @@ from thinwire.spec import CodecSpec, Plan
 
 __all__ = ["CONTROL_WORDS", "UNDER_WAY", "buckets", "control_bytes", "default_trace", "lower"]
 
-CONTROL_WORDS = 4
-"""64-bit words of the step's one scalar exchange: squared norm, order hash, unfinished gradients, step number."""
+CONTROL_WORDS = 3
+"""64-bit words of the step's control exchange: order hash, unfinished gradients, step number. Clipping adds an exchange
+of a word, the squared norm, which is not counted."""
 
 UNDER_WAY = 4
 """Reductions that may be under way while the backward goes on. Where links are slower than computation, it waits for

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from torch import nn
 from thinwire.errors import NonFiniteError, UsageError
 from thinwire.shard.runtime import Runtime, runtime_of
 
-__all__ = ["clip_grad_norm_", "scale_to_norm"]
+__all__ = ["clip_grad_norm_", "poison", "scale_to_norm"]
 
 
 @torch.no_grad()
@@ -57,6 +58,20 @@ def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> 
     if coefficient >= 1.0:
         return
     for runtime in runtimes:
-        agreement = runtime.agree(measure=True)
         runtime.arena.mul_(coefficient)
+    if not math.isfinite(norm):
+        poison(runtimes)
+        return
+    for runtime in runtimes:
+        agreement = runtime.agree(measure=True)
         runtime.agreement = replace(agreement, norm=agreement.norm * coefficient)
+
+
+def poison(runtimes: Sequence[Runtime]) -> None:
+    """Have no part of a model take a step whose gradient is finite in this part and not in another.
+
+    Args:
+        runtimes: of this rank's parts, whose ranks have agreed on their norms.
+    """
+    for runtime in runtimes:
+        runtime.agreement = replace(runtime.agree(measure=True), norm=math.nan)

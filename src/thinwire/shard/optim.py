@@ -18,7 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.shard.fragments import OwnedFragment
 from thinwire.shard.runtime import Runtime, runtime_of
 
-__all__ = ["ShardedOptimizer", "build_optimizer"]
+__all__ = ["ShardedOptimizer", "build_optimizer", "names_of"]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -159,6 +159,8 @@ def build_optimizer(
     options: Mapping[str, Any],
 ) -> ShardedOptimizer:
     """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
+    if options.get("differentiable"):
+        raise UsageError("differentiable = True: no gradient flows through an update of shares; leave it out")
     runtime = runtime_of(model)
     fragments = runtime.fragments()
     # The plan decides, not this rank's fragments: every rank is to refuse, or none.
@@ -199,7 +201,7 @@ def _group(
     for number, group in enumerate(groups):
         if "params" not in group:
             raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
-        for name in _names_of(group["params"], names, every_name, number):
+        for name in names_of(group["params"], names, every_name, number):
             if group_of.setdefault(name, number) != number:
                 raise UsageError(
                     f"parameter {name!r} is in param_groups[{group_of[name]}] and in param_groups[{number}]; each "
@@ -216,8 +218,18 @@ def _group(
     return cut
 
 
-def _names_of(params: Any, names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
-    """Names that one group's ``params`` stand for."""
+def names_of(params: Any, names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
+    """Names that one group's ``params`` stand for.
+
+    Args:
+        params: a name, a pattern, a parameter, or several of them; pairs of a name and a parameter as well.
+        names: of parameters, by their ``id``.
+        every_name: that patterns may match.
+        number: of the group, for messages.
+
+    Raises:
+        UsageError: a pattern matches nothing, or a tensor is no parameter of the model.
+    """
     wanted = [params] if isinstance(params, str | torch.Tensor) else list(params)
     found: set[str] = set()
     for item in wanted:
@@ -243,8 +255,7 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
     Raises:
         UsageError: if it needs whole tensors while fragments are parts of them.
     """
-    if "lr" in options:
-        options = {**options, "lr": 1e-3}  # the learning rate decides nothing, but a wild one would overflow
+    options = _for_trial(options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start, grads = torch.randn(8, 6), torch.randn(2, 8, 6)
@@ -255,7 +266,7 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
             _try(optimizer_class([whole], **options), [whole], [[g] for g in grads])
             _try(optimizer_class(parts, **options), parts, [list(g.view(-1).split([20, 28])) for g in grads])
         elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
-    except (ValueError, RuntimeError, IndexError):
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
         elementwise = False
     if not elementwise:
         raise UsageError(
@@ -267,8 +278,7 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
 def _updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
     """Whether calling ``step`` for some parameters and then for the others is one update of all: found out by trying.
     Optimizers that count their calls, or that look at all parameters together, are not like that."""
-    if "lr" in options:
-        options = {**options, "lr": 1e-3}
+    options = _for_trial(options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         start, grads = torch.randn(2, 8, 6), torch.randn(3, 2, 8, 6)
@@ -282,6 +292,12 @@ def _updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Map
     except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
         return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
+def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options without what decides nothing: a wild learning rate would overflow, and CUDA's graphs need CUDA."""
+    tried = {name: value for name, value in options.items() if name != "capturable"}
+    return {**tried, "lr": 1e-3} if "lr" in tried else tried
 
 
 def _try(

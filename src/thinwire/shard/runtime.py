@@ -6,6 +6,7 @@ import functools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import nn
@@ -32,10 +33,16 @@ from thinwire.spec import Plan
 
 __all__ = ["Agreement", "Runtime", "runtime_of"]
 
+_NORM_BYTES: Final = 8
+"""What a rank tells of its gradient norm: the square of its share's, fp64."""
+
+_NORM_BLOCK: Final = 1 << 18
+"""Elements whose squares are added up in fp32."""
+
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the step's one exchange established, the same on every rank.
+    """What the step's exchanges established, the same on every rank.
 
     Attributes:
         norm: L2 norm of the whole gradient; NaN if nobody asked for it.
@@ -264,34 +271,44 @@ class Runtime:
         """Compare with the other ranks: order of units, used parameters, and the norm if asked for.
 
         Args:
-            measure: whether the gradient norm is needed. It takes a pass over this rank's share, and every reduction
-                is joined first; otherwise reductions go on meanwhile.
+            measure: whether the gradient norm is needed. It takes a pass over this rank's share, for which every
+                reduction is joined, and an exchange of its own; otherwise reductions go on meanwhile.
 
         Raises:
             MismatchError: if two ranks ran units in a different order or took a different number of steps.
             UsageError: on every rank, if the backward of the last micro-batch is missing on any.
         """
-        if self.agreement is not None and (self.agreement.measured or not measure):
-            return self.agreement
-        self._forget_failed_backward()
-        if measure:
+        if self.agreement is None:
+            self._forget_failed_backward()
+            # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
+            self.agreement = Agreement(float("nan"), False, self._compare_steps())
+        if measure and not self.agreement.measured:
+            self._forget_failed_backward()
             self.reducer.join()
-        squared = self._squared_norm() if measure else float("nan")
+            everyone = self._exchange(struct.pack("<d", self._squared_norm()), _NORM_BYTES)
+            norm = sum(struct.unpack_from("<d", row)[0] for row in everyone) ** 0.5
+            self.agreement = Agreement(norm, True, self.agreement.used)
+            if not self.agreement.finite:
+                self.reducer.forget_lost()  # what codecs lost of such gradients is not finite either
+        return self.agreement
+
+    def _compare_steps(self) -> tuple[bool, ...]:
+        """Whether any rank had a gradient, for each trainable parameter; all ranks have to have run the same step."""
         unfinished = int(any(gradient.unsynced for gradient in self.reducer.parts))
-        words = struct.pack("<dqqq", squared, self.schedule.order_hash, unfinished, self.num_steps)
+        words = struct.pack("<qqq", self.schedule.order_hash, unfinished, self.num_steps)
         bits = _to_bits(self._used)
-        everyone = self._exchange(words + bits)
-        rows = [struct.unpack_from("<dqqq", row) for row in everyone]
+        everyone = self._exchange(words + bits, control_bytes([unit.info for unit in self.units]))
+        rows = [struct.unpack_from("<qqq", row) for row in everyone]
         for rank, row in enumerate(rows):
-            if (row[1], row[3]) != (rows[0][1], rows[0][3]):
+            if (row[0], row[2]) != (rows[0][0], rows[0][2]):
                 raise MismatchError(
-                    f"rank {rank} and rank 0 ran different steps: order of units {row[1]:#x} against "
-                    f"{rows[0][1]:#x}, step {row[3]} against {rows[0][3]}. Every rank must run the same units in the "
+                    f"rank {rank} and rank 0 ran different steps: order of units {row[0]:#x} against "
+                    f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}. Every rank must run the same units in the "
                     "same order; look for branches that depend on the data or the rank. Nothing was updated"
                 )
-        if any(row[2] for row in rows):
+        if any(row[1] for row in rows):
             raise UsageError(
-                f"rank {next(rank for rank, row in enumerate(rows) if row[2])} has gradients that were never "
+                f"rank {next(rank for rank, row in enumerate(rows) if row[1])} has gradients that were never "
                 "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
                 "zero_grad() to drop the step. Nothing was updated"
             )
@@ -299,11 +316,7 @@ class Runtime:
         for row_bits in everyone:
             for i, byte in enumerate(row_bits[len(words) :]):
                 used[i] |= byte
-        flags = tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self._used)))
-        self.agreement = Agreement(sum(row[0] for row in rows) ** 0.5, measure, flags)
-        if measure and not self.agreement.finite:
-            self.reducer.forget_lost()  # what codecs lost of such gradients is not finite either
-        return self.agreement
+        return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self._used)))
 
     def update_order(self) -> Sequence[int]:
         """Units in the order in which their gradients arrive; those without gradients left out."""
@@ -453,13 +466,14 @@ class Runtime:
             held = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
         if not held:
             return 0.0
-        norms = torch.stack(torch._foreach_norm(held)).double()
+        # Sums of many squares in fp32 lose percents, and not the same under every plan: blocks add up in fp64.
+        blocks = [block for values in held for block in values.view(-1).split(_NORM_BLOCK)]
+        norms = torch.stack(torch._foreach_norm(blocks)).double()
         return float(norms.square().sum())
 
-    def _exchange(self, payload: bytes) -> list[bytes]:
-        """One small all-gather on the host."""
+    def _exchange(self, payload: bytes, size: int) -> list[bytes]:
+        """One small all-gather on the host, of so many bytes from each rank."""
         group = self.axes[Axis.WORLD, Lane.CONTROL]
-        size = control_bytes([unit.info for unit in self.units])
         table = allocate(size * group.size, torch.uint8, torch.device("cpu"))
         row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
         table.view(group.size, -1)[group.index].copy_(row)
