@@ -21,6 +21,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,8 @@ from thinwire.testing import run_ranks
 
 LIMIT_US = 20.0
 SEVERAL = 16
+
+gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 Start = Callable[[dist.ProcessGroup], Callable[[], object]]
 
@@ -57,7 +60,7 @@ def measure(rounds: int, pairs: int) -> dict[str, dict[str, float]]:
         return dist.all_reduce(tensor, group=group, async_op=True).wait
 
     def all_gather(group: dist.ProcessGroup) -> Callable[[], object]:
-        return dist.all_gather_single(gathered, tensor, group=group, async_op=True).wait
+        return gather_single(gathered, tensor, group=group, async_op=True).wait
 
     def functional_all_reduce(group: dist.ProcessGroup) -> Callable[[], object]:
         result = functional.all_reduce(tensor, "sum", group)

@@ -17,6 +17,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from tests.dist.torch_names import (
+    all_gather_single,
+    functional_gather_single,
+    functional_scatter_single,
+    functional_scatter_single_coalesced,
+    reduce_scatter_single,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _coalescing_manager, _world
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -114,17 +121,17 @@ def every_operation(
         note("all_reduce coalesced", functional.wait_tensor(two), 2 * total)
 
         gathered = torch.empty(size * numel, dtype=dtype)
-        dist.all_gather_single(gathered, mine, group=group)
+        all_gather_single(gathered, mine, group=group)
         note("all_gather", gathered, stacked)
         assert same_everywhere(gathered, group), "gathered copies differ"
         in_place = torch.full((size * numel,), math.nan, dtype=dtype)
         in_place[rank * numel : (rank + 1) * numel] = mine
-        dist.all_gather_single(in_place, in_place[rank * numel : (rank + 1) * numel], group=group)
+        all_gather_single(in_place, in_place[rank * numel : (rank + 1) * numel], group=group)
         note("all_gather in place", in_place, stacked)
         pieces = [torch.empty(numel, dtype=dtype) for _ in ranks]
         dist.all_gather(pieces, mine, group=group)
         note("all_gather list", torch.cat(pieces), stacked)
-        gather = functional.all_gather_single(mine, 0, group)
+        gather = functional_gather_single(mine, 0, group)
         note("all_gather functional", functional.wait_tensor(gather), stacked)
         group._allgather_base(gathered.zero_(), mine).wait()
         note("all_gather, older name", gathered, stacked)
@@ -133,13 +140,13 @@ def every_operation(
         share = torch.stack([make(other + 10 * rank, numel, dtype).double() for other in ranks]).sum(0)
         for op, expected in ((dist.ReduceOp.SUM, share), (dist.ReduceOp.AVG, share / size)):
             scattered = torch.empty(numel, dtype=dtype)
-            dist.reduce_scatter_single(scattered, wide, op=op, group=group)
+            reduce_scatter_single(scattered, wide, op=op, group=group)
             note("reduce_scatter", scattered, expected)
         dist.reduce_scatter(scattered.zero_(), list(wide.split(numel)), group=group)
         note("reduce_scatter list", scattered, share)
-        found = functional.wait_tensor(functional.reduce_scatter_single(wide, "sum", 0, group))
+        found = functional.wait_tensor(functional_scatter_single(wide, "sum", 0, group))
         note("reduce_scatter functional", found, share)
-        one, two = functional.reduce_scatter_single_coalesced([wide, 2 * wide], "sum", [0, 0], group)
+        one, two = functional_scatter_single_coalesced([wide, 2 * wide], "sum", [0, 0], group)
         note("reduce_scatter coalesced", functional.wait_tensor(one), share)
         note("reduce_scatter coalesced", functional.wait_tensor(two), 2 * share)
 
@@ -264,7 +271,7 @@ def exact_job() -> None:
         # A codec for each kind of operation.
         tw.compress_axis(mesh, "tp", "zfp:8", gather="none", send="mpc")
         whole = torch.empty(8192)
-        assert reasons(lambda: dist.all_gather_single(whole, mine, group=group)) == {""}
+        assert reasons(lambda: all_gather_single(whole, mine, group=group)) == {""}
         assert torch.equal(whole[4096 * group.rank() :][:4096], mine)
         assert not torch.equal(summed(mine), mine + other)
 
@@ -307,10 +314,10 @@ def exact_job() -> None:
             with tw.step_scope():
                 assert not math.isfinite(summed(tensor)[5]), codec
                 whole = torch.empty(8192)
-                dist.all_gather_single(whole, tensor, group=group)
+                all_gather_single(whole, tensor, group=group)
                 assert not math.isfinite(whole[5]), codec
                 piece = torch.empty(2048)
-                dist.reduce_scatter_single(piece, tensor, group=group)
+                reduce_scatter_single(piece, tensor, group=group)
                 assert group.rank() != 0 or not math.isfinite(piece[5]), codec
 
 
@@ -428,7 +435,7 @@ def traps_job() -> None:
         unfinished = functional.all_reduce(mine, "sum", group)
         dist.all_reduce(unfinished, group=group)
         assert error(functional.wait_tensor(unfinished), 2 * total) < 0.03
-        gathered = functional.all_gather_single(functional.all_reduce(mine, "sum", group), 0, group)
+        gathered = functional_gather_single(functional.all_reduce(mine, "sum", group), 0, group)
         assert error(functional.wait_tensor(gathered), total.repeat(2)) < 0.03
 
     # 5. Work: waited for twice, from futures chained to it, before and after its end.
@@ -484,13 +491,13 @@ def traps_job() -> None:
         assert torch.equal(tensors[2], torch.full((3,), 2.0))
         outputs = [torch.empty(8192), torch.empty(6)]
         with _coalescing_manager(group, async_ops=True) as block:
-            dist.all_gather_single(outputs[0], mine, group=group)
-            dist.all_gather_single(outputs[1], torch.ones(3), group=group)
+            all_gather_single(outputs[0], mine, group=group)
+            all_gather_single(outputs[1], torch.ones(3), group=group)
         block.wait()
         assert error(outputs[0][4096 * rank :][:4096], mine) < 0.02
         assert torch.equal(outputs[1], torch.ones(6))
         with _coalescing_manager(group, async_ops=True) as block:
-            dist.reduce_scatter_single(outputs[0][:2048], mine, group=group)
+            reduce_scatter_single(outputs[0][:2048], mine, group=group)
         block.wait()
         assert error(outputs[0][:2048], total[2048 * rank :][:2048]) < 0.02
         tensor = mine.clone()
@@ -547,8 +554,8 @@ def bytes_job() -> list[tw.AxisTraffic]:
     with tw.step_scope():
         for name, group in groups.items():
             dist.all_reduce(torch.ones(size), group=group)
-            dist.all_gather_single(torch.empty(2 * size), torch.ones(size), group=group)
-            dist.reduce_scatter_single(torch.empty(size // 2), torch.ones(size), group=group)
+            all_gather_single(torch.empty(2 * size), torch.ones(size), group=group)
+            reduce_scatter_single(torch.empty(size // 2), torch.ones(size), group=group)
             if name == "tp":
                 peer = 1 - group.rank()
                 receive = dist.irecv(torch.empty(size), group=group, group_src=peer)

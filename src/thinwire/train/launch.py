@@ -36,6 +36,9 @@ _CURABLE: Final = ("CollectiveError",)
 
 _LOOPBACK: Final = "lo"
 
+_SHUTDOWN: Final = 10
+"""Seconds that ranks have to leave before they are killed; torch 2.11 gives them 30 and does not ask."""
+
 
 class RankError(ThinwireError, RuntimeError):
     """A rank failed and no restart was left, or none could help."""
@@ -139,7 +142,7 @@ def _attempt(request: RunRequest, *, resume: bool) -> Failure | None:
         # Rank 0 owns the terminal; what the others print is kept.
         logs_specs=DefaultLogsSpecs(log_dir=str(directory.logs), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
         signals_to_handle="SIGHUP,SIGQUIT",
-        shutdown_timeout=10,
+        **({"shutdown_timeout": _SHUTDOWN} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
     )
     arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", request.stream]
     arguments += ["--launcher", str(os.getpid()), "--node-ranks", str(request.node_ranks)]

@@ -138,7 +138,7 @@ class CompressingGroup(PlainGroup):
         opts = _with_op(ReduceScatterOptions, opts)
         codec, why = self._choose(self._gate.reduce, tensor, opts=opts)
         if codec is None:
-            call = self._inner.reduce_scatter_single
+            call = self._inner_call("reduce_scatter_single")
             return self._pass_one_on("reduce_scatter", tensor, why, call, output, tensor, opts)
         return self._encoded_scatter(output, [tensor], codec, opts)
 
@@ -153,7 +153,7 @@ class CompressingGroup(PlainGroup):
 
         def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
             outs, ins = [outputs[i] for i in chosen], [tensors[i] for i in chosen]
-            call = self._inner.reduce_scatter_single_coalesced
+            call = self._inner_call("reduce_scatter_single_coalesced")
             return self._pass_on("reduce_scatter", ins, call, outs, ins, opts, why=why)
 
         choices = [self._choose(self._gate.reduce, tensor, opts=opts) for tensor in tensors]
@@ -179,7 +179,7 @@ class CompressingGroup(PlainGroup):
         opts = _options(AllgatherOptions, opts)
         codec, why = self._choose(self._gate.gather, tensor)
         if codec is None:
-            call = self._inner.all_gather_single
+            call = self._inner_call("all_gather_single")
             return self._pass_one_on("all_gather", tensor, why, call, output, tensor, opts)
         return self._encoded_gather([output], tensor, codec, opts)
 
@@ -194,7 +194,9 @@ class CompressingGroup(PlainGroup):
 
         def pass_on(chosen: Sequence[int], why: Sequence[str]) -> dist.Work:
             outs, ins = [outputs[i] for i in chosen], [tensors[i] for i in chosen]
-            return self._pass_on("all_gather", ins, self._inner.all_gather_single_coalesced, outs, ins, opts, why=why)
+            return self._pass_on(
+                "all_gather", ins, self._inner_call("all_gather_single_coalesced"), outs, ins, opts, why=why
+            )
 
         choices = [self._choose(self._gate.gather, tensor) for tensor in tensors]
         return _each(choices, encode, pass_on, outputs)

@@ -255,18 +255,16 @@ def _take_over(group: dist.ProcessGroup, compressed: CompressingGroup, *, keep: 
 
 
 def _register(compressed: CompressingGroup, group: dist.ProcessGroup, name: str) -> None:
-    world = c10d._world
-    compressed._set_group_name(c10d.GroupName(name))
-    kind, store = world.pg_map[group]
-    c10d._register_pg_in_world(
-        compressed,
-        backend_name=kind,
-        store=store,
-        group_name=c10d.GroupName(name),
-        backend_config=world.pg_backend_config[group],
-        rank_mapping=dict(world.pg_group_ranks[group]),
-        add_to_default_tag=True,
-    )
+    world, known_as = c10d._world, c10d.GroupName(name)
+    compressed._set_group_name(known_as)
+    world.pg_map[compressed] = world.pg_map[group]
+    world.pg_names[compressed] = known_as
+    world.pg_backend_config[compressed] = world.pg_backend_config[group]
+    world.pg_group_ranks[compressed] = dict(world.pg_group_ranks[group])
+    world.pg_to_tag[compressed] = f"ptd:{name}"
+    for tag in ("", f"ptd:{name}"):
+        world.tags_to_pg.setdefault(tag, []).append(compressed)
+    c10d._register_process_group(known_as, compressed)
 
 
 def _create(made: Any, options: Any) -> CompressingGroup:

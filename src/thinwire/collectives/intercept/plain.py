@@ -6,7 +6,7 @@ import contextlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,15 @@ from thinwire.collectives.intercept.traffic import AxisTraffic, Ledger
 from thinwire.collectives.intercept.works import Stopwatch, Watched
 
 __all__ = ["PlainGroup"]
+
+
+_OLDER_NAMES: Final = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
 
 
 class PlainGroup(dist.ProcessGroup):
@@ -122,7 +131,7 @@ class PlainGroup(dist.ProcessGroup):
 
     def all_to_all_single(self, output: torch.Tensor, tensor: torch.Tensor, *rest: Any) -> dist.Work:
         """See :func:`torch.distributed.all_to_all_single`."""
-        return self._pass_on("all_to_all", [tensor], self._inner.all_to_all_single, output, tensor, *rest)
+        return self._pass_on("all_to_all", [tensor], self._inner_call("all_to_all_single"), output, tensor, *rest)
 
     def alltoall_base(self, *args: Any) -> dist.Work:
         """An older name of :meth:`all_to_all_single`."""
@@ -146,6 +155,11 @@ class PlainGroup(dist.ProcessGroup):
         self._inner.abort()
 
     # ------------------------------------------------------------------------------------------------ passing on
+
+    def _inner_call(self, name: str) -> Callable[..., dist.Work]:
+        """A method of the group inside, which torch 2.11 knows by an older name."""
+        call: Callable[..., dist.Work] | None = getattr(self._inner, name, None)
+        return getattr(self._inner, _OLDER_NAMES[name]) if call is None else call
 
     def _pass_on(
         self, op: str, tensors: Any, call: Callable[..., dist.Work], *args: Any, why: Sequence[str] = ()
