@@ -246,6 +246,20 @@ def evaluation_in_between(run: Session) -> None:
             assert not torch.equal(run.loss(7), before)
 
 
+def check_messages_of_any_length() -> None:
+    """A lane fills lengths and messages that an evaluation has made."""
+    model = tw.shard(build(Stack), plan("zero3", wire={"gather": "mpc"}))
+    x = samples(0, 1, 4)[0, 0]
+    model(x).square().mean().backward()
+    with torch.inference_mode():
+        assert torch.isfinite(model(x)).all()
+    model(x).square().mean().backward()
+
+
+def test_evaluation_in_inference_mode_takes_lossless_messages() -> None:
+    run_ranks(4, check_messages_of_any_length)
+
+
 def evaluation_of_a_part(run: Session) -> None:
     """A block alone is a model, too: gathers that were started for the others are let go."""
     x = samples(5, 1, 4)[0, 0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import CheckpointError, UsageError
+from thinwire.shard.manifest import MANIFEST_NAME, seal
 from thinwire.testing import run_ranks
 
 Kind = type[torch.optim.Optimizer]
@@ -191,6 +193,28 @@ def check_misfits(path: str) -> None:
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path) -> None:
     run_ranks(4, check_misfits, str(tmp_path / "c"))
+
+
+def check_damaged_feedback(path: str) -> None:
+    wire = {"reduce_intra": "int8:64", "reduce_inter": "int8:64", "error_feedback": True}
+    model, optim = start("zero1-node", wire=wire)
+    train_sharded(model, optim, steps=range(1), micro_batches=1)
+    tw.save(model, optim, path)
+    file = Path(path) / MANIFEST_NAME
+    body = json.loads(file.read_bytes())["body"]
+    key, sizes = next(iter(body["values"]["feedback"].items()))
+    for damaged in ([10**12] * len(sizes), sizes[:-1], ["a", *sizes[1:]], [-1, *sizes[1:]], None, 7):
+        dist.barrier()
+        if dist.get_rank() == 0:
+            values = {**body["values"], "feedback": {key: damaged}}
+            file.write_bytes(seal({**body, "values": values}))
+        dist.barrier()
+        assert f"how feedback/{key} is shared out" in raised(CheckpointError, tw.load, model, optim, path)
+
+
+def test_error_feedback_of_any_length_is_refused(tmp_path: Path) -> None:
+    """Nothing is allocated for it, and no rank waits for one that has found it."""
+    run_ranks(4, check_damaged_feedback, str(tmp_path / "c"))
 
 
 def check_gradients_do_not_survive(path: str) -> None:

@@ -233,7 +233,7 @@ def interleaved_job(policy: str) -> Losses:
     data = torch.Generator().manual_seed(7)
     losses = []
     for _ in range(3):
-        x = torch.randn(8, 32, width, generator=data).chunk(2, dim=1)[mesh.get_local_rank("tp")]
+        x = torch.randn(8, 32, width, generator=data).chunk(2, dim=1)[mesh.get_local_rank("tp")].contiguous()
         found: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(x)

@@ -87,6 +87,14 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, monke
     assert trainer.position.step == 1
 
 
+def test_a_checkpoint_follows_a_validation_that_ends_in_nan(tmp_path: Path) -> None:
+    trainer = make(tmp_path)
+    trainer.step(wants_stop=False)
+    trainer.position.val_loss = math.nan
+    trainer.load(Checkpoint(trainer.position.step, trainer.save()))
+    assert trainer.position.val_loss is None
+
+
 def test_a_skipped_step_changes_nothing_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, "train.on_nonfinite=skip", "train.log_every=1")
     poison(trainer, monkeypatch, 1)

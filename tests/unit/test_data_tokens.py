@@ -73,6 +73,13 @@ def test_bins_without_header_need_type_and_vocabulary(tmp_path: Path) -> None:
     assert len(tokens) == 10
     with pytest.raises(DataError, match="holds id 9 where the vocabulary has 8"):
         tokens.windows([0], 10)
+    with pytest.raises(DataError, match="holds id 9 where the vocabulary has 8"):
+        tokens.counts(10)
+    with pytest.raises(DataError, match="holds id 589832 where the vocabulary has 10"):
+        TokenBin.open(path, dtype="uint32", vocab=10).counts(10)
+    for vocab in (0, -1, 10**13):
+        with pytest.raises(DataError, match="a vocabulary of 1 to"):
+            TokenBin.open(path, dtype="uint16", vocab=vocab)
     path.write_bytes(b"abc")
     with pytest.raises(DataError, match="incomplete or of another type"):
         TokenBin.open(path, dtype="uint16", vocab=8)

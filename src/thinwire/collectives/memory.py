@@ -22,6 +22,9 @@ _blocks: dict[int, list[torch.UntypedStorage]] = {}
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Uninitialised 1-D communication buffer. It is free again when no tensor that shares its storage is left."""
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False):  # lanes write to it outside of the caller's inference mode
+            return allocate(numel, dtype, device)
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < SMALLEST:
         return torch.empty(numel, dtype=dtype, device=device)

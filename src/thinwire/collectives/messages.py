@@ -53,7 +53,9 @@ class Messages:
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
         self._known = [codec.max_wire_bytes(size, dtype) for size in sizes]
         # Only they travel, and only they are worth a copy to a device.
-        self._lengths = torch.tensor(self._known if codec.spec.is_variable_length else [], device=device)
+        lengths = self._known if codec.spec.is_variable_length else []
+        self._lengths = allocate(len(lengths), torch.int64, device)
+        self._lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
 
     def encode(self, index: int, piece: torch.Tensor, seed: int | None, residual: Residual | None = None) -> None:
         """Make the message of a piece.

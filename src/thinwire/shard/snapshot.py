@@ -28,6 +28,7 @@ from thinwire.program import Axis, Lane
 from thinwire.shard import state as store
 from thinwire.shard.fragments import OwnedFragment
 from thinwire.shard.local import Slice
+from thinwire.shard.manifest import VectorEntry
 from thinwire.shard.optim import ShardedOptimizer
 from thinwire.shard.runtime import Runtime, runtime_of
 from thinwire.shard.state import Chunk, ShardedVector
@@ -244,14 +245,15 @@ class _Loading:
 def _everywhere(action: Callable[[], T]) -> T:
     """Do something on every rank without communication; an error on any rank is every rank's, so that none waits."""
     result: T | None = None
-    problem = None
+    problem, cause = None, None
     try:
         result = action()
-    except CheckpointError as error:
-        problem = str(error)
+    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
+        cause = error
+        problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     found = next((text for text in control().all_gather_object(problem) if text), None)
     if found is not None:
-        raise CheckpointError(found)
+        raise CheckpointError(found) from cause
     return cast(T, result)
 
 
@@ -482,7 +484,7 @@ def _want_feedback(
     runtime: Runtime, manifest: store.Manifest, vectors: _Vectors, *, same_plan: bool
 ) -> dict[str, torch.Tensor]:
     """Room for this rank's error feedback, if the checkpoint has it and it was made by the same plan."""
-    stored: dict[str, list[int]] = manifest.values.get(_of_part("feedback", runtime), {})
+    stored = manifest.values.get(_of_part("feedback", runtime), {})
     if not runtime.plan.wire.error_feedback or not stored:
         return {}
     if not same_plan:
@@ -490,10 +492,20 @@ def _want_feedback(
             log.warning("the checkpoint's error feedback belongs to another plan: it starts from nothing")
         return {}
     wanted = {}
-    for key, sizes in stored.items():
+    for key in stored:
+        name = _of_part(f"feedback/{key}", runtime)
+        sizes = _sizes_of_ranks(stored[key], manifest.vectors.get(name), runtime.plan.world, name)
         wanted[key] = torch.zeros(sizes[runtime.rank], device=runtime.arena.device)
-        vectors.add(_of_part(f"feedback/{key}", runtime), sum(sizes), sum(sizes[: runtime.rank]), wanted[key])
+        vectors.add(name, sum(sizes), sum(sizes[: runtime.rank]), wanted[key])
     return wanted
+
+
+def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: str) -> list[int]:
+    """How a vector is shared out, as the manifest says; nothing is allocated for numbers that do not add up."""
+    well_formed = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
+    if not well_formed or vector is None or len(sizes) != ranks or sum(sizes) != vector.numel:
+        raise CheckpointError(f"the manifest does not say how {name} is shared out among {ranks} ranks: it is damaged")
+    return list(sizes)
 
 
 def _shapes(model: nn.Module) -> dict[str, Json]:

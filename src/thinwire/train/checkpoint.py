@@ -54,7 +54,7 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
     return sorted(Checkpoint(int(match[1]), path) for match, path in matches if match)
 
 
-def newest(directory: Path) -> Checkpoint | None:
+def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
     """Find the checkpoint to resume from. Called by one process while none saves.
 
     A damaged one is not passed over: the run would write over it, and it may be readable again in a minute, or have a
@@ -62,6 +62,7 @@ def newest(directory: Path) -> Checkpoint | None:
 
     Args:
         directory: of all checkpoints.
+        checksums: read all of it; otherwise the manifest, and the files' presence and sizes, which takes no time.
 
     Returns:
         The newest, complete and undamaged; None where there is none at all.
@@ -75,7 +76,7 @@ def newest(directory: Path) -> Checkpoint | None:
         return None
     *earlier, last = found
     try:
-        verify(last.path)
+        verify(last.path, checksums=checksums)
     except CheckpointError as error:
         usable = next((other for other in reversed(earlier) if _is_valid(other)), None)
         remedy = (

@@ -127,6 +127,7 @@ def _attempt(request: RunRequest, *, resume: bool) -> Failure | None:
 
     directory, num_ranks = request.directory, request.plan.ranks
     meeting = Path(tempfile.mkdtemp(prefix="thinwire-"))
+    patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN}
     config = LaunchConfig(
         # A file that only this user can open: torch's store for launchers would listen on every interface.
         min_nodes=1,
@@ -142,7 +143,7 @@ def _attempt(request: RunRequest, *, resume: bool) -> Failure | None:
         # Rank 0 owns the terminal; what the others print is kept.
         logs_specs=DefaultLogsSpecs(log_dir=str(directory.logs), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
         signals_to_handle="SIGHUP,SIGQUIT",
-        **({"shutdown_timeout": _SHUTDOWN} if "shutdown_timeout" in LaunchConfig.__dataclass_fields__ else {}),
+        **{name: value for name, value in patience.items() if name in LaunchConfig.__dataclass_fields__},
     )
     arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", request.stream]
     arguments += ["--launcher", str(os.getpid()), "--node-ranks", str(request.node_ranks)]

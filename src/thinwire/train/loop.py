@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import socket
 from dataclasses import dataclass
 from importlib import util
+from pathlib import Path
 
 import torch
 
 from thinwire.collectives.group import control
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, CollectiveError
 from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.directory import write_json
@@ -91,7 +93,7 @@ def resume(trainer: Trainer) -> list[str]:
     error: Exception | None = None
     if trainer.ranks.rank == 0:
         try:
-            found = newest(directory)
+            found = newest(directory, checksums=False)  # while loading, each rank checks a part of what is read
         except Exception as problem:
             error = problem
     # Rank 0's finding, or its failure, is everyone's: the others must neither guess nor wait.
@@ -100,8 +102,25 @@ def resume(trainer: Trainer) -> list[str]:
         raise error
     if found is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
-    trainer.load(found)
+    try:
+        trainer.load(found)
+    except CheckpointError as error:
+        raise CheckpointError(_what_is_usable(trainer, directory) or str(error)) from error
     return [f"resumed from {found.path}"]
+
+
+def _what_is_usable(trainer: Trainer, directory: Path) -> str | None:
+    """What is damaged and what can be used instead, which rank 0 finds out; None if nothing is damaged, or if finding
+    out takes longer than ranks wait for each other."""
+    said = None
+    if trainer.ranks.rank == 0:
+        try:
+            newest(directory)
+        except CheckpointError as error:
+            said = str(error)
+    with contextlib.suppress(CollectiveError):
+        said = trainer.ranks.all_gather_object(said)[0]
+    return said
 
 
 def _open_log(job: Job, step: int, notes: list[str]) -> MetricsLog:

@@ -28,6 +28,10 @@ _TYPES: Final[dict[str, np.dtype[Any]]] = {"uint16": np.dtype("<u2"), "uint32": 
 _COUNT_CHUNK: Final = 1 << 22
 
 
+_LARGEST_VOCABULARY: Final = 1 << 24
+"""Ids; ten times that of the largest tokenizers. Tables of counts are as long."""
+
+
 @dataclass(frozen=True)
 class TokenBin:
     """An open bin.
@@ -63,14 +67,14 @@ class TokenBin:
         header = _read_header(path)
         dtype = header.get("dtype", dtype)
         vocab = header.get("vocab", vocab)
-        if dtype not in _TYPES or not isinstance(vocab, int):
+        if dtype not in _TYPES or type(vocab) is not int or not 0 < vocab <= _LARGEST_VOCABULARY:
             raise DataError(
-                f"{path} has no header {_header(path).name} that gives its type and vocabulary; "
-                'set data.token_type = "uint16" or "uint32" and data.vocab'
+                f"{path} has no header {_header(path).name} that gives its type and a vocabulary of 1 to "
+                f'{_LARGEST_VOCABULARY} ids; set data.token_type = "uint16" or "uint32" and data.vocab'
             )
         item = _TYPES[dtype]
         size = path.stat().st_size
-        num_tokens = int(header.get("num_tokens", size // item.itemsize))
+        num_tokens = header.get("num_tokens", size // item.itemsize)
         if size != num_tokens * item.itemsize or num_tokens == 0:
             raise DataError(
                 f"{path} has {size} bytes where {num_tokens} {dtype} ids need {num_tokens * item.itemsize}; "
@@ -95,9 +99,7 @@ class TokenBin:
             DataError: an id is not smaller than the vocabulary.
         """
         rows = np.stack([self.tokens[start : start + length] for start in starts]).astype(np.int64)
-        largest = int(rows.max())
-        if largest >= self.vocab:
-            raise DataError(f"{self.path} holds id {largest} where the vocabulary has {self.vocab} ids")
+        self._refuse_unknown(rows)
         return rows
 
     def counts(self, limit: int) -> Ids:
@@ -108,12 +110,24 @@ class TokenBin:
 
         Returns:
             int64, shape ``(vocab,)``.
+
+        Raises:
+            DataError: an id is not smaller than the vocabulary.
         """
         total = np.zeros(self.vocab, dtype=np.int64)
         for start in range(0, min(limit, len(self)), _COUNT_CHUNK):
             chunk = np.asarray(self.tokens[start : min(start + _COUNT_CHUNK, limit)])
+            self._refuse_unknown(chunk)  # before they are counted, in a table as long as the largest of them
             total += np.bincount(chunk, minlength=self.vocab)
         return total
+
+    def _refuse_unknown(self, ids: Ids) -> None:
+        largest = int(ids.max())
+        if largest >= self.vocab:
+            raise DataError(
+                f"{self.path} holds id {largest} where the vocabulary has {self.vocab} ids: data.vocab is too small, "
+                "or the ids are of another type than data.token_type says"
+            )
 
 
 class TokenWriter:
@@ -198,4 +212,6 @@ def _read_header(path: Path) -> dict[str, Any]:
         raise DataError(f"{file} is not JSON: {error}") from error
     if not isinstance(header, dict) or header.get("format") != FORMAT or header.get("version") != _VERSION:
         raise DataError(f"{file} is not a header of format {FORMAT!r}, version {_VERSION}")
+    if type(header.get("num_tokens", 0)) is not int:
+        raise DataError(f"{file} does not give num_tokens as a whole number")
     return header

@@ -80,6 +80,11 @@ class Position:
     val_loss: float | None = None
 
 
+def _finite(value: float | None) -> float | None:
+    """A validation may end in NaN; the checkpoint that follows knows no loss then."""
+    return value if value is None or math.isfinite(value) else None
+
+
 @dataclass
 class Clock:
     """Time spent in steps, without validation and saving.
@@ -244,7 +249,7 @@ class Trainer:
         """
         directory = self.job.directory.checkpoints
         path = checkpoint_path(directory, self.position.step)
-        position = {name: getattr(self.position, name) for name in Position.__dataclass_fields__}
+        position = {name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
         extra = {"position": position, "dataset": self.job.dataset.fingerprint, "versions": versions()}
         self.model.save(self.optimizer, path, extra=extra)
         if self.ranks.rank == 0:
