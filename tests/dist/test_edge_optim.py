@@ -310,3 +310,28 @@ def check_steps_of_other_kinds() -> None:
 
 def test_steps_without_gradients_and_with_closures() -> None:
     run_ranks(4, check_steps_of_other_kinds)
+
+
+def check_norm_of_many() -> None:
+    """fp32 sums of as many squares lose the fourth digit, and another one under each plan."""
+    for name in ("ddp", "zero3"):
+        model = tw.shard(nn.Linear(2048, 2048, bias=False), plan(name))
+        gradient = torch.randn(model.weight.shape, generator=torch.Generator().manual_seed(3))
+        (model.weight * gradient).sum().backward()
+        found, expected = float(tw.clip_grad_norm_(model, 1e9)), float(gradient.double().norm())
+        assert abs(found / expected - 1) < 2e-6, (name, found, expected)
+        close(model)
+
+
+def test_the_norm_of_many_elements_is_exact_under_any_plan() -> None:
+    run_ranks(4, check_norm_of_many)
+
+
+def check_options_that_are_for_cuda() -> None:
+    model = tw.shard(build(Stack), plan("zero3"))
+    tw.optimizer(model, torch.optim.AdamW, lr=1e-3, capturable=True)
+    assert "differentiable" in raised(UsageError, tw.optimizer, model, torch.optim.AdamW, lr=1e-3, differentiable=True)
+
+
+def test_options_of_optimizers() -> None:
+    run_ranks(4, check_options_that_are_for_cuda)

@@ -1,6 +1,6 @@
 """What a plan means: the ordered operations of one training step."""
 
-from thinwire.program.lower import UNDER_WAY, buckets, control_bytes, default_trace, lower
+from thinwire.program.lower import NORM_BYTES, UNDER_WAY, buckets, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
     Hop,
@@ -29,6 +29,7 @@ from thinwire.program.step import (
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
+    "NORM_BYTES",
     "UNDER_WAY",
     "Axis",
     "BufferInfo",

@@ -17,11 +17,13 @@ from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Tr
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["CONTROL_WORDS", "UNDER_WAY", "buckets", "control_bytes", "default_trace", "lower"]
+__all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "buckets", "control_bytes", "default_trace", "lower"]
 
 CONTROL_WORDS = 3
-"""64-bit words of the step's control exchange: order hash, unfinished gradients, step number. Clipping adds an exchange
-of a word, the squared norm, which is not counted."""
+"""64-bit words of the step's control exchange: order hash, unfinished gradients, step number."""
+
+NORM_BYTES = 8
+"""What a rank tells of its gradient norm, if it is asked for: the square of its share's, fp64."""
 
 UNDER_WAY = 4
 """Reductions that may be under way while the backward goes on. Where links are slower than computation, it waits for
@@ -68,7 +70,13 @@ def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tupl
 
 
 def lower(
-    plan: Plan, units: Sequence[UnitInfo], *, micro_batches: int = 1, trace: Trace | None = None, rank: int = 0
+    plan: Plan,
+    units: Sequence[UnitInfo],
+    *,
+    micro_batches: int = 1,
+    trace: Trace | None = None,
+    rank: int = 0,
+    clip: bool = False,
 ) -> StepProgram:
     """Write down the operations of one step.
 
@@ -78,6 +86,7 @@ def lower(
         micro_batches: forward/backward passes of the step (``M``).
         trace: the observed order of units; by default, one after another with unit 0 around them when it is the root.
         rank: whose bytes to count (ranks differ only when shares are of unequal size).
+        clip: whether ranks add up the gradient norm, in an exchange of its own.
 
     Returns:
         The program of that rank. Operations, order and axes are the same on every rank.
@@ -86,7 +95,7 @@ def lower(
     for micro_batch in range(micro_batches):
         lowering.forward(micro_batch)
         lowering.backward(micro_batch, last=micro_batch == micro_batches - 1)
-    lowering.step()
+    lowering.step(clip=clip)
     return StepProgram(
         units=tuple(units),
         micro_batches=micro_batches,
@@ -235,16 +244,17 @@ class _Lowering:
 
     # -- step --------------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
+    def step(self, *, clip: bool) -> None:
         event = Event(Phase.STEP, -1, 0)
         for operation in self.operations:
             if operation.lane in (Lane.REDUCE, Lane.SYNC):
                 self._wait(event, operation.index)
         world = self._extent(Axis.WORLD)
         if world > 1:
-            size = control_bytes(self.units) * world
             sizes = MessageSizes.plain(1)
-            self._wait(event, self._even(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, (), size, sizes, event))
+            for size in (control_bytes(self.units), *((NORM_BYTES,) if clip else ())):
+                exchange = self._even(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, (), size * world, sizes, event)
+                self._wait(event, exchange)
         if self._extent(Axis.SHARD) > 1:
             for unit in dict.fromkeys((*self.trace.needed, *range(len(self.units)))):
                 self._spread(unit, event)

@@ -19,7 +19,7 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import Axis, Kind, Lane, Phase, Scope, control_bytes
+from thinwire.program import NORM_BYTES, Axis, Kind, Lane, Phase, Scope, control_bytes
 from thinwire.shard.encoding import PlanCodecs
 from thinwire.shard.fragments import OwnedFragment, own_fragments
 from thinwire.shard.gradient import UnitGradient
@@ -32,9 +32,6 @@ from thinwire.shard.unit import FlatBuffer, Unit
 from thinwire.spec import Plan
 
 __all__ = ["Agreement", "Runtime", "runtime_of"]
-
-_NORM_BYTES: Final = 8
-"""What a rank tells of its gradient norm: the square of its share's, fp64."""
 
 _NORM_BLOCK: Final = 1 << 18
 """Elements whose squares are added up in fp32."""
@@ -285,7 +282,7 @@ class Runtime:
         if measure and not self.agreement.measured:
             self._forget_failed_backward()
             self.reducer.join()
-            everyone = self._exchange(struct.pack("<d", self._squared_norm()), _NORM_BYTES)
+            everyone = self._exchange(struct.pack("<d", self._squared_norm()), NORM_BYTES)
             norm = sum(struct.unpack_from("<d", row)[0] for row in everyone) ** 0.5
             self.agreement = Agreement(norm, True, self.agreement.used)
             if not self.agreement.finite:

@@ -43,7 +43,7 @@ class Schedule:
         self.order_hash = 0
         self.micro_batch = 0
         self.last = True
-        self._programs: dict[tuple[Trace, int], StepProgram] = {}
+        self._programs: dict[tuple[Trace, int, bool], StepProgram] = {}
         self._tables: dict[tuple[int, int], Table] = {}
         self._kept: frozenset[int] = frozenset()
         self._forward: list[tuple[Phase, int]] = []
@@ -145,15 +145,15 @@ class Schedule:
 
     # -- the program -------------------------------------------------------------------------------------------
 
-    def program(self, micro_batches: int) -> StepProgram:
+    def program(self, micro_batches: int, *, clip: bool = False) -> StepProgram:
         """The program for the present trace, lowered once."""
         assert self.trace is not None
-        key = (self.trace, micro_batches)
+        key = (self.trace, micro_batches, clip)
         if key not in self._programs:
             if len(self._programs) > 16:
                 self._programs.clear()  # an ever-changing model: do not collect programs
             self._programs[key] = lower(
-                self.plan, self.infos, micro_batches=micro_batches, trace=self.trace, rank=self.rank
+                self.plan, self.infos, micro_batches=micro_batches, trace=self.trace, rank=self.rank, clip=clip
             )
         return self._programs[key]
 
