@@ -201,7 +201,7 @@ def test_picture_and_table(tmp_path: Path) -> None:
     directory.summary.write_text(json.dumps(summary))
     draw_losses(records(8), directory)
     assert directory.picture.read_bytes().startswith(b"\x89PNG")
-    table = summary_table(summary, records(8), directory)
+    table = summary_table(summary, records(8), 0, directory)
     cells = " ".join(str(cell) for column in table.columns for cell in column.cells)
     for text in (
         "3.000",

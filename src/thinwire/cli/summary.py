@@ -15,12 +15,15 @@ _AXES = ("tp", "pp")
 """Axes whose bytes are counted and whose time is part of the computation's."""
 
 
-def summary_table(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], directory: RunDirectory) -> Table:
+def summary_table(
+    summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], began: int, directory: RunDirectory
+) -> Table:
     """What a run reached, what it sent and where its files are.
 
     Args:
         summary: of ``summary.json``.
         records: of ``metrics.jsonl``.
+        began: steps that were made before the present plan: what they sent was another's.
         directory: of the run.
 
     Returns:
@@ -35,12 +38,14 @@ def summary_table(summary: Mapping[str, Any], records: Sequence[Mapping[str, Any
     table.add_row("training loss", f"{summary['final_train_loss']:.3f} after {summary['steps']} steps")
     if summary["tokens_per_second"]:
         table.add_row("speed", f"{summary['tokens_per_second']:,.0f} tokens/s")
+    records = [record for record in records if record["step"] > began]
     if records:
+        steps = records[-1]["step"] - began
         cut = [axis for axis in _AXES if summary.get("plan", {}).get(axis, 1) > 1]
-        table.add_row("sent per step", _sent(records, cut))
-        table.add_row("exposed per step", _exposed(records, cut))
+        table.add_row("sent per step", _sent(records, steps, cut))
+        table.add_row("exposed per step", _exposed(records, steps, cut))
         if any(seconds for record in records for seconds in record.get("codec", {}).values()):
-            table.add_row("codecs per step", _seconds(records, "codec"))
+            table.add_row("codecs per step", _seconds(records, steps, "codec"))
     table.add_row("files", shown(directory.path))
     for path in (directory.metrics, directory.summary, directory.picture, directory.checkpoints):
         table.add_row("", shown(path))
@@ -59,14 +64,14 @@ def shown(path: Path) -> str:
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
 
-def _sent(records: Sequence[Mapping[str, Any]], cut: Sequence[str]) -> str:
+def _sent(records: Sequence[Mapping[str, Any]], steps: int, cut: Sequence[str]) -> str:
     """Bytes of all ranks per step and kind; kinds that sent nothing are left out.
 
     Args:
         records: of ``metrics.jsonl``; those before a change of the grid may lack an axis.
+        steps: that they are about.
         cut: axes besides the data-parallel one that the run has.
     """
-    steps = records[-1]["step"] - records[0]["step"] + 1
     total: dict[str, dict[str, int]] = {}
     for record in records:
         for kind, hops in record["bytes"].items():
@@ -82,15 +87,14 @@ def _sent(records: Sequence[Mapping[str, Any]], cut: Sequence[str]) -> str:
     return "\n".join(parts) or "nothing: there is one rank"
 
 
-def _exposed(records: Sequence[Mapping[str, Any]], cut: Sequence[str]) -> str:
+def _exposed(records: Sequence[Mapping[str, Any]], steps: int, cut: Sequence[str]) -> str:
     """Seconds per step that computation waited, by kind, and which axes are not among them."""
     unknown = [axis for axis in cut if not any(axis in record.get("exposed", {}) for record in records)]
-    return _seconds(records, "exposed") + (f", not counting {' and '.join(unknown)}" if unknown else "")
+    return _seconds(records, steps, "exposed") + (f", not counting {' and '.join(unknown)}" if unknown else "")
 
 
-def _seconds(records: Sequence[Mapping[str, Any]], what: str) -> str:
+def _seconds(records: Sequence[Mapping[str, Any]], steps: int, what: str) -> str:
     """Seconds per step and kind; kinds that took none are left out."""
-    steps = records[-1]["step"] - records[0]["step"] + 1
     total: dict[str, float] = {}
     for record in records:
         for kind, seconds in record.get(what, {}).items():

@@ -239,10 +239,12 @@ def _launch(request: RunRequest, profile: Profile | None, console: Console) -> N
 
     directory, plan = request.directory, request.plan
     directory.check(resume=request.resume)
-    with directory.held():
+    if request.resume:
+        directory.check_same(request.recipe)
+    with directory.held(), contextlib.ExitStack() as stack:
         # Here rather than on the ranks: errors in the data are found before anything starts.
         dataset = prepare(request.recipe.data, report)
-        directory.open(request.recipe, plan, versions(), command=command_line(), profile=profile)
+        stack.enter_context(directory.opened(request.recipe, plan, versions(), command=command_line(), profile=profile))
         for line in (plan.describe(), *idle_codecs(plan)):
             report(line)
         report(
@@ -266,11 +268,15 @@ def _join(request: RunRequest, profile: Profile | None, console: Console, ranks:
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     directory, plan = request.directory, request.plan
     holding = directory.held if ranks.rank == 0 else contextlib.nullcontext
-    with recorded_failure(directory.logs), holding():
+    with recorded_failure(directory.logs), holding(), contextlib.ExitStack() as stack:
         if ranks.rank == 0:
             if not restarted:
                 directory.check(resume=request.resume)
-            directory.open(request.recipe, plan, versions(), command=command_line(), profile=profile)
+            if request.resume and not restarted:
+                directory.check_same(request.recipe)
+            stack.enter_context(
+                directory.opened(request.recipe, plan, versions(), command=command_line(), profile=profile)
+            )
             for line in (plan.describe(), *idle_codecs(plan)):
                 console.print(line, markup=False, soft_wrap=True)
         train(dataclasses.replace(request, resume=request.resume or restarted), launched=False)
@@ -280,9 +286,10 @@ def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     """Draw, print the table, or say where an early end has left things."""
     from thinwire.cli.picture import draw_losses
     from thinwire.cli.summary import summary_table
-    from thinwire.train.metrics import read
+    from thinwire.report.run import began, read_run
 
-    records = read(directory.metrics)
+    run = read_run(directory.path)
+    records = run.records
     draw_losses(records, directory)
     if not directory.summary.exists():
         step = records[-1]["step"] if records else 0
@@ -292,4 +299,4 @@ def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     summary: dict[str, Any] = json.loads(directory.summary.read_text())
     if as_json:
         print(json.dumps(summary))
-    console.print(summary_table(summary, records, directory))
+    console.print(summary_table(summary, records, began(run.starts), directory))

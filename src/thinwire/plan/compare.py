@@ -14,7 +14,7 @@ from thinwire.errors import DataError
 from thinwire.plan.job import Candidate, Job, profiled_cluster
 from thinwire.plan.search import candidate
 from thinwire.program import Lane, Scope, lower
-from thinwire.report.run import WARM_UP, Record, Run, read_run, steady
+from thinwire.report.run import WARM_UP, Record, Run, began, read_run, steady
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile
 
@@ -98,15 +98,14 @@ def refit(profile: Profile, comparison: Comparison) -> Profile:
 
 
 def _measured(run: Run) -> Rows:
-    """Records of the run's last start, which had this plan, each with its number of steps."""
-    begun = max((int(start.get("step", 0)) for start in run.starts), default=0)
-    rows = [(record, count) for record, count in steady(run) if record["step"] > begun]
-    if len(run.records) <= WARM_UP or not rows:
+    """Records of the run's present plan, each with its number of steps."""
+    present = [record for record in run.records if record["step"] > began(run.starts)]
+    if len(present) <= WARM_UP:
         raise DataError(
-            f"{run.path / 'metrics.jsonl'} has {len(rows)} records since the run was started last, of which the first "
-            f"{WARM_UP} do not count; train longer"
+            f"{run.path / 'metrics.jsonl'} has {len(present)} records of the run's plan, and the first {WARM_UP} do "
+            "not count; train longer"
         )
-    return rows
+    return steady(run)
 
 
 def _job(run: Run, profile: Profile) -> Job:

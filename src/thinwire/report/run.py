@@ -13,7 +13,7 @@ from thinwire.errors import UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 
-__all__ = ["WARM_UP", "Record", "Run", "read_run", "read_runs", "steady", "steps_of"]
+__all__ = ["WARM_UP", "Record", "Run", "began", "read_run", "read_runs", "steady", "steps_of"]
 
 Record = Mapping[str, Any]
 
@@ -123,6 +123,20 @@ def read_run(path: Path, name: str | None = None) -> Run:
     )
 
 
+def began(starts: Sequence[Record]) -> int:
+    """Steps that were made before the present plan: a run may have gone on under another, on other ranks.
+
+    Args:
+        starts: of the run.
+    """
+    step = 0
+    for start in reversed(starts):
+        if start.get("plan") != starts[-1].get("plan"):
+            break
+        step = int(start.get("step", 0))
+    return step
+
+
 def steps_of(run: Run) -> list[int]:
     """How many steps each record is about: those since the record before, or since the run was continued.
 
@@ -142,8 +156,8 @@ def steps_of(run: Run) -> list[int]:
 
 
 def steady(run: Run) -> list[tuple[Record, int]]:
-    """Records that count for a step, with their steps: not the first few, no skipped ones, and none after a validation,
-    as they count what that sent and waited for, too. Where there are no others, these.
+    """Records that count for a step, with their steps: of the present plan, not the first few, no skipped ones, and
+    none after a validation, as they count what that sent and waited for, too. Where there are no others, these.
 
     Args:
         run: the run.
@@ -154,6 +168,7 @@ def steady(run: Run) -> list[tuple[Record, int]]:
         for record, count, previous in zip(run.records, steps_of(run), before, strict=False)
         if count > 0
     ]
+    triples = [triple for triple in triples if triple[0]["step"] > began(run.starts)] or triples
     warm = [triple for triple in triples[WARM_UP:] if not triple[0].get("skipped")] or triples
     return [triple[:2] for triple in warm if not triple[2]] or [triple[:2] for triple in warm]
 

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
 from thinwire.shard.local import local_gradient
+from thinwire.shard.reads import watch_reads
 from thinwire.shard.runtime import Runtime
 from thinwire.shard.unit import Unit
 
@@ -24,6 +25,8 @@ def install(runtime: Runtime) -> None:
     for unit in runtime.units:
         _hook_unit(runtime, unit)
     runtime.model.register_forward_pre_hook(_cast_inputs(dtype), prepend=True, with_kwargs=True)
+    _hook_forward(runtime)
+    watch_reads(runtime)
     for module in runtime.model.modules():
         module.register_state_dict_pre_hook(_state_dict_hook(runtime))
         module.register_load_state_dict_pre_hook(_refuse_load)
@@ -52,6 +55,19 @@ def _outside_compile(hook: Hook) -> Hook:
     return cast(Hook, torch._dynamo.disable(hook))
 
 
+def _hook_forward(runtime: Runtime) -> None:
+    @_outside_compile
+    def enter(_module: nn.Module, _args: Any) -> None:
+        runtime.enter_forward()
+
+    @_outside_compile
+    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        runtime.leave_forward()
+
+    runtime.model.register_forward_pre_hook(enter, prepend=True)
+    runtime.model.register_forward_hook(leave, always_call=True)
+
+
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     index = unit.index
 
@@ -66,6 +82,10 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         )
         runtime.post_forward(index, will_hear=hears)
 
+    if unit.module is not runtime.model and runtime.plan.compute_dtype != "float32":
+        # As FSDP2 does: a buffer in fp32 turns what it meets into fp32, which the next unit's parameters refuse.
+        dtype: torch.dtype = getattr(torch, runtime.plan.compute_dtype)
+        unit.module.register_forward_pre_hook(_cast_inputs(dtype), prepend=True, with_kwargs=True)
     unit.module.register_forward_pre_hook(pre_forward, prepend=True)
     unit.module.register_forward_hook(post_forward, with_kwargs=True)
     trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]

@@ -12,7 +12,9 @@ lifetime of buffers in flight live in this file only. The rules:
 
 from __future__ import annotations
 
+import atexit
 import queue
+import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -22,6 +24,7 @@ from typing import ClassVar, final
 
 import torch
 
+from thinwire.collectives.group import DEFAULT_TIMEOUT
 from thinwire.collectives.moves import TRANSFERS, Move, Moves, Stage
 from thinwire.program import Lane as LaneName
 from thinwire.program.timeline import COMPUTE, WAITING, Timeline
@@ -131,11 +134,18 @@ class _Thread:
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
+        self._newest: _ThreadTicket | None = None
         # A daemon, so that a stuck peer cannot keep the process from leaving.
         threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True).start()
 
     def put(self, ticket: _ThreadTicket) -> None:
+        self._newest = ticket
         self._queue.put(ticket)
+
+    def rest(self, timeout: float) -> None:
+        """Wait until all that it was given is done, at most ``timeout`` seconds."""
+        if self._newest is not None:
+            self._newest.finished(timeout)
 
     def _loop(self) -> None:
         with torch.no_grad():
@@ -143,6 +153,15 @@ class _Thread:
                 ticket = self._queue.get()
                 ticket.run()
                 del ticket
+
+
+@atexit.register
+def _rest() -> None:
+    """The end of the interpreter finds threads in Python: amid the transport's C++ it would abort the process. After an
+    error, what is under way may never end."""
+    deadline = time.monotonic() + (1.0 if hasattr(sys, "last_value") else DEFAULT_TIMEOUT.total_seconds())
+    for thread in _Thread.by_name.values():
+        thread.rest(max(0.0, deadline - time.monotonic()))
 
 
 @final

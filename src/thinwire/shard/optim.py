@@ -159,6 +159,11 @@ def build_optimizer(
     options: Mapping[str, Any],
 ) -> ShardedOptimizer:
     """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
+    if not isinstance(optimizer_class, type):
+        raise UsageError(
+            f"thinwire.optimizer takes a class and makes the optimizer itself: write thinwire.optimizer(model, "
+            f"torch.optim.{type(optimizer_class).__name__}, ...), with the options instead of the parameters"
+        )
     if options.get("differentiable"):
         raise UsageError("differentiable = True: no gradient flows through an update of shares; leave it out")
     runtime = runtime_of(model)
@@ -178,6 +183,7 @@ def build_optimizer(
     for rank, text in enumerate(control().all_gather_object(problem)):
         if text is not None:
             raise UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
+    runtime.has_optimizer = True
     return ShardedOptimizer(
         runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=_updates_in_parts(optimizer_class, options)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import struct
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -115,10 +116,14 @@ class Runtime:
         self._used_before = bytes(self._used)
         self._in_backward = False
         self._open_calls = [0] * len(self.units)
+        self._in_forward = False
+        self._read_elsewhere: set[int] = set()
         self._began: list[Mark] = [None] * len(self.units)
         self._creates_graph = False
         self._graphs_of_graphs = False  # a backward with create_graph left nodes that read parameters unannounced
         self.whole = 0  # depth of full_parameters()
+        self.has_optimizer = False
+        self._unused_backwards = 0
         self.encodes_gradients: bool | None = True if plan.wire.schedule == 1.0 else None  # None: nobody has said yet
 
     @property
@@ -177,6 +182,34 @@ class Runtime:
         if not kept:
             self._free(unit)
 
+    def enter_forward(self) -> None:
+        """The model's forward begins."""
+        self._in_forward = not self.recomputing()
+
+    def leave_forward(self) -> None:
+        """The model's forward has ended, or failed."""
+        self._in_forward = False
+        if not torch.is_grad_enabled() and not self.recomputing():
+            self._let_go_of_reads()
+
+    def read(self, index: int) -> None:
+        """Somebody is about to read a unit's parameters, maybe outside of its forward.
+
+        What is sharded is gathered inside the model's forward and backward alone, which all ranks run alike. No hook
+        says when such a reader is done, so it stays whole until the backward has ended.
+        """
+        unit = self.units[index]
+        if not unit.sharded:
+            unit.join_spread()
+        elif self._in_forward or self.recomputing():
+            self._read_elsewhere.add(index)
+            unit.need(from_secondary=False)
+
+    def _let_go_of_reads(self) -> None:
+        read, self._read_elsewhere = self._read_elsewhere, set()
+        for index in read:
+            self._free(self.units[index])
+
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
         """Backward has reached a unit's outputs.
 
@@ -211,7 +244,7 @@ class Runtime:
             self._free(self.units[index])
 
     def _free(self, unit: Unit) -> None:
-        if not self.whole and not self._graphs_of_graphs:
+        if not self.whole and not self._graphs_of_graphs and unit.index not in self._read_elsewhere:
             unit.free()
 
     def recomputing(self) -> bool:
@@ -243,12 +276,26 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        if self.schedule.last and not self.has_optimizer:
+            self._note_unused_gradients()
         self._graphs_of_graphs &= self._creates_graph
         self.reducer.end()
         self.schedule.end_backward()
         self._open_calls = [0] * len(self.units)
+        self._read_elsewhere.clear()
         for unit in self.units:
             self._free(unit)
+
+    def _note_unused_gradients(self) -> None:
+        """An optimizer of torch's own would find no gradients, and train nothing, without a word."""
+        self._unused_backwards += 1
+        if self._unused_backwards == 2:
+            warnings.warn(
+                "thinwire: gradients of this model go nowhere, as it has no optimizer: parameters keep no .grad, and "
+                "torch's optimizers and clip_grad_norm_ do nothing with them. Use thinwire.optimizer(model, "
+                "torch.optim.AdamW, lr=...) and thinwire.clip_grad_norm_(model, ...)",
+                stacklevel=2,
+            )
 
     def _forget_failed_backward(self) -> None:
         """After a backward that raised, its end was never called: what it had gathered and collected goes."""
@@ -259,6 +306,7 @@ class Runtime:
         self.reducer.abort()
         self.schedule.abandon_micro_batch()
         self._open_calls = [0] * len(self.units)
+        self._read_elsewhere.clear()
         for unit in self.units:
             self._free(unit)
 
@@ -370,6 +418,7 @@ class Runtime:
 
     def _begin_step(self) -> None:
         self.num_steps += 1
+        self._read_elsewhere.clear()
         self.schedule.abandon()
         self.agreement = None
 

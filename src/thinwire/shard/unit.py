@@ -140,6 +140,11 @@ class Unit:
         """Dotted module name, for messages."""
         return self.info.name or "(root)"
 
+    @property
+    def ready(self) -> bool:
+        """Whether its parameters are whole and up to date."""
+        return self.state is State.GATHERED and not self._spreads
+
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
         """sharded -> gathering. Does nothing in any other state.
 

@@ -11,12 +11,18 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from thinwire.errors import UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.profile import Profile
 from thinwire.spec.recipe import Recipe
+
+_UNSEEN: Final = (
+    "kind", "heads", "kv_heads", "norm_eps", "rope_theta", "positions", "rotary_share", "parallel_residual",
+    "tied_embedding",
+)  # fmt: skip
+"""Keys of a model that change what it computes, though not always the shapes of its parameters."""
 
 
 @dataclass(frozen=True)
@@ -145,12 +151,71 @@ class RunDirectory:
         Raises:
             UsageError: it holds something and should not, or the other way round.
         """
-        if not resume and self.path.exists() and any(self.path.iterdir()):
+        if self.path.exists() and not self.path.is_dir():
+            raise UsageError(f"{self.path} is a file; choose another --out")
+        if not resume and self.path.exists() and any(self.path.iterdir()) and not self._never_began():
             raise UsageError(
                 f"{self.path} is not empty; add --resume to continue the run in it, or choose another --out"
             )
         if resume and not self.recipe.is_file():
             raise UsageError(f"{self.path} holds no run to resume; leave out --resume to start one there")
+
+    def check_same(self, recipe: Recipe) -> None:
+        """Refuse to continue a run as another one.
+
+        Shapes of parameters and tokens of the data are compared where a checkpoint is loaded; here is what shows in
+        neither.
+
+        Args:
+            recipe: to continue with.
+
+        Raises:
+            UsageError: it computes something else, or takes other samples.
+        """
+        before = Recipe.load(self.recipe)
+        pairs = [("train.seed", before.train.seed, recipe.train.seed)]
+        if before.model.preset == recipe.model.preset:
+            pairs += [(f"model.{key}", getattr(before.model, key), getattr(recipe.model, key)) for key in _UNSEEN]
+        changed = [f"{key} was {old!r} and is to be {new!r}" for key, old, new in pairs if old != new]
+        if changed:
+            raise UsageError(
+                f"{self.path} cannot be continued as another run: {'; '.join(changed)}; leave that as it was, or start "
+                "a new run with another --out"
+            )
+
+    @contextlib.contextmanager
+    def opened(
+        self,
+        recipe: Recipe,
+        plan: Plan,
+        versions: Mapping[str, str],
+        *,
+        command: str = "",
+        profile: Profile | None = None,
+    ) -> Iterator[None]:
+        """:meth:`open` for what follows; if that fails before it has begun (:meth:`note_start`), what described the run
+        before is put back.
+
+        Args:
+            recipe: see :meth:`open`, as for the rest.
+            plan: of the run.
+            versions: of the software.
+            command: that a person gave, as for a shell.
+            profile: by which the plan was chosen, if it was.
+        """
+        described = (self.recipe, self.plan, self.versions, self.command, self.profile, self.summary, self.picture)
+        before = {path: path.read_bytes() for path in described if path.is_file()}
+        starts = self._num_starts()
+        self.open(recipe, plan, versions, command=command, profile=profile)
+        try:
+            yield
+        except BaseException:
+            if starts and self._num_starts() == starts:
+                for path in described:
+                    path.unlink(missing_ok=True)
+                for path, content in before.items():
+                    path.write_bytes(content)
+            raise
 
     def open(
         self,
@@ -186,6 +251,15 @@ class RunDirectory:
         write_atomically(self.command, command + "\n")
         if profile is not None:
             profile.write(self.profile)
+
+    def _num_starts(self) -> int:
+        return len(self.starts.read_bytes().splitlines()) if self.starts.is_file() else 0
+
+    def _never_began(self) -> bool:
+        """Whether it is left from a run that was refused before its first step: a better one may take its place."""
+        known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command, self.profile}
+        found = set(self.path.iterdir())
+        return self.recipe in found and found <= known and not any(self.checkpoints.glob("*"))
 
     def note_start(self, step: int, about: Mapping[str, Any]) -> None:
         """Add a start to the list of starts.

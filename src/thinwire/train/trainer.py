@@ -22,7 +22,7 @@ from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.agreement import agree
-from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
+from thinwire.train.checkpoint import Checkpoint, checkpoint_path, checkpoints, delete_old
 from thinwire.train.data import Samples, step_batches, validation_batches
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import shares_cores
@@ -349,10 +349,14 @@ class Trainer:
         losses = self.ranks.all_gather_object(update.loss)
         guilty = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         what = f"the loss of rank {', '.join(guilty)}" if guilty else "the gradient"
+        remedy = (
+            "continue from the last checkpoint with --resume"
+            if checkpoints(self.job.directory.checkpoints)
+            else "start again; no checkpoint has been saved yet (checkpoint.every)"
+        )
         raise NonFiniteError(
             f"step {self.position.step + 1}: {what} is not finite (gradient norm {update.norm}); "
-            'lower optimizer.lr or set train.on_nonfinite = "skip", and continue from the last checkpoint '
-            "with --resume"
+            f'lower optimizer.lr or set train.on_nonfinite = "skip", and {remedy}'
         )
 
 

@@ -60,8 +60,11 @@ def attention_width(model: nn.Module) -> int:
         return int(config.layers * config.hidden)
     config = model.model.config  # type: ignore[union-attr]
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return int(text.num_hidden_layers * text.num_attention_heads * channels)
+    heads = getattr(text, "num_attention_heads", None)
+    if heads is None:
+        return 0  # a model without attention, such as Mamba: what its blocks do besides products of matrices is small
+    channels = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return int(text.num_hidden_layers * heads * channels)
 
 
 def flops_per_token(model: nn.Module, seq: int) -> float:

@@ -18,6 +18,9 @@ from thinwire.train.models.common import CausalOutput, cross_entropy
 from thinwire.train.models.fresh import InitializedValues
 from thinwire.train.models.weights import LoadedValues
 
+_LONGEST: Final = 300
+"""Characters of somebody else's message: transformers names every architecture it knows."""
+
 PREFIX: Final = "model."
 """Of the names that a wrapped model's parameters have here."""
 
@@ -153,9 +156,15 @@ def causal_on_meta(table: Mapping[str, Any], what: str) -> Any:
     with _quiet(transformers), torch.random.fork_rng(devices=[]), parameters_on_meta():
         try:
             made = transformers.AutoConfig.for_model(kind, **table)
-            return transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"{what} with model_type = {kind!r} gives no model: {_first_line(error)}") from error
+    if any(getattr(module, "is_decoder", None) is False for module in model.modules()):
+        raise DataError(
+            f"{what} with model_type = {kind!r} is an encoder, whose tokens see those that they should predict: only "
+            "causal models can be trained; set is_decoder = true in its configuration to make it one"
+        )
+    return model
 
 
 def _transformers() -> Any:
@@ -202,4 +211,5 @@ def _quiet(transformers: Any) -> Iterator[None]:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return line if len(line) <= _LONGEST else f"{line[:_LONGEST].rsplit(' ', 1)[0]} ..."
