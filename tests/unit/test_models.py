@@ -12,7 +12,7 @@ from thinwire.spec.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.build import build
 from thinwire.train.models.common import IGNORED, cross_entropy
-from thinwire.train.models.flops import flops_per_token, matrix_elements
+from thinwire.train.models.flops import attention_width, flops_per_token, matrix_elements
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.huggingface import HuggingFaceCausal
 from thinwire.train.models.llama import Llama, LlamaConfig
@@ -246,12 +246,25 @@ def test_huggingface_model_from_a_directory(tmp_path: object) -> None:
         ({"config": "/nowhere.json"}, "no readable config.json"),
         ({"config": {"hidden_size": 3}}, "no model_type"),
         ({"config": {"model_type": "no-such-model"}}, "gives no model"),
+        ({"config": {"model_type": "t5"}}, "gives no model: Unrecognized configuration class"),
+        (
+            {"config": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
+            "is an encoder, whose tokens see those that they should predict",
+        ),
     ],
 )
 def test_huggingface_errors(recipe: dict[str, object], message: str) -> None:
     pytest.importorskip("transformers")
     with pytest.raises(DataError, match=message):
         build(ModelRecipe(kind="huggingface", **recipe), vocab=97, seq=24, seed=0, recompute=False)
+
+
+def test_a_model_without_attention_has_no_attention_to_count() -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 97, "state_size": 4}
+    model = build(ModelRecipe(kind="huggingface", config=config), vocab=97, seq=24, seed=0, recompute=False)
+    assert attention_width(model) == 0
+    assert flops_per_token(model, 24) > 0
 
 
 def test_models_too_small_for_the_data() -> None:

@@ -176,11 +176,52 @@ def test_run_directories_are_not_written_over(tmp_path: Path) -> None:
     assert Recipe.load(directory.recipe) == recipe
     assert Plan.load(directory.plan) == plan
     directory.check(resume=True)
+    directory.check(resume=False)  # nothing has been trained in it: what was wrong with it may be right now
+    directory.note_start(0, {})
     with pytest.raises(UsageError, match=r"not empty; add --resume"):
         directory.check(resume=False)
     (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file; choose another --out"):
+        RunDirectory(tmp_path / "file").check(resume=False)
     with pytest.raises(UsageError, match="cannot be made"):
         RunDirectory(tmp_path / "file" / "run").open(recipe, plan, {})
+
+
+def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
+    first, second = (Plan.preset(name, nodes=1, local=1) for name in ("ddp", "zero3"))
+    directory.open(recipe, first, {"thinwire": "1"}, command="first")
+    directory.note_start(0, {})
+    directory.summary.write_text("{}")
+    before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
+
+    def fail(*, begun: bool) -> None:
+        with directory.opened(recipe.with_(train={"steps": 2}), second, {"thinwire": "2"}, command="second"):
+            assert Plan.load(directory.plan) == second
+            if begun:
+                directory.note_start(1, {})
+            raise CheckpointError("saved from another model")
+
+    with pytest.raises(CheckpointError):
+        fail(begun=False)
+    assert {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before
+    # One that has begun stays as it is, whatever becomes of it.
+    with pytest.raises(CheckpointError):
+        fail(begun=True)
+    assert Plan.load(directory.plan) == second
+    assert not directory.summary.exists()
+
+
+def test_a_run_is_not_continued_as_another(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "run")
+    recipe = Recipe.from_toml("[model]\nlayers=1\nhidden=8\nheads=2\n[train]\nsteps=1")
+    directory.open(recipe, Plan.preset("ddp", nodes=1, local=1), {})
+    directory.check_same(recipe.with_(train={"steps": 9}))
+    with pytest.raises(UsageError, match=r"model\.heads was 2 and is to be 4; leave that as it was"):
+        directory.check_same(recipe.with_(model={"heads": 4}))
+    with pytest.raises(UsageError, match=r"train\.seed was \d+ and is to be 77"):
+        directory.check_same(recipe.with_(train={"seed": 77}))
 
 
 def test_one_process_at_a_time_trains_into_a_directory(tmp_path: Path) -> None:
