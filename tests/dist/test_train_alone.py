@@ -81,7 +81,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, monke
     poison(trainer, monkeypatch, 1)
     trainer.step(wants_stop=False)
     before = weights(trainer)
-    with pytest.raises(NonFiniteError, match=r"step 2: the loss of rank 0 is not finite .* --resume"):
+    with pytest.raises(NonFiniteError, match=r"step 2: the loss of rank 0 is not finite .* no checkpoint has"):
         trainer.step(wants_stop=False)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
     assert trainer.position.step == 1

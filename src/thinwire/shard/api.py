@@ -54,8 +54,9 @@ def shard(
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
     Call it on every rank, before the optimizer is made. Parameters keep their identity; they become views of flat
-    buffers in the plan's compute dtype, and read as NaN while they are sharded. Updated parameters travel while the
-    next forward runs: code that reads them directly, not through a forward, does so inside :func:`full_parameters`.
+    buffers in the plan's compute dtype. Updated ones travel while the next forward runs; a read through a module
+    (``self.head.weight``) waits for them, and gathers what is sharded if it is inside the model's forward. Elsewhere
+    sharded parameters read as NaN: code that goes by ``model.parameters()`` does so inside :func:`full_parameters`.
     Joins the job described by torchrun's environment if ``torch.distributed`` is not initialised yet.
 
     Args:
