@@ -21,7 +21,7 @@ SECONDS := 20
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all lint format asan docs site bench-peers gpu-check clean
+.PHONY: help install train test test-all test-torch lint format asan docs site bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -49,6 +49,19 @@ test: lint ## lint, then every test that is not marked slow
 
 test-all: lint ## lint, then all tests, slow ones included
 	$(BIN)/python -m pytest -m "not gpu"
+
+# Other releases of PyTorch get an environment of their own, without the pins that go with TORCH_VERSION.
+OTHER := .venv-torch-$(TORCH)
+test-torch: install ## every test that is not slow with another PyTorch, for example TORCH=2.11.0, the oldest
+	@test -n "$(TORCH)" || { echo "name a release: make test-torch TORCH=2.11.0" >&2; exit 1; }
+	@test -x $(OTHER)/bin/python || $(BIN)/python -m venv $(OTHER)
+	grep -viE '^(torch|triton|sympy|networkx|filelock|fsspec|setuptools)' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
+	  $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch==$(TORCH) scikit-build-core nanobind cmake ninja
+	$(OTHER)/bin/python -m pip install --quiet --disable-pip-version-check --constraint $(OTHER)/constraints.txt \
+	  --no-build-isolation --config-settings=build-dir=build/torch-$(TORCH) --editable '.[dev]'
+	PATH="$(abspath $(OTHER))/bin:$$PATH" $(OTHER)/bin/python -m pytest -n 2 -m "not slow and not gpu" \
+	  --ignore tests/architecture --ignore tests/unit/test_docs_commands.py
 
 lint: install ## ruff, mypy, import contracts, clang-format
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)

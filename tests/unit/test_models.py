@@ -259,6 +259,11 @@ def test_huggingface_errors(recipe: dict[str, object], message: str) -> None:
         build(ModelRecipe(kind="huggingface", **recipe), vocab=97, seq=24, seed=0, recompute=False)
 
 
+def test_a_huggingface_model_keeps_its_shape() -> None:
+    with pytest.raises(SpecError, match="layers has no effect"):
+        ModelRecipe(kind="huggingface", path="/somewhere", layers=3)
+
+
 def test_a_model_without_attention_has_no_attention_to_count() -> None:
     pytest.importorskip("transformers")
     config = {"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1, "vocab_size": 97, "state_size": 4}

@@ -165,6 +165,15 @@ class ModelRecipe(Spec):
         if self.kind != "huggingface" and given:
             yield Problem(given[0], f'is for kind = "huggingface" only; kind = "{self.kind}"')
 
+    @rule("kind", "preset", "layers", "hidden", "heads", "kv_heads", "ffn")
+    def _huggingface_has_its_own_shape(self) -> Iterator[Problem]:
+        if self.kind == "huggingface":
+            for name in ("preset", "layers", "hidden", "heads", "kv_heads", "ffn"):
+                if getattr(self, name) is not None:
+                    yield Problem(
+                        name, 'has no effect: a model of kind = "huggingface" has the shape that its config.json says'
+                    )
+
 
 class DataRecipe(Spec):
     """Which text to train on and how it becomes tokens."""
