@@ -401,13 +401,19 @@ def traps_job() -> None:
     assert dist.get_backend(by_backend.get_group()) == "thinwire"
 
     # 2. An operation whose C++ leaves out Python groups is noticed.
-    assert group.traffic().bypassed == 0
+    assert group.traffic(reset=True).bypassed == 0
     out = torch.empty(8192)
     torch.ops._c10d_functional.all_gather_into_tensor_out(mine, 2, group.group_name, out=out)
     functional.wait_tensor(out)
-    with pytest.warns(UserWarning, match="axis tp was passed by"):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         dist.barrier(group=group)
-    assert group.traffic(reset=True).bypassed == 1
+    told = group.traffic(reset=True)
+    if any(row.op == "all_gather" for row in told.rows):  # torch 2.15 asks Python groups, too
+        assert (told.bypassed, said) == (0, [])
+    else:
+        assert told.bypassed == 1
+        assert "axis tp was passed by" in str(said[0].message)
     assert group.traffic().bypassed == 0
 
     # 3. ReduceOp compares in one direction only: see exact_job. 4. Receive buffers are leaves that require gradients.
