@@ -136,7 +136,8 @@ def test_eight_ranks_under_torchrun_and_a_plan_file(recipe: Path) -> None:
     )
     plan.with_(schedule="interleaved").save(recipe.parent / "plan.toml")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
-    settings = ("--nodes", "2", "--nproc", "4", "--plan", str(recipe.parent / "plan.toml"))
+    # torchrun takes --nproc for a short form of an option of its own.
+    settings = ("--nodes", "2", "--set", "cluster.nproc=4", "--plan", str(recipe.parent / "plan.toml"))
     said = thinwire(recipe, "three", *settings, launcher=(*torchrun, "-m", "thinwire.cli.main"))
     assert "interleaved" in said
     sent = records(recipe.parent / "three")[-1]["bytes"]
