@@ -197,7 +197,8 @@ def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()}
 
     def fail(*, begun: bool) -> None:
-        with directory.opened(recipe.with_(train={"steps": 2}), second, {"thinwire": "2"}, command="second"):
+        with directory.unless_refused():
+            directory.open(recipe.with_(train={"steps": 2}), second, {"thinwire": "2"}, command="second")
             assert Plan.load(directory.plan) == second
             if begun:
                 directory.note_start(1, {})

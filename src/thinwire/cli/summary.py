@@ -12,7 +12,7 @@ from thinwire.train.directory import RunDirectory
 from thinwire.units import format_bytes, format_duration
 
 _AXES = ("tp", "pp")
-"""Axes whose bytes are counted and whose time is part of the computation's."""
+"""Axes besides the data-parallel one."""
 
 
 def summary_table(

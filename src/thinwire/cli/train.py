@@ -241,10 +241,10 @@ def _launch(request: RunRequest, profile: Profile | None, console: Console) -> N
     directory.check(resume=request.resume)
     if request.resume:
         directory.check_same(request.recipe)
-    with directory.held(), contextlib.ExitStack() as stack:
+    with directory.held(), directory.unless_refused():
         # Here rather than on the ranks: errors in the data are found before anything starts.
         dataset = prepare(request.recipe.data, report)
-        stack.enter_context(directory.opened(request.recipe, plan, versions(), command=command_line(), profile=profile))
+        directory.open(request.recipe, plan, versions(), command=command_line(), profile=profile)
         for line in (plan.describe(), *idle_codecs(plan)):
             report(line)
         report(
@@ -267,16 +267,15 @@ def _join(request: RunRequest, profile: Profile | None, console: Console, ranks:
 
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
     directory, plan = request.directory, request.plan
-    holding = directory.held if ranks.rank == 0 else contextlib.nullcontext
-    with recorded_failure(directory.logs), holding(), contextlib.ExitStack() as stack:
+    with recorded_failure(directory.logs), contextlib.ExitStack() as stack:
         if ranks.rank == 0:
+            stack.enter_context(directory.held())
+            stack.enter_context(directory.unless_refused())
             if not restarted:
                 directory.check(resume=request.resume)
-            if request.resume and not restarted:
-                directory.check_same(request.recipe)
-            stack.enter_context(
-                directory.opened(request.recipe, plan, versions(), command=command_line(), profile=profile)
-            )
+                if request.resume:
+                    directory.check_same(request.recipe)
+            directory.open(request.recipe, plan, versions(), command=command_line(), profile=profile)
             for line in (plan.describe(), *idle_codecs(plan)):
                 console.print(line, markup=False, soft_wrap=True)
         train(dataclasses.replace(request, resume=request.resume or restarted), launched=False)

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 from thinwire.collectives import group as groups
 from thinwire.collectives.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.collectives.topology import DataRanks
-from thinwire.errors import SpecError, UsageError
+from thinwire.errors import SpecError
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
@@ -181,9 +181,7 @@ class ParallelModel:
         every_name = list(dict.fromkeys(name for names in everywhere for name in names))
         cut: list[list[dict[str, Any]]] = [[] for _ in by_part]
         for number, group in enumerate(wanted):
-            if "params" not in group:
-                raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
-            chosen = names_of(group["params"], here, every_name, number)
+            chosen = names_of(group, here, every_name, number)
             for part, of_part in zip(by_part, cut, strict=True):
                 of_part.append({**group, "params": [name for name in part.values() if name in chosen]})
         return cut

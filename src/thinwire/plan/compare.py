@@ -99,7 +99,8 @@ def refit(profile: Profile, comparison: Comparison) -> Profile:
 
 def _measured(run: Run) -> Rows:
     """Records of the run's present plan, each with its number of steps."""
-    present = [record for record in run.records if record["step"] > began(run.starts)]
+    before_plan = began(run.starts)
+    present = [record for record in run.records if record["step"] > before_plan]
     if len(present) <= WARM_UP:
         raise DataError(
             f"{run.path / 'metrics.jsonl'} has {len(present)} records of the run's plan, and the first {WARM_UP} do "

@@ -168,7 +168,8 @@ def steady(run: Run) -> list[tuple[Record, int]]:
         for record, count, previous in zip(run.records, steps_of(run), before, strict=False)
         if count > 0
     ]
-    triples = [triple for triple in triples if triple[0]["step"] > began(run.starts)] or triples
+    before_plan = began(run.starts)
+    triples = [triple for triple in triples if triple[0]["step"] > before_plan] or triples
     warm = [triple for triple in triples[WARM_UP:] if not triple[0].get("skipped")] or triples
     return [triple[:2] for triple in warm if not triple[2]] or [triple[:2] for triple in warm]
 

@@ -205,9 +205,7 @@ def _group(
     every_name = list(names.values())
     group_of: dict[str, int] = {}
     for number, group in enumerate(groups):
-        if "params" not in group:
-            raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
-        for name in names_of(group["params"], names, every_name, number):
+        for name in names_of(group, names, every_name, number):
             if group_of.setdefault(name, number) != number:
                 raise UsageError(
                     f"parameter {name!r} is in param_groups[{group_of[name]}] and in param_groups[{number}]; each "
@@ -224,18 +222,21 @@ def _group(
     return cut
 
 
-def names_of(params: Any, names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
+def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
     """Names that one group's ``params`` stand for.
 
     Args:
-        params: a name, a pattern, a parameter, or several of them; pairs of a name and a parameter as well.
+        group: its ``params`` are a name, a pattern, a parameter, or several; pairs of a name and a parameter as well.
         names: of parameters, by their ``id``.
         every_name: that patterns may match.
         number: of the group, for messages.
 
     Raises:
-        UsageError: a pattern matches nothing, or a tensor is no parameter of the model.
+        UsageError: there is no ``params``, a pattern matches nothing, or a tensor is no parameter of the model.
     """
+    if "params" not in group:
+        raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
+    params = group["params"]
     wanted = [params] if isinstance(params, str | torch.Tensor) else list(params)
     found: set[str] = set()
     for item in wanted:

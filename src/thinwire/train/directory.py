@@ -184,29 +184,12 @@ class RunDirectory:
             )
 
     @contextlib.contextmanager
-    def opened(
-        self,
-        recipe: Recipe,
-        plan: Plan,
-        versions: Mapping[str, str],
-        *,
-        command: str = "",
-        profile: Profile | None = None,
-    ) -> Iterator[None]:
-        """:meth:`open` for what follows; if that fails before it has begun (:meth:`note_start`), what described the run
-        before is put back.
-
-        Args:
-            recipe: see :meth:`open`, as for the rest.
-            plan: of the run.
-            versions: of the software.
-            command: that a person gave, as for a shell.
-            profile: by which the plan was chosen, if it was.
-        """
+    def unless_refused(self) -> Iterator[None]:
+        """Around :meth:`open` and what follows: if that fails before the run has begun (:meth:`note_start`), what
+        described the run before is put back."""
         described = (self.recipe, self.plan, self.versions, self.command, self.profile, self.summary, self.picture)
         before = {path: path.read_bytes() for path in described if path.is_file()}
         starts = self._num_starts()
-        self.open(recipe, plan, versions, command=command, profile=profile)
         try:
             yield
         except BaseException:
