@@ -14,8 +14,8 @@ from tests.dist.test_edge_models import Shapes, Stack, UnusedParameters
 from torch import nn
 
 import thinwire as tw
+from thinwire.checkpoint.manifest import MANIFEST_NAME, seal
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.shard.manifest import MANIFEST_NAME, seal
 from thinwire.testing import run_ranks
 
 Kind = type[torch.optim.Optimizer]

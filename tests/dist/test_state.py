@@ -19,12 +19,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, read, read_values, verify, write
 from thinwire.errors import CheckpointError
-from thinwire.shard.state import Alone, Chunk, ShardedVector, read, read_values, verify, write
 
 # The server has torch loaded, so that a rank starts in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "thinwire.shard.state"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "thinwire.checkpoint.store"])
 
 NUMEL = {"model/a": 1000, "model/b": 17, "optimizer/a/exp_avg": 1000, "optimizer/a/step": 1, "none": 0}
 DTYPE = {

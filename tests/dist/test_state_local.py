@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-from thinwire.errors import CheckpointError
-from thinwire.shard import state, storage
-from thinwire.shard.manifest import MANIFEST_NAME, SAFETENSORS_CODES, decode, seal
-from thinwire.shard.state import (
+from thinwire.checkpoint import storage
+from thinwire.checkpoint import store as state
+from thinwire.checkpoint.manifest import MANIFEST_NAME, SAFETENSORS_CODES, decode, seal
+from thinwire.checkpoint.store import (
     Alone,
     Chunk,
     ShardedVector,
@@ -32,6 +32,7 @@ from thinwire.shard.state import (
     verify,
     write,
 )
+from thinwire.errors import CheckpointError
 
 T = TypeVar("T")
 Vectors = dict[str, ShardedVector]

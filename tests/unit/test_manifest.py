@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from thinwire.errors import CheckpointError
-from thinwire.shard.manifest import (
+from thinwire.checkpoint.manifest import (
     MANIFEST_NAME,
     SAFETENSORS_CODES,
     FileEntry,
@@ -32,7 +31,8 @@ from thinwire.shard.manifest import (
     read_manifest,
     seal,
 )
-from thinwire.shard.state import Alone, Chunk, ShardedVector, write
+from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, write
+from thinwire.errors import CheckpointError
 
 MANIFEST = Manifest(
     files=(FileEntry("a.safetensors", 200, 0xDEADBEEF), FileEntry("b.safetensors", 300, 7)),

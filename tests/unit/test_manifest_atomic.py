@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.checkpoint import atomic
+from thinwire.checkpoint.atomic import Staging, locate, recover
+from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import CheckpointError
-from thinwire.shard import atomic
-from thinwire.shard.atomic import Staging, locate, recover
-from thinwire.shard.manifest import MANIFEST_NAME
 
 TOKEN = "0123456789abcdef"
 

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.checkpoint.manifest import MANIFEST_NAME
+from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, verify, write
 from thinwire.errors import CheckpointError, DataError, SpecError, ThinwireError
-from thinwire.shard.manifest import MANIFEST_NAME
-from thinwire.shard.state import Alone, Chunk, ShardedVector, verify, write
 from thinwire.spec.io import apply_settings
 from thinwire.spec.recipe import Recipe
 from thinwire.train.models.build import build

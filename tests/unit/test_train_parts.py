@@ -14,8 +14,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, write
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.shard.state import Alone, Chunk, ShardedVector, write
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train import checkpoint as checkpoints

@@ -22,16 +22,16 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from thinwire.checkpoint import store
+from thinwire.checkpoint.manifest import VectorEntry
+from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
-from thinwire.shard import state as store
 from thinwire.shard.fragments import OwnedFragment
 from thinwire.shard.local import Slice
-from thinwire.shard.manifest import VectorEntry
 from thinwire.shard.optim import ShardedOptimizer
 from thinwire.shard.runtime import Runtime, runtime_of
-from thinwire.shard.state import Chunk, ShardedVector
 
 __all__ = ["SavedModel", "load", "save"]
 

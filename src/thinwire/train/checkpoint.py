@@ -1,6 +1,6 @@
 """Which checkpoints a run has, which of them to resume from and which to delete.
 
-How one is written and read is :mod:`thinwire.shard.state`'s business; names, order and number are this
+How one is written and read is :mod:`thinwire.checkpoint.store`'s business; names, order and number are this
 file's.
 """
 
@@ -11,8 +11,8 @@ import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from thinwire.checkpoint.store import recover, verify
 from thinwire.errors import CheckpointError
-from thinwire.shard.state import recover, verify
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 

@@ -18,8 +18,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor
 
+from thinwire.checkpoint.manifest import SAFETENSORS_CODES
 from thinwire.errors import CheckpointError, UsageError
-from thinwire.shard.manifest import SAFETENSORS_CODES
 from thinwire.shard.snapshot import SavedModel
 from thinwire.spec.plan import Dtype
 from thinwire.spec.recipe import Recipe

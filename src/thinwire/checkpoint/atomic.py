@@ -31,8 +31,8 @@ import tempfile
 from pathlib import Path
 from typing import Final, final
 
+from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.errors import CheckpointError
-from thinwire.shard.manifest import MANIFEST_NAME
 
 _LEFTOVER: Final = re.compile(r"\.(tmp|old)-(.+)-([0-9a-f]{16})")
 _STALE_SECONDS: Final = 3600.0

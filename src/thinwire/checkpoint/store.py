@@ -4,9 +4,9 @@ A *vector* is a flat tensor of which each rank holds some *chunks*. :func:`write
 :func:`read` fills chunks cut in any other way, on any number of ranks. What parameters, moments or
 residuals the vectors mean, the caller knows; the store sees keys, lengths and element types.
 
-This file is the protocol between the ranks; beneath it, :mod:`thinwire.shard.storage` puts elements into
-files and back with ``torch.distributed.checkpoint``, :mod:`thinwire.shard.manifest` says what must be there,
-and :mod:`thinwire.shard.atomic` makes the directory appear whole or not at all.
+This file is the protocol between the ranks; beneath it, :mod:`thinwire.checkpoint.storage` puts elements into
+files and back with ``torch.distributed.checkpoint``, :mod:`thinwire.checkpoint.manifest` says what must be there,
+and :mod:`thinwire.checkpoint.atomic` makes the directory appear whole or not at all.
 
 The ``save`` and ``load`` of ``torch.distributed.checkpoint`` are not called: they gather pickled exceptions,
 which some exceptions and some Python versions do not survive, and then ranks wait for each other for ever.
@@ -25,11 +25,11 @@ from typing import Any, Final, Protocol, TypeVar, final
 
 import torch
 
+from thinwire.checkpoint import manifest as _manifest
+from thinwire.checkpoint.atomic import Staging, locate, recover
+from thinwire.checkpoint.manifest import Json, Manifest, Span, VectorEntry
+from thinwire.checkpoint.storage import Chunk, ShardedVector, WrittenFile, pack, read_chunks, write_file
 from thinwire.errors import CheckpointError
-from thinwire.shard import manifest as _manifest
-from thinwire.shard.atomic import Staging, locate, recover
-from thinwire.shard.manifest import Json, Manifest, Span, VectorEntry
-from thinwire.shard.storage import Chunk, ShardedVector, WrittenFile, pack, read_chunks, write_file
 
 __all__ = [
     "Alone",

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from thinwire.shard.manifest import FileEntry, Manifest, Span, check_header, crc32_of
+from thinwire.checkpoint.manifest import FileEntry, Manifest, Span, check_header, crc32_of
 
 FILE_BYTES: Final = 256 << 20
 """Bytes of elements per file, at most. The writer needs about three times as much memory for a moment."""
@@ -214,7 +214,7 @@ def read_chunks(directory: Path, manifest: Manifest, vectors: Mapping[str, Shard
     Args:
         directory: the checkpoint.
         manifest: its contents; every file that holds wanted elements has passed
-            :func:`~thinwire.shard.manifest.check_file`.
+            :func:`~thinwire.checkpoint.manifest.check_file`.
         vectors: what is wanted, of lengths and element types that fit the manifest.
     """
     stored: dict[MetadataIndex, _Stored] = {}

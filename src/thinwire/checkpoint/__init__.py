@@ -1,0 +1,1 @@
+"""Checkpoints on disk: sharded vectors as safetensors files, a manifest that proves them whole, atomic directories."""
