@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
-from thinwire.collectives.intercept import AxisTraffic
+from thinwire.intercept import AxisTraffic
 from thinwire.train.data import Batch
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.llama import Llama, LlamaConfig

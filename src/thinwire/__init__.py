@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from thinwire import codecs
-    from thinwire.collectives.adapters import compress_ddp, compress_fsdp
-    from thinwire.collectives.intercept import (
+    from thinwire.intercept import (
         AxisCodecs,
         AxisTraffic,
         CompressingGroup,
@@ -25,6 +24,7 @@ if TYPE_CHECKING:
         mark_steps,
         step_scope,
     )
+    from thinwire.intercept.adapters import compress_ddp, compress_fsdp
     from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
     from thinwire.shard.api import (
         clip_grad_norm_,
@@ -87,8 +87,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "thinwire.collectives.adapters": ("compress_ddp", "compress_fsdp"),
-    "thinwire.collectives.intercept": (
+    "thinwire.intercept.adapters": ("compress_ddp", "compress_fsdp"),
+    "thinwire.intercept": (
         "AxisCodecs",
         "AxisTraffic",
         "CompressingGroup",

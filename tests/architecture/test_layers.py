@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 
 DECIDING = {"errors", "units", "spec", "program", "cost", "sim", "plan", "published", "report"}
-DOING = {"codecs", "collectives", "checkpoint", "shard", "profile", "parallel", "train"}
+DOING = {"codecs", "collectives", "intercept", "checkpoint", "shard", "profile", "parallel", "train"}
 ABOVE = {"cli", "lab", "study", "testing"}
 
 

@@ -30,8 +30,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import thinwire as tw
 from thinwire import codecs
-from thinwire.collectives.intercept.scope import in_step
 from thinwire.errors import CollectiveError, SpecError, UsageError
+from thinwire.intercept.scope import in_step
 from thinwire.testing import RankError, RankPool, run_ranks
 
 LIMITS = {
@@ -534,7 +534,7 @@ def test_the_traps_of_intercepting_groups() -> None:
 
 def unmarked_job() -> None:
     """A script that marks no step is told that its forward pass is exact."""
-    from thinwire.collectives.intercept import scope
+    from thinwire.intercept import scope
 
     scope._state.marked = False
     group = tw.compress_axis(mesh_of(), "tp", "int8:256")

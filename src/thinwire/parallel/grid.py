@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire import intercept
 from thinwire.collectives import group as groups
-from thinwire.collectives import intercept
 from thinwire.errors import SpecError
 from thinwire.spec import Plan
 

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from thinwire.collectives import group as groups
-from thinwire.collectives.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import SpecError
+from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from thinwire.collectives.intercept import exact_scope
+from thinwire.intercept import exact_scope
 from thinwire.parallel.divisible import Divisible
 
 __all__ = ["cut_matrices", "vocabulary_parallel_loss"]

@@ -13,10 +13,10 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives import all_gather as gathering
 from thinwire.collectives import all_reduce as reducing
-from thinwire.collectives.intercept.members import MembersAxis
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.collectives.reduce_scatter import reduce_scatter as scattering
+from thinwire.intercept.members import MembersAxis
 
 __all__ = ["all_gather", "all_reduce", "decode", "is_plain", "ready", "reduce_scatter"]
 

@@ -12,11 +12,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.collectives.intercept.gate import MIN_NUMEL, AxisCodecs
-from thinwire.collectives.intercept.group import CompressingGroup
-from thinwire.collectives.intercept.mesh import compress_group
-from thinwire.collectives.intercept.scope import StepMarks, mark_steps
 from thinwire.errors import UsageError
+from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs
+from thinwire.intercept.group import CompressingGroup
+from thinwire.intercept.mesh import compress_group
+from thinwire.intercept.scope import StepMarks, mark_steps
 from thinwire.spec import CodecSpec
 
 __all__ = ["CompressedAllGather", "CompressedReduceScatter", "compress_ddp", "compress_fsdp"]

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
-from thinwire.collectives.intercept.traffic import AxisTraffic, Ledger
-from thinwire.collectives.intercept.works import Stopwatch, Watched
+from thinwire.intercept.traffic import AxisTraffic, Ledger
+from thinwire.intercept.works import Stopwatch, Watched
 
 __all__ = ["PlainGroup"]
 

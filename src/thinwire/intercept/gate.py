@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from thinwire import codecs
 from thinwire.codecs import Codec
-from thinwire.collectives.intercept.scope import in_step, is_exact
+from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
 
 __all__ = ["MIN_NUMEL", "AxisCodecs", "Gate", "scale_of"]

@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import (
 
 from thinwire.codecs import Codec
 from thinwire.collectives.group import before_shutdown
-from thinwire.collectives.intercept import encoded
-from thinwire.collectives.intercept.gate import MIN_NUMEL, AxisCodecs, Gate, scale_of
-from thinwire.collectives.intercept.members import Members, MembersAxis
-from thinwire.collectives.intercept.plain import PlainGroup
-from thinwire.collectives.intercept.scope import in_backward, is_marked
-from thinwire.collectives.intercept.works import AllOf, Courier, Promise
 from thinwire.errors import UsageError, WireError
+from thinwire.intercept import encoded
+from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, Gate, scale_of
+from thinwire.intercept.members import Members, MembersAxis
+from thinwire.intercept.plain import PlainGroup
+from thinwire.intercept.scope import in_backward, is_marked
+from thinwire.intercept.works import AllOf, Courier, Promise
 
 __all__ = ["CompressingGroup", "all_groups"]
 
@@ -46,7 +46,7 @@ class CompressingGroup(PlainGroup):
 
     Encoded are all-reduces and reduce-scatters whose operation is ``SUM`` or ``AVG``, all-gathers, sends and receives,
     coalesced ones too. A tensor travels as it is if it is not floating, has fewer than ``min_numel`` values, belongs to
-    no training step (:mod:`thinwire.collectives.intercept.scope`), or would not get smaller. An all-reduce is a
+    no training step (:mod:`thinwire.intercept.scope`), or would not get smaller. An all-reduce is a
     reduce-scatter and an all-gather; added is in fp32.
 
     Args:

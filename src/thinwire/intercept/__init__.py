@@ -4,9 +4,9 @@ A :class:`CompressingGroup` takes the place of a process group and encodes what 
 through it, unknown to them. ``docs/intercept.md`` tells how to use it.
 """
 
-from thinwire.collectives.intercept.gate import AxisCodecs
-from thinwire.collectives.intercept.group import CompressingGroup
-from thinwire.collectives.intercept.mesh import (
+from thinwire.intercept.gate import AxisCodecs
+from thinwire.intercept.group import CompressingGroup
+from thinwire.intercept.mesh import (
     BackendOptions,
     axis_backend,
     axis_traffic,
@@ -14,8 +14,8 @@ from thinwire.collectives.intercept.mesh import (
     compress_group,
     compress_mesh,
 )
-from thinwire.collectives.intercept.scope import StepMarks, exact_scope, mark_steps, step_scope
-from thinwire.collectives.intercept.traffic import AxisTraffic, TrafficRow
+from thinwire.intercept.scope import StepMarks, exact_scope, mark_steps, step_scope
+from thinwire.intercept.traffic import AxisTraffic, TrafficRow
 
 __all__ = [
     "AxisCodecs",

@@ -15,11 +15,11 @@ from torch._C._distributed_c10d import Backend as NativeBackend
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.collectives.intercept.gate import MIN_NUMEL, AxisCodecs
-from thinwire.collectives.intercept.group import CompressingGroup, all_groups
-from thinwire.collectives.intercept.scope import on_entry
-from thinwire.collectives.intercept.traffic import AxisTraffic
 from thinwire.errors import UsageError
+from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs
+from thinwire.intercept.group import CompressingGroup, all_groups
+from thinwire.intercept.scope import on_entry
+from thinwire.intercept.traffic import AxisTraffic
 from thinwire.spec import CodecSpec
 from thinwire.spec.policy import HybridPolicy
 
