@@ -17,7 +17,7 @@ import thinwire
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 
-DECIDING = {"errors", "units", "spec", "program", "cost", "sim", "plan", "published", "report"}
+DECIDING = {"errors", "units", "spec", "program", "cost", "sim", "plan", "published", "record", "report"}
 DOING = {"codecs", "collectives", "intercept", "checkpoint", "shard", "profile", "parallel", "train"}
 ABOVE = {"cli", "lab", "study", "testing"}
 

@@ -14,8 +14,8 @@ from tests.small import BATCH, write_text
 from tests.unit.reports import Page
 
 from thinwire.program.timeline import Span
+from thinwire.record import read_run
 from thinwire.report.page import Subject, write_page
-from thinwire.report.run import read_run
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.testing import run_ranks

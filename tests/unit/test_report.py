@@ -21,9 +21,9 @@ from typer.testing import CliRunner, Result
 
 from thinwire.cli.main import app
 from thinwire.errors import DataError, UsageError
+from thinwire.record import read_run, read_runs, steps_of
 from thinwire.report.figures import differences, figures
 from thinwire.report.page import Subject, write_page
-from thinwire.report.run import read_run, read_runs, steps_of
 from thinwire.report.traced import read_step
 from thinwire.train.directory import RunDirectory
 

@@ -14,8 +14,8 @@ from thinwire.cli.errors import explained
 from thinwire.cli.summary import shown
 
 if TYPE_CHECKING:
+    from thinwire.record import Run
     from thinwire.report.page import Subject
-    from thinwire.report.run import Run
 
 
 def report(
@@ -52,10 +52,10 @@ def report(
     """
     with explained(as_json=as_json):
         from thinwire.errors import UsageError
+        from thinwire.record import read_runs
         from thinwire.report import rich_table
         from thinwire.report.figures import figures
         from thinwire.report.page import final_sheet, write_page
-        from thinwire.report.run import read_runs
 
         found = read_runs(runs)
         subjects = [_subject(run, profile) for run in found]

@@ -285,7 +285,7 @@ def _finish(directory: RunDirectory, console: Console, as_json: bool) -> None:
     """Draw, print the table, or say where an early end has left things."""
     from thinwire.cli.picture import draw_losses
     from thinwire.cli.summary import summary_table
-    from thinwire.report.run import began, read_run
+    from thinwire.record import began, read_run
 
     run = read_run(directory.path)
     records = run.records

@@ -14,7 +14,7 @@ from thinwire.errors import DataError
 from thinwire.plan.job import Candidate, Job, profiled_cluster
 from thinwire.plan.search import candidate
 from thinwire.program import Lane, Scope, lower
-from thinwire.report.run import WARM_UP, Record, Run, began, read_run, steady
+from thinwire.record import WARM_UP, Record, Run, began, read_run, steady
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile
 

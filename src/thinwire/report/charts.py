@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.program.timeline import COMPUTE, WAITING
+from thinwire.record import Run, steady
 from thinwire.report.figures import smoothed, thinned
-from thinwire.report.run import Run, steady
 from thinwire.units import format_bytes, format_duration
 
 if TYPE_CHECKING:

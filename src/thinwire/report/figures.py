@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.report.run import Record, Run, steady
+from thinwire.record import Record, Run, steady
 
 if TYPE_CHECKING:
     from thinwire.plan import Comparison

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from thinwire.record import Run
 from thinwire.report.charts import PALETTE, Chart, compared_charts, inline_svg, run_charts, timeline_chart, write_png
 from thinwire.report.figures import differences, figures
-from thinwire.report.run import Run
 from thinwire.report.sheet import Sheet
 from thinwire.report.traced import read_step
 from thinwire.units import format_bytes, format_duration
