@@ -11,7 +11,6 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import thinwire
-import thinwire.shard.api
 from thinwire.spec.base import Spec
 
 HERE = Path(__file__).parent
@@ -36,9 +35,6 @@ autodoc_preserve_defaults = True
 autodoc_default_options = {"exclude-members": "model_config, toml_inline"}
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
-
-# "thinwire.shard" is what users call; beside it there is the package of that name.
-thinwire.shard = thinwire.shard.api.shard
 
 
 def write_command_reference(path: Path) -> None:

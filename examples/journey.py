@@ -15,7 +15,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.group import control, recording
 from thinwire.program import Axis, Lane, Scope, axis_members
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 NODES, LOCAL = 2, 2

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from thinwire.intercept.adapters import compress_ddp, compress_fsdp
     from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
-    from thinwire.shard.api import (
+    from thinwire.sharding.api import (
         clip_grad_norm_,
         exposed,
         full_parameters,
@@ -104,7 +104,7 @@ _HOMES = {
     "thinwire.parallel": ("ParallelModel", "ParallelOptimizer", "parallelize"),
     "thinwire.spec.policy": ("HybridPolicy",),
     "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
-    "thinwire.shard.api": (
+    "thinwire.sharding.api": (
         "clip_grad_norm_",
         "exposed",
         "full_parameters",

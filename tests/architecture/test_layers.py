@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import re
 import subprocess
@@ -18,14 +19,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 
 DECIDING = {"errors", "units", "spec", "program", "cost", "sim", "plan", "published", "record", "report"}
-DOING = {"codecs", "collectives", "intercept", "checkpoint", "shard", "profile", "parallel", "train"}
+DOING = {"codecs", "collectives", "intercept", "checkpoint", "sharding", "profile", "parallel", "train"}
 ABOVE = {"cli", "lab", "study", "testing"}
 
 
 def _modules() -> set[str]:
     """Packages and modules directly below thinwire that hold code."""
     packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
-    return packages | {path.stem for path in PACKAGE.glob("*.py") if path.stem != "__init__"}
+    return packages | {path.stem for path in PACKAGE.glob("*.py")} - {"__init__", "shard"}
 
 
 def _configuration() -> dict[str, Any]:
@@ -84,3 +85,9 @@ def test_the_ban_on_collectives_covers_every_one_that_torch_has() -> None:
     }
     assert len(calls) > 20
     assert {f"torch.distributed.{name}" for name in calls} - set(banned) == set()
+
+
+def test_the_runtime_s_old_package_names_the_new_one() -> None:
+    with pytest.raises(ImportError, match=r"from thinwire\.sharding\.initial import parameters_on_meta"):
+        importlib.import_module("thinwire.shard.initial")
+    assert callable(thinwire.shard)

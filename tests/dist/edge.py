@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 
 WIDTH = 8
 TOLERANCE = 1e-6

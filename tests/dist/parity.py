@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 VOCABULARY, WIDTH, LENGTH = 50, 16, 9

@@ -32,8 +32,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
-from thinwire.shard.api import runtime
-from thinwire.shard.unit import State
+from thinwire.sharding.api import runtime
+from thinwire.sharding.unit import State
 from thinwire.testing import run_ranks
 
 Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]], None]

@@ -20,7 +20,7 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives import group as groups
 from thinwire.errors import ThinwireError
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing.ranks import RankPool, free_port
 
 TIMEOUT = 5.0

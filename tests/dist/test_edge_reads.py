@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 from thinwire.errors import UsageError
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 READ = ("zero1", "zero1-node", "zero2", "zero3", "hpz", "mics", "ddp")

@@ -20,7 +20,7 @@ from thinwire.collectives.group import control
 from thinwire.collectives.messages import Messages
 from thinwire.errors import SpecError, UsageError
 from thinwire.program import Lane, idle_codecs
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 EVERY_KIND = ("gather", "reduce_intra", "reduce_inter", "spread")

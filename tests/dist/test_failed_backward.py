@@ -11,8 +11,8 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
-from thinwire.shard.api import runtime
-from thinwire.shard.unit import State
+from thinwire.sharding.api import runtime
+from thinwire.sharding.unit import State
 from thinwire.spec import Plan
 from thinwire.testing import RankError, run_ranks
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import control
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 

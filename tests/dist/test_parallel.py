@@ -14,7 +14,7 @@ import thinwire as tw
 from thinwire.collectives.group import control
 from thinwire.errors import CollectiveError, SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import RankPool, run_ranks
 from thinwire.train.data import Batch
 from thinwire.train.models.common import cross_entropy

@@ -13,7 +13,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import NonFiniteError
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 

@@ -38,8 +38,8 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.group import Subgroup, recording
 from thinwire.program import UNDER_WAY, Lane
-from thinwire.shard.api import runtime
-from thinwire.shard.unit import State
+from thinwire.sharding.api import runtime
+from thinwire.sharding.unit import State
 from thinwire.testing import run_ranks
 
 SWITCHES = ("gather", "reduce", "sync", "spread")
@@ -125,7 +125,7 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: i
     with (
         mock.patch.object(Subgroup, "gather", held_up(Subgroup.gather)),
         mock.patch.object(Subgroup, "exchange", held_up(Subgroup.exchange)),
-        mock.patch("thinwire.shard.reducer.UNDER_WAY", under_way),
+        mock.patch("thinwire.sharding.reducer.UNDER_WAY", under_way),
     ):
         loss.backward()
         if lane is Lane.SPREAD:

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 ADAMW = {"lr": LR, "eps": EPS}

@@ -16,7 +16,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.program import Lane, lower
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 Bytes = dict[str, dict[str, int]]

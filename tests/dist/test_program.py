@@ -11,8 +11,8 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives.group import Record, recording
 from thinwire.program import Kind, Lane, Scope, StepProgram, axis_members
-from thinwire.shard.api import runtime
-from thinwire.shard.unit import State
+from thinwire.sharding.api import runtime
+from thinwire.sharding.unit import State
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 import thinwire as tw
 from thinwire.collectives import memory
 from thinwire.program.timeline import COMPUTE, WAITING
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
 LARGE = 64 << 10

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 import thinwire as tw
 from thinwire.collectives.group import control
 from thinwire.errors import DataError
-from thinwire.shard.api import runtime
-from thinwire.shard.initial import parameters_on_meta
+from thinwire.sharding.api import runtime
+from thinwire.sharding.initial import parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.testing import RankError, run_ranks
 from thinwire.train.models.build import build, draft

@@ -10,7 +10,7 @@ from benchmarks.gpu_check import TOLERANCE, compare
 
 import thinwire as tw
 from thinwire.program import Lane
-from thinwire.shard.lanes import Lanes
+from thinwire.sharding.lanes import Lanes
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 

@@ -44,8 +44,8 @@ def renumbered(infos: tuple[UnitInfo, ...]) -> tuple[UnitInfo, ...]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_units_are_those_of_the_runtime(kind: Literal["llama", "gpt"], tied: bool, granularity: str) -> None:
-    from thinwire.shard.build import _draw, _info
-    from thinwire.shard.discover import discover
+    from thinwire.sharding.build import _draw, _info
+    from thinwire.sharding.discover import discover
 
     plans = [
         plan("zero3", nodes=2, local=2),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.shard.discover import LARGE_LEAF, UnitModules, discover
+from thinwire.sharding.discover import LARGE_LEAF, UnitModules, discover
 
 
 class Block(nn.Module):

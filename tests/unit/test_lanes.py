@@ -16,7 +16,7 @@ import torch
 
 from thinwire.collectives.moves import Move, Moves, Stage
 from thinwire.program import Lane
-from thinwire.shard.lanes import Lanes, _StreamTicket
+from thinwire.sharding.lanes import Lanes, _StreamTicket
 
 CPU = torch.device("cpu")
 SOON = 10.0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinwire.program import Axis, axis_index
 from thinwire.program.shares import ALIGNMENT_BYTES
-from thinwire.shard.layout import (
+from thinwire.sharding.layout import (
     FlatLayout,
     Fragment,
     Run,

@@ -21,13 +21,13 @@ from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
-from thinwire.shard import api, snapshot
-from thinwire.shard.build import build
-from thinwire.shard.clip import poison, scale_to_norm
-from thinwire.shard.initial import InitialValues
-from thinwire.shard.local import Part
-from thinwire.shard.optim import ShardedOptimizer, names_of
-from thinwire.shard.runtime import runtime_of
+from thinwire.sharding import api, snapshot
+from thinwire.sharding.build import build
+from thinwire.sharding.clip import poison, scale_to_norm
+from thinwire.sharding.initial import InitialValues
+from thinwire.sharding.local import Part
+from thinwire.sharding.optim import ShardedOptimizer, names_of
+from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 

@@ -144,7 +144,7 @@ def _context() -> Any:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # Dynamo is what the first optimizer of a process would import.
-    context.set_forkserver_preload(["thinwire.shard.api", "torch._dynamo"])
+    context.set_forkserver_preload(["thinwire.sharding.api", "torch._dynamo"])
     return context
 
 

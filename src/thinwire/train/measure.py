@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from thinwire.parallel import Grid, ParallelModel
-from thinwire.shard import api
+from thinwire.sharding import api
 from thinwire.train.metrics import KINDS
 
 _PER_KIND: Final = 4

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from thinwire.cost.memory import largest_memory, stage_model
 from thinwire.errors import UsageError
 from thinwire.profile import Piece
-from thinwire.shard.api import micro_batches, shard
+from thinwire.sharding.api import micro_batches, shard
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.gpt import GPT, GPTConfig

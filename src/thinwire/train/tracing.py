@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, chrome_trace
-from thinwire.shard import api
+from thinwire.sharding import api
 from thinwire.train.directory import write_atomically
 from thinwire.train.trainer import Trainer
 

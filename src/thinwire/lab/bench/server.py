@@ -20,7 +20,7 @@ from thinwire.lab.bench.messages import Ended, Hello, Launch, Sleep, Wake
 
 __all__ = ["main"]
 
-_SHARED: Final = ("torch", "torch._dynamo", "thinwire.lab.bench.rank", "thinwire.shard.api")
+_SHARED: Final = ("torch", "torch._dynamo", "thinwire.lab.bench.rank", "thinwire.sharding.api")
 """What every rank needs; the first optimizer step of any rank would load dynamo."""
 
 _PR_SET_PDEATHSIG: Final = 1

@@ -13,7 +13,7 @@ from thinwire.lab.peers.interface import Place, System
 from thinwire.lab.peers.system import LEARNING_RATE, TorchSystem
 from thinwire.lab.peers.workload import batches, make_model
 from thinwire.program import Scope
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 
 __all__ = ["plan"]
 

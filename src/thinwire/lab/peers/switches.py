@@ -14,7 +14,7 @@ import thinwire as tw
 from thinwire.lab.peers.interface import Place, System
 from thinwire.lab.peers.system import LEARNING_RATE
 from thinwire.lab.peers.workload import batches, make_model
-from thinwire.shard.api import runtime
+from thinwire.sharding.api import runtime
 
 __all__ = ["switches"]
 

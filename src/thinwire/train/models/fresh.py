@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.shard.initial import Region
+from thinwire.sharding.initial import Region
 from thinwire.train.models.common import draws
 from thinwire.train.models.cutting import Decoder
 
@@ -52,7 +52,7 @@ class DrawnValues:
         return f"random values of seed {self._seed}"
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Give a part of a parameter; see :class:`thinwire.shard.initial.InitialValues`."""
+        """Give a part of a parameter; see :class:`thinwire.sharding.initial.InitialValues`."""
         if name not in self._places:
             return torch.full([part.stop - part.start for part in region], float(name in self._ones))
         if self._last is None or self._last[0] != name:
@@ -103,7 +103,7 @@ class InitializedValues:
         return f"random values of seed {self._seed}"
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Give a part of a parameter; see :class:`thinwire.shard.initial.InitialValues`."""
+        """Give a part of a parameter; see :class:`thinwire.sharding.initial.InitialValues`."""
         name = name.removeprefix(self._prefix)
         block = self._block_of[name]
         if self._last is None or self._last[0] != block:

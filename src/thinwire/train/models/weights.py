@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from thinwire.errors import DataError
-from thinwire.shard.initial import Region
+from thinwire.sharding.initial import Region
 from thinwire.train.models.stored import FileTensor, file_tensors, persistent_buffers
 
 __all__ = ["INDEX", "SINGLE", "LoadedValues", "holds_weights"]
@@ -90,7 +90,7 @@ class LoadedValues:
         return f"{len(held)} tensors, {_digest(held)}"
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Give a part of a parameter; see :class:`thinwire.shard.initial.InitialValues`."""
+        """Give a part of a parameter; see :class:`thinwire.sharding.initial.InitialValues`."""
         sources = self._sources[name.removeprefix(self._prefix)]
         found: Tensor | None = None
         for tensor, held in sources:

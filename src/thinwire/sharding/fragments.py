@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from thinwire.shard.gradient import UnitGradient
-from thinwire.shard.layout import Fragment
-from thinwire.shard.unit import Unit
+from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.layout import Fragment
+from thinwire.sharding.unit import Unit
 
 __all__ = ["OwnedFragment", "own_fragments"]
 

@@ -13,13 +13,13 @@ from torch import nn
 from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
 from thinwire.program.timeline import Timeline
-from thinwire.shard import snapshot
-from thinwire.shard.build import build
-from thinwire.shard.clip import clip_grad_norm_
-from thinwire.shard.discover import Selection
-from thinwire.shard.initial import InitialValues
-from thinwire.shard.optim import ShardedOptimizer, build_optimizer
-from thinwire.shard.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.sharding import snapshot
+from thinwire.sharding.build import build
+from thinwire.sharding.clip import clip_grad_norm_
+from thinwire.sharding.discover import Selection
+from thinwire.sharding.initial import InitialValues
+from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
+from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
 from thinwire.spec import Plan
 
 __all__ = [

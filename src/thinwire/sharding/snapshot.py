@@ -28,10 +28,10 @@ from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
-from thinwire.shard.fragments import OwnedFragment
-from thinwire.shard.local import Slice
-from thinwire.shard.optim import ShardedOptimizer
-from thinwire.shard.runtime import Runtime, runtime_of
+from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.local import Slice
+from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["SavedModel", "load", "save"]
 

@@ -14,18 +14,18 @@ from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
-from thinwire.shard import hooks
-from thinwire.shard.discover import Selection, UnitModules, discover
-from thinwire.shard.encoding import PlanCodecs, check_exclusions, codec_problems, is_excluded, rounds_parameters
-from thinwire.shard.gradient import Topology, UnitGradient
-from thinwire.shard.initial import InitialValues, is_on_meta, place_model, read_shard
-from thinwire.shard.lanes import Lanes
-from thinwire.shard.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
-from thinwire.shard.local import Part, Slice, local_tensor, slice_of
-from thinwire.shard.memory import give_back_freed_memory, keep_freed_memory
-from thinwire.shard.runtime import Runtime, attach
-from thinwire.shard.seeds import Seeds
-from thinwire.shard.unit import FlatBuffer, Unit
+from thinwire.sharding import hooks
+from thinwire.sharding.discover import Selection, UnitModules, discover
+from thinwire.sharding.encoding import PlanCodecs, check_exclusions, codec_problems, is_excluded, rounds_parameters
+from thinwire.sharding.gradient import Topology, UnitGradient
+from thinwire.sharding.initial import InitialValues, is_on_meta, place_model, read_shard
+from thinwire.sharding.lanes import Lanes
+from thinwire.sharding.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
+from thinwire.sharding.local import Part, Slice, local_tensor, slice_of
+from thinwire.sharding.memory import give_back_freed_memory, keep_freed_memory
+from thinwire.sharding.runtime import Runtime, attach
+from thinwire.sharding.seeds import Seeds
+from thinwire.sharding.unit import FlatBuffer, Unit
 from thinwire.spec import Plan
 
 __all__ = ["build"]
@@ -62,7 +62,7 @@ def build(
     values: InitialValues | None = None,
     device: torch.device | None = None,
 ) -> Runtime:
-    """Shard a model in place; see :func:`thinwire.shard.api.shard`.
+    """Shard a model in place; see :func:`thinwire.sharding.api.shard`.
 
     Args:
         model: the model.

@@ -16,7 +16,7 @@ import torch
 
 from thinwire.collectives.memory import allocate
 from thinwire.program import Axis, axis_extent
-from thinwire.shard.layout import FlatLayout, Run
+from thinwire.sharding.layout import FlatLayout, Run
 from thinwire.spec import Plan
 
 __all__ = ["Accumulator", "Topology", "UnitGradient"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import NonFiniteError, UsageError
-from thinwire.shard.runtime import Runtime, runtime_of
+from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["clip_grad_norm_", "poison", "scale_to_norm"]
 

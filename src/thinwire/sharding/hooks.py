@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
-from thinwire.shard.local import local_gradient
-from thinwire.shard.reads import watch_reads
-from thinwire.shard.runtime import Runtime
-from thinwire.shard.unit import Unit
+from thinwire.sharding.local import local_gradient
+from thinwire.sharding.reads import watch_reads
+from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.unit import Unit
 
 __all__ = ["install", "recompute_activations"]
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.shard.runtime import Runtime
-from thinwire.shard.unit import Unit
+from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.unit import Unit
 
 __all__ = ["watch_reads"]
 

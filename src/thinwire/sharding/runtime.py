@@ -21,15 +21,15 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Kind, Lane, Phase, Scope, control_bytes
-from thinwire.shard.encoding import PlanCodecs
-from thinwire.shard.fragments import OwnedFragment, own_fragments
-from thinwire.shard.gradient import UnitGradient
-from thinwire.shard.lanes import Lanes, Mark
-from thinwire.shard.local import Part, Slice
-from thinwire.shard.reducer import Reducer
-from thinwire.shard.schedule import Schedule
-from thinwire.shard.seeds import Seeds
-from thinwire.shard.unit import FlatBuffer, Unit
+from thinwire.sharding.encoding import PlanCodecs
+from thinwire.sharding.fragments import OwnedFragment, own_fragments
+from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.lanes import Lanes, Mark
+from thinwire.sharding.local import Part, Slice
+from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.schedule import Schedule
+from thinwire.sharding.seeds import Seeds
+from thinwire.sharding.unit import FlatBuffer, Unit
 from thinwire.spec import Plan
 
 __all__ = ["Agreement", "Runtime", "runtime_of"]

@@ -15,8 +15,8 @@ from torch import nn
 
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
-from thinwire.shard.fragments import OwnedFragment
-from thinwire.shard.runtime import Runtime, runtime_of
+from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["ShardedOptimizer", "build_optimizer", "names_of"]
 

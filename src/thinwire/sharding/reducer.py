@@ -19,9 +19,9 @@ from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import UNDER_WAY, Lane, UnitInfo, buckets, padded
-from thinwire.shard.gradient import Accumulator, Topology, UnitGradient
-from thinwire.shard.lanes import Lanes, Ticket
-from thinwire.shard.seeds import Seeds
+from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
+from thinwire.sharding.lanes import Lanes, Ticket
+from thinwire.sharding.seeds import Seeds
 from thinwire.spec import Plan
 
 __all__ = ["Reducer"]

@@ -22,10 +22,10 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Lane, UnitInfo
-from thinwire.shard.lanes import Lanes, Ticket
-from thinwire.shard.layout import FlatLayout, Run
-from thinwire.shard.local import set_local
-from thinwire.shard.seeds import Seeds
+from thinwire.sharding.lanes import Lanes, Ticket
+from thinwire.sharding.layout import FlatLayout, Run
+from thinwire.sharding.local import set_local
+from thinwire.sharding.seeds import Seeds
 
 __all__ = ["FlatBuffer", "State", "Unit"]
 

@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from thinwire.errors import UsageError
-from thinwire.shard.layout import FlatLayout
-from thinwire.shard.local import Slice, local_tensor
-from thinwire.shard.memory import give_back_freed_memory
+from thinwire.sharding.layout import FlatLayout
+from thinwire.sharding.local import Slice, local_tensor
+from thinwire.sharding.memory import give_back_freed_memory
 
 __all__ = ["InitialValues", "Region", "is_on_meta", "parameters_on_meta", "place_model", "read_elements", "read_shard"]
 
@@ -118,7 +118,7 @@ def place_model(model: nn.Module, device: torch.device) -> None:
                 path = f"{prefix}.{name}" if prefix else name
                 raise UsageError(
                     f"buffer {path} is on the meta device and has no values: build the model under "
-                    "thinwire.shard.initial.parameters_on_meta(), which leaves buffers alone"
+                    "thinwire.sharding.initial.parameters_on_meta(), which leaves buffers alone"
                 )
             module._buffers[name] = value.to(device)
 
