@@ -6,7 +6,7 @@ Prints the mean error of each table with the committed constants and with those 
 ``--leave-out`` each table is also predicted from a fit to the system's other publications (of a system with one, to
 its other tables; of a system with one table, each fifth of its ways of running a step from the rest). Such a fit
 starts from the nominal values below, so that nothing of what was left out is in it; a constant that nothing else
-depends on stays there. ``--write`` puts the figures into ``src/thinwire/published/fits.json``, which ``thinwire
+depends on stays there. ``--write`` puts the figures into ``src/thinwire_bench/published/fits.json``, which ``thinwire
 reproduce`` prints.
 """
 
@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import thinwire.published
-from thinwire.published import TABLES, Table
-from thinwire.published.rows import Row
+import thinwire_bench.published
 from thinwire.sim import ENGINES, Answer, Case, Engine, answer
+from thinwire_bench.published import TABLES, Table
+from thinwire_bench.published.rows import Row
 
 FOLDS = 5
 LARGEST_SHARE = 1.0
@@ -128,7 +128,7 @@ def main() -> None:
     for name in SYSTEMS if arguments.system == "all" else [arguments.system]:
         found = run(name, arguments.rounds, leave_out=arguments.leave_out)
         if arguments.write:
-            path = Path(thinwire.published.__file__).parent / "fits.json"
+            path = Path(thinwire_bench.published.__file__).parent / "fits.json"
             known = json.loads(path.read_text("utf-8")) if path.exists() else {}
             path.write_text(json.dumps(known | {name: found}, indent=1) + "\n", "utf-8")
 

@@ -26,11 +26,11 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives import group
-from thinwire.lab.bench.codecs.sheets import markdown
-from thinwire.lab.bench.codecs.study import Study
 from thinwire.spec import Plan
 from thinwire.testing import RankPool
 from thinwire.train.models.llama import Llama, LlamaConfig
+from thinwire_bench.codecs.sheets import markdown
+from thinwire_bench.codecs.study import Study
 
 TOLERANCE = 2e-5
 """Largest relative parameter difference after three AdamW steps: fp32 kernels of two devices round differently."""

@@ -18,9 +18,9 @@ import thinwire
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 
-DECIDING = {"errors", "units", "spec", "program", "cost", "sim", "plan", "published", "record", "report"}
+DECIDING = {"errors", "units", "spec", "program", "cost", "sim", "plan", "record", "report"}
 DOING = {"codecs", "collectives", "intercept", "checkpoint", "sharding", "profile", "parallel", "train"}
-ABOVE = {"cli", "lab", "study", "testing"}
+ABOVE = {"cli", "lab", "testing"}
 
 
 def _modules() -> set[str]:

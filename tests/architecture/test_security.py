@@ -9,25 +9,30 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "thinwire"
+SOURCE = ROOT / "src"
 
 MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "joblib", "code"}
 """Modules that make code of data."""
 
-BETWEEN_PROCESSES = {"lab/bench/controller.py", "lab/bench/rank.py", "lab/bench/server.py", "testing/ranks.py"}
+BETWEEN_PROCESSES = {
+    "thinwire/testing/ranks.py",
+    "thinwire_bench/systems/controller.py",
+    "thinwire_bench/systems/rank.py",
+    "thinwire_bench/systems/server.py",
+}
 """Files whose processes are children of one another and speak through pipes and sockets that only this user reaches."""
 
-OBJECTS = {"collectives/group.py"}
+OBJECTS = {"thinwire/collectives/group.py"}
 """The file whose ranks exchange objects; docs/security.md says between whom."""
 
 NAMES_OF_MODULES = {
-    "__init__.py",
-    "codecs/registry.py",
-    "codecs/triton/__init__.py",
-    "lab/bench/codecs/peers.py",
-    "lab/bench/rank.py",
-    "lab/bench/server.py",
-    "lab/peers/deepspeed_zero.py",
+    "thinwire/__init__.py",
+    "thinwire/codecs/registry.py",
+    "thinwire/codecs/triton/__init__.py",
+    "thinwire_bench/codecs/peers.py",
+    "thinwire_bench/peers/deepspeed_zero.py",
+    "thinwire_bench/systems/rank.py",
+    "thinwire_bench/systems/server.py",
 }
 """Files that import modules by name; the names are constants of ours, or a benchmark's, never those of a recipe."""
 
@@ -92,7 +97,7 @@ def forbidden(source: str, path: str) -> list[str]:
 
 
 def test_nothing_that_is_read_can_run_code() -> None:
-    files = {str(path.relative_to(PACKAGE)): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+    files = {str(path.relative_to(SOURCE)): path.read_text() for path in sorted(SOURCE.rglob("*.py"))}
     assert len(files) > 100
     assert files.keys() >= BETWEEN_PROCESSES | OBJECTS | NAMES_OF_MODULES
     assert [line for path, source in files.items() for line in forbidden(source, path)] == []

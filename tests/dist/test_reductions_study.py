@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from thinwire.collectives.group import control
-from thinwire.study.reductions import ALGORITHMS, Way, predicted_bytes
 from thinwire.testing.ranks import run_ranks
+from thinwire_bench.study.reductions import ALGORITHMS, Way, predicted_bytes
 
 
 def reduce(local: int, way: Way) -> tuple[int, torch.Tensor, int]:

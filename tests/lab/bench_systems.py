@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, final
 
-from thinwire.lab.peers.interface import Place, System
+from thinwire_bench.peers.interface import Place, System
 
 
 @final

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.lab.bench.controller import Controller
-from thinwire.lab.bench.messages import BenchError, Turn
-from thinwire.lab.peers.interface import SystemSpec
+from thinwire_bench.peers.interface import SystemSpec
+from thinwire_bench.systems.controller import Controller
+from thinwire_bench.systems.messages import BenchError, Turn
 
 BUILDER = "tests.lab.bench_systems:scripted"
 

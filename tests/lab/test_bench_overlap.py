@@ -10,8 +10,8 @@ from tests.lab.cluster import needs_lab
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.lab.bench.overlap import SETTINGS, OverlapRow, ladder
 from thinwire.spec import Plan
+from thinwire_bench.systems.overlap import SETTINGS, OverlapRow, ladder
 
 LANES = ("gather", "reduce", "sync", "spread")
 

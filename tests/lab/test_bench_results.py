@@ -13,17 +13,17 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.errors import SpecError, UsageError
-from thinwire.lab.bench.agreement import early_losses, refusals
-from thinwire.lab.bench.controller import TurnResult
-from thinwire.lab.bench.goals import best_ratios, goals, pair_ratios
-from thinwire.lab.bench.interleave import Sample, Setting, interleave
-from thinwire.lab.bench.messages import Turn
-from thinwire.lab.bench.picture import draw
-from thinwire.lab.bench.rows import Row, make_rows
-from thinwire.lab.bench.table import goals_table, tables
-from thinwire.lab.peers import catalog
-from thinwire.lab.peers.catalog import PEERS, peer_systems, plan_systems
-from thinwire.lab.peers.interface import Kind, SystemSpec
+from thinwire_bench.peers import catalog
+from thinwire_bench.peers.catalog import PEERS, peer_systems, plan_systems
+from thinwire_bench.peers.interface import Kind, SystemSpec
+from thinwire_bench.systems.agreement import early_losses, refusals
+from thinwire_bench.systems.controller import TurnResult
+from thinwire_bench.systems.goals import best_ratios, goals, pair_ratios
+from thinwire_bench.systems.interleave import Sample, Setting, interleave
+from thinwire_bench.systems.messages import Turn
+from thinwire_bench.systems.picture import draw
+from thinwire_bench.systems.rows import Row, make_rows
+from thinwire_bench.systems.table import goals_table, tables
 
 FREE = Setting("none", None, None)
 SLOW = Setting("8mbit", 8e6, None)
@@ -209,7 +209,7 @@ def test_a_refusal_is_written_down_and_ends_with_an_error(tmp_path: Path, monkey
         runner = FakeRunner({label: [1.0] * 99 for label in labels}, losses={"hsdp": 6.0})
         return interleave(runner, lambda rate: None, labels, settings, rounds=2, steps=2, report=lambda sample: None)
 
-    monkeypatch.setattr("thinwire.lab.bench.run.run", faked)
+    monkeypatch.setattr("thinwire_bench.systems.run.run", faked)
     out, picture = tmp_path / "step.json", tmp_path / "step.png"
     chosen = ["--bandwidth", "none,1gbit", "--json", str(out), "--png", str(picture)]
     done = CliRunner().invoke(app, ["bench", "step", *chosen])

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from thinwire.errors import SpecError
-from thinwire.lab.bench.rows import Row
-from thinwire.lab.peers.interface import Kind
 from thinwire.spec import Plan
 from thinwire.spec.policy import STUDIED
-from thinwire.study.arms import Study
-from thinwire.study.hybrid import NODES, PLAIN, RANKS, draw, policies, sheets, speeds, systems
+from thinwire_bench.peers.interface import Kind
+from thinwire_bench.study.arms import Study
+from thinwire_bench.study.hybrid import NODES, PLAIN, RANKS, draw, policies, sheets, speeds, systems
+from thinwire_bench.systems.rows import Row
 
 
 def row(system: str, samples: tuple[float, ...], by_axis: dict[str, float]) -> Row:

@@ -71,13 +71,13 @@ def test_what_a_wheel_holds(wheels: tuple[Path, Path]) -> None:
     assert tree == from_archive
     expected = {
         str(path.relative_to(ROOT / "src"))
-        for path in (ROOT / "src/thinwire").rglob("*")
+        for path in (ROOT / "src").rglob("*")
         if path.is_file() and path.suffix not in (".pyc", ".so")
     }
     assert expected <= tree
     assert any(name.startswith("thinwire/codecs/cpp/_native.") and name.endswith(".so") for name in tree)
     outside = {name.split("/")[0] for name in tree}
-    assert {name for name in outside if not name.endswith(".dist-info")} == {"thinwire"}
+    assert {name for name in outside if not name.endswith(".dist-info")} == {"thinwire", "thinwire_bench"}
 
 
 def test_commands_of_an_installed_wheel(wheels: tuple[Path, Path], python: Path, tmp_path: Path) -> None:

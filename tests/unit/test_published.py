@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from thinwire.published import TABLES, Comparison, Table, fits, mean_error, reproduce
-from thinwire.published.rows import rows
+from thinwire_bench.published import TABLES, Comparison, Table, fits, mean_error, reproduce
+from thinwire_bench.published.rows import rows
 
 CLOSE = 0.10
 """Published figures closer than this may change places."""

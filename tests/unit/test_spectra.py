@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.errors import UsageError
-from thinwire.study.crossings import KINDS, Moment, Training, observe
-from thinwire.study.spectra import (
+from thinwire.train.data import Batch
+from thinwire.train.models.llama import Llama
+from thinwire_bench.study.crossings import KINDS, Moment, Training, observe
+from thinwire_bench.study.spectra import (
     CODECS,
     Measured,
     crest_factors,
@@ -23,9 +25,7 @@ from thinwire.study.spectra import (
     summarise,
     trends,
 )
-from thinwire.study.spectra_picture import draw
-from thinwire.train.data import Batch
-from thinwire.train.models.llama import Llama
+from thinwire_bench.study.spectra_picture import draw
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

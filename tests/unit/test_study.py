@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from thinwire.errors import SpecError, UsageError
-from thinwire.lab.bench.rows import Row
-from thinwire.lab.peers.interface import Kind
 from thinwire.spec import Plan
-from thinwire.study.arms import Run, Study
-from thinwire.study.curves import Curve, Curves
-from thinwire.study.gains import (
+from thinwire.train.directory import RunDirectory
+from thinwire_bench.peers.interface import Kind
+from thinwire_bench.study.arms import Run, Study
+from thinwire_bench.study.curves import Curve, Curves
+from thinwire_bench.study.gains import (
     BUCKETS,
     across_bandwidths,
     gains,
@@ -24,10 +24,10 @@ from thinwire.study.gains import (
     stage_systems,
     technique_systems,
 )
-from thinwire.study.outcome import missing_note, outcomes, plain, sheets, verdicts
-from thinwire.study.page import markdown
-from thinwire.study.picture import draw
-from thinwire.train.directory import RunDirectory
+from thinwire_bench.study.outcome import missing_note, outcomes, plain, sheets, verdicts
+from thinwire_bench.study.page import markdown
+from thinwire_bench.study.picture import draw
+from thinwire_bench.systems.rows import Row
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "recipes/convergence/study.toml"

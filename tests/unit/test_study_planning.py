@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import typer
 
-from thinwire.cli.bench_planner import planner
 from thinwire.spec import Plan
-from thinwire.study.pairs import Choice, Pair, sheets
-from thinwire.study.planning import _add
+from thinwire_bench.cli.planner import planner
+from thinwire_bench.study.pairs import Choice, Pair, sheets
+from thinwire_bench.study.planning import _add
 
 ROOT = Path(__file__).parents[2]
 

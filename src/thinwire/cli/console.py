@@ -1,10 +1,13 @@
-"""Where commands print tables."""
+"""Where commands print tables, and what the user typed."""
 
 from __future__ import annotations
 
+import shlex
+import sys
+
 from rich.console import Console
 
-__all__ = ["wide_console"]
+__all__ = ["command_line", "wide_console"]
 
 _PIPED_WIDTH = 200
 """Columns where output goes to a file or a pipe: tables are not cut to 80."""
@@ -20,3 +23,8 @@ def wide_console(*, as_json: bool = False) -> Console:
     return (
         plain if plain.is_terminal else Console(stderr=as_json, highlight=False, width=max(plain.width, _PIPED_WIDTH))
     )
+
+
+def command_line() -> str:
+    """What the user typed."""
+    return shlex.join(["thinwire", *sys.argv[1:]])

@@ -1,28 +1,23 @@
-"""``thinwire``: the commands. Each lives in a module of its own and imports what it needs when it runs."""
+"""``thinwire``: the commands. Each lives in a module of its own and imports what it needs when it runs.
+
+Other packages add commands by an entry point of the group ``thinwire.commands``: its name is the command's, its object
+a function or a :class:`typer.Typer` of several.
+"""
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint, entry_points
 from typing import Annotated
 
 import typer
 
 import thinwire
-from thinwire.cli.bench import bench
-from thinwire.cli.bench_codecs import codecs
-from thinwire.cli.bench_convergence import convergence
-from thinwire.cli.bench_gains import kernels, stages, techniques
-from thinwire.cli.bench_hybrid import hybrid
-from thinwire.cli.bench_overlap import overlap
-from thinwire.cli.bench_planner import planner
-from thinwire.cli.bench_reductions import reductions
-from thinwire.cli.bench_spectra import spectra
 from thinwire.cli.doctor import doctor
 from thinwire.cli.export import export
 from thinwire.cli.lab import lab
 from thinwire.cli.plan import plan
 from thinwire.cli.profile import profile
 from thinwire.cli.report import report
-from thinwire.cli.reproduce import reproduce
 from thinwire.cli.sim import sim
 from thinwire.cli.train import train
 
@@ -37,23 +32,33 @@ app = typer.Typer(
 app.command()(train)
 app.command()(plan)
 app.command()(sim)
-app.command()(reproduce)
 app.command()(profile)
 app.command()(report)
 app.command()(export)
 app.command()(doctor)
 app.command(context_settings={"allow_interspersed_args": False})(lab)
-bench.command()(overlap)
-bench.command()(codecs)
-bench.command()(convergence)
-bench.command()(reductions)
-bench.command()(spectra)
-bench.command()(hybrid)
-bench.command()(techniques)
-bench.command()(kernels)
-bench.command()(stages)
-bench.command()(planner)
-app.add_typer(bench)
+
+
+def _add_plugin(point: EntryPoint) -> None:
+    try:
+        command = point.load()
+    except ImportError as error:
+        reason = str(error)
+
+        @app.command(point.name, help=f"Not available: {reason}")
+        def unavailable() -> None:
+            typer.echo(f"thinwire {point.name} comes from {point.value}, which does not load: {reason}", err=True)
+            raise typer.Exit(1)
+
+        return
+    if isinstance(command, typer.Typer):
+        app.add_typer(command, name=point.name)
+    else:
+        app.command(point.name)(command)
+
+
+for _point in sorted(entry_points(group="thinwire.commands"), key=lambda point: point.name):
+    _add_plugin(_point)
 
 
 def _version(wanted: bool) -> None:

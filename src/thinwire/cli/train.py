@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from thinwire.cli.advice import advised
+from thinwire.cli.console import command_line
 from thinwire.cli.errors import explained
 from thinwire.cli.summary import shown
 
@@ -228,7 +229,6 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
 
 def _launch(request: RunRequest, profile: Profile | None, console: Console) -> None:
     """Start this machine's ranks and wait for them."""
-    from thinwire.cli.bench import command_line
     from thinwire.program import idle_codecs
     from thinwire.train.launch import launch
     from thinwire.train.packing import prepare
@@ -260,7 +260,6 @@ def _join(request: RunRequest, profile: Profile | None, console: Console, ranks:
     import dataclasses
     import os
 
-    from thinwire.cli.bench import command_line
     from thinwire.program import idle_codecs
     from thinwire.train.versions import versions
     from thinwire.train.worker import recorded_failure, train

@@ -1,7 +1,0 @@
-"""What papers measured, and how close the simulator comes. Never imports torch."""
-
-from thinwire.published.amsp import traced
-from thinwire.published.rows import Fit, fits
-from thinwire.published.tables import TABLES, Comparison, Table, mean_error, reproduce
-
-__all__ = ["TABLES", "Comparison", "Fit", "Table", "fits", "mean_error", "reproduce", "traced"]

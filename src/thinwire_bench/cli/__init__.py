@@ -1,0 +1,1 @@
+"""``thinwire bench`` and ``thinwire reproduce``."""

@@ -1,0 +1,165 @@
+"""``thinwire reproduce``: tables of publications beside the simulator's figures for the same steps."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.console import wide_console
+from thinwire.cli.errors import explained
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thinwire.report import Sheet
+    from thinwire_bench.published import Comparison, Table
+
+
+def reproduce(
+    name: Annotated[
+        str, typer.Argument(metavar="[amsp|internevo|zeropp|efa|hybrid|memory|all]", help="Whose tables.")
+    ] = "all",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
+    ] = None,
+    pictures: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Draw a picture for each table.", show_default=False)
+    ] = None,
+) -> None:
+    """Simulate what publications measured: published value, simulated value, error.
+
+    [bold]Examples[/bold]
+
+      thinwire reproduce amsp
+
+      thinwire reproduce all --json
+
+    "Left out" is how well a table is predicted by constants that were fitted without it (benchmarks/fit_engines.py).
+    """
+    with explained(as_json=as_json):
+        from thinwire.errors import UsageError
+        from thinwire.report import insert, markdown_table, rich_table
+        from thinwire_bench.published import TABLES
+        from thinwire_bench.published import reproduce as simulated
+
+        names = list(dict.fromkeys(table.name for table in TABLES))
+        if name not in (*names, "all"):
+            raise UsageError(f"there is no publication {name!r}; valid are {', '.join(names)}, all")
+        found = [(table, simulated(table)) for table in TABLES if name in (table.name, "all")]
+        if pictures is not None:
+            pictures.mkdir(parents=True, exist_ok=True)
+            for number, (table, comparisons) in enumerate(found, start=1):
+                _draw(pictures / f"{table.name}-{number}.png", table, comparisons)
+            if name in {"amsp", "all"}:
+                _draw_traces(pictures / "amsp-traces.png")
+        tables = [_summary(found), *(_sheet(table, comparisons) for table, comparisons in found)]
+        if page is not None:
+            text = "\n".join(line for sheet in tables for line in markdown_table(sheet))
+            page.write_text(insert(page.read_text(encoding="utf-8"), text, "thinwire reproduce all --page"), "utf-8")
+        if as_json:
+            print(json.dumps([_plain(table, comparisons) for table, comparisons in found]))
+            return
+        console = wide_console()
+        for sheet in tables:
+            console.print(rich_table(sheet), "")
+
+
+def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
+    from thinwire.report import Sheet
+    from thinwire_bench.published import fits, mean_error
+
+    cells = []
+    for table, comparisons in found:
+        error = mean_error(comparisons)
+        goal = "" if table.goal is None else _shown(table.goal, table)
+        verdict = "" if table.goal is None else "reached" if error <= table.goal else "missed"
+        worst = max(comparisons, key=lambda comparison: abs(comparison.error))
+        fit = fits().get(table.system)
+        left_out = None if fit is None else fit.left_out.get(table.title)
+        cells.append(
+            [
+                table.title, str(len(comparisons)), _shown(error, table), goal, verdict,
+                _shown(worst.error, table, "+"), "" if fit is None else str(len(fit.constants)),
+                "" if fit is None or left_out is None else f"{_shown(left_out, table)} (by {fit.by})",
+            ]
+        )  # fmt: skip
+    columns = ["table", "rows", "mean error", "goal", "", "worst", "constants of its system", "mean error, left out"]
+    dates = sorted({fits()[table.system].date for table, _ in found if table.system in fits()})
+    title = f"Mean absolute errors (left out as of {dates[-1]})" if dates else "Mean absolute errors"
+    return Sheet(title, columns, 1, cells)
+
+
+def _shown(error: float, table: Table, sign: str = "") -> str:
+    return f"{100 * error:{sign}.1f} points" if table.in_points else f"{error:{sign}.1%}"
+
+
+def _sheet(table: Table, comparisons: Sequence[Comparison]) -> Sheet:
+    from thinwire.report import Sheet
+
+    columns = ["model", "system", "GPUs", "Gbit/s", "tokens", "micro-batches", "published", "simulated", "error"]
+    cells = [
+        [
+            comparison.row.model, comparison.row.system, str(comparison.row.gpus),
+            str(comparison.row.internode_gbps or ""), str(comparison.row.micro_batch_tokens or ""),
+            str(comparison.row.micro_batches or ""), f"{comparison.row.value:,g}", f"{comparison.simulated:,.4g}",
+            _shown(comparison.error, table, "+"),
+        ]
+        for comparison in comparisons
+    ]  # fmt: skip
+    return Sheet(table.title, columns, 2, cells)
+
+
+def _plain(table: Table, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+    from thinwire_bench.published import fits, mean_error
+
+    fit = fits().get(table.system)
+    return {
+        "name": table.name,
+        "title": table.title,
+        "system": table.system,
+        "goal": table.goal,
+        "mean_error": mean_error(comparisons),
+        "errors_are_points_over_100": table.in_points,
+        "fitted_constants": [] if fit is None else list(fit.constants),
+        "left_out_error": None if fit is None else fit.left_out.get(table.title),
+        "left_out_by": None if fit is None else fit.by,
+        "left_out_date": None if fit is None else fit.date,
+        "rows": [
+            {
+                "where": comparison.row.where,
+                "model": comparison.row.model,
+                "system": comparison.row.system,
+                "gpus": comparison.row.gpus,
+                "micro_batch_tokens": comparison.row.micro_batch_tokens,
+                "micro_batches": comparison.row.micro_batches,
+                "published": comparison.row.value,
+                "simulated": comparison.simulated,
+                "error": comparison.error,
+            }
+            for comparison in comparisons
+        ],
+    }
+
+
+def _draw(path: Path, table: Table, comparisons: Sequence[Comparison]) -> None:
+    from thinwire.report import draw_agreement
+
+    points: dict[str, list[tuple[float, float]]] = {}
+    for comparison in comparisons:
+        points.setdefault(comparison.row.model, []).append((comparison.row.value, comparison.simulated))
+    title, _, unit = table.title.partition(": ")
+    band = 100 * table.goal if table.in_points and table.goal is not None else None
+    draw_agreement(path, title, points, unit or ("MFU" if "MFU" in title else "times"), band)
+
+
+def _draw_traces(path: Path) -> None:
+    from thinwire.report import draw_timelines
+    from thinwire.sim import answer
+    from thinwire_bench.published import traced
+
+    spans = {name: answer(case, trace=True).simulated.spans for name, case in traced().items()}
+    draw_timelines(path, "LLaMA-7B on 1024 A800s, one step, simulated (AMSP, Figures 14 and 15)", spans)

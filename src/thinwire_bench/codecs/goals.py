@@ -1,0 +1,106 @@
+"""What the codecs should achieve, beside what a run measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from thinwire.units import format_bytes
+from thinwire_bench.codecs.accuracy import Accuracy
+from thinwire_bench.codecs.timing import COPY, Speed
+
+__all__ = ["SNR_GOALS", "Goal", "goals"]
+
+SNR_GOALS: Final[dict[str, dict[str, float]]] = {
+    "int8:256": {"normal": 43.1, "student": 34.9, "gradients": 43.2, "weights": 43.4, "activations": 43.9},
+    "int4:256": {"normal": 19.9, "student": 13.1, "gradients": 19.9, "weights": 20.1, "activations": 20.3},
+    "int4:256,hadamard": {"normal": 19.6, "student": 20.0, "gradients": 19.7, "weights": 19.6, "activations": 19.3},
+}
+"""Decibels that a study of 16 million values reached; the model's values were those of another small model."""
+
+_SHARES = ((64 << 20, 0.8), (512 << 20, 0.5))
+_DEVICE_SHARE = 0.8
+_ZFPY, _EAGER = 3.0, 20.0
+
+
+@dataclass(frozen=True)
+class Goal:
+    """One figure that was aimed at.
+
+    Attributes:
+        goal: what is compared.
+        subject: of which codec, in which direction, on what.
+        measured: in this run.
+        wanted: at least.
+        met: whether it was reached.
+    """
+
+    goal: str
+    subject: str
+    measured: float
+    wanted: float
+    met: bool
+
+
+def goals(speeds: Sequence[Speed], accuracies: Sequence[Accuracy], *, on_cpu: bool) -> list[Goal]:
+    """All goals that the run says something about.
+
+    Args:
+        speeds: of a run, without refused codecs.
+        accuracies: of the same run.
+        on_cpu: whether the copies are libc's.
+    """
+    shares = _host_shares(speeds) if on_cpu else _device_shares(speeds)
+    return [*shares, *_zfpy(speeds), *_eager(speeds), *_snr(accuracies)]
+
+
+def _host_shares(speeds: Iterable[Speed]) -> Iterator[Goal]:
+    for each in speeds:
+        wanted = dict(_SHARES).get(each.size)
+        if wanted and each.subject in {"int8:256", "int4:256"} and each.direction in {"encode", "decode"}:
+            yield _goal("share of memcpy", _subject(each), each.share, wanted)
+
+
+def _device_shares(speeds: Iterable[Speed]) -> Iterator[Goal]:
+    for each in speeds:
+        if each.subject.startswith("int") and ":tensor" not in each.subject:
+            yield _goal("share of a device copy", _subject(each), each.share, _DEVICE_SHARE)
+
+
+def _zfpy(speeds: Sequence[Speed]) -> Iterator[Goal]:
+    for theirs in speeds:
+        if theirs.subject.startswith("zfpy rate "):
+            ours = _same(speeds, theirs, "zfp:" + theirs.subject.removeprefix("zfpy rate "))
+            if ours:
+                yield _goal("times zfpy", _subject(ours), ours.gb_per_s / theirs.gb_per_s, _ZFPY)
+
+
+def _eager(speeds: Sequence[Speed]) -> Iterator[Goal]:
+    for theirs in speeds:
+        if theirs.subject == "torch eager int8:256" and theirs.dtype == "bfloat16":
+            ours = _same(speeds, theirs, "int8:256")
+            if ours:
+                yield _goal("times torch eager", _subject(ours), ours.gb_per_s / theirs.gb_per_s, _EAGER)
+
+
+def _snr(accuracies: Iterable[Accuracy]) -> Iterator[Goal]:
+    for each in accuracies:
+        wanted = SNR_GOALS.get(each.subject, {}).get(each.data)
+        if wanted and each.dtype == "float32" and each.snr_db is not None:
+            yield _goal("SNR in dB", f"{each.subject}, {each.data}", round(each.snr_db, 1), wanted)
+
+
+def _goal(goal: str, subject: str, measured: float, wanted: float) -> Goal:
+    return Goal(goal, subject, measured, wanted, measured >= wanted)
+
+
+def _same(speeds: Iterable[Speed], other: Speed, subject: str) -> Speed | None:
+    """The speed of another subject in the same direction of the same bench."""
+    key = (subject, other.direction, other.dtype, other.size)
+    return next((each for each in speeds if (each.subject, each.direction, each.dtype, each.size) == key), None)
+
+
+def _subject(speed: Speed) -> str:
+    assert speed.subject != COPY
+    return f"{speed.subject} {speed.direction}, {speed.dtype}, {format_bytes(speed.size)}"

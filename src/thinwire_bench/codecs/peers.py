@@ -1,0 +1,358 @@
+"""What others offer for the same purpose, each as it is meant to be called. Each is optional.
+
+A peer allocates what it returns, since none of them takes buffers. Where a peer's options matter, the faster ones are
+used: zfpy's rate mode without a header, ZipNN with its bf16 byte layout and one thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import SpecError
+from thinwire_bench.codecs.accuracy import Accuracy, signal_to_noise
+from thinwire_bench.codecs.data import normal
+from thinwire_bench.codecs.gate import same_bits
+from thinwire_bench.codecs.timing import Job
+
+__all__ = ["GROUPS", "Peer", "PeerStatus", "accuracy_of", "choose", "jobs_of"]
+
+_BLOCK = 256
+_TRIAL = 1 << 14
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another implementation.
+
+    Attributes:
+        name: as the table has it.
+        group: as the command line names it and its like.
+        summary: what it is.
+        encode: a tensor to whatever the peer keeps.
+        decode: that and the tensor it came from, whose shape and dtype it may look at, to values.
+        num_bytes: of what the peer keeps.
+        package: to be installed, besides torch.
+        dtypes: that it takes.
+        on_cuda: whether it can be handed a tensor on a GPU.
+        timed: whether its speed means anything.
+        lossless: whether it must return what it got.
+    """
+
+    name: str
+    group: str
+    summary: str
+    encode: Callable[[Tensor], Any]
+    decode: Callable[[Any, Tensor], Tensor]
+    num_bytes: Callable[[Any], int]
+    package: str | None = None
+    dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    on_cuda: bool = True
+    timed: bool = True
+    lossless: bool = False
+
+
+@dataclass(frozen=True)
+class PeerStatus:
+    """Whether a peer took part.
+
+    Attributes:
+        name: of the peer.
+        summary: what it is.
+        package: it needs, if any.
+        version: of that package, or of torch; None if it is not installed.
+        absent: why it took no part; None if it did.
+    """
+
+    name: str
+    summary: str
+    package: str | None
+    version: str | None
+    absent: str | None
+
+
+def choose(groups: Sequence[str], device: torch.device) -> tuple[list[Peer], list[PeerStatus]]:
+    """The peers of some groups that work here, and how all of them fared.
+
+    Args:
+        groups: keys of :data:`GROUPS`.
+        device: of the tensors.
+
+    Raises:
+        SpecError: there is no such group.
+    """
+    unknown = [group for group in groups if group not in GROUPS]
+    if unknown:
+        raise SpecError("--peers", [f"there is no peer {group!r}; valid are {', '.join(GROUPS)}" for group in unknown])
+    working, statuses = [], []
+    for group in groups:
+        for peer in GROUPS[group]():
+            absent = _absent(peer, device)
+            version = _version(peer.package or "torch")
+            statuses.append(PeerStatus(peer.name, peer.summary, peer.package, version, absent))
+            if absent is None:
+                working.append(peer)
+    return working, statuses
+
+
+def jobs_of(peer: Peer, x: Tensor) -> tuple[list[Job], float]:
+    """Both directions of a peer on a tensor, and the bits of its message for each value."""
+    size = x.numel() * x.element_size()
+    kept = peer.encode(x)
+    jobs = [
+        Job(peer.name, "encode", size, lambda: peer.encode(x)),
+        Job(peer.name, "decode", size, lambda: peer.decode(kept, x)),
+    ]
+    return jobs, 8 * peer.num_bytes(kept) / x.numel()
+
+
+def accuracy_of(peer: Peer, data: str, x: Tensor) -> Accuracy:
+    """The error of a peer on a data set, whose tail is left out where the peer takes whole blocks only."""
+    x = x[: x.numel() // 2048 * 2048]
+    kept = peer.encode(x)
+    snr = signal_to_noise(x, peer.decode(kept, x).view(-1))
+    bits = 8 * peer.num_bytes(kept) / x.numel()
+    return Accuracy(peer.name, str(x.dtype).removeprefix("torch."), data, x.numel(), snr, bits)
+
+
+def _absent(peer: Peer, device: torch.device) -> str | None:
+    if peer.package is not None and importlib.util.find_spec(peer.package) is None:
+        return "not installed"
+    if device.type != "cpu" and not peer.on_cuda:
+        return "works on CPU only"
+    x = normal(_TRIAL).to(device)
+    for dtype in peer.dtypes:
+        # Whatever stops another project's code is told, and stops neither us nor its neighbours.
+        try:
+            values = x.to(dtype)
+            decoded = peer.decode(peer.encode(values), values).view(-1)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [""]
+            return f"failed: {type(error).__name__}: {lines[0][:200]}"
+        if peer.lossless and not same_bits(decoded, values):
+            return f"failed: it does not return {dtype} as it was"
+        snr = signal_to_noise(values, decoded)
+        if snr is not None and not snr > 0:
+            return f"failed: its error on {dtype} is as large as the values"
+    return None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _tensor_bytes(kept: Iterable[Any]) -> int:
+    return sum(item.numel() * item.element_size() for item in kept if isinstance(item, Tensor))
+
+
+# ------------------------------------------------------------------------------------------------ torch itself
+
+
+def _quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """INT8 by block, as one writes it down: the largest magnitude becomes 127."""
+    values = x.view(-1, _BLOCK).float()
+    scale = values.abs().amax(1, keepdim=True) / 127
+    return torch.round(values / scale).clamp(-127, 127).to(torch.int8), scale
+
+
+def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return (codes.float() * scale).to(dtype)
+
+
+def _eager() -> list[Peer]:
+    return [
+        Peer(
+            "torch eager int8:256",
+            "eager",
+            "block quantisation in plain torch operations",
+            encode=_quantize,
+            decode=lambda kept, x: _dequantize(kept[0], kept[1], x.dtype),
+            num_bytes=_tensor_bytes,
+        )
+    ]
+
+
+def _compile() -> list[Peer]:
+    quantize, dequantize = torch.compile(_quantize, dynamic=False), torch.compile(_dequantize, dynamic=False)
+    return [
+        Peer(
+            "torch.compile int8:256",
+            "compile",
+            "the same operations, compiled by inductor",
+            encode=quantize,
+            decode=lambda kept, x: dequantize(kept[0], kept[1], x.dtype),
+            num_bytes=_tensor_bytes,
+        )
+    ]
+
+
+def _deepspeed_form() -> list[Peer]:
+    """DeepSpeed's quantiser for its quantised gradients, written again: scale = max / 2^(N-1), clamped above."""
+    block = 2048
+
+    def encode(x: Tensor) -> tuple[Tensor, Tensor]:
+        values = x.view(-1, block).float()
+        largest = values.abs().amax(1, keepdim=True)
+        scale = torch.where(largest == 0, 1.0, largest / 8)
+        return torch.round(values / scale).clamp(-8, 7), scale
+
+    return [
+        Peer(
+            "INT4 b2048, clamp at +7 with scale max/8",
+            "deepspeed-form",
+            "how DeepSpeed quantises, restated in torch; for its error alone",
+            encode=encode,
+            decode=lambda kept, x: (kept[0] * kept[1]).to(x.dtype),
+            num_bytes=lambda kept: kept[0].numel() // 2 + 4 * kept[1].numel(),
+            timed=False,
+        )
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ packages
+
+
+def _zfpy() -> list[Peer]:
+    return [_zfpy_rate(rate) for rate in (8, 16, 24)]
+
+
+def _zfpy_rate(rate: int) -> Peer:
+    def encode(x: Tensor) -> bytes:
+        stream: bytes = _module("zfpy").compress_numpy(x.numpy(), rate=rate, write_header=False)
+        return stream
+
+    def decode(kept: bytes, x: Tensor) -> Tensor:
+        zfpy, values = _module("zfpy"), x.numpy()
+        kind = zfpy.dtype_to_ztype(values.dtype)
+        return torch.from_numpy(zfpy._decompress(kept, kind, values.shape, rate=rate))
+
+    return Peer(
+        f"zfpy rate {rate}",
+        "zfpy",
+        "libzfp by its own Python binding",
+        encode=encode,
+        decode=decode,
+        num_bytes=len,
+        package="zfpy",
+        dtypes=(torch.float32,),
+        on_cuda=False,
+    )
+
+
+def _torchao() -> list[Peer]:
+    return [_torchao_bits(8), _torchao_bits(4)]
+
+
+def _torchao_bits(bits: int) -> Peer:
+    low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
+    block = (1, _BLOCK)
+
+    def encode(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        torchao = _module("torchao.quantization.quant_primitives")
+        values = x.view(-1, _BLOCK)
+        scale, zero = torchao.choose_qparams_affine(
+            values, torchao.MappingType.SYMMETRIC, block, torch.int8, low, high, scale_dtype=torch.float32
+        )
+        return torchao.quantize_affine(values, block, scale, zero, torch.int8, low, high), scale, zero
+
+    def decode(kept: tuple[Tensor, Tensor, Tensor], x: Tensor) -> Tensor:
+        torchao = _module("torchao.quantization.quant_primitives")
+        codes, scale, zero = kept
+        decoded: Tensor = torchao.dequantize_affine(
+            codes, block, scale, zero, torch.int8, low, high, output_dtype=x.dtype
+        )
+        return decoded
+
+    return Peer(
+        f"torchao int{bits}:256",
+        "torchao",
+        "affine quantisation primitives" + (", which keep a byte for each code" if bits < 8 else ""),
+        encode=encode,
+        decode=decode,
+        num_bytes=lambda kept: _tensor_bytes(kept[:2]),
+        package="torchao",
+    )
+
+
+def _bitsandbytes() -> list[Peer]:
+    def functional() -> Any:
+        return _module("bitsandbytes.functional")
+
+    def num_bytes(kept: Any) -> int:
+        return _tensor_bytes((kept[0], kept[1].absmax))
+
+    return [
+        Peer(
+            "bitsandbytes 8-bit b256",
+            "bitsandbytes",
+            "quantize_blockwise, dynamic 8-bit codes",
+            encode=lambda x: functional().quantize_blockwise(x, blocksize=_BLOCK),
+            decode=lambda kept, x: functional().dequantize_blockwise(*kept),
+            num_bytes=num_bytes,
+            package="bitsandbytes",
+        ),
+        Peer(
+            "bitsandbytes nf4 b256",
+            "bitsandbytes",
+            "quantize_4bit, codes for normal values",
+            encode=lambda x: functional().quantize_4bit(x, blocksize=_BLOCK, quant_type="nf4"),
+            decode=lambda kept, x: functional().dequantize_4bit(*kept),
+            num_bytes=num_bytes,
+            package="bitsandbytes",
+        ),
+    ]
+
+
+def _zipnn() -> list[Peer]:
+    def coder() -> Any:
+        return _module("zipnn").ZipNN(bytearray_dtype="bfloat16", input_format="byte", threads=1)
+
+    def encode(x: Tensor) -> bytes:
+        # It works in place, so the input has to be a copy.
+        compressed: bytes = coder().compress(bytearray(x.view(torch.uint8).numpy()))
+        return compressed
+
+    def decode(kept: bytes, x: Tensor) -> Tensor:
+        return torch.frombuffer(bytearray(coder().decompress(kept)), dtype=x.dtype)
+
+    return [
+        Peer(
+            "ZipNN",
+            "zipnn",
+            "lossless: byte groups and Huffman codes",
+            encode=encode,
+            decode=decode,
+            num_bytes=len,
+            package="zipnn",
+            dtypes=(torch.bfloat16,),
+            on_cuda=False,
+            lossless=True,
+        )
+    ]
+
+
+def _module(name: str) -> Any:
+    """A peer's module, imported on first use; it may bring no types."""
+    return importlib.import_module(name)
+
+
+GROUPS: Final[dict[str, Callable[[], list[Peer]]]] = {
+    "zfpy": _zfpy,
+    "eager": _eager,
+    "compile": _compile,
+    "torchao": _torchao,
+    "bitsandbytes": _bitsandbytes,
+    "zipnn": _zipnn,
+    "deepspeed-form": _deepspeed_form,
+}
+"""What the command line can name."""

@@ -1,0 +1,193 @@
+"""A run: gates, errors, then speeds, bench by bench."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs import Codec, get
+from thinwire.units import format_bytes
+from thinwire_bench.codecs.accuracy import Accuracy, blocking, codec_accuracy
+from thinwire_bench.codecs.data import data_sets
+from thinwire_bench.codecs.gate import SEED, Gate, check_sample, check_timed
+from thinwire_bench.codecs.goals import goals
+from thinwire_bench.codecs.jobs import FUSED_CODECS, Buffers, codec_jobs
+from thinwire_bench.codecs.peers import Peer, accuracy_of, choose, jobs_of
+from thinwire_bench.codecs.study import Study
+from thinwire_bench.codecs.timing import COPY, Speed, copy_job, interleave, is_noisy, speeds
+from thinwire_bench.environment import describe
+
+__all__ = ["CODECS", "Request", "run"]
+
+CODECS: Final = (
+    "int8:256", "int8:2048", "int4:256", "int4:2048", "int4:256,hadamard", "int4:256,stochastic", "int8:tensor",
+    "int4:tensor", "int3:256", "bf16", "fp16", "zfp:8", "zfp:16", "zfp:24", "mpc", "exp3",
+)  # fmt: skip
+"""Unless others are named."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure.
+
+    Attributes:
+        codecs: names.
+        dtypes: of the tensors.
+        sizes: of the tensors in bytes; peers are timed at the first.
+        data: names of data sets.
+        values: in each synthetic data set.
+        peers: groups of peers.
+        device: ``cpu`` or ``cuda``.
+        backend: of the codecs.
+        threads: of torch, which the codecs follow.
+        rounds: that count.
+        command: that was typed.
+    """
+
+    codecs: Sequence[str]
+    dtypes: Sequence[torch.dtype]
+    sizes: Sequence[int]
+    data: Sequence[str]
+    values: int
+    peers: Sequence[str]
+    device: torch.device
+    backend: str
+    threads: int
+    rounds: int
+    command: str
+
+
+def run(request: Request, report: Callable[[str], None] = lambda line: None) -> Study:
+    """Measure.
+
+    Args:
+        request: what.
+        report: told in one line what is being done.
+    """
+    device = request.device
+    codecs = [get(name, backend=request.backend) for name in request.codecs]
+    sets = data_sets(request.data, request.values, report)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(request.threads)
+    try:
+        peers, statuses = choose(request.peers, device)
+        gates: list[Gate] = []
+        accuracies: list[Accuracy] = []
+        for dtype in request.dtypes:
+            report(f"{_name(dtype)}: comparing with the reference, measuring errors")
+            sound = [codec for codec in codecs if _takes(codec, dtype) and _passes(codec, dtype, device, gates)]
+            accuracies += _accuracies(sound, [peer for peer in peers if dtype in peer.dtypes], sets, dtype, device)
+        found: list[Speed] = []
+        notes: list[str] = []
+        for size in request.sizes:
+            timed = [peer for peer in peers if peer.timed and size == request.sizes[0]]
+            for dtype in request.dtypes:
+                report(f"{_name(dtype)}, {format_bytes(size)}: timing {request.rounds} rounds")
+                here = [peer for peer in timed if dtype in peer.dtypes]
+                found += _bench([c for c in codecs if _takes(c, dtype)], here, size, dtype, request, gates, notes)
+    finally:
+        torch.set_num_threads(threads)
+    red = {(gate.codec, gate.dtype) for gate in gates if gate.problem is not None}
+    found = [speed for speed in found if (speed.subject, speed.dtype) not in red]
+    accuracies = [each for each in accuracies if (each.subject, each.dtype) not in red]
+    environment = describe()
+    environment["versions"] |= _versions()
+    return Study(
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment["cpu"],
+        backend=request.backend,
+        threads=request.threads,
+        rounds=request.rounds,
+        codecs=tuple(request.codecs),
+        speeds=found,
+        accuracies=accuracies,
+        blockings=blocking(accuracies),
+        peers=statuses,
+        gates=gates,
+        goals=goals(found, accuracies, on_cpu=device.type == "cpu"),
+        notes=notes,
+        environment=environment,
+        command=request.command,
+    )
+
+
+def _passes(codec: Codec, dtype: torch.dtype, device: torch.device, gates: list[Gate]) -> bool:
+    problem = check_sample(codec, dtype, device)
+    gates.append(Gate(str(codec.spec), _name(dtype), None, problem))
+    return problem is None
+
+
+def _accuracies(
+    codecs: Sequence[Codec], peers: Sequence[Peer], sets: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+) -> list[Accuracy]:
+    found = []
+    for data, values in sets.items():
+        x = values.to(device, dtype)
+        found += [codec_accuracy(codec, data, x) for codec in codecs]
+        found += [accuracy_of(peer, data, x) for peer in peers]
+    return found
+
+
+def _bench(
+    codecs: Sequence[Codec],
+    peers: Sequence[Peer],
+    size: int,
+    dtype: torch.dtype,
+    request: Request,
+    gates: list[Gate],
+    notes: list[str],
+) -> list[Speed]:
+    """Every codec that has passed and every peer on one tensor; buffers live no longer than this call."""
+    buffers = Buffers.make(size, dtype, request.device)
+    red = {gate.codec for gate in gates if gate.dtype == _name(dtype) and gate.problem is not None}
+    jobs = [copy_job(buffers.x, buffers.out)]
+    bits: dict[str, float] = {}
+    for codec in codecs:
+        name = str(codec.spec)
+        if name in red:
+            continue
+        problem = _check_buffers(codec, buffers)
+        gates.append(Gate(name, _name(dtype), size, problem))
+        if problem is None:
+            made, bits[name] = codec_jobs(codec, buffers, fused=name in FUSED_CODECS)
+            jobs += made
+    for peer in peers:
+        made, bits[peer.name] = jobs_of(peer, buffers.x)
+        jobs += made
+    seconds = interleave(jobs, rounds=request.rounds, device=request.device)
+    if is_noisy(seconds[[job.subject for job in jobs].index(COPY)]):
+        notes.append(
+            f"{_name(dtype)}, {format_bytes(size)}: the machine was busy or unsteady: the middle half of memcpy's "
+            "rounds lies more than a tenth of the median apart"
+        )
+    return speeds(jobs, seconds, dtype=_name(dtype), size=size, wire_bits=bits)
+
+
+def _check_buffers(codec: Codec, buffers: Buffers) -> str | None:
+    x = buffers.x
+    wire = codec.encode(x, seed=SEED if codec.spec.needs_seed else None)
+    return check_timed(codec, x, codec.decode(wire, x.numel(), x.dtype, out=buffers.out))
+
+
+def _takes(codec: Codec, dtype: torch.dtype) -> bool:
+    return codec.spec.family != "exp3" or dtype == torch.bfloat16
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _versions() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for package in ("triton", "zfpy", "torchao", "bitsandbytes", "zipnn"):
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    return found

@@ -1,0 +1,131 @@
+"""Which systems and models there are, by name; imports no torch."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.errors import SpecError, UsageError
+from thinwire.spec import Plan
+from thinwire_bench.peers.interface import Kind, SystemSpec
+
+__all__ = ["MODELS", "PEERS", "named_plan", "peer_systems", "plan_system", "plan_systems"]
+
+REFERENCE: Final = "local"
+"""The peer that does not communicate."""
+
+
+MODELS: Final[Mapping[str, Mapping[str, int]]] = {
+    "llama-17m": {"vocab": 4096, "hidden": 512, "layers": 4, "heads": 8, "kv_heads": 8, "ffn": 1376},
+    "llama-5m": {"vocab": 4096, "hidden": 256, "layers": 4, "heads": 4, "kv_heads": 4, "ffn": 704},
+    "llama-1m": {"vocab": 4096, "hidden": 96, "layers": 2, "heads": 4, "kv_heads": 4, "ffn": 256},
+}
+"""Models by name, as fields of ``LlamaConfig``; the first is the one of the published numbers."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A system that is not ours.
+
+    Attributes:
+        builder: ``module:function`` that makes it on a rank.
+        summary: what it is.
+        package: that must be installed, besides torch.
+        options: for the builder.
+        kind: its part in comparisons.
+    """
+
+    builder: str
+    summary: str
+    package: str | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    kind: Kind = Kind.PEER
+
+
+def _torch(name: str, summary: str, kind: Kind = Kind.PEER) -> Peer:
+    return Peer(f"thinwire_bench.peers.pytorch:{name}", summary, kind=kind)
+
+
+def _deepspeed(stage: int, summary: str) -> Peer:
+    builder = "thinwire_bench.peers.deepspeed_zero:deepspeed"
+    return Peer(builder, summary, package="deepspeed", options=(("stage", stage),))
+
+
+PEERS: Final[Mapping[str, Peer]] = {
+    REFERENCE: _torch("local", "the same ranks, computing without communication: the bound", Kind.BOUND),
+    "ddp": _torch("ddp", "DistributedDataParallel"),
+    "ddp-bf16": _torch("ddp_bf16_hook", "DistributedDataParallel in fp32 with its bf16 hook"),
+    "powersgd": _torch("ddp_powersgd", "DistributedDataParallel with PowerSGD, rank 4", Kind.CHANGED),
+    "zero1": _torch("zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
+    "fsdp2": _torch("fsdp2", "fully_shard over all ranks"),
+    "hsdp": _torch("hsdp", "fully_shard inside a node, replicas across nodes"),
+    "hpz": _torch("hpz", "fully_shard over all ranks, resharded inside the node after the forward"),
+    "deepspeed1": _deepspeed(1, "DeepSpeed ZeRO-1"),
+    "deepspeed2": _deepspeed(2, "DeepSpeed ZeRO-2"),
+    "deepspeed3": _deepspeed(3, "DeepSpeed ZeRO-3"),
+}
+
+
+def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[SystemSpec]:
+    """Peers by name.
+
+    Args:
+        names: keys of ``PEERS``.
+        workload: options of every builder.
+
+    Raises:
+        SpecError: a name is unknown.
+        UsageError: a peer's package is not installed.
+    """
+    unknown = [name for name in names if name not in PEERS]
+    if unknown:
+        raise SpecError("--peers", [f"there is no peer {name!r}; valid are {', '.join(PEERS)}" for name in unknown])
+    for name in names:
+        package = PEERS[name].package
+        if package is not None and importlib.util.find_spec(package) is None:
+            raise UsageError(f"peer {name} needs the package {package}, which is not installed: run `make bench-peers`")
+    return [_peer(name, workload) for name in names]
+
+
+def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: int, ranks: int) -> list[SystemSpec]:
+    """Plans by preset name or path, labelled ``tw:NAME`` so that a peer may have the same name.
+
+    Args:
+        names: presets, or paths of ``.toml`` files.
+        workload: options of every builder.
+        nodes: of the mesh.
+        ranks: of each node.
+
+    Raises:
+        SpecError: a plan is invalid, or its mesh is another.
+    """
+    return [
+        plan_system(Path(name).stem if name.endswith(".toml") else name, named_plan(name, nodes, ranks), workload)
+        for name in names
+    ]
+
+
+def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
+    """One plan, labelled ``tw:NAME``; ``workload`` may name a ``codec_backend``."""
+    return SystemSpec(f"tw:{name}", "thinwire_bench.peers.plans:plan", {**workload, "plan": plan.to_toml()}, Kind.PLAN)
+
+
+def named_plan(name: str, nodes: int, ranks: int) -> Plan:
+    """A preset on a mesh, or the plan of a ``.toml`` file.
+
+    Raises:
+        SpecError: the plan is invalid, or its mesh is another.
+    """
+    plan = Plan.load(name) if name.endswith(".toml") else Plan.preset(name, nodes=nodes, local=ranks)
+    if (plan.mesh.nodes, plan.mesh.local) != (nodes, ranks):
+        raise SpecError(name, [f"mesh = {plan.mesh} (local x nodes) is not that of --nodes {nodes} --ranks {ranks}"])
+    return plan
+
+
+def _peer(name: str, workload: Mapping[str, Any]) -> SystemSpec:
+    peer = PEERS[name]
+    options = {**workload, **dict(peer.options)}
+    return SystemSpec(name, peer.builder, options, peer.kind, joined=peer.kind is not Kind.BOUND)

@@ -1,0 +1,54 @@
+"""Thinwire's own plans as systems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, final
+
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.program import Scope
+from thinwire.sharding.api import runtime
+from thinwire_bench.peers.interface import Place, System
+from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem
+from thinwire_bench.peers.workload import batches, make_model
+
+__all__ = ["plan"]
+
+
+@final
+class PlanSystem(System):
+    """A model sharded by a plan."""
+
+    def __init__(self, model: nn.Module, data: Iterator[torch.Tensor]) -> None:
+        self._model = model
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=LEARNING_RATE, fused=True)
+        self._torch = TorchSystem(model, optim, data, lambda norm: tw.clip_grad_norm_(model, norm))
+
+    def step(self, options: Mapping[str, Any]) -> float:
+        return self._torch.step(options)
+
+    def settle(self) -> None:
+        # Updated parameters still travel after a step; they must not share the links with the next system.
+        runtime(self._model).lanes.drain()
+
+    def predicted(self) -> int | None:
+        program = runtime(self._model).schedule.program(1)
+        return sum(sent[Scope.ACROSS] for sent in program.traffic().values())
+
+    def waited(self) -> dict[str, float]:
+        return tw.exposed(self._model)
+
+
+def plan(place: Place, options: Mapping[str, Any]) -> System:
+    """Build the system of a plan.
+
+    Args:
+        place: of this rank.
+        options: those of the workload; ``plan``, the plan as TOML; ``codec_backend``, if not the device's own.
+    """
+    chosen = tw.Plan.from_toml(options["plan"])
+    model = tw.shard(make_model(options), chosen, codec_backend=options.get("codec_backend"))
+    return PlanSystem(model, batches(options, place.rank))

@@ -1,0 +1,36 @@
+"""What every system trains on: models with weights of one seed, batches by rank and step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from thinwire.train.models.llama import Llama, LlamaConfig
+from thinwire_bench.peers.catalog import MODELS
+
+
+def make_model(options: Mapping[str, Any]) -> Llama:
+    """The model that ``options`` name, in fp32 with the weights of seed 0.
+
+    Args:
+        options: ``model``, one of ``MODELS``, and ``seq``, the longest sequence in tokens.
+    """
+    fields: dict[str, Any] = dict(MODELS[options["model"]])
+    return Llama(LlamaConfig(**fields, seq=options["seq"]), seed=0)
+
+
+def batches(options: Mapping[str, Any], rank: int) -> Iterator[torch.Tensor]:
+    """One sequence a step, learnable: tokens of a narrow, skewed range. The same for a rank in every system.
+
+    Args:
+        options: ``seq``, tokens of a sequence.
+        rank: seeds the data.
+
+    Yields:
+        int64 ids of shape [1, seq + 1].
+    """
+    generator = torch.Generator().manual_seed(1000 + rank)
+    while True:
+        yield torch.randint(0, 64, (1, options["seq"] + 1), generator=generator) ** 2

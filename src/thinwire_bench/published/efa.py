@@ -1,0 +1,51 @@
+"""DeepSpeed on AWS before and after Amazon's work (its blog, pull request 1453), and the issue that started it (1069).
+
+The blog's TFLOPS count recomputation, the others do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.sim import Answer, Case
+from thinwire_bench.published.rows import Row
+from thinwire_bench.published.zeropp import RECOMPUTED
+
+__all__ = ["cases", "is_throughput", "tflops"]
+
+_TOKENS = 8192
+"""Of a GPU, as the pull request says of the runs that the blog shows."""
+
+_ISSUE_TOKENS = 8 * 512
+"""Eight sequences; their length follows from the issue's samples/s and TFLOPS."""
+
+
+def is_throughput(row: Row) -> bool:
+    """TFLOPS; the samples/s beside them follow from these."""
+    named = ("Amazon Science", "DeepSpeed PR #1453", "DeepSpeed issue #1069")
+    return row.source.startswith(named) and row.metric.startswith("TFLOPS")
+
+
+def cases(row: Row) -> list[Case]:
+    """The step of a row; what the pull request brought is an engine of its own. ZeRO-2 overlapped its reductions."""
+    on_issue = "issue" in row.source
+    fields: dict[str, Any] = {
+        "model": "roberta-10b" if "10B" in row.model else "roberta-50b",
+        "gpu": "v100-32g" if on_issue else "a100-40g",
+        "gpus": row.gpus,
+        "gpus_per_node": row.gpus_per_node,
+        "internode_gbps": row.internode_gbps,
+        "micro_batch_tokens": _ISSUE_TOKENS if on_issue else _TOKENS,
+        "recompute": True,
+        "dtype": "float16" if on_issue else "bfloat16",
+        "engine": "deepspeed-efa" if " optimized" in row.system else "deepspeed",
+        "plan": "zero2" if row.system.startswith("ZeRO-2") else "zero3",
+    }
+    return [Case.parse(fields, row.where)]
+
+
+def tflops(row: Row, answers: Sequence[Answer]) -> float:
+    """As the row counts them."""
+    counted = RECOMPUTED if row.metric == "TFLOPS_per_gpu_recompute_counted" else 1.0
+    return counted * answers[0].tflops

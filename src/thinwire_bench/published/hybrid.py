@@ -1,0 +1,61 @@
+"""Hybrid GPU compression (arXiv 2409.02423): GPT-NeoX-20B on 192 V100s of Lassen, gains over MVAPICH2-GDR and NCCL."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from thinwire.sim import Answer, Case
+from thinwire_bench.published.rows import Row
+
+__all__ = ["cases", "gain", "is_gain"]
+
+
+def is_gain(row: Row) -> bool:
+    """Gains in samples/s and in TFLOPS, which should be the same and are not: the simulator gives both one figure."""
+    return row.source.startswith("Hybrid")
+
+
+def cases(row: Row) -> list[Case]:
+    """The compressed step, and what it is compared with. The schemes run on MVAPICH."""
+    scheme, _, rest = row.system.partition(" vs ")
+    base = "nccl" if rest.startswith("NCCL") else "mvapich"
+    return [_case(row, "mvapich", _policy(scheme)), _case(row, base, None)]
+
+
+def _case(row: Row, engine: str, policy: str | None) -> Case:
+    fields = {
+        "model": "gpt-neox-20b",
+        "gpu": "v100-16g",
+        "gpus": row.gpus,
+        "gpus_per_node": row.gpus_per_node,
+        "internode_gbps": row.internode_gbps,
+        "seq": 2048,
+        "micro_batch_tokens": row.micro_batch_tokens,
+        "micro_batches": row.micro_batches,
+        "recompute": True,
+        "tp": 4,
+        "pp": 6,
+        "dtype": "float16",
+        "engine": engine,
+        "plan": "zero1",
+    }
+    return Case.parse(fields | ({} if policy is None else {"wire": policy}), row.where)
+
+
+def _policy(scheme: str) -> str:
+    """The policy of a scheme in the paper's words."""
+    if found := re.fullmatch(r"naive ZFP rate (\d+)", scheme):
+        return f"naive-zfp:{found[1]}"
+    if found := re.fullmatch(r"MZHybrid ZFP rate (\d+)", scheme):
+        return f"mzhybrid:{found[1]}"
+    found = re.fullmatch(r"ZHybrid MP(\d+)/DP(\d+)", scheme)
+    assert found is not None, f"{scheme} is no scheme of the paper"
+    return f"zhybrid:{found[1]}-{found[2]}"
+
+
+def gain(row: Row, answers: Sequence[Answer]) -> float:
+    """Percent of throughput."""
+    del row
+    compressed, base = answers
+    return 100 * (base.simulated.seconds / compressed.simulated.seconds - 1)

@@ -1,0 +1,49 @@
+"""InternEvo's table of throughput (train_performance.md): InternLM-7B on A100s, sequences of 2048."""
+
+from __future__ import annotations
+
+import re
+
+from thinwire.sim import Case
+from thinwire_bench.published.rows import Row
+
+__all__ = ["case", "is_throughput"]
+
+
+def is_throughput(row: Row) -> bool:
+    """Tokens a second; the TFLOPS beside them follow from these."""
+    return row.source.startswith("InternLM") and row.metric == "TGS_tokens_per_gpu_s"
+
+
+def case(row: Row) -> Case:
+    """The step of a row; ``zero1=-1`` is all data-parallel ranks. The source overlaps all but the parameters' way."""
+    tp = int(_number(r"tp=(\d+)", row.system))
+    zero1 = int(_number(r"zero1=(-?\d+)", row.system))
+    nodes, local = row.gpus // row.gpus_per_node, row.gpus_per_node // tp
+    one = {"local": 1, "nodes": 1}
+    fields = {
+        "model": "internlm-7b",
+        "gpu": "a100-80g",
+        "gpus": row.gpus,
+        "gpus_per_node": row.gpus_per_node,
+        "internode_gbps": row.internode_gbps,
+        "seq": 2048,
+        "micro_batch_tokens": row.micro_batch_tokens,
+        "micro_batches": row.micro_batches,
+        "recompute": "no recompute" not in row.system,
+        "tp": tp,
+        "engine": "internevo",
+        "plan": {
+            "params": one,
+            "grads": one,
+            "optimizer": {"local": local, "nodes": nodes} if zero1 == -1 else {"local": zero1, "nodes": 1},
+        },
+        "overlap": ["gather", "reduce", "sync"],
+    }
+    return Case.parse(fields, row.where)
+
+
+def _number(pattern: str, text: str) -> str:
+    found = re.search(pattern, text)
+    assert found is not None, f"{text} has no {pattern}"
+    return found[1]

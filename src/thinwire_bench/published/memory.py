@@ -1,0 +1,101 @@
+"""Peaks of memory that papers state. What a driver or an allocator reports as GB is taken for 2^30 bytes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from typing import Any
+
+from thinwire.sim import Answer, Case
+from thinwire_bench.published.rows import Row
+
+__all__ = ["cases", "figure", "is_memory"]
+
+_GIB = 1 << 30
+
+_METRICS = ("peak_memory_GB", "peak_memory_ratio", "memory_GB", "gpu_memory_GB", "memory_ratio", "OOM")
+
+
+def is_memory(row: Row) -> bool:
+    """Of a rank, or how many times another's; whether it is more than there is. RoBERTa's is left to the EFA table."""
+    return row.metric in _METRICS and "RoBERTa" not in row.model
+
+
+def cases(row: Row) -> list[Case]:
+    """The step of a row, or the two that it compares."""
+    if row.source.startswith("InternEvo"):
+        return [_internevo(row)]
+    if row.source.startswith("ZeRO++"):
+        return [_states(row, plan) for plan in (("ddp", "hpz") if row.system.startswith("DP") else ("hpz", "zero3"))]
+    if row.metric == "peak_memory_ratio":
+        best = {"params": _ONE, "grads": _ONE, "optimizer": {"local": 8, "nodes": 1}}
+        return [_amsp(row, "amsp", best), _amsp(row, "deepspeed", "mics")]
+    if row.system.startswith("unsharded"):
+        return [_amsp(row, "amsp", "ddp")]
+    return [_amsp(row, "deepspeed", "hpz" if "hpZ" in row.system else "zero3")]
+
+
+def figure(row: Row, answers: Sequence[Answer]) -> float:
+    """In the row's unit."""
+    first = answers[0]
+    if row.metric == "OOM":
+        return float(first.memory.total > first.cluster.memory)
+    if row.metric == "memory_ratio":
+        return _held(first) / _held(answers[1])
+    if row.metric == "peak_memory_ratio":
+        return first.memory.total / answers[1].memory.total
+    return _held(first) / 1e9 if row.system.startswith("unsharded") else first.memory.total / _GIB
+
+
+_ONE = {"local": 1, "nodes": 1}
+
+
+def _held(answer: Answer) -> int:
+    """Bytes of model states."""
+    found = answer.memory
+    return found.params + found.grads + found.optimizer + found.secondary
+
+
+def _amsp(row: Row, engine: str, plan: str | dict[str, Any]) -> Case:
+    large = "30B" in row.model
+    fields = {
+        "model": "llama-30b-amsp" if large else "llama-7b",
+        "gpu": "a800-80g",
+        "gpus": row.gpus,
+        "gpus_per_node": row.gpus_per_node,
+        "seq": 4096,
+        "micro_batches": row.micro_batches or 1,
+        "recompute": large,
+        "engine": engine,
+        "plan": plan,
+    }
+    return Case.parse(fields, row.where)
+
+
+def _states(row: Row, plan: str) -> Case:
+    """Of a model of about the size; the ratio does not depend on it."""
+    fields = {
+        "model": "gpt-91b", "gpu": "v100-32g", "gpus": row.gpus, "dtype": "float16", "engine": "deepspeed",
+        "plan": plan,
+    }  # fmt: skip
+    return Case.parse(fields, row.where)
+
+
+def _internevo(row: Row) -> Case:
+    """Its configuration for fine-tuning: one sequence of 2048."""
+    tp, pp = (int(found[1]) if (found := re.search(rf"\b{axis}(\d+)", row.system)) else 1 for axis in ("tp", "pp"))
+    fsdp = "fsdp" in row.system
+    fields = {
+        "model": "internlm-7b" if "7B" in row.model else str(files("thinwire_bench.published") / "internlm-20b.toml"),
+        "gpu": "a800-80g",
+        "gpus": row.gpus,
+        "seq": 2048,
+        "micro_batches": row.micro_batches,
+        "recompute": True,
+        "tp": tp,
+        "pp": pp,
+        "engine": "internevo-fsdp" if fsdp else "internevo",
+        "plan": "zero3" if fsdp else "zero1",
+    }
+    return Case.parse(fields, row.where)

@@ -1,0 +1,136 @@
+"""Tables of publications beside what the simulator makes of the same steps."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from thinwire.sim import Answer, Case, answer
+from thinwire_bench.published import amsp, efa, hybrid, internevo, memory, zeropp
+from thinwire_bench.published.rows import Row, rows
+
+__all__ = ["TABLES", "Comparison", "Table", "mean_error", "reproduce"]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One figure.
+
+    Attributes:
+        row: as published.
+        simulated: the same figure of the simulated step.
+        in_points: whether figures are percentages, whose errors are in points.
+    """
+
+    row: Row
+    simulated: float
+    in_points: bool = False
+
+    @property
+    def error(self) -> float:
+        """Simulated over published, less 1; of percentages their difference over 100."""
+        published = float(self.row.value)
+        return (self.simulated - published) / (100 if self.in_points else published)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Figures that were published together.
+
+    Attributes:
+        name: as ``thinwire reproduce`` takes it.
+        title: for people.
+        system: whose constants its steps depend on; empty: none that are fitted.
+        goal: the mean error that the simulator should stay within; ``None``: shown for what it is.
+        wanted: whether a row belongs to it.
+        cases: the steps of a row.
+        value: the figure of their answers that the row publishes.
+        in_points: whether figures are percentages, whose errors are in points.
+    """
+
+    name: str
+    title: str
+    system: str
+    goal: float | None
+    wanted: Callable[[Row], bool]
+    cases: Callable[[Row], Sequence[Case]]
+    value: Callable[[Row, Sequence[Answer]], float]
+    in_points: bool = False
+
+    @property
+    def rows(self) -> list[Row]:
+        """Its figures as published."""
+        return [row for row in rows() if self.wanted(row)]
+
+    def compare(self, row: Row, answered: Callable[[Case], Answer] = answer) -> Comparison:
+        """Simulate one of its rows."""
+        return Comparison(row, self.value(row, [answered(case) for case in self.cases(row)]), self.in_points)
+
+
+def _tgs(row: Row, found: Sequence[Answer]) -> float:
+    del row
+    return found[0].tgs
+
+
+def _mfu(row: Row, found: Sequence[Answer]) -> float:
+    del row
+    return found[0].mfu
+
+
+def _amsp(row: Row) -> list[Case]:
+    return [amsp.case(row)]
+
+
+def _internevo(row: Row) -> list[Case]:
+    return [internevo.case(row)]
+
+
+TABLES: tuple[Table, ...] = (
+    Table("amsp", "AMSP, Table V: tokens/s of a GPU", "amsp", 0.04, amsp.is_ablation, _amsp, _tgs),
+    Table("amsp", "AMSP, MFU stated in the text, its own engine", "amsp", 0.10, amsp.is_stated, _amsp, _mfu),
+    Table("amsp", "AMSP, stated gains within its engine", "amsp", None, amsp.is_ratio, amsp.ratios, amsp.ratio),
+    Table("amsp", "AMSP, MFU stated in the text, DeepSpeed", "deepspeed", 0.10, amsp.is_baseline, amsp.baselines, _mfu),
+    Table("internevo", "InternEvo: tokens/s of a GPU", "internevo", 0.05, internevo.is_throughput, _internevo, _tgs),
+    Table(
+        "zeropp",
+        "ZeRO++, charts: TFLOPS of a GPU",
+        "deepspeed",
+        0.12,
+        zeropp.is_chart,
+        zeropp.cases,
+        zeropp.counted_tflops,
+    ),
+    Table(
+        "zeropp",
+        "ZeRO++, section 5.2: % of 120 TFLOPS, gains",
+        "deepspeed",
+        0.12,
+        zeropp.is_stated,
+        zeropp.cases,
+        zeropp.stated,
+    ),
+    Table("efa", "DeepSpeed on EFA: TFLOPS of a GPU", "deepspeed", 0.12, efa.is_throughput, efa.cases, efa.tflops),
+    Table(
+        "hybrid",
+        "Hybrid compression: gain in %",
+        "hybrid",
+        0.04,
+        hybrid.is_gain,
+        hybrid.cases,
+        hybrid.gain,
+        in_points=True,
+    ),
+    Table("memory", "Memory: GB, ratios, 1 for too much", "", 0.10, memory.is_memory, memory.cases, memory.figure),
+)
+"""What is reproduced."""
+
+
+def reproduce(table: Table) -> list[Comparison]:
+    """Simulate every row of a table."""
+    return [table.compare(row) for row in table.rows]
+
+
+def mean_error(comparisons: Sequence[Comparison]) -> float:
+    """Mean of the absolute errors."""
+    return statistics.fmean(abs(comparison.error) for comparison in comparisons)

@@ -1,0 +1,82 @@
+"""ZeRO++ (arXiv 2306.10209; DeepSpeed's blog of June 2023): GPT on DGX-2 machines whose links are throttled.
+
+Their TFLOPS count recomputation; percentages are of 120 TFLOPS, which the paper takes for a V100's peak.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.sim import Answer, Case
+from thinwire_bench.published.rows import Row
+
+__all__ = ["cases", "counted_tflops", "is_chart", "is_stated", "stated"]
+
+RECOMPUTED = 4 / 3
+"""FLOPs with recomputation over those of the model alone."""
+
+PEAK = 120.0
+"""TFLOPS of which the paper's percentages are."""
+
+_PLANS = {"ZeRO-3": "zero3", "ZeRO++": "zeropp"}
+
+_MODELS = {"GPT-18B": ("gpt-18b",), "GPT-138B": ("gpt-138b",)}
+
+_ALL_MODELS = ("gpt-18b", "gpt-49b", "gpt-91b", "gpt-138b")
+
+_TOKENS = (1024, 2048)
+"""Of a GPU, where a row takes the best of several."""
+
+
+def is_chart(row: Row) -> bool:
+    """The bars of the blog's three charts."""
+    return row.source == "DeepSpeed ZeRO++ blog"
+
+
+def is_stated(row: Row) -> bool:
+    """Sections 5.2.1 to 5.2.3 but for what they contradict themselves in."""
+    return row.source.startswith("ZeRO++") and "Sec 5.2" in row.where and "conflicts" not in row.where and (
+        row.metric == "speedup_max" or row.micro_batch_tokens is not None
+    )  # fmt: skip
+
+
+def cases(row: Row) -> list[Case]:
+    """The steps of a row: of one model or of all; both plans of a speed-up, for each number of tokens."""
+    systems = row.system.split(" vs ")
+    tokens = _TOKENS if row.micro_batch_tokens is None else (row.micro_batch_tokens,)
+    return [
+        _case(row, model, _PLANS[system], count)
+        for model in _MODELS.get(row.model, _ALL_MODELS)
+        for count in tokens
+        for system in systems
+    ]
+
+
+def _case(row: Row, model: str, plan: str, tokens: int) -> Case:
+    fields: dict[str, Any] = {
+        "model": model,
+        "gpu": "v100-32g",
+        "gpus": row.gpus,
+        "gpus_per_node": row.gpus_per_node,
+        "internode_gbps": row.internode_gbps,
+        "micro_batch_tokens": tokens,
+        "recompute": True,
+        "dtype": "float16",
+        "engine": "deepspeed",
+        "plan": plan,
+    }
+    return Case.parse(fields, row.where)
+
+
+def counted_tflops(row: Row, answers: Sequence[Answer]) -> float:
+    """With recomputation, of the slowest model."""
+    del row
+    return min(found.tflops * RECOMPUTED for found in answers)
+
+
+def stated(row: Row, answers: Sequence[Answer]) -> float:
+    """Percent of the paper's peak, or the largest speed-up."""
+    if row.metric == "speedup_max":
+        return max(answers[i].tgs / answers[i + 1].tgs for i in range(0, len(answers), 2))
+    return 100 * counted_tflops(row, answers) / PEAK

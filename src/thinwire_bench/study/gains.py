@@ -1,0 +1,168 @@
+"""What each technique of ZeRO++ is worth in training steps, and what each way to run the codecs is.
+
+Both are interleaved benchmarks of plans in the lab, read as gains over one of them.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from thinwire.report import Sheet
+from thinwire.spec import Plan
+from thinwire.units import format_bytes
+from thinwire_bench.peers.catalog import plan_system
+from thinwire_bench.peers.interface import SystemSpec
+from thinwire_bench.systems.rows import Row
+
+BASELINE: Final = "zero3"
+"""What the techniques improve on."""
+
+TECHNIQUES: Final = ("qwZ", "hpZ", "qgZ")
+"""Of ZeRO++, one by one."""
+
+TOGETHER: Final = "zeropp"
+
+BACKENDS: Final = ("reference", "unfused", "cpp")
+"""Ways to run the codecs, the first the baseline; on CPU."""
+
+BUCKETS: Final = {"one bucket": 1 << 30, "4 MiB": 4 << 20, "1 MiB": 1 << 20}
+"""Sizes of buckets by name: a reduction has as many stages to overlap as there are buckets."""
+
+
+@dataclass(frozen=True)
+class Gain:
+    """One system's speed over the baseline's under one setting.
+
+    Attributes:
+        system: label.
+        bandwidth: of the links.
+        tokens_per_second: of all ranks, at the median step.
+        internode_bytes: of a step, of the busiest host in its busier direction.
+        gain: the baseline's time over the system's; median over rounds.
+        smallest: of the rounds.
+        largest: of the rounds.
+    """
+
+    system: str
+    bandwidth: str
+    tokens_per_second: float
+    internode_bytes: float
+    gain: float
+    smallest: float
+    largest: float
+
+
+def technique_systems(workload: Mapping[str, Any], nodes: int, ranks: int) -> list[SystemSpec]:
+    """ZeRO-3, each technique of ZeRO++ alone, and all together."""
+    codecs = Plan.preset(TOGETHER, nodes=nodes, local=ranks).wire
+    plain = Plan.preset(BASELINE, nodes=nodes, local=ranks)
+    plans = {
+        BASELINE: plain,
+        "qwZ": plain.with_(wire={"gather": str(codecs.gather)}),
+        "hpZ": Plan.preset("hpz", nodes=nodes, local=ranks),
+        "qgZ": plain.with_(wire={"reduce_intra": str(codecs.reduce_intra), "reduce_inter": str(codecs.reduce_inter)}),
+        TOGETHER: Plan.preset(TOGETHER, nodes=nodes, local=ranks),
+    }
+    return [plan_system(name, plan, workload) for name, plan in plans.items()]
+
+
+def backend_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
+    """One plan with each way to run its codecs."""
+    return [plan_system(backend, plan, {**workload, "codec_backend": backend}) for backend in BACKENDS]
+
+
+def stage_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
+    """One plan with its collectives one at a time, and with their stages side by side, in buckets of several sizes."""
+    return [
+        plan_system(f"{label}, {name}", plan.with_(bucket_bytes=size, overlap={"stages": stages}), workload)
+        for label, stages in (("serial", False), ("stages", True))
+        for name, size in BUCKETS.items()
+    ]
+
+
+def gains(rows: Sequence[Row]) -> list[Gain]:
+    """Gains over the first system, under each setting.
+
+    Args:
+        rows: of a benchmark whose first system is the baseline.
+    """
+    found = []
+    for bandwidth in dict.fromkeys(row.bandwidth for row in rows):
+        here = [row for row in rows if row.bandwidth == bandwidth]
+        found += [_gain(row, here[0]) for row in here]
+    return found
+
+
+def product_of_single(found: Sequence[Gain], bandwidth: str) -> float:
+    """What the techniques would give together if their gains multiplied."""
+    names = {f"tw:{name}" for name in TECHNIQUES}
+    return math.prod(gain.gain for gain in found if gain.bandwidth == bandwidth and gain.system in names)
+
+
+def across_bandwidths(rows: Sequence[Row], slow: str, fast: str) -> tuple[float, float, float]:
+    """How fast all techniques together on a slow link are, over the baseline on a fast one.
+
+    Args:
+        rows: of a benchmark under both settings.
+        slow: bandwidth of ours.
+        fast: bandwidth of the baseline.
+
+    Returns:
+        Median over rounds, smallest, largest; above 1 ours is faster.
+    """
+    by_key = {(row.system, row.bandwidth): row for row in rows}
+    ours, theirs = by_key[f"tw:{TOGETHER}", slow], by_key[f"tw:{BASELINE}", fast]
+    ratios = _ratios(theirs, ours)
+    return statistics.median(ratios), min(ratios), max(ratios)
+
+
+def sheet(found: Sequence[Gain], title: str, *, product: bool) -> Sheet:
+    """Gains as a table.
+
+    Args:
+        found: of a benchmark.
+        title: above it.
+        product: whether to add what the techniques would give if their gains multiplied.
+    """
+    rows = []
+    for bandwidth in dict.fromkeys(gain.bandwidth for gain in found):
+        rows += [
+            [
+                gain.system,
+                bandwidth,
+                f"{gain.tokens_per_second:,.0f}",
+                format_bytes(gain.internode_bytes),
+                f"{gain.gain:.2f}",
+                f"{gain.smallest:.2f}",
+                f"{gain.largest:.2f}",
+            ]
+            for gain in found
+            if gain.bandwidth == bandwidth
+        ]
+        if product:
+            single = product_of_single(found, bandwidth)
+            rows.append([f"product of {', '.join(TECHNIQUES)}", bandwidth, "", "", f"{single:.2f}", "", ""])
+    columns = ["plan", "link", "tokens/s", "link/step", "gain", "least", "most"]
+    return Sheet(title, columns, 2, rows)
+
+
+def _gain(row: Row, base: Row) -> Gain:
+    ratios = _ratios(base, row)
+    return Gain(
+        system=row.system,
+        bandwidth=row.bandwidth,
+        tokens_per_second=row.tokens_per_second,
+        internode_bytes=row.internode_bytes,
+        gain=statistics.median(ratios),
+        smallest=min(ratios),
+        largest=max(ratios),
+    )
+
+
+def _ratios(base: Row, row: Row) -> list[float]:
+    """Round by round, how much faster than the baseline."""
+    return [theirs / ours for theirs, ours in zip(base.samples, row.samples, strict=True)]

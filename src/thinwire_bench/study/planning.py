@@ -1,0 +1,388 @@
+"""Is the planner right? Its predictions beside measured steps of real ranks, for models and links in the lab.
+
+Nothing is fitted to steps of plans: predictions follow from a profile of the links and of the models' parts. A machine
+that others use as well changes its pace by tens of percent within minutes, so the same ranks also compute without any
+communication, right after each profile and in every round; how much slower they became is taken into the predictions.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from thinwire.cost import ProfiledRates
+from thinwire.errors import UsageError
+from thinwire.lab import Lab, LabSpec
+from thinwire.lab.job import Job as LabJob
+from thinwire.plan import Job, Search, candidate, profiled_cluster, search
+from thinwire.spec import ModelSpec, Plan
+from thinwire.spec.profile import Profile
+from thinwire.units import format_bytes
+from thinwire_bench.peers.catalog import MODELS, REFERENCE, peer_systems, plan_system
+from thinwire_bench.peers.interface import SystemSpec
+from thinwire_bench.study.pairs import Choice, Pair
+from thinwire_bench.systems.interleave import Sample, Setting
+from thinwire_bench.systems.rows import Row, make_rows
+from thinwire_bench.systems.run import run
+
+__all__ = ["PLANS", "Known", "Setup", "measure", "predict_again", "profile_links"]
+
+PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
+"""Presets that are measured; the planner's own choices come on top."""
+
+SMALL_PLANS: Final = ("zero1", "zero2", "zero3", "hpz", "zeropp", "zeropp-8bit")
+"""Presets that are measured under a cap on memory, where they fit; the planner's next choices fill up."""
+
+CANDIDATES: Final = 8
+"""How many plans a choice is compared with at least."""
+
+FINALISTS: Final = 2
+"""How many plans that were fastest on a link are measured again beside its choice: the least of many noisy medians is
+too low, and would make every choice look bad."""
+
+TURN: Final = 0.5
+"""Seconds that a turn's timed steps should take: a few short steps tell what else ran at that moment."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is compared, and how long.
+
+    Attributes:
+        models: names of the lab's models.
+        settings: bandwidths, without clipping.
+        seq: tokens of a sequence; every rank has one a step.
+        nodes: hosts.
+        ranks: of each.
+        rounds: of an interleaved measurement, besides a first one that does not count.
+        timeout: seconds a system may take to start, or for a turn.
+        cores: of this machine.
+        report: told what is going on.
+    """
+
+    models: Sequence[str]
+    settings: Sequence[Setting]
+    seq: int
+    nodes: int
+    ranks: int
+    rounds: int
+    timeout: float
+    cores: int
+    report: Callable[[str], None]
+
+    def shape(self, model: str) -> ModelSpec:
+        """Of a model."""
+        return ModelSpec.parse({"name": model, "seq": self.seq, **MODELS[model]}, f"model {model!r}")
+
+
+@dataclass(frozen=True)
+class Known:
+    """What is known of a link before any plan is measured.
+
+    Attributes:
+        profile: of the link and of the models' parts.
+        alone: milliseconds of a step without communication at its pace, by model.
+    """
+
+    profile: Profile
+    alone: Mapping[str, float]
+
+
+def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Known]:
+    """A profile of every link, all models' parts included; those that the directory has are read.
+
+    Args:
+        setup: models and links.
+        budget: seconds of each measurement.
+        directory: for the files.
+
+    Returns:
+        By bandwidth.
+
+    Raises:
+        UsageError: a profile failed.
+    """
+    found = {}
+    for setting in setup.settings:
+        out, beside = directory / f"profile-{setting.bandwidth}.json", directory / f"alone-{setting.bandwidth}.json"
+        if not (out.exists() and beside.exists()):
+            _profile(setup, setting, budget, out)
+            alone = {model: _alone(setup, setting, model) for model in setup.models}
+            beside.write_text(json.dumps(alone) + "\n", encoding="utf-8")
+        found[setting.bandwidth] = Known(Profile.read(out), json.loads(beside.read_text(encoding="utf-8")))
+    return _steadied(setup, found)
+
+
+def _steadied(setup: Setup, measured: Mapping[str, Known]) -> dict[str, Known]:
+    """A step without communication takes the same share of a profile's computation on every link: the median of what
+    was measured says which, with less noise than a single one."""
+    computing = {
+        (link, model): _computing(setup, model, known.profile)
+        for link, known in measured.items()
+        for model in setup.models
+    }
+    shares = {
+        model: statistics.median(known.alone[model] / computing[link, model] for link, known in measured.items())
+        for model in setup.models
+    }
+    return {
+        link: replace(known, alone={model: shares[model] * computing[link, model] for model in setup.models})
+        for link, known in measured.items()
+    }
+
+
+def _computing(setup: Setup, model: str, profile: Profile) -> float:
+    """Milliseconds in which a rank computes a step with optimizer states of its own, by the profile."""
+    plan = Plan.preset("ddp", nodes=setup.nodes, local=setup.ranks)
+    return 1e3 * candidate(_job(setup, model, profile, None), plan).simulated.computing
+
+
+def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
+    directory = out.parent
+    with Lab(LabSpec(nodes=setup.nodes, ranks=setup.ranks, bandwidth=setting.rate)) as lab:
+        for number, model in enumerate(setup.models):
+            setup.report(f"profiling {setting.bandwidth}, {model}")
+            shape = directory / f"{model}.toml"
+            setup.shape(model).save(shape)
+            command = [
+                sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(out), "--budget",
+                f"{budget if number == 0 else budget / 4:.0f}s", "--model", str(shape), "--seq", str(setup.seq),
+                *(["--resume"] if number else []),
+            ]  # fmt: skip
+            outcome = LabJob(lab, command, "rank", grace=30.0, logs=directory / "logs").run()
+            if outcome.status:
+                raise UsageError(f"the profile of {setting.bandwidth} failed: {outcome.failure}; see {directory}/logs")
+
+
+def _alone(setup: Setup, setting: Setting, model: str) -> float:
+    """Milliseconds of a step without communication."""
+    setup.report(f"computing {model} without communication")
+    systems = peer_systems([REFERENCE], {"model": model, "seq": setup.seq})
+    return statistics.median(_milliseconds(_run(setup, systems, [replace(setting, steps=5)]), REFERENCE))
+
+
+def _run(setup: Setup, systems: Sequence[SystemSpec], settings: Sequence[Setting]) -> list[Sample]:
+    """An interleaved measurement whose first round does not count: processes that have just started are up to twice as
+    slow for some seconds, on a virtual machine at least, whose memory is mapped when it is first written."""
+    samples = run(
+        systems, settings, nodes=setup.nodes, ranks=setup.ranks, rounds=1 + setup.rounds, steps=2,
+        timeout=setup.timeout, report=setup.report,
+    )  # fmt: skip
+    return [sample if sample.round else replace(sample, round=None) for sample in samples]
+
+
+def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
+    """A system's steps, of every round that counts."""
+    return [1e3 * s.result.seconds for s in samples if s.round is not None and s.result.label == label]
+
+
+def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[Choice]]:
+    """Predict and measure every plan for every model on every link, and again under a cap on memory.
+
+    Args:
+        setup: models and links.
+        known: by bandwidth.
+    """
+    pairs: list[Pair] = []
+    choices: list[Choice] = []
+    for model in setup.models:
+        for field in _fields(setup, model, known):
+            setup.report(f"measuring {model}: {len(field.plans)} plans on {len(setup.settings)} links{field.told}")
+            settings = _long_enough(setup, field, known)
+            rows = _rows(setup, field, settings)
+            pairs += _pairs(setup, field, known, rows)
+            choices += _choices(setup, field, settings, [row for row in rows if row.system != REFERENCE])
+    return pairs, choices
+
+
+@dataclass(frozen=True)
+class _Field:
+    """Plans that are measured side by side.
+
+    Attributes:
+        model: name.
+        cap: bytes that a rank may use, ``None``: all there is.
+        plans: by label.
+        picks: label of the planner's choice, by bandwidth.
+    """
+
+    model: str
+    cap: int | None
+    plans: dict[str, Plan]
+    picks: dict[str, str]
+
+    @property
+    def told(self) -> str:
+        return "" if self.cap is None else f", {format_bytes(self.cap)} for each rank"
+
+
+def _fields(setup: Setup, model: str, known: Mapping[str, Known]) -> Iterator[_Field]:
+    """Without a cap; and with one that leaves a third of the room between the smallest plan and ddp."""
+    presets = {name: Plan.preset(name, nodes=setup.nodes, local=setup.ranks) for name in (*PLANS, *SMALL_PLANS)}
+    yield _field(setup, model, known, None, {name: presets[name] for name in PLANS})
+    job = _job(setup, model, next(iter(known.values())).profile, None)
+    smallest = Search(job).smallest().memory.total
+    cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
+    fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= cap}
+    yield _field(setup, model, known, cap, fitting)
+
+
+def _field(setup: Setup, model: str, known: Mapping[str, Known], cap: int | None, presets: dict[str, Plan]) -> _Field:
+    plans, picks = dict(presets), {}
+    ranked = {
+        name: [found.plan for found in search(_job(setup, model, link.profile, cap)).candidates]
+        for name, link in known.items()
+    }
+    for bandwidth, choices in ranked.items():
+        picks[bandwidth] = _add(plans, choices[0], f"for {bandwidth}")
+    further = (pair for choices in zip(*ranked.values(), strict=False) for pair in zip(ranked, choices, strict=True))
+    for number, (bandwidth, plan) in enumerate(further):
+        if len(plans) >= CANDIDATES:
+            break
+        _add(plans, plan, f"for {bandwidth}, {number // len(ranked) + 1}.")
+    return _Field(model, cap, plans, picks)
+
+
+def _add(plans: dict[str, Plan], plan: Plan, label: str) -> str:
+    """Add a plan unless it is there, and return its label."""
+    known = next((name for name, other in plans.items() if other.with_(name=plan.name) == plan), None)
+    if known is None:
+        plans[label] = plan
+    return known or label
+
+
+def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> Job:
+    shape = setup.shape(model)
+    world = setup.nodes * setup.ranks
+    cluster = profiled_cluster(profile)
+    return Job(
+        shape,
+        cluster if cap is None else cluster.with_(memory=cap),
+        world * setup.seq,
+        setup.seq,
+        micro_batch=1,
+        recompute=False,
+        clip=False,
+        rates=ProfiledRates(profile, shape, "bfloat16"),
+        overhead=profile.base_memory,
+    )
+
+
+def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Known]) -> list[Setting]:
+    """The settings with so many steps a turn that it is not over in a moment."""
+    found = []
+    for setting in setup.settings:
+        job = _job(setup, field.model, known[setting.bandwidth].profile, field.cap)
+        typical = statistics.median(candidate(job, plan).seconds for plan in field.plans.values())
+        found.append(replace(setting, steps=max(2, math.ceil(TURN / typical))))
+    return found
+
+
+def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[Row]:
+    """All plans, and the same ranks computing without communication."""
+    workload = {"model": field.model, "seq": setup.seq}
+    systems = [plan_system(name, plan, workload) for name, plan in field.plans.items()]
+    systems += peer_systems([REFERENCE], workload)
+    samples = _run(setup, systems, settings)
+    return make_rows(samples, systems, tokens=setup.seq * setup.nodes * setup.ranks, cores=setup.cores)
+
+
+def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequence[Row]) -> Iterator[Pair]:
+    now = {row.bandwidth: row.step_ms for row in rows if row.system == REFERENCE}
+    for row in rows:
+        if row.system == REFERENCE:
+            continue
+        measured = Pair(
+            model=field.model,
+            bandwidth=row.bandwidth,
+            cap=field.cap,
+            plan=_label(row),
+            factors=field.plans[_label(row)].describe(),
+            local_ms=now[row.bandwidth],
+            pace=math.nan,
+            predicted_ms=math.nan,
+            measured_ms=row.step_ms,
+            spread_ms=row.step_ms_max - row.step_ms_min,
+            predicted_bytes=0,
+            measured_bytes=row.peak_rss,
+        )
+        yield _predicted(setup, field, known[row.bandwidth], measured)
+
+
+def _predicted(setup: Setup, field: _Field, link: Known, pair: Pair) -> Pair:
+    """A measured pair with its prediction, at the pace at which its ranks computed."""
+    pace = pair.local_ms / link.alone[field.model]
+    limited = {setting.bandwidth: setting.rate is not None for setting in setup.settings}
+    profile = link.profile.paced(pace, transfers=not limited[pair.bandwidth])
+    priced = candidate(_job(setup, field.model, profile, field.cap), field.plans[pair.plan])
+    return replace(pair, pace=pace, predicted_ms=1e3 * priced.seconds, predicted_bytes=priced.memory.total)
+
+
+def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair]) -> list[Pair]:
+    """What the model as it is now says of pairs that were measured before.
+
+    Args:
+        setup: models and links, as then.
+        known: by bandwidth, from the profiles of then.
+        pairs: of that time.
+
+    Raises:
+        UsageError: a plan is not what it was: a preset has changed, or the planner chooses another.
+    """
+    found = []
+    for model in setup.models:
+        for field in _fields(setup, model, known):
+            for pair in pairs:
+                if (pair.model, pair.cap) != (model, field.cap):
+                    continue
+                plan = field.plans.get(pair.plan)
+                if plan is None or plan.describe() != pair.factors:
+                    now = "no such plan" if plan is None else plan.describe()
+                    raise UsageError(
+                        f"{pair.plan} for {model} was {pair.factors!r} when it was measured and is {now!r} now: "
+                        "measure again, without --again"
+                    )
+                found.append(_predicted(setup, field, known[pair.bandwidth], pair))
+    return found
+
+
+def _label(row: Row) -> str:
+    return row.system.removeprefix("tw:")
+
+
+def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[Choice]:
+    """Every link's choice beside its fastest plans, in new rounds."""
+    finalists = {}
+    for setting in settings:
+        ranked = sorted((row for row in rows if row.bandwidth == setting.bandwidth), key=lambda row: row.step_ms)
+        fastest = [_label(row) for row in ranked[:FINALISTS]]
+        finalists[setting.bandwidth] = list(dict.fromkeys([field.picks[setting.bandwidth], *fastest]))
+    workload = {"model": field.model, "seq": setup.seq}
+    labels = dict.fromkeys(label for some in finalists.values() for label in some)
+    systems = [plan_system(label, field.plans[label], workload) for label in labels]
+    setup.report(f"measuring {field.model} again: the choices and the {FINALISTS} fastest of each link{field.told}")
+    samples = _run(setup, systems, settings)
+    for setting in settings:
+        here = [sample for sample in samples if sample.setting == setting]
+        chosen, *others = finalists[setting.bandwidth]
+        own = _milliseconds(here, f"tw:{chosen}")
+        ratios = {chosen: 1.0}
+        for label in others:
+            other = _milliseconds(here, f"tw:{label}")
+            ratios[label] = statistics.median(a / b for a, b in zip(own, other, strict=True))
+        best = max(ratios, key=lambda label: ratios[label])
+        yield Choice(
+            model=field.model,
+            bandwidth=setting.bandwidth,
+            cap=field.cap,
+            plan=chosen,
+            best=best,
+            ratio=ratios[best],
+            memory=max(row.peak_rss for row in rows if _label(row) == chosen),
+        )

@@ -1,0 +1,164 @@
+"""Makes the runs of a study that are missing, one after the other; may be interrupted at any time."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from thinwire.errors import ThinwireError, UsageError
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
+from thinwire.train.directory import RunDirectory, write_atomically
+from thinwire.train.metrics import read as read_metrics
+from thinwire_bench.study.arms import Run, Study
+from thinwire_bench.study.curves import Curve, Curves
+
+_POLL_SECONDS: Final = 1.0
+
+
+class StudyError(ThinwireError, RuntimeError):
+    """A run of a study failed for a reason other than divergence."""
+
+
+class Queue:
+    """The runs of a study that are not finished.
+
+    Args:
+        study: what to run.
+        curves: where finished runs go, and which there are.
+        work: directory of the runs themselves (checkpoints, logs).
+        console: for progress.
+    """
+
+    def __init__(self, study: Study, curves: Curves, work: Path, console: Console) -> None:
+        self.study = study
+        self.curves = curves
+        self.work = work
+        self.console = console
+        self._stopping = False
+
+    def run(self) -> bool:
+        """Make every missing run, continuing one that was interrupted.
+
+        Ctrl-C and SIGTERM let the run at hand save, and end the queue.
+
+        Returns:
+            Whether all runs are finished; False after an interruption.
+
+        Raises:
+            StudyError: a run failed; says where its log is.
+        """
+        done = {(curve.arm, curve.seed) for curve in self.curves.read(self.study.runs)}
+        missing = [run for run in self.study.runs if (run.arm, run.seed) not in done]
+        total = sum(run.steps for run in self.study.runs)
+        with self._progress() as progress:
+            study = progress.add_task("study", total=total, completed=total - sum(run.steps for run in missing))
+            for run in missing:
+                if self._stopping or not self._make(run, progress, study):
+                    return False
+        return True
+
+    def _make(self, run: Run, progress: Progress, study: TaskID) -> bool:
+        """Make one run; False where it was interrupted."""
+        directory = RunDirectory(self.work / run.name)
+        curve = Curve.from_directory(run, directory) if self._belongs(run, directory) else None
+        if curve is None:
+            before = progress.tasks[study].completed
+            task = progress.add_task(run.name, total=run.steps)
+
+            def advance(step: int) -> None:
+                progress.update(task, completed=step)
+                progress.update(study, completed=before + step)
+
+            status = self._train(run, directory, advance)
+            progress.remove_task(task)
+            curve = Curve.from_directory(run, directory)
+            if curve is None and self._stopping:
+                return False
+            if curve is None or (status and not curve.diverged):
+                raise StudyError(f"{run.name} failed (status {status}): {self._last_line(run)}; see {self._log(run)}")
+        curve.save(self.curves.path(run))
+        loss = curve.final_loss
+        self.console.print(f"{run.name}: {'diverged' if loss is None else f'validation loss {loss:.4f}'}")
+        return True
+
+    def _train(self, run: Run, directory: RunDirectory, advance: Callable[[int], None]) -> int:
+        """Train in a process of its own, so that nothing of one run reaches the next; returns its status."""
+        resume = self._belongs(run, directory)
+        recipe = self.work / f"{run.name}.toml"
+        self.work.mkdir(parents=True, exist_ok=True)
+        write_atomically(recipe, run.recipe.to_toml())
+        command = [sys.executable, "-m", "thinwire.cli.main", "train", str(recipe), "--out", str(directory.path)]
+        with self._log(run).open("a") as log, _ignored_interrupts(self._stop):
+            # A session of its own: Ctrl-C in a terminal would reach it twice, and the second ends it at once.
+            process = subprocess.Popen(
+                [*command, *(["--resume"] if resume else [])],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            told = False
+            while (status := process.poll()) is None:
+                if self._stopping and not told:
+                    process.send_signal(signal.SIGINT)
+                    told = True
+                time.sleep(_POLL_SECONDS)
+                records = read_metrics(directory.metrics)
+                advance(records[-1]["step"] if records else 0)
+        return status
+
+    def _belongs(self, run: Run, directory: RunDirectory) -> bool:
+        """Whether a directory holds this very run, perhaps not finished."""
+        if not directory.recipe.is_file():
+            return False
+        if (Recipe.load(directory.recipe), Plan.load(directory.plan)) != (run.recipe, run.plan):
+            raise UsageError(
+                f"{directory.path} holds another run than this study's; delete it, or choose another --work"
+            )
+        return True
+
+    def _stop(self) -> None:
+        self._stopping = True
+        self.console.print("stopping: the run at hand saves first; the same command continues")
+
+    def _log(self, run: Run) -> Path:
+        return self.work / f"{run.name}.log"
+
+    def _last_line(self, run: Run) -> str:
+        lines = self._log(run).read_text(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it said nothing"
+
+    def _progress(self) -> Progress:
+        return Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("steps"),
+            TimeRemainingColumn(),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+
+
+@contextmanager
+def _ignored_interrupts(stop: Callable[[], None]) -> Iterator[None]:
+    """Within, SIGINT and SIGTERM call `stop` instead."""
+
+    def heard(number: int, frame: FrameType | None) -> None:
+        del number, frame
+        stop()
+
+    previous = {number: signal.signal(number, heard) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -1,0 +1,97 @@
+"""The comparisons a run is made for: our best plan against the best peer, and pairs of equal sharding."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from thinwire_bench.peers.interface import Kind
+from thinwire_bench.systems.rows import Row
+
+__all__ = ["PAIRS", "Ratio", "best_ratios", "compare", "goals", "pair_ratios"]
+
+PAIRS = (("tw:zero3", "fsdp2"), ("tw:zeropp", "fsdp2"))
+"""A plan and the peer that shards as it does."""
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Our time over a peer's under one setting; below 1 we are faster.
+
+    Attributes:
+        bandwidth: of the links, as the user wrote it.
+        clip: bound on the gradient norm, or None.
+        plan: our system.
+        peer: theirs.
+        of_medians: median step over median step.
+        median: of the ratios of single rounds, whose turns were minutes apart at most.
+        smallest: of them.
+        largest: of them.
+    """
+
+    bandwidth: str
+    clip: float | None
+    plan: str
+    peer: str
+    of_medians: float
+    median: float
+    smallest: float
+    largest: float
+
+
+def goals(rows: Sequence[Row]) -> dict[str, list[Ratio]]:
+    """All comparisons that the rows allow, by name."""
+    pairs = {f"{plan} / {peer}": pair_ratios(rows, plan, peer) for plan, peer in PAIRS}
+    return {"best plan / best peer": best_ratios(rows)} | pairs
+
+
+def best_ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """The fastest plan against the fastest peer under each setting; refused rows and the bound take no part."""
+    found = []
+    for here in _by_setting(rows):
+        plans = [row for row in here if row.kind is Kind.PLAN]
+        peers = [row for row in here if row.kind is Kind.PEER]
+        if plans and peers:
+            found.append(compare(min(plans, key=_time), min(peers, key=_time)))
+    return found
+
+
+def pair_ratios(rows: Sequence[Row], plan: str, peer: str) -> list[Ratio]:
+    """One plan against one peer under each setting in which neither is missing or refused.
+
+    Args:
+        rows: of a run.
+        plan: label.
+        peer: label.
+    """
+    found = []
+    for here in _by_setting(rows):
+        by_label = {row.system: row for row in here}
+        if plan in by_label and peer in by_label:
+            found.append(compare(by_label[plan], by_label[peer]))
+    return found
+
+
+def compare(plan: Row, peer: Row) -> Ratio:
+    """Two systems under one setting."""
+    by_round = [ours / theirs for ours, theirs in zip(plan.samples, peer.samples, strict=True)]
+    return Ratio(
+        bandwidth=plan.bandwidth,
+        clip=plan.clip,
+        plan=plan.system,
+        peer=peer.system,
+        of_medians=plan.step_ms / peer.step_ms,
+        median=statistics.median(by_round),
+        smallest=min(by_round),
+        largest=max(by_round),
+    )
+
+
+def _by_setting(rows: Sequence[Row]) -> Iterable[list[Row]]:
+    for key in dict.fromkeys((row.bandwidth, row.clip) for row in rows):
+        yield [row for row in rows if (row.bandwidth, row.clip) == key and row.refused is None]
+
+
+def _time(row: Row) -> float:
+    return row.step_ms

@@ -1,0 +1,98 @@
+"""The order of a benchmark: rounds in which every system runs under every setting, so that drift hits all alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from thinwire_bench.systems.controller import TurnResult
+from thinwire_bench.systems.messages import Turn
+
+__all__ = ["Runner", "Sample", "Setting", "interleave"]
+
+STARTUP_STEPS = 3
+"""Steps of each system before the first round: buffers are allocated, orders recorded."""
+
+
+class Runner(Protocol):
+    """What lets one system train; see ``Controller``."""
+
+    def run(self, label: str, turn: Turn) -> TurnResult: ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What changes between turns.
+
+    Attributes:
+        bandwidth: of the links between hosts, as the user wrote it.
+        rate: the same in bits per second; None leaves the links as fast as they are.
+        clip: bound on the gradient norm; None does not clip.
+        steps: timed ones of a turn; None: as many as everywhere.
+    """
+
+    bandwidth: str
+    rate: float | None
+    clip: float | None
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One turn of one system.
+
+    Attributes:
+        round: counted from 0; None for the start-up, which no time is taken from.
+        setting: of links and step.
+        result: what was measured.
+    """
+
+    round: int | None
+    setting: Setting
+    result: TurnResult
+
+
+def interleave(
+    runner: Runner,
+    shape: Callable[[float | None], None],
+    labels: Sequence[str],
+    settings: Sequence[Setting],
+    *,
+    rounds: int,
+    steps: int,
+    report: Callable[[Sample], None],
+) -> list[Sample]:
+    """Run every system under every setting, round by round.
+
+    Args:
+        runner: lets a system train.
+        shape: sets the bandwidth of all links, in bits per second.
+        labels: of the systems; which is first rotates with the rounds.
+        settings: visited in this order in every round; neighbours of equal rate share their links.
+        rounds: how many.
+        steps: timed ones of a turn, where the setting does not say; each turn has one more before them.
+        report: told of every sample.
+
+    Returns:
+        Samples in the order they were taken. Every system has taken the same steps in the same order.
+    """
+    samples: list[Sample] = []
+
+    def take(number: int | None, setting: Setting, label: str, turn: Turn) -> None:
+        samples.append(Sample(number, setting, runner.run(label, turn)))
+        report(samples[-1])
+
+    rate = settings[0].rate
+    shape(rate)
+    for label in labels:
+        take(None, settings[0], label, Turn(1, STARTUP_STEPS - 1, {"clip": settings[0].clip}))
+    for number in range(rounds):
+        first = number % len(labels)
+        for setting in settings:
+            if setting.rate != rate:
+                rate = setting.rate
+                shape(rate)
+            for label in [*labels[first:], *labels[:first]]:
+                take(number, setting, label, Turn(setting.steps or steps, 1, {"clip": setting.clip}))
+    return samples

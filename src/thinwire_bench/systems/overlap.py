@@ -1,0 +1,296 @@
+"""What each overlap switch brings: AMSP's Table V (arXiv 2311.00257) on an emulated cluster."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.lab import Lab, LabSpec
+from thinwire.program.timeline import Span, chrome_trace
+from thinwire.spec import Plan
+from thinwire_bench.peers.interface import Kind, SystemSpec
+from thinwire_bench.systems.controller import Controller, TurnResult
+from thinwire_bench.systems.messages import BenchError, Turn
+
+__all__ = ["PLANS", "SETTINGS", "OverlapRow", "OverlapStudy", "Step", "ladder", "run_overlap"]
+
+SETTINGS: Final[Mapping[str, Mapping[str, bool]]] = {
+    "none": {"gather": False, "reduce": False, "sync": False, "spread": False},
+    "gather+reduce": {"gather": True, "reduce": True, "sync": False, "spread": False},
+    "+sync": {"gather": True, "reduce": True, "sync": True, "spread": False},
+    "+spread": {"gather": True, "reduce": True, "sync": True, "spread": True},
+}
+"""Table V's four settings; each turns on what the one before leaves off."""
+
+PLANS: Final[Mapping[str, tuple[str, bool]]] = {
+    "7b": ("zero1-node", False),
+    "13b": ("amsp-13b", False),
+    "30b": ("amsp-30b", True),
+}
+"""AMSP's plans by the size of model they were chosen for: preset, and whether activations are recomputed."""
+
+TURNED_ON: Final = {"gather+reduce": ("gather", "reduce"), "+sync": ("sync", "reduce"), "+spread": ("spread",)}
+"""The lanes whose waiting a setting shortens. The last micro-batch's reduction over the shard axis runs on the reduce
+lane but belongs to synchronisation."""
+
+
+@dataclass(frozen=True)
+class OverlapRow:
+    """One setting of one plan; medians over rounds.
+
+    Attributes:
+        plan: ``7b``, ``13b`` or ``30b``.
+        factors: the plan in words.
+        micro_batches: of a step.
+        setting: one of ``SETTINGS``.
+        step_ms: milliseconds per step.
+        step_ms_min: of the fastest round.
+        step_ms_max: of the slowest round.
+        tokens_per_second: of all ranks, at the median step.
+        exposed_ms: milliseconds per step that computation waited for all lanes, mean over ranks.
+        waited_ms: the same by lane.
+        waited_ms_min: of the round with least.
+        waited_ms_max: of the round with most.
+        internode_bytes: per step, of the busiest host in its busier direction.
+    """
+
+    plan: str
+    factors: str
+    micro_batches: int
+    setting: str
+    step_ms: float
+    step_ms_min: float
+    step_ms_max: float
+    tokens_per_second: float
+    exposed_ms: float
+    waited_ms: Mapping[str, float]
+    waited_ms_min: Mapping[str, float]
+    waited_ms_max: Mapping[str, float]
+    internode_bytes: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """From one setting to the next: what turning a switch on did to the waiting it is meant to shorten.
+
+    Attributes:
+        plan, micro_batches: which rows.
+        setting: what was turned on.
+        lanes: those it concerns.
+        off_ms: waited for these lanes before.
+        on_ms: and after.
+        step_ratio: median step after, over before.
+        traffic: whether these lanes send anything under this plan.
+        apart: whether the slowest round after is faster than the fastest before.
+    """
+
+    plan: str
+    micro_batches: int
+    setting: str
+    lanes: tuple[str, ...]
+    off_ms: float
+    on_ms: float
+    step_ratio: float
+    traffic: bool
+    apart: bool
+
+
+@dataclass(frozen=True)
+class OverlapStudy:
+    """The rows, and what each switch did."""
+
+    rows: tuple[OverlapRow, ...]
+    steps: tuple[Step, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {"rows": [asdict(row) for row in self.rows], "steps": [asdict(step) for step in self.steps]}
+
+
+@dataclass(frozen=True)
+class _Sample:
+    plan: str
+    micro_batches: int
+    setting: str
+    result: TurnResult
+
+
+def run_overlap(
+    plans: Sequence[str],
+    micro_batches: Sequence[int],
+    *,
+    rate: float | None,
+    nodes: int,
+    ranks: int,
+    rounds: int,
+    steps: int,
+    workload: Mapping[str, Any],
+    timeout: float,
+    trace: Path | None,
+    report: Callable[[str], None],
+) -> OverlapStudy:
+    """Run every plan under every setting and number of micro-batches, interleaved.
+
+    Args:
+        plans: keys of ``PLANS``.
+        micro_batches: numbers of them.
+        rate: of each host's link, bits per second in each direction; None leaves it unshaped.
+        nodes: hosts.
+        ranks: of each host.
+        rounds: in each of which everything runs once.
+        steps: timed ones of a turn.
+        workload: options of every model.
+        timeout: seconds a system may take to start, or for a turn.
+        trace: directory for a Chrome trace of one step of every plan and setting, at the least micro-batches.
+        report: told in a line what is going on.
+
+    Raises:
+        BenchError: a rank failed, or a switch changed what is computed.
+        ThinwireError: hosts cannot be made on this machine.
+    """
+    plan_of = {name: _plan(name, nodes, ranks) for name in plans}
+    samples: list[_Sample] = []
+    with Lab(LabSpec(nodes=nodes, ranks=ranks)) as lab, Controller(lab, ranks, timeout=timeout) as controller:
+        for name, plan in plan_of.items():
+            report(f"starting {name}: {plan.describe()}")
+            controller.start(_system(name, plan, workload))
+        lab.shape(bandwidth=rate)
+        for number in range(-1, rounds):
+            for name, count, setting in _order(plans, micro_batches, max(number, 0)):
+                options = {"setting": setting, "micro_batches": count}
+                result = controller.run(name, Turn(steps, 2 if number < 0 else 1, options))
+                samples.append(_Sample(name, count, setting, result))
+                when = "start-up" if number < 0 else f"round {number + 1}/{rounds}"
+                report(f"{when} {name} M={count} {setting}: {1e3 * result.seconds:.1f} ms/step")
+        if trace is not None:
+            _record(controller, plans, min(micro_batches), trace, report)
+    _refuse_other_losses(samples)
+    timed = samples[len(plans) * len(micro_batches) * len(SETTINGS) :]
+    tokens = workload["seq"] * nodes * ranks
+    rows = [
+        _row(
+            [s for s in timed if (s.plan, s.micro_batches, s.setting) == (name, count, setting)], plan_of[name], tokens
+        )
+        for name in plans
+        for count in micro_batches
+        for setting in SETTINGS
+    ]
+    return OverlapStudy(tuple(rows), tuple(ladder(rows, plan_of)))
+
+
+def ladder(rows: Sequence[OverlapRow], plan_of: Mapping[str, Plan]) -> Iterator[Step]:
+    """What each setting did compared with the one before.
+
+    Args:
+        rows: settings of one plan and number of micro-batches side by side, in the order of ``SETTINGS``.
+        plan_of: plans by name.
+    """
+    for before, after in pairwise(rows):
+        if (before.plan, before.micro_batches) != (after.plan, after.micro_batches):
+            continue
+        lanes = TURNED_ON[after.setting]
+        yield Step(
+            plan=after.plan,
+            micro_batches=after.micro_batches,
+            setting=after.setting,
+            lanes=lanes,
+            off_ms=sum(before.waited_ms[lane] for lane in lanes),
+            on_ms=sum(after.waited_ms[lane] for lane in lanes),
+            step_ratio=after.step_ms / before.step_ms,
+            traffic=_has_traffic(plan_of[after.plan], after.setting),
+            apart=sum(after.waited_ms_max[lane] for lane in lanes) < sum(before.waited_ms_min[lane] for lane in lanes),
+        )
+
+
+def _has_traffic(plan: Plan, setting: str) -> bool:
+    """Whether what a setting turns on exists: gathers and reductions where P is sharded or G is like OS, reductions of
+    the last micro-batch where there is anything to synchronise, spreads where OS is sharded further than P."""
+    match setting:
+        case "gather+reduce":
+            return plan.params.ranks > 1
+        case "+sync":
+            return plan.params != plan.mesh
+        case _:
+            return plan.optimizer != plan.params
+
+
+def _plan(name: str, nodes: int, ranks: int) -> Plan:
+    preset, recompute = PLANS[name]
+    return Plan.preset(preset, nodes=nodes, local=ranks, recompute=recompute)
+
+
+def _system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
+    options = {**workload, "plan": plan.to_toml(), "settings": SETTINGS}
+    return SystemSpec(name, "thinwire_bench.peers.switches:switches", options, Kind.PLAN)
+
+
+def _order(plans: Sequence[str], micro_batches: Sequence[int], number: int) -> list[tuple[str, int, str]]:
+    """Everything once; which setting comes first rotates with the rounds."""
+    names = list(SETTINGS)
+    first = number % len(names)
+    return [(name, count, s) for name in plans for count in micro_batches for s in [*names[first:], *names[:first]]]
+
+
+def _record(
+    controller: Controller, plans: Sequence[str], count: int, directory: Path, report: Callable[[str], None]
+) -> None:
+    """Trace one step of every plan and setting into ``PLAN-SETTING.json``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in plans:
+        for setting in SETTINGS:
+            with tempfile.TemporaryDirectory() as scratch:
+                options = {"setting": setting, "micro_batches": count, "trace": scratch}
+                controller.run(name, Turn(1, 1, options))
+                spans = {
+                    int(path.stem.removeprefix("rank-")): [Span(**span) for span in json.loads(path.read_text())]
+                    for path in Path(scratch).glob("rank-*.json")
+                }
+            target = directory / f"{name}-{setting.removeprefix('+')}.json"
+            target.write_text(json.dumps(chrome_trace(spans)), encoding="utf-8")
+            report(f"wrote {target}")
+
+
+def _refuse_other_losses(samples: Sequence[_Sample]) -> None:
+    """Variants of a plan train on the same data in the same order: a switch must not change a bit.
+
+    Raises:
+        BenchError: naming the plan and the settings that differ.
+    """
+    losses: dict[str, dict[str, list[float]]] = {}
+    for sample in samples:
+        by_setting = losses.setdefault(sample.plan, {})
+        by_setting.setdefault(sample.setting, []).extend(sample.result.values)
+    for plan, by_setting in losses.items():
+        first, *others = by_setting.items()
+        for name, values in others:
+            if values != first[1]:
+                raise BenchError(f"plan {plan}: losses under {name!r} differ from those under {first[0]!r}")
+
+
+def _row(samples: Sequence[_Sample], plan: Plan, tokens: int) -> OverlapRow:
+    results = [sample.result for sample in samples]
+    times = [1e3 * result.seconds for result in results]
+    waited = {lane: [1e3 * result.waited[lane] for result in results] for lane in results[0].waited}
+    step_ms = statistics.median(times)
+    count = samples[0].micro_batches
+    return OverlapRow(
+        plan=samples[0].plan,
+        factors=plan.describe(),
+        micro_batches=count,
+        setting=samples[0].setting,
+        step_ms=step_ms,
+        step_ms_min=min(times),
+        step_ms_max=max(times),
+        tokens_per_second=1e3 * tokens * count / step_ms,
+        exposed_ms=statistics.median(sum(column) for column in zip(*waited.values(), strict=True)),
+        waited_ms={lane: statistics.median(values) for lane, values in waited.items()},
+        waited_ms_min={lane: min(values) for lane, values in waited.items()},
+        waited_ms_max={lane: max(values) for lane, values in waited.items()},
+        internode_bytes=statistics.median(max(*result.sent, *result.received) for result in results),
+    )

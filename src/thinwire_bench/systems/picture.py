@@ -1,0 +1,88 @@
+"""A benchmark as a picture: a panel for every bandwidth and clip, a bar for every system."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from thinwire_bench.peers.interface import Kind
+from thinwire_bench.systems.rows import Row
+from thinwire_bench.systems.table import setting_name
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+__all__ = ["draw"]
+
+_COLOURS: Final = {Kind.PLAN: "#1f5fa8", Kind.PEER: "#9db7d5", Kind.CHANGED: "#d9cbe6", Kind.BOUND: "#bbbbbb"}
+_NAMES: Final = {
+    Kind.PLAN: "thinwire",
+    Kind.PEER: "peers",
+    Kind.CHANGED: "peers that change the optimisation",
+    Kind.BOUND: "computation alone",
+}
+_FLOOR: Final = "#c4442b"
+
+
+def draw(rows: Sequence[Row], path: Path) -> None:
+    """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound.
+
+    Args:
+        rows: of a run; refused ones get no bar.
+        path: of the PNG file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    bandwidths = list(dict.fromkeys(row.bandwidth for row in rows))
+    clips = list(dict.fromkeys(row.clip for row in rows))
+    systems = list(dict.fromkeys(row.system for row in rows))
+    height = 0.34 * len(systems) + 0.8
+    figure = Figure(figsize=(1.2 + 4.4 * len(bandwidths), height * len(clips) + 0.9), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(len(clips), len(bandwidths), squeeze=False, sharey=True)
+    for clip, line in zip(clips, panels, strict=True):
+        for bandwidth, axes in zip(bandwidths, line, strict=True):
+            _panel(axes, [row for row in rows if (row.bandwidth, row.clip) == (bandwidth, clip)])
+            axes.set_title(setting_name(bandwidth, clip), fontsize=10)
+    for axes in panels[-1]:
+        axes.set_xlabel("milliseconds per step")
+    handles, names = _legend({row.kind for row in rows})
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    figure.savefig(path, dpi=130)
+
+
+def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+    """One bar for each row, the first on top."""
+    widest = max((row.step_ms_max for row in rows if row.refused is None), default=1.0)
+    for position, row in enumerate(rows):
+        if row.refused:
+            axes.text(0.01 * widest, position, "refused: its losses differ", va="center", fontsize=8, color=_FLOOR)
+            continue
+        spread = [[row.step_ms - row.step_ms_min], [row.step_ms_max - row.step_ms]]
+        axes.barh(position, row.step_ms, height=0.7, color=_COLOURS[row.kind])
+        axes.errorbar(row.step_ms, position, xerr=spread, color="#333333", linewidth=1, capsize=2.5, fmt="none")
+        axes.plot([row.bound_ms] * 2, [position - 0.35, position + 0.35], color=_FLOOR, linewidth=1.6)
+        axes.text(row.step_ms_max + 0.015 * widest, position, f"{row.step_ms:.0f}", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), [row.system for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlim(0, 1.12 * widest)
+    axes.grid(axis="x", alpha=0.3)
+    axes.set_axisbelow(True)
+
+
+def _legend(kinds: set[Kind]) -> tuple[list[Artist], list[str]]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    shown = [kind for kind in Kind if kind in kinds]
+    handles: list[Artist] = [Patch(color=_COLOURS[kind]) for kind in shown]
+    handles.append(Line2D([], [], color=_FLOOR, linewidth=1.6))
+    handles.append(Line2D([], [], color="#333333", linewidth=1))
+    return handles, [
+        *(_NAMES[kind] for kind in shown),
+        "bound: processor time over cores, or bytes over the link",
+        "fastest and slowest round",
+    ]
