@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import thinwire as tw
 from thinwire.intercept import AxisTraffic
-from thinwire.train.data import Batch
+from thinwire.train.data.samples import Batch
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.llama import Llama, LlamaConfig
 

@@ -9,8 +9,8 @@ from thinwire.collectives.group import control
 from thinwire.errors import MismatchError
 from thinwire.spec.recipe import Recipe
 from thinwire.testing.ranks import run_ranks
-from thinwire.train import agreement
-from thinwire.train.versions import versions
+from thinwire.train.launching import agreement
+from thinwire.train.launching.versions import versions
 
 RECIPE = {"model": {"layers": 1, "hidden": 16, "heads": 2}, "train": {"steps": 5}}
 

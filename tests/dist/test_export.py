@@ -20,11 +20,11 @@ from thinwire.cli.main import app
 from thinwire.errors import CheckpointError, DataError, UsageError
 from thinwire.spec.recipe import Recipe
 from thinwire.testing import run_ranks
+from thinwire.train.data.packing import prepare
+from thinwire.train.data.tokens import TokenWriter
 from thinwire.train.directory import RunDirectory
-from thinwire.train.export import export
-from thinwire.train.kept import keep_sources
-from thinwire.train.packing import prepare
-from thinwire.train.tokens import TokenWriter
+from thinwire.train.export.files import export
+from thinwire.train.export.kept import keep_sources
 from thinwire.train.trainer import Job, make_trainer
 
 OURS: dict[str, dict[str, Any]] = {

@@ -16,7 +16,7 @@ from thinwire.errors import CollectiveError, SpecError, UsageError
 from thinwire.parallel import ParallelModel, ParallelOptimizer
 from thinwire.sharding.api import runtime
 from thinwire.testing import RankPool, run_ranks
-from thinwire.train.data import Batch
+from thinwire.train.data.samples import Batch
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig

@@ -19,11 +19,11 @@ from thinwire.report.page import Subject, write_page
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.testing import run_ranks
+from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
+from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import run
-from thinwire.train.packing import prepare
-from thinwire.train.stop import StopRequest
-from thinwire.train.tracing import Clocks, longest
+from thinwire.train.observing.tracing import Clocks, longest
 from thinwire.train.trainer import Job
 
 RECIPE = f"""

@@ -17,10 +17,10 @@ from thinwire.errors import DataError, NonFiniteError
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint
-from thinwire.train.data import Batch
+from thinwire.train.data.packing import Dataset
+from thinwire.train.data.samples import Batch
+from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
-from thinwire.train.packing import Dataset
-from thinwire.train.tokens import TokenBin
 from thinwire.train.trainer import Job, Trainer, make_trainer
 
 RECIPE = """

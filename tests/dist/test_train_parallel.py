@@ -21,12 +21,12 @@ from thinwire.cli.main import app
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.testing import RankPool, run_ranks
+from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
+from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import run
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.llama import Block, Llama, LlamaConfig
-from thinwire.train.packing import prepare
-from thinwire.train.stop import StopRequest
 from thinwire.train.trainer import Job
 
 THINWIRE = (sys.executable, "-m", "thinwire.cli.main")

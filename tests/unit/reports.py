@@ -11,7 +11,7 @@ from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, chrome_trace
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
-from thinwire.train.metrics import MetricsLog, StepRecord
+from thinwire.train.observing.metrics import MetricsLog, StepRecord
 
 VOID = {"meta", "br", "link", "img", "input", "hr"}
 

@@ -21,7 +21,7 @@ from thinwire.cli.summary import summary_table
 from thinwire.cli.train import default_directory
 from thinwire.spec.plan import Plan
 from thinwire.train.directory import RunDirectory
-from thinwire.train.launch import RankError, _cause, _next_attempt
+from thinwire.train.launching.launch import RankError, _cause, _next_attempt
 
 RECIPE = """
 [model]

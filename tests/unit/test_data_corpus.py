@@ -13,7 +13,7 @@ import pyarrow
 import pytest
 
 from thinwire.errors import DataError
-from thinwire.train.corpus import cut, find_corpus
+from thinwire.train.data.corpus import cut, find_corpus
 
 
 def write(path: Path, text: str) -> Path:

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from thinwire.errors import DataError
-from thinwire.train.data import Samples, permute, step_batches, validation_batches
+from thinwire.train.data.samples import Samples, permute, step_batches, validation_batches
+from thinwire.train.data.tokens import TokenBin
 from thinwire.train.models.common import IGNORED
-from thinwire.train.tokens import TokenBin
 
 
 def stream(num_tokens: int, vocab: int = 60_000) -> TokenBin:

@@ -13,9 +13,9 @@ import pytest
 
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
-from thinwire.train.packing import is_validation, prepare
-from thinwire.train.tokenizer import Tokenizer
-from thinwire.train.tokens import TokenBin, TokenWriter, entropy
+from thinwire.train.data.packing import is_validation, prepare
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.tokens import TokenBin, TokenWriter, entropy
 
 TEXTS = [f"def function_{number}(argument):\n    return argument + {number}\n" for number in range(400)]
 

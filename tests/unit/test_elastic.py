@@ -11,8 +11,8 @@ from thinwire.errors import SpecError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
-from thinwire.train.elastic import Continued, continued, global_batch
 from thinwire.train.environment import Started
+from thinwire.train.launching.elastic import Continued, continued, global_batch
 
 
 def recipe(**tables: Any) -> Recipe:

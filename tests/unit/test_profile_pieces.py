@@ -9,8 +9,8 @@ from thinwire.errors import UsageError
 from thinwire.profile import Piece
 from thinwire.spec import Factor, ModelSpec
 from thinwire.train.environment import LAB_HOSTS, num_cores, shares_cores
-from thinwire.train.pieces import pieces
-from thinwire.train.room import measure_room, rank_memory
+from thinwire.train.models.pieces import pieces
+from thinwire.train.observing.room import measure_room, rank_memory
 
 GIB = 1 << 30
 

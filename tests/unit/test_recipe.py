@@ -21,7 +21,7 @@ from thinwire.train.environment import (
     resolve_mesh,
     started,
 )
-from thinwire.train.measure import share_across
+from thinwire.train.observing.measure import share_across
 
 BASE = """
 [model]

@@ -18,9 +18,9 @@ from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, verify, write
 from thinwire.errors import CheckpointError, DataError, SpecError, ThinwireError
 from thinwire.spec.io import apply_settings
 from thinwire.spec.recipe import Recipe
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.tokens import TokenBin
 from thinwire.train.models.build import build
-from thinwire.train.tokenizer import Tokenizer
-from thinwire.train.tokens import TokenBin
 
 RECIPE: dict[str, Any] = {"model": {"layers": 1, "hidden": 16, "heads": 2}, "train": {"steps": 5}}
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.errors import UsageError
-from thinwire.train.data import Batch
+from thinwire.train.data.samples import Batch
 from thinwire.train.models.llama import Llama
 from thinwire_bench.study.crossings import KINDS, Moment, Training, observe
 from thinwire_bench.study.spectra import (

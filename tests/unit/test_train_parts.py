@@ -20,10 +20,10 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train import checkpoint as checkpoints
 from thinwire.train.directory import RunDirectory
-from thinwire.train.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
-from thinwire.train.progress import ProgressReport
+from thinwire.train.launching.stop import StopRequest
+from thinwire.train.observing.metrics import MetricsLog, StepRecord, known_peak_tflops, read, truncate
+from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.schedule import learning_rate_share
-from thinwire.train.stop import StopRequest
 
 
 def record(step: int, loss: float = 1.0, val_loss: float | None = None) -> StepRecord:
@@ -123,7 +123,7 @@ def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixtur
 def test_progress_on_a_terminal_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     screen = io.StringIO()
     terminal = Console(file=screen, force_terminal=True, width=120)
-    monkeypatch.setattr("thinwire.train.progress.Console", lambda **_: terminal)
+    monkeypatch.setattr("thinwire.train.observing.progress.Console", lambda **_: terminal)
     with ProgressReport(10, 4, "stdout") as progress:
         progress.step(record(5))
         progress.note("note")

@@ -110,7 +110,7 @@ def _with_memory(job: Job, memory: int) -> Job:
 def _advice(path: Path, recipe: Recipe, plan: Plan, directory: RunDirectory, room: Room) -> str:
     import thinwire.plan as planner
     from thinwire.cli.summary import shown
-    from thinwire.train.packing import prepare
+    from thinwire.train.data.packing import prepare
     from thinwire.units import format_bytes
 
     job, found, needed = fitting(recipe, plan, prepare(recipe.data).vocab, room)

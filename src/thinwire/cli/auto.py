@@ -44,7 +44,7 @@ def choose_plan(
     """
     import thinwire.plan as planner
     from thinwire.spec.profile import Profile
-    from thinwire.train.packing import prepare
+    from thinwire.train.data.packing import prepare
 
     dataset = prepare(recipe.data)
     shape = recipe.model.shape(vocab=dataset.vocab, seq=recipe.train.seq)
@@ -69,8 +69,8 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
             return Profile.read(out)
         from thinwire.cli.profile import measure_here
         from thinwire.train.environment import rank_device
-        from thinwire.train.pieces import pieces
-        from thinwire.train.room import rank_memory
+        from thinwire.train.models.pieces import pieces
+        from thinwire.train.observing.room import rank_memory
 
         device = rank_device(recipe.cluster.device, ranks.local_rank)
         parts = pieces(

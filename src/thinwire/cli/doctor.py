@@ -93,7 +93,7 @@ def examine() -> dict[str, Any]:
 
 def _without_torch() -> dict[str, Any]:
     """What can be told of a machine on which torch does not work."""
-    from thinwire.train.versions import versions
+    from thinwire.train.launching.versions import versions
 
     return {
         "versions": versions(),

@@ -46,7 +46,7 @@ def export(
     with explained(as_json=as_json):
         from thinwire.errors import SpecError
         from thinwire.train.directory import RunDirectory
-        from thinwire.train.export import export as write
+        from thinwire.train.export.files import export as write
         from thinwire.units import format_bytes, parse_bytes
 
         size = parse_bytes(max_shard_size)

@@ -63,8 +63,8 @@ def profile(
         from thinwire.errors import UsageError
         from thinwire.spec import Factor, ModelSpec
         from thinwire.train.environment import rank_device, started
-        from thinwire.train.pieces import pieces
-        from thinwire.train.room import rank_memory
+        from thinwire.train.models.pieces import pieces
+        from thinwire.train.observing.room import rank_memory
         from thinwire.units import parse_duration
 
         ranks = started()
@@ -131,7 +131,7 @@ def measure_here(
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
     from thinwire.train.environment import rank_backend, threads_per_rank
-    from thinwire.train.room import rank_memory
+    from thinwire.train.observing.room import rank_memory
 
     if device.type == "cuda":
         torch.cuda.set_device(device)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
     from thinwire.train.environment import Started
-    from thinwire.train.request import RunRequest
+    from thinwire.train.launching.request import RunRequest
 
 RUNS = Path("runs")
 """Where runs without ``--out`` go."""
@@ -106,7 +106,7 @@ def train(
         from thinwire.errors import UsageError
         from thinwire.spec.recipe import Recipe
         from thinwire.train.environment import resolve_plan, resolve_ranks, started, usable_gpus
-        from thinwire.train.request import RunRequest
+        from thinwire.train.launching.request import RunRequest
 
         overrides = [*(settings or ())]
         overrides += [f"cluster.{key}={value}" for key, value in (("nodes", nodes), ("nproc", nproc)) if value]
@@ -175,7 +175,7 @@ def _automatic(
 
 def _fit(recipe: Recipe, directory: RunDirectory, ranks: Started | None) -> tuple[Recipe, Plan, tuple[str, ...]]:
     """Recipe and plan for the ranks there are, and what that changes."""
-    from thinwire.train.elastic import continued
+    from thinwire.train.launching.elastic import continued
 
     fitted = continued(recipe, directory, ranks)
     return fitted.recipe, fitted.plan, fitted.notes
@@ -230,9 +230,9 @@ def default_directory(parent: Path, stem: str, *, resume: bool) -> Path:
 def _launch(request: RunRequest, profile: Profile | None, console: Console) -> None:
     """Start this machine's ranks and wait for them."""
     from thinwire.program import idle_codecs
-    from thinwire.train.launch import launch
-    from thinwire.train.packing import prepare
-    from thinwire.train.versions import versions
+    from thinwire.train.data.packing import prepare
+    from thinwire.train.launching.launch import launch
+    from thinwire.train.launching.versions import versions
 
     def report(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)
@@ -261,7 +261,7 @@ def _join(request: RunRequest, profile: Profile | None, console: Console, ranks:
     import os
 
     from thinwire.program import idle_codecs
-    from thinwire.train.versions import versions
+    from thinwire.train.launching.versions import versions
     from thinwire.train.worker import recorded_failure, train
 
     restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0

@@ -16,14 +16,14 @@ from thinwire.errors import CheckpointError, CollectiveError
 from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
 from thinwire.train.directory import write_json
-from thinwire.train.kept import keep_sources
-from thinwire.train.metrics import MetricsLog
-from thinwire.train.progress import ProgressReport, Stream
-from thinwire.train.room import explained_exhaustion, measure_room
-from thinwire.train.stop import StopRequest
-from thinwire.train.tracing import StepTracer
+from thinwire.train.export.kept import keep_sources
+from thinwire.train.launching.stop import StopRequest
+from thinwire.train.launching.versions import versions
+from thinwire.train.observing.metrics import MetricsLog
+from thinwire.train.observing.progress import ProgressReport, Stream
+from thinwire.train.observing.room import explained_exhaustion, measure_room
+from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.trainer import Job, Trainer, make_trainer
-from thinwire.train.versions import versions
 
 
 @dataclass(frozen=True)

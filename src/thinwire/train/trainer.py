@@ -21,20 +21,20 @@ from thinwire.errors import DataError, NonFiniteError
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
-from thinwire.train.agreement import agree
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, checkpoints, delete_old
-from thinwire.train.data import Samples, step_batches, validation_batches
+from thinwire.train.data.packing import Dataset
+from thinwire.train.data.samples import Samples, step_batches, validation_batches
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import shares_cores
-from thinwire.train.measure import pack, unpack
-from thinwire.train.metrics import StepRecord, known_peak_tflops
+from thinwire.train.launching.agreement import agree
+from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
 from thinwire.train.models.flops import flops_per_token
-from thinwire.train.pace import Pace, summarized
-from thinwire.train.packing import Dataset
+from thinwire.train.observing.measure import pack, unpack
+from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
+from thinwire.train.observing.pace import Pace, summarized
 from thinwire.train.schedule import learning_rate_share
-from thinwire.train.versions import versions
 
 MOST_SKIPPED: Final = 20
 """So many steps in a row that are not finite will not recover."""

@@ -29,12 +29,12 @@ from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import rank_backend, rank_device, threads_per_rank
+from thinwire.train.launching.request import RunRequest
+from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import Result, run
-from thinwire.train.packing import prepare
-from thinwire.train.request import RunRequest
-from thinwire.train.stop import StopRequest
 from thinwire.train.trainer import Job
 
 _LAST_WORDS: Final = 8192

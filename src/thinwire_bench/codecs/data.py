@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.spec.recipe import DataRecipe
-from thinwire.train.data import Samples
+from thinwire.train.data.packing import prepare
+from thinwire.train.data.samples import Samples
 from thinwire.train.models.llama import Llama, LlamaConfig
-from thinwire.train.packing import prepare
 
 __all__ = ["DATA_SETS", "data_sets", "gradients_by_rank", "normal", "student"]
 

@@ -10,7 +10,7 @@ import torch
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
-from thinwire.train.data import Batch
+from thinwire.train.data.samples import Batch
 from thinwire.train.models.common import cross_entropy
 from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from thinwire.errors import UsageError
 from thinwire.spec.recipe import DataRecipe
-from thinwire.train.data import Batch, Samples
+from thinwire.train.data.packing import prepare
+from thinwire.train.data.samples import Batch, Samples
 from thinwire.train.models.llama import Block, Llama, LlamaConfig
-from thinwire.train.packing import prepare
 from thinwire.train.schedule import learning_rate_share
 
 __all__ = ["KINDS", "Crossing", "Kind", "Moment", "Training", "observe", "train"]

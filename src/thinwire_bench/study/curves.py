@@ -12,7 +12,7 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory, write_atomically
-from thinwire.train.metrics import read as read_metrics
+from thinwire.train.observing.metrics import read as read_metrics
 from thinwire.train.trainer import MOST_SKIPPED
 from thinwire_bench.study.arms import Run
 

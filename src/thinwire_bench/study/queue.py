@@ -19,7 +19,7 @@ from thinwire.errors import ThinwireError, UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory, write_atomically
-from thinwire.train.metrics import read as read_metrics
+from thinwire.train.observing.metrics import read as read_metrics
 from thinwire_bench.study.arms import Run, Study
 from thinwire_bench.study.curves import Curve, Curves
 

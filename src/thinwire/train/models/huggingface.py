@@ -16,7 +16,7 @@ from thinwire.sharding.initial import InitialValues, parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
 from thinwire.train.models.fresh import InitializedValues
-from thinwire.train.models.weights import LoadedValues
+from thinwire.train.weights.loading import LoadedValues
 
 _LONGEST: Final = 300
 """Characters of somebody else's message: transformers names every architecture it knows."""

@@ -14,7 +14,7 @@ from typing import Any, Final
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError
 from thinwire.spec.recipe import Recipe
-from thinwire.train.versions import versions
+from thinwire.train.launching.versions import versions
 
 _SECTIONS: Final = ("train", "optimizer", "checkpoint")
 """Sections of a recipe that must be equal. Paths of models and data may differ from host to host."""

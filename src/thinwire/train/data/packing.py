@@ -23,9 +23,9 @@ from typing import Any, Final
 
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
-from thinwire.train.corpus import Corpus, find_corpus
-from thinwire.train.tokenizer import Tokenizer
-from thinwire.train.tokens import TokenBin, TokenWriter, entropy
+from thinwire.train.data.corpus import Corpus, find_corpus
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.train.data.tokens import TokenBin, TokenWriter, entropy
 
 _VERSION: Final = 1
 _DEFAULT_VOCAB: Final = 4096

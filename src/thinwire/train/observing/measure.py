@@ -16,7 +16,7 @@ import torch
 
 from thinwire.parallel import Grid, ParallelModel
 from thinwire.sharding import api
-from thinwire.train.metrics import KINDS
+from thinwire.train.observing.metrics import KINDS
 
 _PER_KIND: Final = 4
 _PER_AXIS: Final = 3

@@ -18,7 +18,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -27,7 +27,9 @@ from thinwire.errors import ThinwireError, UsageError
 from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, chrome_trace
 from thinwire.sharding import api
 from thinwire.train.directory import write_atomically
-from thinwire.train.trainer import Trainer
+
+if TYPE_CHECKING:
+    from thinwire.train.trainer import Trainer
 
 __all__ = ["MOST_OPERATIONS", "MOST_SPANS", "Clocks", "StepTracer", "longest"]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory
-from thinwire.train.progress import Stream
+from thinwire.train.observing.progress import Stream
 
 __all__ = ["RunRequest"]
 

@@ -25,12 +25,12 @@ from thinwire.spec.plan import Dtype
 from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint, checkpoints
 from thinwire.train.directory import RunDirectory, write_json
-from thinwire.train.kept import kept_config, write_tokenizer
+from thinwire.train.export.kept import kept_config, write_tokenizer
+from thinwire.train.export.layout import Layout, OutTensor, layout_of_huggingface, layout_of_ours
 from thinwire.train.models.build import draft
-from thinwire.train.models.exported import Layout, OutTensor, layout_of_huggingface, layout_of_ours
 from thinwire.train.models.gpt import GPT
 from thinwire.train.models.llama import Llama
-from thinwire.train.models.weights import INDEX, SINGLE
+from thinwire.train.weights.loading import INDEX, SINGLE
 
 __all__ = ["Exported", "export"]
 

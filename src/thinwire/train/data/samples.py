@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import DataError
+from thinwire.train.data.tokens import Ids, TokenBin
 from thinwire.train.models.common import IGNORED
-from thinwire.train.tokens import Ids, TokenBin
 
 _ROUNDS: Final = 6
 _Words = npt.NDArray[np.uint64]

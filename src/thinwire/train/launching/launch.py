@@ -26,7 +26,7 @@ from thinwire.errors import OutOfMemoryError, Room, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import num_cores
-from thinwire.train.request import RunRequest
+from thinwire.train.launching.request import RunRequest
 
 Report = Callable[[str], None]
 

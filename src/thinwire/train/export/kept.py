@@ -10,10 +10,10 @@ from typing import Any, Final
 
 from thinwire.errors import DataError
 from thinwire.spec.recipe import Recipe
+from thinwire.train.data.packing import Dataset
+from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.directory import RunDirectory, write_json
 from thinwire.train.models.huggingface import read_config
-from thinwire.train.packing import Dataset
-from thinwire.train.tokenizer import Tokenizer
 
 __all__ = ["TOKENIZER_FILES", "keep_sources", "kept_config", "write_tokenizer"]
 

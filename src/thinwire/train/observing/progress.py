@@ -17,7 +17,7 @@ from rich.progress import (
     TimeElapsedColumn,
 )
 
-from thinwire.train.metrics import StepRecord
+from thinwire.train.observing.metrics import StepRecord
 from thinwire.units import format_duration
 
 Stream = Literal["stdout", "stderr", "none"]

@@ -1,0 +1,1 @@
+"""From a run to a directory that ``transformers`` loads."""
