@@ -67,7 +67,7 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
         if ranks is None:
             _measure_apart(recipe, resolved, shape, Path(directory), out)
             return Profile.read(out)
-        from thinwire.cli.profile import measure_here
+        from thinwire.cli.profile import Measurement, measure_here
         from thinwire.train.environment import rank_device
         from thinwire.train.models.pieces import pieces
         from thinwire.train.observing.room import rank_memory
@@ -81,7 +81,8 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
             dtype=resolved.compute_dtype,
             memory=rank_memory(device),
         )
-        return measure_here(out, BUDGET, parts, resolved.mesh, ranks, device, timeout=recipe.cluster.timeout)
+        measurement = Measurement(out, BUDGET, parts, resolved.mesh, device, timeout=recipe.cluster.timeout)
+        return measure_here(measurement, ranks)
 
 
 def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: Path, out: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
 from thinwire.errors import SpecError, UsageError
 from thinwire.units import format_bandwidth, format_bytes, format_duration, parse_bandwidth, parse_duration
 
@@ -34,49 +35,55 @@ class Per(StrEnum):
     HOST = "host"
 
 
-def lab(
+@dataclass(frozen=True)
+class LabOptions:
+    """The options of ``thinwire lab``."""
+
     command: Annotated[
         list[str],
         typer.Argument(metavar="COMMAND", help="What to run. torchrun is started once per host, others per rank."),
-    ],
+    ]
     bandwidth: Annotated[
         str, typer.Option(metavar="RATE|none", help='Of each host\'s link, both ways: "200mbit", "10gbit".')
-    ],
-    nodes: Annotated[int, typer.Option(metavar="N", help="Hosts.")] = 2,
-    ranks: Annotated[int, typer.Option(metavar="R", help="Ranks on each host.")] = 2,
+    ]
+    nodes: Annotated[int, typer.Option(metavar="N", help="Hosts.")] = 2
+    ranks: Annotated[int, typer.Option(metavar="R", help="Ranks on each host.")] = 2
     latency: Annotated[
         str | None, typer.Option(metavar="TIME", help='From host to host, for example "1ms".', show_default=False)
-    ] = None,
+    ] = None
     loss: Annotated[
         str | None, typer.Option(metavar="SHARE", help='Of packets between hosts: "0.1%".', show_default=False)
-    ] = None,
-    leaf: Annotated[
-        int | None, typer.Option(metavar="G", help="Hosts below each leaf switch.", show_default=False)
-    ] = None,
+    ] = None
+    leaf: Annotated[int | None, typer.Option(metavar="G", help="Hosts below each leaf switch.", show_default=False)] = (
+        None
+    )
     spine_bandwidth: Annotated[
         str | None,
         typer.Option(metavar="RATE", help="Of the link from a leaf to the spine.", show_default="half of --bandwidth"),
-    ] = None,
+    ] = None
     places: Annotated[
         str | None,
         typer.Option(
             metavar="I,J,...", help="Where each host stands; the first G places are one leaf.", show_default="in order"
         ),
-    ] = None,
+    ] = None
     per: Annotated[
         Per | None, typer.Option(help="Start COMMAND once per rank or once per host.", show_default=False)
-    ] = None,
+    ] = None
     grace: Annotated[
         str, typer.Option(metavar="TIME", help="How long the others may go on after a rank failed or a Ctrl-C.")
-    ] = "30s",
+    ] = "30s"
     logs: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep the other ranks' output there instead of showing it."),
-    ] = None,
+    ] = None
     as_json: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write what happened to a file, as JSON.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@expand_options
+def lab(options: LabOptions) -> None:
     """Run COMMAND on an emulated cluster: hosts are network namespaces, joined by links of the given bandwidth.
 
     The exit status is that of the first rank that fails. Hosts see each other and nothing else, the Internet included.
@@ -92,28 +99,42 @@ def lab(
       thinwire lab --nodes 2 --ranks 1 --bandwidth none --per host -- ip address
     """
     with explained():
-        from thinwire.lab import Lab, LabSpec
+        from thinwire.lab import Lab
         from thinwire.lab.job import Job, starts_ranks
 
-        spec = LabSpec(
-            nodes=nodes,
-            ranks=ranks,
-            bandwidth=_read("bandwidth", bandwidth, _rate),
-            latency=None if latency is None else _read("latency", latency, parse_duration),
-            loss=0.0 if loss is None else _read("loss", loss, parse_share),
-            leaf=leaf,
-            spine_bandwidth=None if spine_bandwidth is None else _read("spine_bandwidth", spine_bandwidth, _rate),
-            places=None if places is None else _read("places", places, _numbers),
-        )
-        kind = per or (Per.HOST if starts_ranks(command) else Per.RANK)
-        seconds = _read("grace", grace, parse_duration)
+        spec = _spec(options)
+        kind = options.per or (Per.HOST if starts_ranks(options.command) else Per.RANK)
+        grace = _read("grace", options.grace, parse_duration)
         with Lab(spec) as cluster:
-            outcome = Job(cluster, command, kind.value, grace=seconds, logs=logs).run()
+            outcome = Job(cluster, options.command, kind.value, grace=grace, logs=options.logs).run()
             traffic = cluster.traffic()
         _show(spec, outcome, traffic)
-        if as_json is not None:
-            _write(as_json, _summary(command, kind, spec, outcome, traffic))
+        if options.as_json is not None:
+            _write(options.as_json, _summary(options.command, kind, spec, outcome, traffic))
     raise typer.Exit(outcome.status)
+
+
+def _spec(options: LabOptions) -> LabSpec:
+    """The cluster that the options describe.
+
+    Raises:
+        SpecError: an option cannot be read, or the lab refuses its value.
+    """
+    from thinwire.lab import LabSpec
+
+    def read(key: str, text: str | None, parse: Callable[[str], Value]) -> Value | None:
+        return None if text is None else _read(key, text, parse)
+
+    return LabSpec(
+        nodes=options.nodes,
+        ranks=options.ranks,
+        bandwidth=_read("bandwidth", options.bandwidth, _rate),
+        latency=read("latency", options.latency, parse_duration),
+        loss=read("loss", options.loss, parse_share) or 0.0,
+        leaf=options.leaf,
+        spine_bandwidth=read("spine_bandwidth", options.spine_bandwidth, _rate),
+        places=read("places", options.places, _numbers),
+    )
 
 
 def _numbers(text: str) -> tuple[int, ...]:

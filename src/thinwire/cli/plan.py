@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -13,10 +13,10 @@ from rich.console import Console
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
-from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps
+from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
 from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
-from thinwire.cli.plan_job import cluster_of, rates_of, ways_of
+from thinwire.cli.plan_job import ClusterChanges, cluster_of, rates_of, ways_of
 from thinwire.cli.plan_tables import (
     explanation_json,
     introduce,
@@ -32,7 +32,10 @@ if TYPE_CHECKING:
     from thinwire.spec import Plan
 
 
-def plan(
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of ``thinwire plan``."""
+
     model: Annotated[
         str | None,
         typer.Option(
@@ -40,11 +43,11 @@ def plan(
             help="A preset such as llama-7b, a TOML file, or a Hugging Face config.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     tokens_per_step: Annotated[
         str | None,
         typer.Option(metavar="N", help="Tokens of one step over all ranks: 4M is 4 x 2^20.", show_default=False),
-    ] = None,
+    ] = None
     cluster: Annotated[
         str | None,
         typer.Option(
@@ -52,14 +55,14 @@ def plan(
             help="For example a800-80g:128x8, or a TOML file; with --profile, the profiled cluster by default.",
             show_default=False,
         ),
-    ] = None,
-    seq: Seq = None,
+    ] = None
+    seq: Seq = None
     micro_batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences of a micro-batch; searched by default.", show_default=False)
-    ] = None,
+    ] = None
     recompute: Annotated[
         Literal["auto", "on", "off"], typer.Option(help="Whether blocks are recomputed in the backward.")
-    ] = "auto",
+    ] = "auto"
     tp: Annotated[
         str | None,
         typer.Option(
@@ -67,42 +70,42 @@ def plan(
             help="Tensor-parallel ranks to choose from; unset, only where nothing fits without.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     pp: Annotated[
         str | None,
         typer.Option(metavar="auto|N,...", help="Pipeline stages to choose from; likewise.", show_default=False),
-    ] = None,
+    ] = None
     profile: Annotated[
         Path | None,
         typer.Option(metavar="PROFILE.json", help="Times as thinwire profile measured them.", show_default=False),
-    ] = None,
+    ] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
         typer.Option(help="How far codecs may go; AMSP's objective knows none.", show_default="standard"),
-    ] = None,
+    ] = None
     objective: Annotated[
         Literal["time", "amsp"], typer.Option(help="time: the overlapped step; amsp: AMSP's sum of communication.")
-    ] = "time",
-    internode_gbps: InternodeGbps = None,
-    nodes_per_leaf: NodesPerLeaf = None,
-    spine_gbps: SpineGbps = None,
+    ] = "time"
+    internode_gbps: InternodeGbps = None
+    nodes_per_leaf: NodesPerLeaf = None
+    spine_gbps: SpineGbps = None
     intranode_gbps: Annotated[
         float | None, typer.Option(min=0.001, help="Gbit/s of a GPU inside its node.", show_default=False)
-    ] = None,
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help='Of a GPU, "80GiB".', show_default=False)] = None,
-    price: Annotated[float | None, typer.Option(min=0.0001, help="Of a GPU for an hour.", show_default=False)] = None,
-    clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their norm.")] = True,
+    ] = None
+    memory: Annotated[str | None, typer.Option(metavar="SIZE", help='Of a GPU, "80GiB".', show_default=False)] = None
+    price: Annotated[float | None, typer.Option(min=0.0001, help="Of a GPU for an hour.", show_default=False)] = None
+    clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their norm.")] = True
     causal_mfu: Annotated[
         bool, typer.Option("--causal-mfu", help="Count half of attention in the MFU, as Megatron-LM does now.")
-    ] = False,
-    top: Annotated[int, typer.Option(min=1, max=64, help="How many plans to list.")] = 10,
-    out: Annotated[
-        Path | None, typer.Option(metavar="PLAN.toml", help="Write the first plan.", show_default=False)
-    ] = None,
+    ] = False
+    top: Annotated[int, typer.Option(min=1, max=64, help="How many plans to list.")] = 10
+    out: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the first plan.", show_default=False)] = (
+        None
+    )
     hosts: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="A line for each host: its name and its leaf switch.", show_default=False),
-    ] = None,
+    ] = None
     placement: Annotated[
         Path | None,
         typer.Option(
@@ -110,7 +113,7 @@ def plan(
             help="Write hostfile, rankfile and slurm-hosts: which host is which node.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     compare: Annotated[
         Path | None,
         typer.Option(
@@ -118,16 +121,19 @@ def plan(
             help="Predicted beside measured, of a run; with --profile, or the profile that --plan auto left in it.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     refit: Annotated[
         Path | None,
         typer.Option(
             metavar="PROFILE.json", help="With --compare: write a profile that fits the run.", show_default=False
         ),
-    ] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say what would change the choice.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
-) -> None:
+    ] = None
+    explain: Annotated[bool, typer.Option("--explain", help="Say what would change the choice.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
+
+
+@expand_options
+def plan(options: PlanOptions) -> None:
     """Choose how to shard and compress: every plan is estimated, the best are simulated.
 
     [bold]Examples[/bold]
@@ -144,84 +150,125 @@ def plan(
 
       thinwire plan --compare runs/quickstart --profile profile.json --refit profile.json
     """
-    with explained(as_json=as_json):
-        from thinwire.cost import OVERHEAD
-        from thinwire.errors import UsageError
-        from thinwire.plan import Job, leaf_numbers, read_hosts
-        from thinwire.spec import ModelSpec, Plan
-        from thinwire.spec.profile import Profile
-        from thinwire.units import parse_count
-
-        if placement is not None and hosts is None:
-            raise UsageError(f"--placement {placement} needs --hosts FILE: which hosts there are, and below which leaf")
-        if nodes_per_leaf is not None and hosts is not None:
-            raise UsageError(f"--nodes-per-leaf {nodes_per_leaf} and --hosts {hosts} both say it: leave one out")
-        if refit is not None and compare is None:
-            raise UsageError(f"--refit {refit} needs --compare RUN: the run that the profile should fit")
-        if objective == "amsp" and codecs not in (None, "none"):
-            raise UsageError(
-                f"--codecs {codecs} has no meaning with --objective amsp, which compares plans without codecs as AMSP "
-                "does; leave --codecs out, or --objective"
-            )
-        if objective == "amsp" and (tp, pp) != (None, None):
-            raise UsageError(
-                "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
-                "out, or --objective"
-            )
-        if compare is not None:
-            compare_run(compare, profile, refit, as_json=as_json)
+    with explained(as_json=options.as_json):
+        _check(options)
+        if options.compare is not None:
+            compare_run(options.compare, options.profile, options.refit, as_json=options.as_json)
             return
-        if model is None or tokens_per_step is None:
-            missing = " and ".join(
-                name for name, value in (("--model", model), ("--tokens-per-step", tokens_per_step)) if value is None
-            )
-            raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
-        shape = ModelSpec.named(model, **({} if seq is None else {"seq": seq}))
-        measured = None if profile is None else Profile.read(profile)
-        gbps = {"nic": internode_gbps, "inside": intranode_gbps, "spine": spine_gbps}
-        leaf_of = None if hosts is None else read_hosts(hosts)
-        leaves: dict[str, Any] = {"nodes_per_leaf": nodes_per_leaf} if nodes_per_leaf else {}
-        if leaf_of is not None:
-            leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
-        machine = cluster_of(cluster, measured, gbps, leaves, memory, price)
-        job = Job(
-            shape,
-            machine,
-            parse_count(tokens_per_step),
-            shape.seq,
-            micro_batch=micro_batch,
-            recompute={"auto": None, "on": True, "off": False}[recompute],
-            codecs=codecs or "standard",
-            clip=clip,
-            rates=rates_of(machine, measured, shape),
-            overhead=OVERHEAD if measured is None else measured.base_memory,
-            causal_flops=causal_mfu,
-            tp=ways_of("--tp", tp),
-            pp=ways_of("--pp", pp),
-        )
-        console = wide_console(as_json=as_json)
-        if objective == "amsp":
-            result = least_sum(job, top, out, console, explain=explain)
-        else:
-            result = _time(job, top, out, console, explain=explain, widen=tp is None and pp is None)
-        if leaf_of is not None and result["plans"]:
-            result["placement"] = _place(job, Plan.parse(result["plans"][0]["plan"]), leaf_of, placement, console)
-        if as_json:
+        result = _planned(options, wide_console(as_json=options.as_json))
+        if options.as_json:
             print(json.dumps(result))
         if not any(row["fits"] for row in result["plans"]):
             raise typer.Exit(1)
 
 
-def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bool, widen: bool) -> dict[str, Any]:
+def _check(options: PlanOptions) -> None:
+    """Refuse options that contradict each other or lack another one.
+
+    Raises:
+        UsageError: says which options, why, and what to do.
+    """
+    from thinwire.errors import UsageError
+
+    if options.placement is not None and options.hosts is None:
+        raise UsageError(
+            f"--placement {options.placement} needs --hosts FILE: the names of the hosts and the leaf switch of each"
+        )
+    if options.nodes_per_leaf is not None and options.hosts is not None:
+        raise UsageError(
+            f"--nodes-per-leaf {options.nodes_per_leaf} and --hosts {options.hosts} both say it: leave one out"
+        )
+    if options.refit is not None and options.compare is None:
+        raise UsageError(f"--refit {options.refit} needs --compare RUN: the run that the profile should fit")
+    if options.objective == "amsp" and options.codecs not in (None, "none"):
+        raise UsageError(
+            f"--codecs {options.codecs} has no meaning with --objective amsp, which compares plans without codecs as "
+            "AMSP does; leave --codecs out, or --objective"
+        )
+    if options.objective == "amsp" and (options.tp, options.pp) != (None, None):
+        raise UsageError(
+            "--tp and --pp have no meaning with --objective amsp, which knows data-parallel ranks only; leave them "
+            "out, or --objective"
+        )
+
+
+def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
+    """Search for plans, show them, and return what ``--json`` prints."""
+    from thinwire.plan import read_hosts
+    from thinwire.spec import Plan
+
+    leaf_of = None if options.hosts is None else read_hosts(options.hosts)
+    job = _job(options, leaf_of)
+    if options.objective == "amsp":
+        result = least_sum(job, options.top, options.out, console, explain=options.explain)
+    else:
+        result = _fastest(job, options, console)
+    if leaf_of is not None and result["plans"]:
+        first = Plan.parse(result["plans"][0]["plan"])
+        result["placement"] = _place(job, first, leaf_of, options.placement, console)
+    return result
+
+
+def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Job:
+    """The job whose plans are compared.
+
+    Args:
+        options: Of the command.
+        leaf_of: The leaf switch of each host, in the order of ``--hosts``.
+    """
+    from thinwire.cost import OVERHEAD
+    from thinwire.errors import UsageError
+    from thinwire.plan import Job
+    from thinwire.spec import ModelSpec
+    from thinwire.spec.profile import Profile
+    from thinwire.units import parse_count
+
+    if options.model is None or options.tokens_per_step is None:
+        given = {"--model": options.model, "--tokens-per-step": options.tokens_per_step}
+        missing = " and ".join(name for name, value in given.items() if value is None)
+        raise UsageError(f"{missing} missing: thinwire plan --model llama-7b --tokens-per-step 4M --cluster ...")
+    shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
+    measured = None if options.profile is None else Profile.read(options.profile)
+    machine = cluster_of(options.cluster, measured, _changes(options, leaf_of))
+    return Job(
+        shape,
+        machine,
+        parse_count(options.tokens_per_step),
+        shape.seq,
+        micro_batch=options.micro_batch,
+        recompute={"auto": None, "on": True, "off": False}[options.recompute],
+        codecs=options.codecs or "standard",
+        clip=options.clip,
+        rates=rates_of(machine, measured, shape),
+        overhead=OVERHEAD if measured is None else measured.base_memory,
+        causal_flops=options.causal_mfu,
+        tp=ways_of("--tp", options.tp),
+        pp=ways_of("--pp", options.pp),
+    )
+
+
+def _changes(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> ClusterChanges:
+    """What options change about the cluster that is named or was profiled."""
+    from thinwire.plan import leaf_numbers
+
+    leaves: dict[str, Any] = {"nodes_per_leaf": options.nodes_per_leaf} if options.nodes_per_leaf else {}
+    if leaf_of is not None:
+        leaves = {"nodes_per_leaf": None, "leaves": leaf_numbers(leaf_of)}
+    gbps = {"nic": options.internode_gbps, "inside": options.intranode_gbps, "spine": options.spine_gbps}
+    return ClusterChanges(gbps, leaves, options.memory, options.price)
+
+
+def _fastest(job: Job, options: PlanOptions, console: Console) -> dict[str, Any]:
+    """Show the plans of the shortest overlapped step, and return them as ``--json`` prints them."""
     import thinwire.plan as planner
     from thinwire.report import rich_table
 
-    searched = planner.search(job, top=top)
-    widened = widen and not searched.candidates
+    searched = planner.search(job, top=options.top)
+    widened = options.tp is None and options.pp is None and not searched.candidates
     if widened:
         job = replace(job, tp=None, pp=None)
-        searched = planner.search(job, top=top)
-    rows = listed(searched, top)
+        searched = planner.search(job, top=options.top)
+    rows = listed(searched, options.top)
     introduce(job, console)
     if widened:
         console.print(
@@ -234,14 +281,14 @@ def _time(job: Job, top: int, out: Path | None, console: Console, *, explain: bo
         return _infeasible(job, rows, console)
     console.print(search_line(searched, job.tie), markup=False)
     explanation = None
-    if explain:
+    if options.explain:
         with console.status("trying other circumstances"):
             explanation = planner.explain(job, searched)
         show_explanation(explanation, searched.candidates[0], console)
-    if out is not None:
-        searched.candidates[0].plan.save(out)
-        console.print(f"wrote the first plan to {out}", markup=False)
     chosen = searched.candidates[0]
+    if options.out is not None:
+        chosen.plan.save(options.out)
+        console.print(f"wrote the first plan to {options.out}", markup=False)
     return {
         "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
         "explain": explanation_json(explanation) if explanation else {"critical_path": planner.critical_path(chosen)},
@@ -283,15 +330,15 @@ def _infeasible(job: Job, rows: Sequence[Candidate], console: Console) -> dict[s
 def _place(
     job: Job, chosen: Plan, leaf_of: Mapping[str, str], directory: Path | None, console: Console
 ) -> dict[str, Any]:
-    """The order of the hosts, and the files that launchers read."""
+    """Order the hosts for a plan, and write the files that launchers read."""
     import thinwire.plan as planner
 
-    found, given = planner.place(job, chosen, leaf_of), planner.placed(job, chosen, list(leaf_of), leaf_of)
-    order = found.order
+    best, given = planner.place(job, chosen, leaf_of), planner.placed(job, chosen, list(leaf_of), leaf_of)
+    order = best.order
     console.print(f"hosts in the order of the mesh: {' '.join(order)}", markup=False)
     console.print(
-        f"of what nodes send to each other {found.crossing:.0%} crosses the spine, {given.crossing:.0%} in the order "
-        f"given; a step takes {found.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
+        f"{best.crossing:.0%} of the bytes between nodes cross the spine, {given.crossing:.0%} in the order "
+        f"given; a step takes {best.seconds:.3f} s, and {given.seconds:.3f} s in the order given"
     )
     if job.cluster.links.spine is None:
         console.print("nothing is known of the spine (--spine-gbps), so the order changes no predicted time")
@@ -304,6 +351,6 @@ def _place(
         console.print(
             f"wrote hostfile (line = torchrun's --node-rank), rankfile and slurm-hosts to {directory}", markup=False
         )
-    return {"order": order, "step_seconds": found.seconds, "crossing": found.crossing} | {
+    return {"order": order, "step_seconds": best.seconds, "crossing": best.crossing} | {
         "step_seconds_as_given": given.seconds, "crossing_as_given": given.crossing,
     }  # fmt: skip

@@ -1,8 +1,9 @@
-"""What the options of ``thinwire plan`` say of the job: which cluster, which rates, how many ways to cut the model."""
+"""The parts of a job that ``thinwire plan`` reads from its options: cluster, rates, ways to cut the model."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,8 +12,25 @@ if TYPE_CHECKING:
     from thinwire.spec.profile import Profile
 
 
+@dataclass(frozen=True)
+class ClusterChanges:
+    """What options change about a cluster.
+
+    Attributes:
+        gbps: Bandwidth in Gbit/s by the name of a link: ``nic``, ``inside`` or ``spine``; None leaves it alone.
+        leaves: Keys of the cluster that say which nodes share a leaf switch.
+        memory: Memory of a GPU as text, such as "80GiB".
+        price: Price of a GPU per hour.
+    """
+
+    gbps: Mapping[str, float | None]
+    leaves: Mapping[str, Any]
+    memory: str | None
+    price: float | None
+
+
 def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
-    """How many ranks may share the model: ``None`` leaves it to the search, and what is unset is one."""
+    """The numbers of ranks that may share the model: None (``auto``) lets the search choose; unset means one."""
     from thinwire.errors import UsageError
 
     if text is None:
@@ -25,15 +43,12 @@ def ways_of(option: str, text: str | None) -> tuple[int, ...] | None:
     return tuple(sorted(set(map(int, words))))
 
 
-def cluster_of(
-    text: str | None,
-    measured: Profile | None,
-    gbps: Mapping[str, float | None],
-    leaves: Mapping[str, Any],
-    memory: str | None,
-    price: float | None,
-) -> ClusterSpec:
-    """The cluster that is named or was profiled, with what other options change of it."""
+def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChanges) -> ClusterSpec:
+    """The cluster that ``text`` names or that was profiled, with the changes of other options.
+
+    Raises:
+        UsageError: neither is given, the two differ in size, or an option would change measured bandwidth.
+    """
     from thinwire.errors import UsageError
     from thinwire.plan import profiled_cluster
     from thinwire.spec import ClusterSpec, Link
@@ -49,21 +64,21 @@ def cluster_of(
             f"--cluster {text} has {cluster.nodes} x {cluster.gpus_per_node} GPUs, the profile {measured.nodes} x "
             f"{measured.gpus_per_node}; leave --cluster out, or profile that cluster"
         )
-    if measured is not None and any(gbps.values()):
+    if measured is not None and any(changes.gbps.values()):
         raise UsageError(
             "--internode-gbps, --intranode-gbps and --spine-gbps change published figures; a --profile has its own"
         )
     links: dict[str, Any] = {}
-    for key, figure in gbps.items():
+    for key, figure in changes.gbps.items():
         if figure is not None:
             link = getattr(cluster.links, key) or Link(bandwidth=1.0)
             links[key] = link.with_(bandwidth=figure * 1e9)
-    changes = {"links": links or None, "memory": memory, "price_per_gpu_hour": price}
-    return cluster.with_(**leaves, **{key: value for key, value in changes.items() if value is not None})
+    keys = {"links": links or None, "memory": changes.memory, "price_per_gpu_hour": changes.price}
+    return cluster.with_(**changes.leaves, **{key: value for key, value in keys.items() if value is not None})
 
 
 def rates_of(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
-    """Of a profile, or of published figures where there is none."""
+    """Measured rates where there is a profile, published ones otherwise."""
     from thinwire.cost import NominalRates, ProfiledRates
 
     return NominalRates(cluster) if measured is None else ProfiledRates(measured, shape, "bfloat16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -11,6 +12,7 @@ import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
 
 if TYPE_CHECKING:
     import torch
@@ -22,32 +24,38 @@ if TYPE_CHECKING:
     from thinwire.train.environment import Started
 
 
-def profile(
-    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="Where rank 0 writes.")],
+@dataclass(frozen=True)
+class ProfileOptions:
+    """The options of ``thinwire profile``."""
+
+    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="Where rank 0 writes.")]
     budget: Annotated[
         str, typer.Option(metavar="TIME", help="How long, about: the largest messages fall out first.")
-    ] = "60s",
+    ] = "60s"
     model: Annotated[
         str | None,
         typer.Option(
             metavar="NAME|FILE", help="Whose blocks to compute; a small Llama by default.", show_default=False
         ),
-    ] = None,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1,
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="In which blocks compute.")] = "bfloat16",
+    ] = None
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="In which blocks compute.")] = "bfloat16"
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto takes CUDA where there is any.")
-    ] = "auto",
+    ] = "auto"
     nodes: Annotated[
         int | None, typer.Option(min=1, help="Nodes, where the launcher sees one machine only.", show_default=False)
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file has already.")] = False,
+    ] = None
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file has already.")] = False
     plot: Annotated[
         Path | None, typer.Option(metavar="PNG", help="Draw bandwidth against size.", show_default=False)
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False
+
+
+@expand_options
+def profile(options: ProfileOptions) -> None:
     """Measure collectives over every shape of group, codecs, blocks of a model, and how they slow each other down.
 
     [bold]Examples[/bold]
@@ -58,14 +66,10 @@ def profile(
 
       thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire profile --out profile.json --budget 40s
     """
-    with explained(as_json=as_json):
+    with explained(as_json=options.as_json):
         from thinwire.collectives import group
         from thinwire.errors import UsageError
-        from thinwire.spec import Factor, ModelSpec
-        from thinwire.train.environment import rank_device, started
-        from thinwire.train.models.pieces import pieces
-        from thinwire.train.observing.room import rank_memory
-        from thinwire.units import parse_duration
+        from thinwire.train.environment import started
 
         ranks = started()
         if ranks is None:
@@ -73,21 +77,67 @@ def profile(
                 "thinwire profile runs on every rank of a cluster: start it with torchrun (torchrun --nproc-per-node 2 "
                 "-m thinwire.cli.main profile ...), with srun, or in the lab (thinwire lab -- thinwire profile ...)"
             )
-        seconds = parse_duration(budget)
-        shape = ModelSpec.named(model) if model else _small(seq)
-        count = nodes or max(1, ranks.world // ranks.local_world)
-        if ranks.world % count:
-            raise UsageError(f"--nodes {count} does not divide the {ranks.world} ranks; valid are its divisors")
-        mesh = Factor(local=ranks.world // count, nodes=count)
-        place = rank_device(device, ranks.local_rank)
-        memory = rank_memory(place)
-        parts = pieces(shape, mesh, seq=seq, micro_batch=micro_batch, dtype=dtype, memory=memory)
+        measurement = _measurement(options, ranks)
         try:
-            measured = measure_here(out, seconds, parts, mesh, ranks, place, resume=resume)
+            measured = measure_here(measurement, ranks)
         finally:
             group.shutdown()
         if ranks.rank == 0:
-            _show(measured, out, plot, as_json=as_json)
+            _show(measured, options.out, options.plot, as_json=options.as_json)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What the ranks of a job measure together.
+
+    Attributes:
+        out: File that rank 0 writes.
+        budget: Seconds that the measurement should take, approximately.
+        pieces: Parts of models to compute.
+        mesh: All ranks.
+        device: Device of this rank.
+        resume: Keep the rows that ``out`` already has.
+        timeout: Seconds after which a collective of the job fails; None takes the default of the job's groups.
+    """
+
+    out: Path
+    budget: float
+    pieces: Sequence[Piece]
+    mesh: Factor
+    device: torch.device
+    resume: bool = False
+    timeout: float | None = None
+
+
+def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
+    """What the options ask for.
+
+    Raises:
+        UsageError: the number of nodes does not divide that of the ranks.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.spec import Factor, ModelSpec
+    from thinwire.train.environment import rank_device
+    from thinwire.train.models.pieces import pieces
+    from thinwire.train.observing.room import rank_memory
+    from thinwire.units import parse_duration
+
+    budget = parse_duration(options.budget)
+    shape = ModelSpec.named(options.model) if options.model else _small(options.seq)
+    nodes = options.nodes or max(1, ranks.world // ranks.local_world)
+    if ranks.world % nodes:
+        raise UsageError(f"--nodes {nodes} does not divide the {ranks.world} ranks; valid are its divisors")
+    mesh = Factor(local=ranks.world // nodes, nodes=nodes)
+    device = rank_device(options.device, ranks.local_rank)
+    parts = pieces(
+        shape,
+        mesh,
+        seq=options.seq,
+        micro_batch=options.micro_batch,
+        dtype=options.dtype,
+        memory=rank_memory(device),
+    )
+    return Measurement(options.out, budget, parts, mesh, device, options.resume)
 
 
 def _small(seq: int) -> ModelSpec:
@@ -96,30 +146,14 @@ def _small(seq: int) -> ModelSpec:
     return ModelSpec(name="a small Llama", layers=4, hidden=512, heads=8, ffn=1376, vocab=4096, seq=seq)
 
 
-def measure_here(
-    out: Path,
-    budget: float,
-    pieces: Sequence[Piece],
-    mesh: Factor,
-    ranks: Started,
-    device: torch.device,
-    *,
-    resume: bool = False,
-    timeout: float | None = None,
-) -> Profile:
-    """Measure as one of several ranks that have been started; all of them call it.
+def measure_here(measurement: Measurement, ranks: Started) -> Profile:
+    """Measure on this rank, together with the others that were started with it; all of them call this function.
 
-    The job is joined and not left: training may go on in it.
+    It joins the job and does not leave it, so that training may go on in the same job.
 
     Args:
-        out: where rank 0 writes.
-        budget: seconds, about.
-        pieces: parts of models to compute.
-        mesh: all ranks.
-        ranks: this one among them.
-        device: of this one.
-        resume: keep the rows that ``out`` has.
-        timeout: seconds of every collective of the job; the usual by default.
+        measurement: What to measure; the same on every rank but for the device.
+        ranks: This rank among all.
 
     Returns:
         The profile, the same on every rank.
@@ -133,16 +167,17 @@ def measure_here(
     from thinwire.train.environment import rank_backend, threads_per_rank
     from thinwire.train.observing.room import rank_memory
 
+    device, timeout = measurement.device, measurement.timeout
     if device.type == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank())
     patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
     group.init(rank_backend(device, ranks.local_world), patience)
-    settings = Settings(mesh, device, budget, pieces, rank_memory(device))
+    settings = Settings(measurement.mesh, device, measurement.budget, measurement.pieces, rank_memory(device))
     console = wide_console(as_json=True)
     console.quiet = ranks.rank > 0
     with console.status("measuring the cluster") as status:
-        return measure(settings, group.control(), out, status.update, resume=resume)
+        return measure(settings, group.control(), measurement.out, status.update, resume=measurement.resume)
 
 
 def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> None:
@@ -161,7 +196,7 @@ def _show(measured: Profile, out: Path, plot: Path | None, *, as_json: bool) -> 
 
 
 def _sheets(measured: Profile) -> Iterator[Sheet]:
-    """Bandwidth by shape and collective; codecs; computation; how they meet."""
+    """Tables of bandwidth by shape and collective, of codecs, of computation, and of how they slow each other down."""
     from thinwire.report import Sheet
     from thinwire.units import format_bytes, format_duration
 

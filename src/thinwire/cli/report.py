@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,6 +12,7 @@ import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
 from thinwire.cli.summary import shown
 
 if TYPE_CHECKING:
@@ -18,8 +20,11 @@ if TYPE_CHECKING:
     from thinwire.report.page import Subject
 
 
-def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.")],
+@dataclass(frozen=True)
+class ReportOptions:
+    """The options of ``thinwire report``."""
+
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.")]
     out: Annotated[
         Path | None,
         typer.Option(
@@ -27,7 +32,7 @@ def report(
             help="Where the page goes; by default report/ in the run, or here for several.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     profile: Annotated[
         Path | None,
         typer.Option(
@@ -35,9 +40,12 @@ def report(
             help="Of the cluster, to compare with what is predicted; by default that of --plan auto.",
             show_default=False,
         ),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON to stdout.")] = False,
-) -> None:
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON to stdout.")] = False
+
+
+@expand_options
+def report(options: ReportOptions) -> None:
     """Show runs on one page: loss, speed, communication, memory, prediction, the timeline of a step.
 
     The page loads nothing from elsewhere; its pictures lie beside it as PNG files, a traced step as Perfetto JSON.
@@ -50,32 +58,39 @@ def report(
 
       thinwire report runs/quickstart --profile profile.json --json
     """
-    with explained(as_json=as_json):
-        from thinwire.errors import UsageError
+    with explained(as_json=options.as_json):
         from thinwire.record import read_runs
         from thinwire.report import rich_table
         from thinwire.report.figures import figures
-        from thinwire.report.page import final_sheet, write_page
+        from thinwire.report.page import final_sheet
 
-        found = read_runs(runs)
-        subjects = [_subject(run, profile) for run in found]
-        directory = (out or (found[0].path / "report" if len(found) == 1 else Path("report"))).resolve()
-        try:
-            written = write_page(directory, subjects)
-        except OSError as error:
-            raise UsageError(f"{directory} cannot be written: {error.strerror}; choose another --out") from error
+        runs = read_runs(options.runs)
+        subjects = [_subject(run, options.profile) for run in runs]
+        written = _write(options.out or (runs[0].path / "report" if len(runs) == 1 else Path("report")), subjects)
         numbers = [figures(subject.run, subject.comparison) for subject in subjects]
-        console = wide_console(as_json=as_json)
+        console = wide_console(as_json=options.as_json)
         console.print(rich_table(final_sheet(numbers)))
-        for note in _missing(subjects, profile):
+        for note in _missing(subjects, options.profile):
             console.print(note, markup=False, soft_wrap=True)
         console.print(f"wrote {shown(written[0])} and {len(written) - 1} files beside it", markup=False, soft_wrap=True)
-        if as_json:
+        if options.as_json:
             print(json.dumps({"page": str(written[0]), "files": [str(path) for path in written], "runs": numbers}))
 
 
+def _write(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
+    """Write the page and its pictures; the page comes first in the list."""
+    from thinwire.errors import UsageError
+    from thinwire.report.page import write_page
+
+    directory = directory.resolve()
+    try:
+        return write_page(directory, subjects)
+    except OSError as error:
+        raise UsageError(f"{directory} cannot be written: {error.strerror}; choose another --out") from error
+
+
 def _subject(run: Run, profile: Path | None) -> Subject:
-    """A run beside its prediction, or with the reason why there is none."""
+    """A run with its prediction, or with the reason why there is none."""
     from thinwire.errors import ThinwireError
     from thinwire.plan import compare
     from thinwire.report.page import Subject
@@ -85,7 +100,7 @@ def _subject(run: Run, profile: Path | None) -> Subject:
     if chosen is None:
         return Subject(run, unpredicted="the run has no profile of its cluster; add --profile FILE (thinwire profile)")
     if profile is not None:
-        measured = Profile.read(profile)  # a file that somebody named must be one, whatever the run
+        Profile.read(profile)  # raises: a profile that the user names has to be readable, whatever the run holds
     try:
         measured = Profile.read(chosen)
         return Subject(run, compare(run.path, measured))
@@ -94,7 +109,7 @@ def _subject(run: Run, profile: Path | None) -> Subject:
 
 
 def _missing(subjects: Sequence[Subject], profile: Path | None) -> list[str]:
-    """Predictions that were asked for and are not there."""
+    """Notes on the runs that could not be compared with the profile that the user named."""
     return [
         f"{subject.run.name} is not compared with {profile}: {subject.unpredicted}"
         for subject in subjects
