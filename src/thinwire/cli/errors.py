@@ -10,11 +10,14 @@ from collections.abc import Iterator
 import typer
 
 from thinwire.errors import ThinwireError
+from thinwire.extras import extra_of, missing_sentence
 
 
 @contextlib.contextmanager
 def explained(*, as_json: bool = False) -> Iterator[None]:
-    """Turn an error that thinwire raises on purpose into its message; any other one keeps its traceback.
+    """Turn an error that thinwire raises on purpose, or a missing extra, into one message.
+
+    Any other error keeps its traceback.
 
     Args:
         as_json: print ``{"error": message}`` to stdout as well.
@@ -28,11 +31,20 @@ def explained(*, as_json: bool = False) -> Iterator[None]:
     try:
         yield
     except ThinwireError as error:
-        message = str(error).rstrip()
-        if as_json:
-            print(json.dumps({"error": message}))
-        print(f"thinwire: {message}", file=sys.stderr)
+        _show(str(error).rstrip(), as_json=as_json)
+        raise typer.Exit(1) from error
+    except ModuleNotFoundError as error:
+        extra = extra_of(error.name or "")
+        if extra is None:
+            raise
+        _show(missing_sentence("this command", (str(error.name),), extra), as_json=as_json)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         print("thinwire: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+def _show(message: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"error": message}))
+    print(f"thinwire: {message}", file=sys.stderr)

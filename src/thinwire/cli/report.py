@@ -14,6 +14,7 @@ from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
 from thinwire.cli.options import expand_options
 from thinwire.cli.summary import shown
+from thinwire.extras import require
 
 if TYPE_CHECKING:
     from thinwire.record import Run
@@ -59,6 +60,7 @@ def report(options: ReportOptions) -> None:
       thinwire report runs/quickstart --profile profile.json --json
     """
     with explained(as_json=options.as_json):
+        require("report", "thinwire report")
         from thinwire.record import read_runs
         from thinwire.report import rich_table
         from thinwire.report.figures import figures

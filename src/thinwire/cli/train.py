@@ -14,6 +14,7 @@ from thinwire.cli.advice import advised
 from thinwire.cli.console import command_line
 from thinwire.cli.errors import explained
 from thinwire.cli.summary import shown
+from thinwire.extras import require
 
 if TYPE_CHECKING:
     from thinwire.spec.plan import Plan
@@ -103,6 +104,7 @@ def train(
       torchrun --nproc-per-node 4 -m thinwire.cli.main train recipes/quickstart.toml --out runs/torchrun
     """
     with explained(as_json=as_json):
+        require("train", "thinwire train")
         from thinwire.errors import UsageError
         from thinwire.spec.recipe import Recipe
         from thinwire.train.environment import resolve_plan, resolve_ranks, started, usable_gpus

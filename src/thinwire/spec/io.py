@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import tomli_w
-
 from thinwire.errors import SpecError
 
 
@@ -115,10 +113,14 @@ def _inline(value: Any) -> str:
         return f"{{ {pairs} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_inline(item) for item in value)}]"
+    import tomli_w  # only writing needs it: tw.shard reads
+
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 
 
 def _key(key: str) -> str:
+    import tomli_w
+
     return tomli_w.dumps({key: 0}).removesuffix(" = 0\n")
 
 

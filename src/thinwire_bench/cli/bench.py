@@ -13,6 +13,7 @@ import typer
 
 from thinwire.cli.console import command_line, wide_console
 from thinwire.cli.errors import explained
+from thinwire.extras import require
 
 if TYPE_CHECKING:
     from thinwire_bench.peers.interface import SystemSpec
@@ -26,6 +27,9 @@ bench = typer.Typer(name="bench", help="Measure plans and codecs beside other sy
 @bench.callback()
 def _group() -> None:
     """Measure plans and codecs beside other systems."""
+    if "--help" not in sys.argv:
+        with explained():
+            require("bench", "thinwire bench")
 
 
 @bench.command()

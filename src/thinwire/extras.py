@@ -1,0 +1,59 @@
+"""The extras of an installation: the libraries that each one brings, and the sentence for a missing one."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Final
+
+from thinwire.errors import UsageError
+
+__all__ = ["EXTRAS", "extra_of", "missing_sentence", "require"]
+
+EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
+    "train": ("matplotlib", "pyarrow", "tensorboard", "tokenizers"),
+    "report": ("jinja2", "matplotlib"),
+    "bench": ("jinja2", "matplotlib", "pyarrow", "tensorboard", "tokenizers"),
+}
+"""Importable modules that each extra of ``pyproject.toml`` brings."""
+
+
+def extra_of(module: str) -> str | None:
+    """The extra that brings a module.
+
+    Args:
+        module: dotted name, for example ``matplotlib.pyplot``.
+
+    Returns:
+        The extra's name, or ``None`` if no extra brings the module.
+    """
+    top = module.partition(".")[0]
+    # The smallest extra is the cheapest remedy.
+    bringing = [extra for extra, modules in EXTRAS.items() if top in modules]
+    return min(bringing, key=lambda extra: len(EXTRAS[extra]), default=None)
+
+
+def missing_sentence(what: str, modules: tuple[str, ...], extra: str) -> str:
+    """One sentence that says which libraries are missing and how to install them.
+
+    Args:
+        what: the command or feature that needs them.
+        modules: the missing modules.
+        extra: the extra that brings them.
+    """
+    return f"{what} needs {', '.join(modules)}, not installed here: pip install 'thinwire[{extra}]'"
+
+
+def require(extra: str, what: str) -> None:
+    """Check that every library of an extra is installed, without importing any.
+
+    Args:
+        extra: a key of :data:`EXTRAS`.
+        what: the command or feature that needs it, for the message.
+
+    Raises:
+        UsageError: naming the missing libraries and the extra that brings them.
+    """
+    missing = tuple(module for module in EXTRAS[extra] if importlib.util.find_spec(module) is None)
+    if missing:
+        raise UsageError(missing_sentence(what, missing, extra))
