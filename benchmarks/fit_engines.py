@@ -25,13 +25,13 @@ from typing import Any
 import thinwire_bench.published
 from thinwire.sim import ENGINES, Answer, Case, Engine, answer
 from thinwire_bench.published import TABLES, Table
-from thinwire_bench.published.rows import Row
+from thinwire_bench.published.rows import PublishedRow
 
 FOLDS = 5
 LARGEST_SHARE = 1.0
 DGX2, P3DN, P4D = ("v100-32g", 16), ("v100-32g", 8), ("a100-40g", 8)
 
-Target = tuple[Table, Row]
+Target = tuple[Table, PublishedRow]
 Place = tuple[str, tuple[str, int] | None, str]
 """Engine, its machine (``None``: the engine itself) and the path of the field."""
 

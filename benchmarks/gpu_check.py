@@ -30,7 +30,7 @@ from thinwire.spec import Plan
 from thinwire.testing import RankPool
 from thinwire.train.models.llama import Llama, LlamaConfig
 from thinwire_bench.codecs.sheets import markdown
-from thinwire_bench.codecs.study import Study
+from thinwire_bench.codecs.study import CodecStudy
 
 TOLERANCE = 2e-5
 """Largest relative parameter difference after three AdamW steps: fp32 kernels of two devices round differently."""
@@ -192,7 +192,7 @@ def codecs(device: str) -> tuple[str, bool]:
             lines += [f"FAILED: {reason}", ""]
         if out.exists():
             typed = " ".join(["thinwire bench codecs --device", device, *options])
-            lines.append(markdown(Study.from_plain(json.loads(out.read_text()) | {"command": typed})))
+            lines.append(markdown(CodecStudy.from_plain(json.loads(out.read_text()) | {"command": typed})))
     return "\n".join(lines), done.returncode == 0
 
 

@@ -11,14 +11,14 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.spec import Plan
-from thinwire_bench.systems.overlap import SETTINGS, OverlapRow, ladder
+from thinwire_bench.systems.overlap import SETTINGS, SwitchRow, ladder
 
 LANES = ("gather", "reduce", "sync", "spread")
 
 
-def row(setting: str, plan: str = "30b", **waited: float) -> OverlapRow:
+def row(setting: str, plan: str = "30b", **waited: float) -> SwitchRow:
     waits = {lane: waited.get(lane, 0.0) for lane in LANES}
-    return OverlapRow(
+    return SwitchRow(
         plan=plan,
         factors="",
         micro_batches=1,

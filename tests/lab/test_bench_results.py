@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -15,14 +14,14 @@ from thinwire.cli.main import app
 from thinwire.errors import SpecError, UsageError
 from thinwire_bench.peers import catalog
 from thinwire_bench.peers.catalog import PEERS, peer_systems, plan_systems
-from thinwire_bench.peers.interface import Kind, SystemSpec
+from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.agreement import early_losses, refusals
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.goals import best_ratios, goals, pair_ratios
-from thinwire_bench.systems.interleave import Sample, Setting, interleave
+from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
 from thinwire_bench.systems.messages import Turn
 from thinwire_bench.systems.picture import draw
-from thinwire_bench.systems.rows import Row, make_rows
+from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.table import goals_table, tables
 
 FREE = Setting("none", None, None)
@@ -31,10 +30,10 @@ SLOW_CLIPPED = Setting("8mbit", 8e6, 1.0)
 CLIPPED = Setting("none", None, 1.0)
 
 SYSTEMS = [
-    SystemSpec("local", "m:f", kind=Kind.BOUND),
+    SystemSpec("local", "m:f", kind=SystemKind.BOUND),
     SystemSpec("fsdp2", "m:f"),
     SystemSpec("ddp", "m:f"),
-    SystemSpec("tw:zero3", "m:f", kind=Kind.PLAN),
+    SystemSpec("tw:zero3", "m:f", kind=SystemKind.PLAN),
 ]
 
 
@@ -55,7 +54,7 @@ class FakeRunner:
 
 def run(
     settings: Sequence[Setting], rounds: int, losses: dict[str, float] | None = None
-) -> tuple[list[Row], list[Sample], FakeRunner]:
+) -> tuple[list[SystemRow], list[Sample], FakeRunner]:
     count = 1 + rounds * len(settings)
     times = {"local": [0.2] * count, "fsdp2": [0.5, *[0.4, 0.6, 0.5] * count], "ddp": [0.7] * count}
     runner = FakeRunner({**times, "tw:zero3": [0.9, *[0.3, 0.3, 0.5] * count]}, losses)
@@ -66,7 +65,7 @@ def run(
     return make_rows(samples, SYSTEMS, tokens=512, cores=2), samples, runner
 
 
-def row(rows: Sequence[Row], system: str) -> Row:
+def row(rows: Sequence[SystemRow], system: str) -> SystemRow:
     return next(row for row in rows if row.system == system)
 
 
@@ -167,10 +166,10 @@ def test_plans_and_peers_of_one_name_differ_in_label(tmp_path: Path) -> None:
     path.write_text(plan_systems(["zero3"], {}, nodes=2, ranks=2)[0].options["plan"])
     plans = plan_systems(["zero1", str(path)], {"seq": 8}, nodes=2, ranks=2)
     assert [system.label for system in plans] == ["tw:zero1", "tw:mine"]
-    assert {system.kind for system in plans} == {Kind.PLAN}
+    assert {system.kind for system in plans} == {SystemKind.PLAN}
     local, zero1 = peer_systems(["local", "zero1"], {"seq": 8})
-    assert (local.kind, local.joined) == (Kind.BOUND, False)
-    assert (zero1.label, zero1.kind, zero1.joined) == ("zero1", Kind.PEER, True)
+    assert (local.kind, local.joined) == (SystemKind.BOUND, False)
+    assert (zero1.label, zero1.kind, zero1.joined) == ("zero1", SystemKind.PEER, True)
     with pytest.raises(SpecError, match="is not that of --nodes 2 --ranks 4"):
         plan_systems([str(path)], {}, nodes=2, ranks=4)
 
@@ -204,10 +203,12 @@ def test_the_command_refuses_what_it_cannot_do(options: list[str], message: str)
 
 
 def test_a_refusal_is_written_down_and_ends_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def faked(systems: Sequence[SystemSpec], settings: Sequence[Setting], **options: Any) -> list[Sample]:
+    def faked(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
         labels = [system.label for system in systems]
         runner = FakeRunner({label: [1.0] * 99 for label in labels}, losses={"hsdp": 6.0})
-        return interleave(runner, lambda rate: None, labels, settings, rounds=2, steps=2, report=lambda sample: None)
+        return interleave(
+            runner, lambda rate: None, labels, settings, rounds=2, steps=session.steps, report=lambda sample: None
+        )
 
     monkeypatch.setattr("thinwire_bench.systems.run.run", faked)
     out, picture = tmp_path / "step.json", tmp_path / "step.png"

@@ -20,12 +20,12 @@ from thinwire_bench.codecs import peers
 from thinwire_bench.codecs.accuracy import Accuracy, blocking, signal_to_noise
 from thinwire_bench.codecs.data import data_sets
 from thinwire_bench.codecs.gate import check_sample, check_timed
-from thinwire_bench.codecs.goals import Goal, goals
+from thinwire_bench.codecs.goals import CodecGoal, goals
 from thinwire_bench.codecs.picture import draw
 from thinwire_bench.codecs.run import CODECS
 from thinwire_bench.codecs.sheets import markdown, sheets
-from thinwire_bench.codecs.study import Study
-from thinwire_bench.codecs.timing import COPY, Job, Speed, interleave, is_noisy, speeds
+from thinwire_bench.codecs.study import CodecStudy
+from thinwire_bench.codecs.timing import COPY, CodecSpeed, TimedCall, interleave, is_noisy, speeds
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -37,8 +37,10 @@ def bench(*options: str | Path) -> Result:
     return CliRunner().invoke(app, ["bench", "codecs", *map(str, options)])
 
 
-def speed(subject: str, direction: str, gb_per_s: float, *, dtype: str = "bfloat16", size: int = 64 << 20) -> Speed:
-    return Speed(
+def speed(
+    subject: str, direction: str, gb_per_s: float, *, dtype: str = "bfloat16", size: int = 64 << 20
+) -> CodecSpeed:
+    return CodecSpeed(
         subject=subject, direction=direction, dtype=dtype, size=size, num_bytes=size, wire_bits=8.0,
         gb_per_s=gb_per_s, gb_per_s_min=gb_per_s, gb_per_s_max=gb_per_s, share=gb_per_s / 10,
         share_min=gb_per_s / 10, share_max=gb_per_s / 10, seconds=(1.0,),
@@ -156,7 +158,7 @@ def test_goals_of_the_host() -> None:
 def test_goals_of_a_device() -> None:
     rows = [speed(COPY, "copy", 10.0), speed("int3:256", "decode_sum", 7.0), speed("int8:tensor", "encode", 1.0)]
     assert goals(rows, [], on_cpu=False) == [
-        Goal("share of a device copy", "int3:256 decode_sum, bfloat16, 64 MiB", 0.7, 0.8, False)
+        CodecGoal("share of a device copy", "int3:256 decode_sum, bfloat16, 64 MiB", 0.7, 0.8, False)
     ]
 
 
@@ -175,7 +177,7 @@ def test_signal_to_noise() -> None:
 
 def test_every_job_has_a_turn_in_every_round() -> None:
     calls: list[str] = []
-    jobs = [Job(name, "copy", 1000, lambda name=name: calls.append(name)) for name in (COPY, "a")]
+    jobs = [TimedCall(name, "copy", 1000, lambda name=name: calls.append(name)) for name in (COPY, "a")]
     seconds = interleave(jobs, rounds=3, device=CPU)
     assert [len(each) for each in seconds] == [3, 3]
     assert calls[:2] == [COPY, "a"]
@@ -191,13 +193,13 @@ def test_a_peer_that_fails_is_listed_with_its_reason(monkeypatch: pytest.MonkeyP
     def fails(x: Tensor) -> Tensor:
         raise ValueError("no such kernel\nmore")
 
-    def made() -> list[peers.Peer]:
+    def made() -> list[peers.CodecPeer]:
         common: dict[str, Any] = {"group": "x", "summary": "", "decode": lambda kept, x: kept, "num_bytes": len}
         return [
-            peers.Peer("fails", encode=fails, **common),
-            peers.Peer("absent", encode=fails, package="no_such_package", **common),
-            peers.Peer("lossy", encode=lambda x: x + 1e-3, lossless=True, **common),
-            peers.Peer("works", encode=lambda x: x.clone(), lossless=True, **common),
+            peers.CodecPeer("fails", encode=fails, **common),
+            peers.CodecPeer("absent", encode=fails, package="no_such_package", **common),
+            peers.CodecPeer("lossy", encode=lambda x: x + 1e-3, lossless=True, **common),
+            peers.CodecPeer("works", encode=lambda x: x.clone(), lossless=True, **common),
         ]
 
     monkeypatch.setitem(peers.GROUPS, "x", made)
@@ -225,7 +227,9 @@ def test_a_page_without_a_place_for_results_is_refused() -> None:
 
 def test_an_empty_study_can_be_shown(tmp_path: Path) -> None:
     environment = {"cores": 2, "date": "2026-01-01T00:00:00", "versions": {"torch": "2", "thinwire": "0"}}
-    study = Study("cpu", "cpp", 1, 3, ("mpc",), [], [], [], [], [], [], ["busy"], environment, "thinwire bench codecs")
+    study = CodecStudy(
+        "cpu", "cpp", 1, 3, ("mpc",), [], [], [], [], [], [], ["busy"], environment, "thinwire bench codecs"
+    )
     assert sheets(study) == []
     assert "- busy" in markdown(study)
     draw(study, tmp_path / "empty.png")

@@ -9,27 +9,27 @@ import pytest
 from thinwire.errors import SpecError
 from thinwire.spec import Plan
 from thinwire.spec.policy import STUDIED
-from thinwire_bench.peers.interface import Kind
-from thinwire_bench.study.arms import Study
-from thinwire_bench.study.hybrid import NODES, PLAIN, RANKS, draw, policies, sheets, speeds, systems
-from thinwire_bench.systems.rows import Row
+from thinwire_bench.peers.interface import SystemKind
+from thinwire_bench.study.arms import LossStudy
+from thinwire_bench.study.hybrid import NODES, PLAIN, RANKS, GridWorkload, draw, policies, sheets, speeds, systems
+from thinwire_bench.systems.rows import SystemRow
 
 
-def row(system: str, samples: tuple[float, ...], by_axis: dict[str, float]) -> Row:
-    return Row(
-        system, Kind.PLAN, "200mbit", None, samples[1], min(samples), max(samples), samples, 1024e3 / samples[1], None,
-        {}, 1e6, None, 4e6, 1.0, 1.0, 1.0, 1, 8.0, None, by_axis,
+def row(system: str, samples: tuple[float, ...], by_axis: dict[str, float]) -> SystemRow:
+    return SystemRow(
+        system, SystemKind.PLAN, "200mbit", None, samples[1], min(samples), max(samples), samples,
+        1024e3 / samples[1], None, {}, 1e6, None, 4e6, 1.0, 1.0, 1.0, 1, 8.0, None, by_axis,
     )  # fmt: skip
 
 
 def test_systems_fill_the_lab_and_differ_in_their_codecs_alone() -> None:
-    made = systems(policies(None), "llama-5m", 128, "float32", 4)
+    made = systems(policies(None), GridWorkload("llama-5m", 128, "float32", 4))
     assert [system.label for system in made] == [PLAIN, *STUDIED]
     plans = [Plan.from_toml(system.options["plan"]) for system in made]
     assert {plan.ranks for plan in plans} == {NODES * RANKS}
     assert len({plan.with_(wire={"policy": "none"}).fingerprint() for plan in plans}) == 1
     assert [system.options["encoded"] for system in made] == [False] + [True] * len(STUDIED)
-    exact = {system.label for system in made if system.kind is Kind.PLAN}
+    exact = {system.label for system in made if system.kind is SystemKind.PLAN}
     assert exact == {"none", "naive-mpc"}
 
 
@@ -54,6 +54,6 @@ def test_gains_are_over_plain_torch_round_by_round(tmp_path: Path) -> None:
 
 
 def test_the_loss_study_has_an_arm_for_every_policy() -> None:
-    study = Study.read(Path("recipes/hybrid/study.toml"), {})
+    study = LossStudy.read(Path("recipes/hybrid/study.toml"), {})
     assert [arm.plan["wire"]["policy"] for arm in study.spec.arms] == list(STUDIED)
     assert {(run.plan.tp, run.plan.pp, run.plan.world) for run in study.runs} == {(2, 2, 2)}

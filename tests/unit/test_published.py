@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire_bench.published import TABLES, Comparison, Table, fits, mean_error, reproduce
+from thinwire_bench.published import TABLES, RowComparison, Table, fits, mean_error, reproduce
 from thinwire_bench.published.rows import rows
 
 CLOSE = 0.10
@@ -34,7 +34,7 @@ def test_tables_are_reproduced(table: Table) -> None:
 def test_the_order_of_systems_is_the_published_one(table: Table) -> None:
     """Of the same model, accelerators, links and batch."""
 
-    def alike(each: Comparison) -> tuple[str, ...]:
+    def alike(each: RowComparison) -> tuple[str, ...]:
         row = each.row
         shape = (row.model, row.gpus, row.gpu_type, row.internode_gbps, row.micro_batch_tokens, row.micro_batches)
         return (*map(str, shape), row.metric)

@@ -16,7 +16,7 @@ from thinwire.train.models.llama import Llama
 from thinwire_bench.study.crossings import KINDS, Moment, Training, observe
 from thinwire_bench.study.spectra import (
     CODECS,
-    Measured,
+    TensorSpectrum,
     crest_factors,
     rank_correlation,
     sheets,
@@ -32,8 +32,8 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def measured(moment: Moment) -> list[Measured]:
-    return [Measured(moment.step, kind, part, *spectrum(tensor)) for kind, part, tensor in moment.crossings]
+def measured(moment: Moment) -> list[TensorSpectrum]:
+    return [TensorSpectrum(moment.step, kind, part, *spectrum(tensor)) for kind, part, tensor in moment.crossings]
 
 
 @pytest.fixture(scope="module")

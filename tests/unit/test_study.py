@@ -12,8 +12,8 @@ import pytest
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
 from thinwire.train.directory import RunDirectory
-from thinwire_bench.peers.interface import Kind
-from thinwire_bench.study.arms import Run, Study
+from thinwire_bench.peers.interface import SystemKind
+from thinwire_bench.study.arms import LossStudy, StudyRun
 from thinwire_bench.study.curves import Curve, Curves
 from thinwire_bench.study.gains import (
     BUCKETS,
@@ -27,18 +27,18 @@ from thinwire_bench.study.gains import (
 from thinwire_bench.study.outcome import missing_note, outcomes, plain, sheets, verdicts
 from thinwire_bench.study.page import markdown
 from thinwire_bench.study.picture import draw
-from thinwire_bench.systems.rows import Row
+from thinwire_bench.systems.rows import SystemRow
 
 ROOT = Path(__file__).parents[2]
 STUDY = ROOT / "recipes/convergence/study.toml"
 
 
 @pytest.fixture(scope="module")
-def study() -> Study:
-    return Study.read(STUDY, {})
+def study() -> LossStudy:
+    return LossStudy.read(STUDY, {})
 
 
-def curve(run: Run, loss: float | None, dataset: str = "tokens") -> Curve:
+def curve(run: StudyRun, loss: float | None, dataset: str = "tokens") -> Curve:
     """Ends at a loss; diverged without one."""
     records: list[dict[str, Any]] = [
         {
@@ -58,7 +58,7 @@ def curve(run: Run, loss: float | None, dataset: str = "tokens") -> Curve:
     )  # fmt: skip
 
 
-def test_the_study_has_what_it_must_compare(study: Study) -> None:
+def test_the_study_has_what_it_must_compare(study: LossStudy) -> None:
     assert [arm.name for arm in study.spec.arms] == [
         "exact", "qwZ", "hpZ+qwZ", "qgZ", "zeropp", "zeropp-half", "basic", "thinwire",
         "thinwire-whole", "thinwire-no-feedback",
@@ -83,7 +83,7 @@ def test_the_study_has_what_it_must_compare(study: Study) -> None:
 
 
 def test_options_make_a_larger_study() -> None:
-    larger = Study.read(STUDY, {"tokens": 8_000_000, "seeds": [5, 6, 7, 8]}, ["model.layers=6"])
+    larger = LossStudy.read(STUDY, {"tokens": 8_000_000, "seeds": [5, 6, 7, 8]}, ["model.layers=6"])
     assert len(larger.runs) == 40
     assert larger.runs[0].recipe.model.layers == 6
     assert larger.runs[0].steps == 1954
@@ -91,18 +91,18 @@ def test_options_make_a_larger_study() -> None:
 
 def test_mistakes_are_found_before_anything_runs() -> None:
     with pytest.raises(SpecError, match=r"baseline names 'none'.*valid are exact, qwZ"):
-        Study.read(STUDY, {"baseline": "none"})
+        LossStudy.read(STUDY, {"baseline": "none"})
     with pytest.raises(SpecError, match="names a seed twice"):
-        Study.read(STUDY, {"seeds": [1, 1]})
+        LossStudy.read(STUDY, {"seeds": [1, 1]})
     with pytest.raises(SpecError, match="int1"):
-        Study.read(
+        LossStudy.read(
             STUDY, {"arms": [{"name": "exact", "plan": {"preset": "zero3", "wire": {"gather": "int1"}}}], "goals": []}
         )
     with pytest.raises(SpecError, match="single - between"):
-        Study.read(STUDY, {"arms": [{"name": "../exact", "plan": {"preset": "zero3"}}]})
+        LossStudy.read(STUDY, {"arms": [{"name": "../exact", "plan": {"preset": "zero3"}}]})
 
 
-def test_a_curve_survives_its_file(study: Study, tmp_path: Path) -> None:
+def test_a_curve_survives_its_file(study: LossStudy, tmp_path: Path) -> None:
     curves = Curves(tmp_path / "new")
     assert curves.read(study.runs) == []
     made = curve(study.runs[0], 3.5)
@@ -115,11 +115,11 @@ def test_a_curve_survives_its_file(study: Study, tmp_path: Path) -> None:
     assert curves.read(study.runs)[0].seed == 0, "a key that has its default since is no other plan"
 
 
-def test_curves_of_other_runs_are_not_mixed_in(study: Study, tmp_path: Path) -> None:
+def test_curves_of_other_runs_are_not_mixed_in(study: LossStudy, tmp_path: Path) -> None:
     curves = Curves(tmp_path)
     first, second = study.runs[:2]
     curve(first, 3.5).save(curves.path(first))
-    other = Study.read(STUDY, {"tokens": 5_000_000})
+    other = LossStudy.read(STUDY, {"tokens": 5_000_000})
     with pytest.raises(UsageError, match=r"another way.*recipe\.train\.steps.*delete it"):
         curves.read(other.runs)
     curve(second, 3.5, dataset="others").save(curves.path(second))
@@ -130,7 +130,7 @@ def test_curves_of_other_runs_are_not_mixed_in(study: Study, tmp_path: Path) -> 
         curves.read(study.runs)
 
 
-def test_a_run_is_finished_or_diverged_or_neither(study: Study, tmp_path: Path) -> None:
+def test_a_run_is_finished_or_diverged_or_neither(study: LossStudy, tmp_path: Path) -> None:
     run, directory = study.runs[0], RunDirectory(tmp_path)
     directory.open(run.recipe, run.plan, {"torch": "2"})
     record = dict(curve(run, 3.0).records[0], other=1)
@@ -153,7 +153,7 @@ def test_a_run_is_finished_or_diverged_or_neither(study: Study, tmp_path: Path) 
 ENDS = {"exact": 3.0, "zeropp": 3.03, "thinwire": 3.003, "basic": None}
 
 
-def test_arms_are_compared_seed_by_seed(study: Study) -> None:
+def test_arms_are_compared_seed_by_seed(study: LossStudy) -> None:
     made = [curve(run, None if (end := ENDS.get(run.arm, 3.1)) is None else end + run.seed / 10) for run in study.runs]
     found = {outcome.arm: outcome for outcome in outcomes(study.spec, made)}
     assert found["thinwire"].mean == pytest.approx(3.103)
@@ -166,7 +166,7 @@ def test_arms_are_compared_seed_by_seed(study: Study) -> None:
     assert dict(zip(table.columns, table.rows[6], strict=True))["seed 1"] == "diverged"
 
 
-def test_what_is_missing_is_said(study: Study, tmp_path: Path) -> None:
+def test_what_is_missing_is_said(study: LossStudy, tmp_path: Path) -> None:
     made = [curve(run, 3.0) for run in study.runs if (run.arm, run.seed) != ("thinwire", 2)]
     found = outcomes(study.spec, made)
     assert missing_note(found) == "1 of 30 runs are missing: thinwire with seed 2"
@@ -177,10 +177,16 @@ def test_what_is_missing_is_said(study: Study, tmp_path: Path) -> None:
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
-def row(system: str, bandwidth: str, *samples: float) -> Row:
-    values: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(Row)}
-    kept = {"system": f"tw:{system}", "bandwidth": bandwidth, "samples": samples, "kind": Kind.PLAN, "refused": None}
-    return Row(**values | kept)
+def row(system: str, bandwidth: str, *samples: float) -> SystemRow:
+    values: dict[str, Any] = {field.name: 1.0 for field in dataclasses.fields(SystemRow)}
+    kept = {
+        "system": f"tw:{system}",
+        "bandwidth": bandwidth,
+        "samples": samples,
+        "kind": SystemKind.PLAN,
+        "refused": None,
+    }
+    return SystemRow(**values | kept)
 
 
 def test_gains_are_ratios_within_rounds() -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,52 +12,58 @@ import typer
 
 from thinwire.cli.console import command_line, wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import JsonPath, Page, insert_into, progress, show, words
 
 if TYPE_CHECKING:
     import torch
 
     from thinwire_bench.codecs.run import Request
-    from thinwire_bench.codecs.study import Study
+    from thinwire_bench.codecs.study import CodecStudy
 
 _REFERENCE_LIMIT = 4 << 20
 """Bytes of a tensor that the reference backend encodes in seconds."""
 
 
-def codecs(
+@dataclass(frozen=True)
+class CodecsOptions:
+    """The options of ``thinwire bench codecs``."""
+
     names: Annotated[
         str | None, typer.Option("--codecs", metavar="NAME,...", help="Which; 16 of them unless said.")
-    ] = None,
-    dtypes: Annotated[str, typer.Option(metavar="fp32,bf16,fp16", help="Of the tensors.")] = "fp32,bf16",
+    ] = None
+    dtypes: Annotated[str, typer.Option(metavar="fp32,bf16,fp16", help="Of the tensors.")] = "fp32,bf16"
     sizes: Annotated[
         str, typer.Option(metavar="SIZE,...", help="Of the tensors. Peers are timed at the first one.")
-    ] = "64MiB,512MiB",
+    ] = "64MiB,512MiB"
     data: Annotated[
         str,
         typer.Option(metavar="NAME,...", help="For errors: normal, student, gradients, weights, activations; or none."),
-    ] = "normal,student,gradients,weights,activations",
-    values: Annotated[int, typer.Option(min=2048, help="In each synthetic data set.")] = 1 << 24,
+    ] = "normal,student,gradients,weights,activations"
+    values: Annotated[int, typer.Option(min=2048, help="In each synthetic data set.")] = 1 << 24
     peers: Annotated[
         str,
         typer.Option(
             metavar="NAME,...|none",
             help="Other implementations: zfpy, eager, compile, torchao, bitsandbytes, zipnn, deepspeed-form.",
         ),
-    ] = "zfpy,eager,compile,torchao,bitsandbytes,zipnn,deepspeed-form",
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the tensors are.")] = "cpu",
+    ] = "zfpy,eager,compile,torchao,bitsandbytes,zipnn,deepspeed-form"
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the tensors are.")] = "cpu"
     backend: Annotated[
         str | None, typer.Option(metavar="reference|cpp|triton", help="Of the codecs; the device's own unless said.")
-    ] = None,
-    threads: Annotated[int, typer.Option(min=1, help="Of codecs and peers on CPU; memcpy always has one.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Everything is timed once a round, in random order.")] = 9,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write every figure.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the shares of memcpy.")] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="PAGE.md", help="Replace the results in a page, between its two marks.")
-    ] = None,
-    read: Annotated[
-        Path | None, typer.Option(metavar="RUN.json", help="Show an earlier run; nothing is measured.")
-    ] = None,
-) -> None:
+    ] = None
+    threads: Annotated[int, typer.Option(min=1, help="Of codecs and peers on CPU; memcpy always has one.")] = 1
+    rounds: Annotated[int, typer.Option(min=1, help="Everything is timed once a round, in random order.")] = 9
+    json_path: JsonPath = None
+    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the shares of memcpy.")] = None
+    page: Page = None
+    read: Annotated[Path | None, typer.Option(metavar="RUN.json", help="Show an earlier run; nothing is measured.")] = (
+        None
+    )
+
+
+@expand_options
+def codecs(options: CodecsOptions) -> None:
     """Measure codecs: bits, error on five data sets, and speed as a share of memcpy in the same run.
 
     Speeds count the bytes of the uncompressed tensor. A codec whose bytes are not the reference's, or which is not
@@ -75,97 +81,96 @@ def codecs(
       thinwire bench codecs --read codecs.json --page docs/codecs.md   (renders a page from an earlier run)
     """
     with explained():
-        from thinwire_bench.codecs.study import Study
-
-        if read is not None:
-            study = Study.from_plain(json.loads(read.read_text(encoding="utf-8")))
-        else:
-            from thinwire_bench.codecs.run import CODECS, run
-
-            request = _request(
-                _codec_names(names) if names is not None else CODECS,
-                _words(dtypes),
-                _words(sizes),
-                _words(data, none=True),
-                values,
-                _words(peers, none=True),
-                device,
-                backend,
-                threads,
-                rounds,
-            )
-            study = run(request, lambda line: print(line, file=sys.stderr))
+        study = _read_or_measure(options)
         _show(study)
-        if json_path is not None:
-            json_path.write_text(json.dumps(study.plain(), indent=1) + "\n", encoding="utf-8")
-        if plot is not None:
+        if options.json_path is not None:
+            options.json_path.write_text(json.dumps(study.plain(), indent=1) + "\n", encoding="utf-8")
+        if options.plot is not None:
             from thinwire_bench.codecs.picture import draw
 
-            draw(study, plot)
-        if page is not None:
-            from thinwire.report import insert
+            draw(study, options.plot)
+        if options.page is not None:
             from thinwire_bench.codecs.sheets import markdown
 
-            text = insert(page.read_text(encoding="utf-8"), markdown(study), "thinwire bench codecs --page")
-            page.write_text(text, encoding="utf-8")
+            insert_into(options.page, markdown(study), "thinwire bench codecs --page")
         _refuse(study)
 
 
-def _request(
-    names: Sequence[str],
-    dtypes: Sequence[str],
-    sizes: Sequence[str],
-    data: Sequence[str],
-    values: int,
-    peers: Sequence[str],
-    device: str,
-    backend: str | None,
-    threads: int,
-    rounds: int,
-) -> Request:
-    """What the options ask for; every problem is found before anything is measured."""
+def _read_or_measure(options: CodecsOptions) -> CodecStudy:
+    """An earlier run, or a new one."""
+    from thinwire_bench.codecs.study import CodecStudy
+
+    if options.read is not None:
+        return CodecStudy.from_plain(json.loads(options.read.read_text(encoding="utf-8")))
+    from thinwire_bench.codecs.run import run
+
+    return run(_request(options), progress)
+
+
+def _request(options: CodecsOptions) -> Request:
+    """What the options ask for.
+
+    Raises:
+        SpecError: names every value that is not valid, before anything is measured.
+        UsageError: the device is not there.
+    """
     import torch
 
     from thinwire.codecs import BACKENDS, default_backend
     from thinwire.errors import SpecError, UsageError
     from thinwire.spec import CodecSpec
-    from thinwire.units import parse_bytes
-    from thinwire_bench.codecs.data import DATA_SETS
-    from thinwire_bench.codecs.run import Request
+    from thinwire_bench.codecs.run import CODECS, Request
 
+    device = options.device
     if device not in {"cpu", "cuda"}:
         raise SpecError("--device", [f"{device!r} is not a device: valid are cpu and cuda"])
     if device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: PyTorch finds no CUDA device on this machine")
-    backend = backend or default_backend(device)
+    backend = options.backend or default_backend(device)
     if backend not in BACKENDS:
         raise SpecError("--backend", [f"there is no backend {backend!r}; valid are {', '.join(BACKENDS)}"])
-    problems = [f"there is no data set {name!r}; valid are {', '.join(DATA_SETS)}" for name in set(data) - {*DATA_SETS}]
-    found = [parse_bytes(size) for size in sizes]
-    problems += [
-        f"{text} is not a size of at least 4 KiB and a multiple of 4 KiB"
-        for text, size in zip(sizes, found, strict=True)
-        if size < 4096 or size % 4096
-    ]
-    if backend == "reference" and max(found, default=0) > _REFERENCE_LIMIT:
+    names = CODECS if options.names is None else _codec_names(options.names)
+    dtypes, sizes, data = words(options.dtypes), _sizes(options.sizes), _words_or_none(options.data)
+    problems = [*_unknown_data_sets(data), *_wrong_sizes(options.sizes, sizes)]
+    if backend == "reference" and max(sizes, default=0) > _REFERENCE_LIMIT:
         problems.append("the reference backend is slow: --sizes of at most 4MiB")
-    if not names or not dtypes or not found:
+    if not names or not dtypes or not sizes:
         problems.append("there is nothing to measure: --codecs, --dtypes and --sizes each need a value")
     if problems:
         raise SpecError("bench codecs", problems)
     return Request(
         codecs=[str(CodecSpec(name)) for name in dict.fromkeys(names)],
         dtypes=[_dtype(name) for name in dict.fromkeys(dtypes)],
-        sizes=list(dict.fromkeys(found)),
+        sizes=list(dict.fromkeys(sizes)),
         data=list(dict.fromkeys(data)),
-        values=values,
-        peers=list(dict.fromkeys(peers)),
+        values=options.values,
+        peers=list(dict.fromkeys(_words_or_none(options.peers))),
         device=torch.device(device),
         backend=backend,
-        threads=threads,
-        rounds=rounds,
+        threads=options.threads,
+        rounds=options.rounds,
         command=command_line(),
     )
+
+
+def _unknown_data_sets(names: Sequence[str]) -> list[str]:
+    from thinwire_bench.codecs.data import DATA_SETS
+
+    return [f"there is no data set {name!r}; valid are {', '.join(DATA_SETS)}" for name in {*names} - {*DATA_SETS}]
+
+
+def _sizes(text: str) -> list[int]:
+    from thinwire.units import parse_bytes
+
+    return [parse_bytes(word) for word in words(text)]
+
+
+def _wrong_sizes(text: str, sizes: Sequence[int]) -> list[str]:
+    return [
+        f"{word} is not a size of at least 4 KiB and a multiple of 4 KiB"
+        for word, size in zip(words(text), sizes, strict=True)
+        if size < 4096 or size % 4096
+    ]
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -180,11 +185,11 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _codec_names(text: str) -> list[str]:
-    """Names between commas, though names have options after commas of their own."""
+    """The names of codecs between commas; the options of a name come after commas as well."""
     from thinwire.spec.codec import OPTIONS
 
     names: list[str] = []
-    for word in _words(text):
+    for word in words(text):
         if word in OPTIONS and names:
             names[-1] += f",{word}"
         else:
@@ -192,25 +197,27 @@ def _codec_names(text: str) -> list[str]:
     return names
 
 
-def _words(text: str, *, none: bool = False) -> list[str]:
-    """Words between commas; the word "none" stands for no words where that is allowed."""
-    words = [word for part in text.split(",") if (word := part.strip())]
-    return [] if none and words == ["none"] else words
+def _words_or_none(text: str) -> list[str]:
+    """The words between commas; the word "none" alone stands for no words."""
+    split = words(text)
+    return [] if split == ["none"] else split
 
 
-def _show(study: Study) -> None:
-    from thinwire.report import rich_table
+def _show(study: CodecStudy) -> None:
     from thinwire_bench.codecs.sheets import sheets
 
+    show(sheets(study))
     console = wide_console()
-    for sheet in sheets(study):
-        console.print(rich_table(sheet), "")
     for note in study.notes:
         console.print(f"note: {note}", style="yellow")
 
 
-def _refuse(study: Study) -> None:
-    """End with an error where a codec did not do what the reference does."""
+def _refuse(study: CodecStudy) -> None:
+    """Fail where a codec's bytes are not the reference's.
+
+    Raises:
+        BenchError: names every such codec and why its figures do not count.
+    """
     from thinwire_bench.systems.messages import BenchError
 
     if study.refused:

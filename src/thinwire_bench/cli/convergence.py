@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import Page, insert_into, show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thinwire_bench.study.arms import LossStudy
+    from thinwire_bench.study.curves import Curve
+    from thinwire_bench.study.outcome import ArmOutcome
 
 RESULTS = Path("docs/results/convergence")
 """Where the study of the documentation keeps its runs."""
 
 
-def convergence(
+@dataclass(frozen=True)
+class ConvergenceOptions:
+    """The options of ``thinwire bench convergence``."""
+
     study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="What is compared.")] = Path(
         "recipes/convergence/study.toml"
-    ),
+    )
     results: Annotated[
         Path | None,
         typer.Option(
@@ -26,28 +39,27 @@ def convergence(
             help="Raw metrics of finished runs; docs/results/convergence unless said.",
             show_default=False,
         ),
-    ] = None,
+    ] = None
     work: Annotated[Path, typer.Option(metavar="DIR", help="Checkpoints and logs of the runs.")] = Path(
         "runs/convergence"
-    ),
-    tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a run, instead of the study's.", show_default=False)
-    ] = None,
-    seeds: Annotated[
-        str | None, typer.Option(metavar="N,...", help="Instead of the study's.", show_default=False)
-    ] = None,
+    )
+    tokens: Annotated[int | None, typer.Option(min=1, help="Of a run, instead of the study's.", show_default=False)] = (
+        None
+    )
+    seeds: Annotated[str | None, typer.Option(metavar="N,...", help="Instead of the study's.", show_default=False)] = (
+        None
+    )
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe of all runs.")
-    ] = None,
-    report_only: Annotated[
-        bool, typer.Option("--report", help="Run nothing; show what the finished runs say.")
-    ] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write the table.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the losses.")] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="PAGE.md", help="Replace the results in a page, between its two marks.")
-    ] = None,
-) -> None:
+    ] = None
+    report_only: Annotated[bool, typer.Option("--report", help="Run nothing; show what the finished runs say.")] = False
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write the table.")] = None
+    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the losses.")] = None
+    page: Page = None
+
+
+@expand_options
+def convergence(options: ConvergenceOptions) -> None:
     """Train the same model under several plans and seeds, and compare where they end.
 
     Each run is a `thinwire train` of its own on real ranks. Finished runs are kept and not made again; Ctrl-C saves
@@ -64,42 +76,46 @@ def convergence(
     """
     with explained():
         from thinwire.errors import UsageError
-        from thinwire.report import insert, rich_table
-        from thinwire_bench.study.arms import Study
+        from thinwire_bench.study.arms import LossStudy
         from thinwire_bench.study.curves import Curves
-        from thinwire_bench.study.outcome import missing_note, outcomes, plain, sheets
+        from thinwire_bench.study.outcome import missing_note, outcomes, sheets
         from thinwire_bench.study.queue import Queue
 
-        if (tokens or seeds or settings) and results is None:
+        if (options.tokens or options.seeds or options.settings) and options.results is None:
             raise UsageError("--tokens, --seeds and --set make another study; name its directory with --results")
-        chosen = Study.read(study, _changes(tokens, seeds), settings or ())
-        curves = Curves(results or RESULTS)
+        changes = _changes(options.tokens, options.seeds)
+        study = LossStudy.read(options.study, changes, options.settings or ())
+        curves = Curves(options.results or RESULTS)
         console = wide_console()
-        finished = report_only or Queue(chosen, curves, work, console).run()
-        made = curves.read(chosen.runs)
-        found = outcomes(chosen.spec, made)
-        for sheet in sheets(chosen.spec, found):
-            console.print(rich_table(sheet), "")
-        if note := missing_note(found):
+        finished = options.report_only or Queue(study, curves, options.work, console).run()
+        made = curves.read(study.runs)
+        ends = outcomes(study.spec, made)
+        show(sheets(study.spec, ends))
+        if note := missing_note(ends):
             console.print(note, markup=False, soft_wrap=True)
-        if json_path is not None:
-            json_path.write_text(json.dumps(plain(chosen.spec, found), indent=1) + "\n", encoding="utf-8")
-        if plot is not None:
-            from thinwire_bench.study.picture import draw
-
-            draw(chosen.spec, made, found, plot)
-        if page is not None:
-            from thinwire_bench.study.page import markdown
-
-            text = markdown(chosen, made, found)
-            text = insert(page.read_text(encoding="utf-8"), text, "thinwire bench convergence --page")
-            page.write_text(text, encoding="utf-8")
+        _write(options, study, made, ends)
         if not finished:
             raise typer.Exit(130)
 
 
+def _write(options: ConvergenceOptions, study: LossStudy, made: Sequence[Curve], ends: Sequence[ArmOutcome]) -> None:
+    """Write the JSON file, the picture and the page that the options name."""
+    if options.json_path is not None:
+        from thinwire_bench.study.outcome import plain
+
+        options.json_path.write_text(json.dumps(plain(study.spec, ends), indent=1) + "\n", encoding="utf-8")
+    if options.plot is not None:
+        from thinwire_bench.study.picture import draw
+
+        draw(study.spec, made, ends, options.plot)
+    if options.page is not None:
+        from thinwire_bench.study.page import markdown
+
+        insert_into(options.page, markdown(study, made, ends), "thinwire bench convergence --page")
+
+
 def _changes(tokens: int | None, seeds: str | None) -> dict[str, Any]:
-    """Keys of the study that options replace."""
+    """The keys of the study that the options replace."""
     from thinwire.errors import SpecError
 
     changes: dict[str, Any] = {} if tokens is None else {"tokens": tokens}

@@ -2,49 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
-from thinwire_bench.cli.bench import checked_model, measured, refuse, settings_of, write_results
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import (
+    Hosts,
+    JsonPath,
+    Page,
+    Ranks,
+    checked_model,
+    insert_into,
+    measured,
+    progress,
+    refuse,
+    settings_of,
+    write_results,
+)
 
 if TYPE_CHECKING:
     from thinwire.report import Sheet
     from thinwire.spec import Plan
     from thinwire_bench.peers.interface import SystemSpec
-    from thinwire_bench.systems.rows import Row
-
-_NODES = Annotated[int, typer.Option(min=1, help="Emulated hosts.")]
-_RANKS = Annotated[int, typer.Option(min=1, help="Ranks of each host.")]
-_ROUNDS = Annotated[int, typer.Option(min=1, help="Rounds; each plan runs under each setting once a round.")]
-_STEPS = Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")]
-_SEQ = Annotated[int, typer.Option("--seq", min=1, help="Tokens of a step on each rank.")]
-_MODEL = Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")]
-_JSON = Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write every figure.")]
-_PAGE = Annotated[
-    Path | None, typer.Option(metavar="PAGE.md", help="Replace the results in a page, between its two marks.")
-]
+    from thinwire_bench.systems.rows import SystemRow
 
 
-def techniques(
-    slow: Annotated[str, typer.Option(metavar="RATE", help="Of each host's link.")] = "200mbit",
+@dataclass(frozen=True)
+class TurnOptions:
+    """Options of every command here: hosts, lengths, model, and where results go."""
+
+    nodes: Hosts = 2
+    ranks: Ranks = 2
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each plan runs under each setting once a round.")] = 5
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 2
+    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a step on each rank.")] = 128
+    model: Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    json_path: JsonPath = None
+    page: Page = None
+
+    def workload(self) -> dict[str, Any]:
+        """The options of every system's model."""
+        return {"model": checked_model(self.model), "seq": self.seq}
+
+    def described(self) -> dict[str, Any]:
+        """What the JSON file says about the measurement."""
+        workload = {"model": self.model, "seq": self.seq, "nodes": self.nodes, "ranks": self.ranks}
+        return {"rounds": self.rounds, "workload": workload}
+
+
+@dataclass(frozen=True)
+class TechniquesOptions:
+    """The options of ``thinwire bench techniques``."""
+
+    slow: Annotated[str, typer.Option(metavar="RATE", help="Of each host's link.")] = "200mbit"
     fast: Annotated[
         str, typer.Option(metavar="RATE", help="The same; zero3 on it is compared with zeropp on the slow one.")
-    ] = "800mbit",
-    nodes: _NODES = 2,
-    ranks: _RANKS = 2,
-    rounds: _ROUNDS = 5,
-    steps: _STEPS = 2,
-    seq: _SEQ = 128,
-    model: _MODEL = "llama-17m",
-    json_path: _JSON = None,
-    page: _PAGE = None,
-) -> None:
+    ] = "800mbit"
+    turns: TurnOptions = TurnOptions()
+
+
+@expand_options
+def techniques(options: TechniquesOptions) -> None:
     """Time ZeRO-3 with each technique of ZeRO++ alone and with all: do their gains multiply, and is it worth four times
     the bandwidth?
 
@@ -57,39 +80,33 @@ def techniques(
     with explained():
         from thinwire_bench.study.gains import across_bandwidths, gains, product_of_single, sheet, technique_systems
 
-        systems = technique_systems({"model": checked_model(model), "seq": seq}, nodes, ranks)
-        rows = _timed(systems, [slow, fast], nodes, ranks, rounds, steps, seq)
-        found = gains(rows)
+        slow, fast, turns = options.slow, options.fast, options.turns
+        systems = technique_systems(turns.workload(), turns.nodes, turns.ranks)
+        rows = _timed(systems, [slow, fast], turns)
+        measured_gains = gains(rows)
         ratio, least, most = across_bandwidths(rows, slow, fast)
         sentence = f"zeropp at {slow} is {ratio:.2f} times as fast as zero3 at {fast} ({least:.2f} to {most:.2f})."
-        _tell(
-            sheet(found, "Gain over zero3: median of rounds, least, most", product=True),
-            sentence,
-            {
-                "gains": [asdict(gain) for gain in found],
-                "product_of_single": {rate: product_of_single(found, rate) for rate in (slow, fast)},
-                "zeropp_slow_over_zero3_fast": [ratio, least, most],
-                "rounds": rounds,
-                "workload": {"model": model, "seq": seq, "nodes": nodes, "ranks": ranks},
-            },
-            "techniques",
-            json_path,
-            page,
-        )
+        content = {
+            "gains": [asdict(gain) for gain in measured_gains],
+            "product_of_single": {rate: product_of_single(measured_gains, rate) for rate in (slow, fast)},
+            "zeropp_slow_over_zero3_fast": [ratio, least, most],
+            **turns.described(),
+        }
+        table = sheet(measured_gains, "Gain over zero3: median of rounds, least, most", product=True)
+        _publish(table, sentence, content, "techniques", turns)
 
 
-def kernels(
-    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose codecs.")] = "zeropp",
-    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit",
-    nodes: _NODES = 2,
-    ranks: _RANKS = 2,
-    rounds: _ROUNDS = 5,
-    steps: _STEPS = 2,
-    seq: _SEQ = 128,
-    model: _MODEL = "llama-17m",
-    json_path: _JSON = None,
-    page: _PAGE = None,
-) -> None:
+@dataclass(frozen=True)
+class KernelsOptions:
+    """The options of ``thinwire bench kernels``."""
+
+    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose codecs.")] = "zeropp"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit"
+    turns: TurnOptions = TurnOptions()
+
+
+@expand_options
+def kernels(options: KernelsOptions) -> None:
     """Time the same training step with codecs of plain PyTorch, with native ones whose fused forms are taken apart, and
     with native ones. All three write the same bytes.
 
@@ -102,25 +119,23 @@ def kernels(
     with explained():
         from thinwire_bench.study.gains import backend_systems
 
-        title = f"Codecs of {plan}: gain over plain PyTorch, median of rounds, least, most"
-        workload = {"model": checked_model(model), "seq": seq}
-        _vary(
-            plan, backend_systems, title, "kernels", bandwidth, workload, nodes, ranks, rounds, steps, json_path, page
-        )
+        plan = _plan(options.plan, options.turns)
+        systems = backend_systems(plan, options.turns.workload())
+        title = f"Codecs of {options.plan}: gain over plain PyTorch, median of rounds, least, most"
+        _compare(systems, plan, title, options.bandwidth, "kernels", options.turns)
 
 
-def stages(
-    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose collectives.")] = "zeropp",
-    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit",
-    nodes: _NODES = 2,
-    ranks: _RANKS = 2,
-    rounds: _ROUNDS = 5,
-    steps: _STEPS = 2,
-    seq: _SEQ = 128,
-    model: _MODEL = "llama-17m",
-    json_path: _JSON = None,
-    page: _PAGE = None,
-) -> None:
+@dataclass(frozen=True)
+class StagesOptions:
+    """The options of ``thinwire bench stages``."""
+
+    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose collectives.")] = "zeropp"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit"
+    turns: TurnOptions = TurnOptions()
+
+
+@expand_options
+def stages(options: StagesOptions) -> None:
     """Time the same training step with collectives one at a time, and with the hops and codecs of different buckets
     side by side, in buckets of several sizes.
 
@@ -133,68 +148,56 @@ def stages(
     with explained():
         from thinwire_bench.study.gains import stage_systems
 
-        title = f"Collectives of {plan}: gain over one bucket, one collective at a time; median of rounds, least, most"
-        workload = {"model": checked_model(model), "seq": seq}
-        _vary(plan, stage_systems, title, "stages", bandwidth, workload, nodes, ranks, rounds, steps, json_path, page)
+        plan = _plan(options.plan, options.turns)
+        systems = stage_systems(plan, options.turns.workload())
+        title = (
+            f"Collectives of {options.plan}: gain over one bucket, one collective at a time; median of rounds, least, "
+            "most"
+        )
+        _compare(systems, plan, title, options.bandwidth, "stages", options.turns)
 
 
-def _vary(
-    plan: str,
-    variants: Callable[[Plan, Mapping[str, Any]], list[SystemSpec]],
-    title: str,
-    command: str,
-    bandwidth: str,
-    workload: dict[str, Any],
-    nodes: int,
-    ranks: int,
-    rounds: int,
-    steps: int,
-    json_path: Path | None,
-    page: Path | None,
-) -> None:
-    """Time variants of one plan, and tell their gains over the first."""
+def _plan(name: str, turns: TurnOptions) -> Plan:
     from thinwire_bench.peers.catalog import named_plan
+
+    return named_plan(name, turns.nodes, turns.ranks)
+
+
+def _compare(
+    systems: Sequence[SystemSpec], plan: Plan, title: str, bandwidth: str, command: str, turns: TurnOptions
+) -> None:
+    """Time variants of one plan, and publish their gains over the first."""
     from thinwire_bench.study.gains import gains, sheet
 
-    chosen = named_plan(plan, nodes, ranks)
-    found = gains(_timed(variants(chosen, workload), [bandwidth], nodes, ranks, rounds, steps, workload["seq"]))
+    measured_gains = gains(_timed(systems, [bandwidth], turns))
     content = {
-        "gains": [asdict(gain) for gain in found],
-        "plan": chosen.to_dict(),
-        "rounds": rounds,
-        "workload": {**workload, "nodes": nodes, "ranks": ranks},
+        "gains": [asdict(gain) for gain in measured_gains],
+        "plan": plan.to_dict(),
+        **turns.described(),
     }
-    _tell(sheet(found, title, product=False), "", content, command, json_path, page)
+    _publish(sheet(measured_gains, title, product=False), "", content, command, turns)
 
 
-def _timed(
-    systems: Sequence[SystemSpec],
-    bandwidths: Sequence[str],
-    nodes: int,
-    ranks: int,
-    rounds: int,
-    steps: int,
-    seq: int,
-) -> list[Row]:
-    """The systems beside each other under each bandwidth."""
-    settings, tokens = settings_of(bandwidths, ["none"]), seq * nodes * ranks
-    rows = measured(systems, settings, nodes, ranks, rounds, steps, tokens=tokens, timeout=600.0)
+def _timed(systems: Sequence[SystemSpec], bandwidths: Sequence[str], turns: TurnOptions) -> list[SystemRow]:
+    """The rows of the systems under each bandwidth, all interleaved in one run."""
+    from thinwire_bench.systems.interleave import Session
+
+    session = Session(turns.nodes, turns.ranks, turns.rounds, turns.steps, timeout=600.0, report=progress)
+    rows = measured(systems, settings_of(bandwidths), session, tokens=turns.seq * session.world)
     refuse(rows)
     return rows
 
 
-def _tell(
-    table: Sheet, sentence: str, content: dict[str, Any], command: str, json_path: Path | None, page: Path | None
-) -> None:
-    from thinwire.report import insert, markdown_table, rich_table
+def _publish(table: Sheet, sentence: str, content: Mapping[str, Any], command: str, turns: TurnOptions) -> None:
+    """Print a table and a sentence about it; write the JSON file and the page that the options name."""
+    from thinwire.report import markdown_table, rich_table
 
     console = wide_console()
     console.print(rich_table(table))
     if sentence:
         console.print(sentence)
-    if json_path is not None:
-        write_results(json_path, content)
-    if page is not None:
+    if turns.json_path is not None:
+        write_results(turns.json_path, content)
+    if turns.page is not None:
         text = "\n".join([*markdown_table(table), sentence])
-        text = insert(page.read_text(encoding="utf-8"), text, f"thinwire bench {command} --page")
-        page.write_text(text, encoding="utf-8")
+        insert_into(turns.page, text, f"thinwire bench {command} --page")

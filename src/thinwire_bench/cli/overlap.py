@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,37 +10,45 @@ import typer
 
 from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import Hosts, Steps, Timeout, checked_model, progress, write_results
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.table import Table
 
-    from thinwire_bench.systems.overlap import OverlapRow, Step
+    from thinwire_bench.systems.overlap import Cases, SwitchEffect, SwitchRow
 
 _LANES = ("gather", "reduce", "sync", "spread")
 
 
-def overlap(
+@dataclass(frozen=True)
+class OverlapOptions:
+    """The options of ``thinwire bench overlap``."""
+
     plans: Annotated[str, typer.Option(metavar="7b,13b,30b", help="AMSP's plans for models of these sizes.")] = (
         "7b,13b,30b"
-    ),
-    micro_batches: Annotated[str, typer.Option(metavar="M,...", help="Micro-batches of a step.")] = "1,2,4,8",
-    bandwidth: Annotated[
-        str, typer.Option(metavar="RATE|none", help="Of each host's link, in each direction.")
-    ] = "200mbit",
-    nodes: Annotated[int, typer.Option(min=1, help="Emulated hosts.")] = 2,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host; 13b shards P over half of them.")] = 4,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; everything runs once a round.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn; one more comes before them.")] = 3,
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch on each rank.")] = 128,
-    model: Annotated[str, typer.Option(help="llama-5m, llama-17m or llama-1m.")] = "llama-5m",
-    timeout: Annotated[float, typer.Option(help="Seconds a system may take to start, or for a turn.")] = 600.0,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write rows and steps.")] = None,
+    )
+    micro_batches: Annotated[str, typer.Option(metavar="M,...", help="Micro-batches of a step.")] = "1,2,4,8"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link, in each direction.")] = (
+        "200mbit"
+    )
+    nodes: Hosts = 2
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host; 13b shards P over half of them.")] = 4
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; everything runs once a round.")] = 3
+    steps: Steps = 3
+    seq: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch on each rank.")] = 128
+    model: Annotated[str, typer.Option(help="llama-5m, llama-17m or llama-1m.")] = "llama-5m"
+    timeout: Timeout = 600.0
+    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write rows and steps.")] = None
     trace: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a Chrome/Perfetto trace of a step of every setting.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+@expand_options
+def overlap(options: OverlapOptions) -> None:
     """Turn the overlap switches on one after another, as AMSP's Table V does: tokens/s and exposed communication.
 
     The settings: nothing overlaps; gathers and reductions do (AG/RS); synchronisation as well (AR); the spread of
@@ -54,43 +62,50 @@ def overlap(
       thinwire bench overlap --plans 30b --micro-batches 4 --bandwidth 1gbit --rounds 5
     """
     with explained():
-        from thinwire.errors import SpecError
         from thinwire.units import parse_bandwidth
-        from thinwire_bench.cli.bench import checked_model, write_results
-        from thinwire_bench.systems.overlap import PLANS, run_overlap
+        from thinwire_bench.systems.interleave import Session
+        from thinwire_bench.systems.overlap import run_overlap
 
-        names = [word.strip() for word in plans.split(",")]
-        problems = [f"there is no plan {name!r}; valid are {', '.join(PLANS)}" for name in names if name not in PLANS]
-        counts = [word.strip() for word in micro_batches.split(",")]
-        problems += [
-            f"--micro-batches {word!r} is not a number of at least 1"
-            for word in counts
-            if not word.isdigit() or int(word) < 1
-        ]
-        if problems:
-            raise SpecError("bench overlap", problems)
+        cases = _cases(options)
+        session = Session(options.nodes, options.ranks, options.rounds, options.steps, options.timeout, progress)
         study = run_overlap(
-            names,
-            [int(word) for word in counts],
-            rate=None if bandwidth == "none" else parse_bandwidth(bandwidth),
-            nodes=nodes,
-            ranks=ranks,
-            rounds=rounds,
-            steps=steps,
-            workload={"model": checked_model(model), "seq": seq},
-            timeout=timeout,
-            trace=trace,
-            report=lambda line: print(line, file=sys.stderr),
+            cases,
+            session,
+            rate=None if options.bandwidth == "none" else parse_bandwidth(options.bandwidth),
+            workload={"model": checked_model(options.model), "seq": options.seq},
+            trace=options.trace,
         )
         console = wide_console()
-        for name in names:
-            console.print(_rows_table([row for row in study.rows if row.plan == name], bandwidth), "")
+        for name in cases.plans:
+            console.print(_rows_table([row for row in study.rows if row.plan == name], options.bandwidth), "")
         console.print(_steps_table(study.steps))
-        if json_path is not None:
-            write_results(json_path, {**study.plain(), "bandwidth": bandwidth})
+        if options.json_path is not None:
+            write_results(options.json_path, {**study.plain(), "bandwidth": options.bandwidth})
 
 
-def _rows_table(rows: Sequence[OverlapRow], bandwidth: str) -> Table:
+def _cases(options: OverlapOptions) -> Cases:
+    """The plans and numbers of micro-batches that the options name.
+
+    Raises:
+        SpecError: names every plan that is unknown and every number that is none.
+    """
+    from thinwire.errors import SpecError
+    from thinwire_bench.systems.overlap import PLANS, Cases
+
+    names = [word.strip() for word in options.plans.split(",")]
+    counts = [word.strip() for word in options.micro_batches.split(",")]
+    problems = [f"there is no plan {name!r}; valid are {', '.join(PLANS)}" for name in names if name not in PLANS]
+    problems += [
+        f"--micro-batches {word!r} is not a number of at least 1"
+        for word in counts
+        if not word.isdigit() or int(word) < 1
+    ]
+    if problems:
+        raise SpecError("bench overlap", problems)
+    return Cases(names, [int(word) for word in counts])
+
+
+def _rows_table(rows: Sequence[SwitchRow], bandwidth: str) -> Table:
     from rich.table import Table
 
     title = f"{rows[0].plan}-like: {rows[0].factors}; links: {bandwidth}"
@@ -112,7 +127,7 @@ def _rows_table(rows: Sequence[OverlapRow], bandwidth: str) -> Table:
     return table
 
 
-def _steps_table(steps: Sequence[Step]) -> Table:
+def _steps_table(steps: Sequence[SwitchEffect]) -> Table:
     from rich.table import Table
 
     table = Table(

@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
-from thinwire_bench.cli.bench import checked_model, settings_of, write_results
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import (
+    Timeout,
+    checked_model,
+    insert_into,
+    markdown,
+    progress,
+    settings_of,
+    show,
+    write_results,
+)
 
 if TYPE_CHECKING:
     from thinwire_bench.study.pairs import Choice, Pair
+    from thinwire_bench.study.planning import Known, Setup
 
 
-def planner(
-    models: Annotated[str, typer.Option(metavar="NAME,...", help="Models of the lab.")] = "llama-17m,llama-5m,llama-1m",
-    bandwidth: Annotated[str, typer.Option(metavar="RATE,...", help="Of each host's link.")] = "none,1gbit,200mbit",
-    seq: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 128,
-    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 2,
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host.")] = 2,
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the interleaved measurements.")] = 4,
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Of each profile.")] = "60s",
+@dataclass(frozen=True)
+class PlannerOptions:
+    """The options of ``thinwire bench planner``."""
+
+    models: Annotated[str, typer.Option(metavar="NAME,...", help="Models of the lab.")] = "llama-17m,llama-5m,llama-1m"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE,...", help="Of each host's link.")] = "none,1gbit,200mbit"
+    seq: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 128
+    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 2
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host.")] = 2
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the interleaved measurements.")] = 4
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Of each profile.")] = "60s"
     profiles: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep profiles there, and use those it has.", show_default=False)
-    ] = None,
+    ] = None
     again: Annotated[
         Path | None,
         typer.Option(
@@ -38,15 +50,18 @@ def planner(
             "--profiles of then.",
             show_default=False,
         ),
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="Seconds a system may take to start, or for a turn.")] = 600.0,
+    ] = None
+    timeout: Timeout = 600.0
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all pairs.", show_default=False)
-    ] = None,
+    ] = None
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
-    ] = None,
-) -> None:
+    ] = None
+
+
+@expand_options
+def planner(options: PlannerOptions) -> None:
     """Profile each link, predict the step of eight or more plans, the planner's choices among them, and measure them.
 
     [bold]Examples[/bold]
@@ -58,54 +73,74 @@ def planner(
       thinwire bench planner --again docs/results/planner.json --profiles docs/results/planner
     """
     with explained():
-        from thinwire.errors import UsageError
-        from thinwire.report import insert, markdown_table, rich_table
-        from thinwire.train.environment import num_cores
-        from thinwire.units import parse_duration
         from thinwire_bench.study.pairs import sheets
-        from thinwire_bench.study.planning import Setup, measure, predict_again, profile_links
+        from thinwire_bench.study.planning import measure, predict_again
 
-        names = [checked_model(name.strip()) for name in models.split(",")]
-        settings = settings_of([word.strip() for word in bandwidth.split(",")], ["none"])
-        setup = Setup(
-            names, settings, seq, nodes, ranks, rounds, timeout, num_cores(), lambda line: print(line, file=sys.stderr)
-        )
-        if again is not None and (profiles is None or not profiles.is_dir()):
-            raise UsageError(f"--again {again} needs --profiles DIR: the profiles by which its plans were chosen")
-        with tempfile.TemporaryDirectory(prefix="thinwire-planner-") as temporary:
-            directory = profiles or Path(temporary)
-            directory.mkdir(parents=True, exist_ok=True)
-            known = profile_links(setup, parse_duration(budget), directory)
-        measured: dict[str, Any] | None = None
-        if again is None:
+        setup = _setup(options)
+        known = _known(options, setup)
+        earlier: dict[str, Any] | None = None
+        if options.again is None:
             pairs, choices = measure(setup, known)
         else:
-            measured, pairs, choices = _earlier(again)
+            earlier, pairs, choices = _earlier(options.again)
             pairs = predict_again(setup, known, pairs)
-        console, tables = wide_console(), sheets(pairs, choices)
-        for sheet in tables:
-            console.print(rich_table(sheet), "")
-        if json_path is not None:
+        tables = sheets(pairs, choices)
+        show(tables)
+        if options.json_path is not None:
             content = {
                 "pairs": [asdict(pair) for pair in pairs],
                 "choices": [asdict(choice) for choice in choices],
             }
-            write_results(json_path, content, measured=measured)
-        if page is not None:
-            text = "\n".join(line for sheet in tables for line in markdown_table(sheet))
-            page.write_text(
-                insert(page.read_text(encoding="utf-8"), text, "thinwire bench planner --page"), encoding="utf-8"
-            )
+            write_results(options.json_path, content, earlier=earlier)
+        if options.page is not None:
+            insert_into(options.page, markdown(tables), "thinwire bench planner --page")
+
+
+def _setup(options: PlannerOptions) -> Setup:
+    """The models and links to measure, and for how long."""
+    from thinwire.train.environment import num_cores
+    from thinwire_bench.study.planning import Setup
+
+    return Setup(
+        models=[checked_model(name.strip()) for name in options.models.split(",")],
+        settings=settings_of([word.strip() for word in options.bandwidth.split(",")]),
+        seq=options.seq,
+        nodes=options.nodes,
+        ranks=options.ranks,
+        rounds=options.rounds,
+        timeout=options.timeout,
+        cores=num_cores(),
+        report=progress,
+    )
+
+
+def _known(options: PlannerOptions, setup: Setup) -> dict[str, Known]:
+    """The profile of each link, by its bandwidth; measured now unless ``--profiles`` has it.
+
+    Raises:
+        UsageError: ``--again`` is given without the profiles of that time, or a profile failed.
+    """
+    from thinwire.errors import UsageError
+    from thinwire.units import parse_duration
+    from thinwire_bench.study.planning import profile_links
+
+    if options.again is not None and (options.profiles is None or not options.profiles.is_dir()):
+        raise UsageError(f"--again {options.again} needs --profiles DIR: the profiles by which its plans were chosen")
+    with tempfile.TemporaryDirectory(prefix="thinwire-planner-") as temporary:
+        directory = options.profiles or Path(temporary)
+        directory.mkdir(parents=True, exist_ok=True)
+        return profile_links(setup, parse_duration(options.budget), directory)
 
 
 def _earlier(path: Path) -> tuple[dict[str, Any], list[Pair], list[Choice]]:
-    """Earlier results: all of them, their pairs and their choices."""
+    """Earlier results: the whole file, its pairs and its choices."""
     from thinwire.errors import UsageError
     from thinwire_bench.study.pairs import Choice, Pair
 
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        pairs, choices = [Pair(**pair) for pair in found["pairs"]], [Choice(**choice) for choice in found["choices"]]
+        results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        pairs = [Pair(**pair) for pair in results["pairs"]]
+        choices = [Choice(**choice) for choice in results["choices"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--again {path} holds no pairs of thinwire bench planner --json: {error!r}") from error
-    return found, pairs, choices
+    return results, pairs, choices

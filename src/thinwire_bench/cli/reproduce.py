@@ -3,33 +3,41 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import insert_into, markdown, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from thinwire.report import Sheet
-    from thinwire_bench.published import Comparison, Table
+    from thinwire_bench.published import RowComparison, Table
 
 
-def reproduce(
+@dataclass(frozen=True)
+class ReproduceOptions:
+    """The options of ``thinwire reproduce``."""
+
     name: Annotated[
         str, typer.Argument(metavar="[amsp|internevo|zeropp|efa|hybrid|memory|all]", help="Whose tables.")
-    ] = "all",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False,
+    ] = "all"
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
     page: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
-    ] = None,
+    ] = None
     pictures: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Draw a picture for each table.", show_default=False)
-    ] = None,
-) -> None:
+    ] = None
+
+
+@expand_options
+def reproduce(options: ReproduceOptions) -> None:
     """Simulate what publications measured: published value, simulated value, error.
 
     [bold]Examples[/bold]
@@ -40,40 +48,49 @@ def reproduce(
 
     "Left out" is how well a table is predicted by constants that were fitted without it (benchmarks/fit_engines.py).
     """
-    with explained(as_json=as_json):
-        from thinwire.errors import UsageError
-        from thinwire.report import insert, markdown_table, rich_table
-        from thinwire_bench.published import TABLES
-        from thinwire_bench.published import reproduce as simulated
-
-        names = list(dict.fromkeys(table.name for table in TABLES))
-        if name not in (*names, "all"):
-            raise UsageError(f"there is no publication {name!r}; valid are {', '.join(names)}, all")
-        found = [(table, simulated(table)) for table in TABLES if name in (table.name, "all")]
-        if pictures is not None:
-            pictures.mkdir(parents=True, exist_ok=True)
-            for number, (table, comparisons) in enumerate(found, start=1):
-                _draw(pictures / f"{table.name}-{number}.png", table, comparisons)
-            if name in {"amsp", "all"}:
-                _draw_traces(pictures / "amsp-traces.png")
-        tables = [_summary(found), *(_sheet(table, comparisons) for table, comparisons in found)]
-        if page is not None:
-            text = "\n".join(line for sheet in tables for line in markdown_table(sheet))
-            page.write_text(insert(page.read_text(encoding="utf-8"), text, "thinwire reproduce all --page"), "utf-8")
-        if as_json:
-            print(json.dumps([_plain(table, comparisons) for table, comparisons in found]))
-            return
-        console = wide_console()
-        for sheet in tables:
-            console.print(rich_table(sheet), "")
+    with explained(as_json=options.as_json):
+        compared = _compared(options.name)
+        if options.pictures is not None:
+            _draw_all(options.pictures, compared, with_traces=options.name in {"amsp", "all"})
+        tables = [_summary(compared), *(_sheet(table, comparisons) for table, comparisons in compared)]
+        if options.page is not None:
+            insert_into(options.page, markdown(tables), "thinwire reproduce all --page")
+        if options.as_json:
+            print(json.dumps([_plain(table, comparisons) for table, comparisons in compared]))
+        else:
+            show(tables)
 
 
-def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
+def _compared(name: str) -> list[tuple[Table, list[RowComparison]]]:
+    """The tables of a publication, or of all, with the simulated value for each of their rows.
+
+    Raises:
+        UsageError: there is no publication of that name.
+    """
+    from thinwire.errors import UsageError
+    from thinwire_bench.published import TABLES
+    from thinwire_bench.published import reproduce as simulated
+
+    names = list(dict.fromkeys(table.name for table in TABLES))
+    if name not in (*names, "all"):
+        raise UsageError(f"there is no publication {name!r}; valid are {', '.join(names)}, all")
+    return [(table, simulated(table)) for table in TABLES if name in (table.name, "all")]
+
+
+def _draw_all(directory: Path, compared: Sequence[tuple[Table, Sequence[RowComparison]]], *, with_traces: bool) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for number, (table, comparisons) in enumerate(compared, start=1):
+        _draw(directory / f"{table.name}-{number}.png", table, comparisons)
+    if with_traces:
+        _draw_traces(directory / "amsp-traces.png")
+
+
+def _summary(compared: Sequence[tuple[Table, Sequence[RowComparison]]]) -> Sheet:
     from thinwire.report import Sheet
     from thinwire_bench.published import fits, mean_error
 
     cells = []
-    for table, comparisons in found:
+    for table, comparisons in compared:
         error = mean_error(comparisons)
         goal = "" if table.goal is None else _shown(table.goal, table)
         verdict = "" if table.goal is None else "reached" if error <= table.goal else "missed"
@@ -88,7 +105,7 @@ def _summary(found: Sequence[tuple[Table, Sequence[Comparison]]]) -> Sheet:
             ]
         )  # fmt: skip
     columns = ["table", "rows", "mean error", "goal", "", "worst", "constants of its system", "mean error, left out"]
-    dates = sorted({fits()[table.system].date for table, _ in found if table.system in fits()})
+    dates = sorted({fits()[table.system].date for table, _ in compared if table.system in fits()})
     title = f"Mean absolute errors (left out as of {dates[-1]})" if dates else "Mean absolute errors"
     return Sheet(title, columns, 1, cells)
 
@@ -97,7 +114,7 @@ def _shown(error: float, table: Table, sign: str = "") -> str:
     return f"{100 * error:{sign}.1f} points" if table.in_points else f"{error:{sign}.1%}"
 
 
-def _sheet(table: Table, comparisons: Sequence[Comparison]) -> Sheet:
+def _sheet(table: Table, comparisons: Sequence[RowComparison]) -> Sheet:
     from thinwire.report import Sheet
 
     columns = ["model", "system", "GPUs", "Gbit/s", "tokens", "micro-batches", "published", "simulated", "error"]
@@ -113,7 +130,7 @@ def _sheet(table: Table, comparisons: Sequence[Comparison]) -> Sheet:
     return Sheet(table.title, columns, 2, cells)
 
 
-def _plain(table: Table, comparisons: Sequence[Comparison]) -> dict[str, Any]:
+def _plain(table: Table, comparisons: Sequence[RowComparison]) -> dict[str, Any]:
     from thinwire_bench.published import fits, mean_error
 
     fit = fits().get(table.system)
@@ -145,7 +162,7 @@ def _plain(table: Table, comparisons: Sequence[Comparison]) -> dict[str, Any]:
     }
 
 
-def _draw(path: Path, table: Table, comparisons: Sequence[Comparison]) -> None:
+def _draw(path: Path, table: Table, comparisons: Sequence[RowComparison]) -> None:
     from thinwire.report import draw_agreement
 
     points: dict[str, list[tuple[float, float]]] = {}

@@ -2,33 +2,42 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from thinwire.cli.console import wide_console
 from thinwire.cli.errors import explained
-from thinwire_bench.cli.bench import write_results
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, progress, show, write_results
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from thinwire_bench.study.crossings import Training
+    from thinwire_bench.study.spectra import Summary, TensorSpectrum, Trends
 
 
-def spectra(
-    at: Annotated[
-        str, typer.Option(metavar="STEP,...", help="When to measure; training ends at the last.")
-    ] = "10,100,250",
-    layers: Annotated[int, typer.Option(help="Blocks of the Llama.")] = 6,
-    hidden: Annotated[int, typer.Option(help="Its width, a multiple of 64.")] = 256,
-    seq: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128,
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, one after the other.")] = 2,
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank.")] = 4,
-    json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write every figure.")] = None,
-    png_path: Annotated[Path | None, typer.Option("--png", metavar="OUT.png", help="Draw singular values.")] = None,
-    page: Annotated[
-        Path | None, typer.Option(metavar="PAGE.md", help="Replace the results in a page, between its two marks.")
-    ] = None,
-) -> None:
+@dataclass(frozen=True)
+class SpectraOptions:
+    """The options of ``thinwire bench spectra``."""
+
+    at: Annotated[str, typer.Option(metavar="STEP,...", help="When to measure; training ends at the last.")] = (
+        "10,100,250"
+    )
+    layers: Annotated[int, typer.Option(help="Blocks of the Llama.")] = 6
+    hidden: Annotated[int, typer.Option(help="Its width, a multiple of 64.")] = 256
+    seq: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, one after the other.")] = 2
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank.")] = 4
+    json_path: JsonPath = None
+    png_path: Annotated[Path | None, typer.Option("--png", metavar="OUT.png", help="Draw singular values.")] = None
+    page: Page = None
+
+
+@expand_options
+def spectra(options: SpectraOptions) -> None:
     """Train a small Llama in one process and take what would cross each parallel axis: singular values, and what
     codecs leave.
 
@@ -42,40 +51,61 @@ def spectra(
       thinwire bench spectra --at 10,100,360 --json spectra.json --png spectra.png
     """
     with explained():
-        from thinwire.report import insert, markdown_table, rich_table
-        from thinwire_bench.study.crossings import KINDS, Training, train
-        from thinwire_bench.study.spectra import Measured, sheets, spectrum, summarise, trends
+        from thinwire_bench.study.crossings import Training
+        from thinwire_bench.study.spectra import sheets, summarise, trends
 
-        training = Training(at=_steps(at), layers=layers, hidden=hidden, seq=seq, ranks=ranks, micro_batch=micro_batch)
-        measured, losses = [], {}
-        for moment in train(training, lambda line: print(line, file=sys.stderr)):
-            losses[moment.step] = moment.loss
-            measured += [
-                Measured(moment.step, kind, part, *spectrum(tensor)) for kind, part, tensor in moment.crossings
-            ]
-        summaries = summarise(measured)
-        correlations = trends([each for each in measured if each.step == training.at[-1]])
+        training = Training(
+            at=_steps(options.at),
+            layers=options.layers,
+            hidden=options.hidden,
+            seq=options.seq,
+            ranks=options.ranks,
+            micro_batch=options.micro_batch,
+        )
+        losses, spectra_of_tensors = _measure(training)
+        summaries = summarise(spectra_of_tensors)
+        last = [spectrum for spectrum in spectra_of_tensors if spectrum.step == training.at[-1]]
+        correlations = trends(last)
         tables = sheets(summaries, correlations)
-        console = wide_console()
-        for table in tables:
-            console.print(rich_table(table), "")
-        if json_path is not None:
-            content = {
-                "training": asdict(training),
-                "loss": losses,
-                "kinds": {kind: each._asdict() for kind, each in KINDS.items()},
-                "summaries": [each.plain() for each in summaries],
-                "rank_correlation": [asdict(each) for each in correlations],
-            }
-            write_results(json_path, content)
-        if png_path is not None:
+        show(tables)
+        if options.json_path is not None:
+            write_results(options.json_path, _content(training, losses, summaries, correlations))
+        if options.png_path is not None:
             from thinwire_bench.study.spectra_picture import draw
 
-            draw(summaries, png_path)
-        if page is not None:
-            text = "\n".join(line for table in tables for line in markdown_table(table))
-            text = insert(page.read_text(encoding="utf-8"), text, "thinwire bench spectra --page")
-            page.write_text(text, encoding="utf-8")
+            draw(summaries, options.png_path)
+        if options.page is not None:
+            insert_into(options.page, markdown(tables), "thinwire bench spectra --page")
+
+
+def _measure(training: Training) -> tuple[dict[int, float], list[TensorSpectrum]]:
+    """The loss by step, and the spectrum of every tensor that crosses an axis at one of the steps."""
+    from thinwire_bench.study.crossings import train
+    from thinwire_bench.study.spectra import TensorSpectrum, spectrum
+
+    losses: dict[int, float] = {}
+    spectra_of_tensors = []
+    for moment in train(training, progress):
+        losses[moment.step] = moment.loss
+        spectra_of_tensors += [
+            TensorSpectrum(moment.step, kind, part, *spectrum(tensor)) for kind, part, tensor in moment.crossings
+        ]
+    return losses, spectra_of_tensors
+
+
+def _content(
+    training: Training, losses: dict[int, float], summaries: Sequence[Summary], correlations: Sequence[Trends]
+) -> dict[str, Any]:
+    """The figures that ``--json`` writes."""
+    from thinwire_bench.study.crossings import KINDS
+
+    return {
+        "training": asdict(training),
+        "loss": losses,
+        "kinds": {name: kind._asdict() for name, kind in KINDS.items()},
+        "summaries": [summary.plain() for summary in summaries],
+        "rank_correlation": [asdict(trend) for trend in correlations],
+    }
 
 
 def _steps(text: str) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs import Codec, get
 from thinwire_bench.codecs.data import student
 
-__all__ = ["SEED", "Gate", "check_sample", "check_timed", "same_bits"]
+__all__ = ["SEED", "CodecGate", "check_sample", "check_timed", "same_bits"]
 
 SEED = 1
 """Of codecs that round at random."""
@@ -26,7 +26,7 @@ _BITS = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @dataclass(frozen=True)
-class Gate:
+class CodecGate:
     """Whether a codec does on some tensor what the reference does.
 
     Attributes:

@@ -8,9 +8,9 @@ from typing import Final
 
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy
-from thinwire_bench.codecs.timing import COPY, Speed
+from thinwire_bench.codecs.timing import COPY, CodecSpeed
 
-__all__ = ["SNR_GOALS", "Goal", "goals"]
+__all__ = ["SNR_GOALS", "CodecGoal", "goals"]
 
 SNR_GOALS: Final[dict[str, dict[str, float]]] = {
     "int8:256": {"normal": 43.1, "student": 34.9, "gradients": 43.2, "weights": 43.4, "activations": 43.9},
@@ -25,7 +25,7 @@ _ZFPY, _EAGER = 3.0, 20.0
 
 
 @dataclass(frozen=True)
-class Goal:
+class CodecGoal:
     """One figure that was aimed at.
 
     Attributes:
@@ -43,7 +43,7 @@ class Goal:
     met: bool
 
 
-def goals(speeds: Sequence[Speed], accuracies: Sequence[Accuracy], *, on_cpu: bool) -> list[Goal]:
+def goals(speeds: Sequence[CodecSpeed], accuracies: Sequence[Accuracy], *, on_cpu: bool) -> list[CodecGoal]:
     """All goals that the run says something about.
 
     Args:
@@ -55,20 +55,20 @@ def goals(speeds: Sequence[Speed], accuracies: Sequence[Accuracy], *, on_cpu: bo
     return [*shares, *_zfpy(speeds), *_eager(speeds), *_snr(accuracies)]
 
 
-def _host_shares(speeds: Iterable[Speed]) -> Iterator[Goal]:
+def _host_shares(speeds: Iterable[CodecSpeed]) -> Iterator[CodecGoal]:
     for each in speeds:
         wanted = dict(_SHARES).get(each.size)
         if wanted and each.subject in {"int8:256", "int4:256"} and each.direction in {"encode", "decode"}:
             yield _goal("share of memcpy", _subject(each), each.share, wanted)
 
 
-def _device_shares(speeds: Iterable[Speed]) -> Iterator[Goal]:
+def _device_shares(speeds: Iterable[CodecSpeed]) -> Iterator[CodecGoal]:
     for each in speeds:
         if each.subject.startswith("int") and ":tensor" not in each.subject:
             yield _goal("share of a device copy", _subject(each), each.share, _DEVICE_SHARE)
 
 
-def _zfpy(speeds: Sequence[Speed]) -> Iterator[Goal]:
+def _zfpy(speeds: Sequence[CodecSpeed]) -> Iterator[CodecGoal]:
     for theirs in speeds:
         if theirs.subject.startswith("zfpy rate "):
             ours = _same(speeds, theirs, "zfp:" + theirs.subject.removeprefix("zfpy rate "))
@@ -76,7 +76,7 @@ def _zfpy(speeds: Sequence[Speed]) -> Iterator[Goal]:
                 yield _goal("times zfpy", _subject(ours), ours.gb_per_s / theirs.gb_per_s, _ZFPY)
 
 
-def _eager(speeds: Sequence[Speed]) -> Iterator[Goal]:
+def _eager(speeds: Sequence[CodecSpeed]) -> Iterator[CodecGoal]:
     for theirs in speeds:
         if theirs.subject == "torch eager int8:256" and theirs.dtype == "bfloat16":
             ours = _same(speeds, theirs, "int8:256")
@@ -84,23 +84,23 @@ def _eager(speeds: Sequence[Speed]) -> Iterator[Goal]:
                 yield _goal("times torch eager", _subject(ours), ours.gb_per_s / theirs.gb_per_s, _EAGER)
 
 
-def _snr(accuracies: Iterable[Accuracy]) -> Iterator[Goal]:
+def _snr(accuracies: Iterable[Accuracy]) -> Iterator[CodecGoal]:
     for each in accuracies:
         wanted = SNR_GOALS.get(each.subject, {}).get(each.data)
         if wanted and each.dtype == "float32" and each.snr_db is not None:
             yield _goal("SNR in dB", f"{each.subject}, {each.data}", round(each.snr_db, 1), wanted)
 
 
-def _goal(goal: str, subject: str, measured: float, wanted: float) -> Goal:
-    return Goal(goal, subject, measured, wanted, measured >= wanted)
+def _goal(goal: str, subject: str, measured: float, wanted: float) -> CodecGoal:
+    return CodecGoal(goal, subject, measured, wanted, measured >= wanted)
 
 
-def _same(speeds: Iterable[Speed], other: Speed, subject: str) -> Speed | None:
+def _same(speeds: Iterable[CodecSpeed], other: CodecSpeed, subject: str) -> CodecSpeed | None:
     """The speed of another subject in the same direction of the same bench."""
     key = (subject, other.direction, other.dtype, other.size)
     return next((each for each in speeds if (each.subject, each.direction, each.dtype, each.size) == key), None)
 
 
-def _subject(speed: Speed) -> str:
+def _subject(speed: CodecSpeed) -> str:
     assert speed.subject != COPY
     return f"{speed.subject} {speed.direction}, {speed.dtype}, {format_bytes(speed.size)}"

@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire.codecs import Codec
 from thinwire_bench.codecs.data import normal
 from thinwire_bench.codecs.gate import SEED
-from thinwire_bench.codecs.timing import Job
+from thinwire_bench.codecs.timing import TimedCall
 
 __all__ = ["DIRECTIONS", "FUSED", "FUSED_CODECS", "INPUTS", "Buffers", "codec_jobs"]
 
@@ -49,7 +49,7 @@ class Buffers:
         return cls(x, torch.zeros_like(x), torch.zeros(numel, dtype=torch.float32, device=device))
 
 
-def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[Job], float]:
+def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[TimedCall], float]:
     """The directions of a codec.
 
     Args:
@@ -86,5 +86,5 @@ def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[Job
             ),
         }
         sizes |= {"encode_slices": size, "decode_sum": INPUTS * size, "decode_sum_encode": INPUTS * size}
-    jobs = [Job(str(codec.spec), direction, sizes[direction], call) for direction, call in calls.items()]
+    jobs = [TimedCall(str(codec.spec), direction, sizes[direction], call) for direction, call in calls.items()]
     return jobs, 8 * wire.numel() / numel

@@ -20,16 +20,16 @@ from thinwire.errors import SpecError
 from thinwire_bench.codecs.accuracy import Accuracy, signal_to_noise
 from thinwire_bench.codecs.data import normal
 from thinwire_bench.codecs.gate import same_bits
-from thinwire_bench.codecs.timing import Job
+from thinwire_bench.codecs.timing import TimedCall
 
-__all__ = ["GROUPS", "Peer", "PeerStatus", "accuracy_of", "choose", "jobs_of"]
+__all__ = ["GROUPS", "CodecPeer", "PeerStatus", "accuracy_of", "choose", "jobs_of"]
 
 _BLOCK = 256
 _TRIAL = 1 << 14
 
 
 @dataclass(frozen=True)
-class Peer:
+class CodecPeer:
     """Another implementation.
 
     Attributes:
@@ -78,7 +78,7 @@ class PeerStatus:
     absent: str | None
 
 
-def choose(groups: Sequence[str], device: torch.device) -> tuple[list[Peer], list[PeerStatus]]:
+def choose(groups: Sequence[str], device: torch.device) -> tuple[list[CodecPeer], list[PeerStatus]]:
     """The peers of some groups that work here, and how all of them fared.
 
     Args:
@@ -102,18 +102,18 @@ def choose(groups: Sequence[str], device: torch.device) -> tuple[list[Peer], lis
     return working, statuses
 
 
-def jobs_of(peer: Peer, x: Tensor) -> tuple[list[Job], float]:
+def jobs_of(peer: CodecPeer, x: Tensor) -> tuple[list[TimedCall], float]:
     """Both directions of a peer on a tensor, and the bits of its message for each value."""
     size = x.numel() * x.element_size()
     kept = peer.encode(x)
     jobs = [
-        Job(peer.name, "encode", size, lambda: peer.encode(x)),
-        Job(peer.name, "decode", size, lambda: peer.decode(kept, x)),
+        TimedCall(peer.name, "encode", size, lambda: peer.encode(x)),
+        TimedCall(peer.name, "decode", size, lambda: peer.decode(kept, x)),
     ]
     return jobs, 8 * peer.num_bytes(kept) / x.numel()
 
 
-def accuracy_of(peer: Peer, data: str, x: Tensor) -> Accuracy:
+def accuracy_of(peer: CodecPeer, data: str, x: Tensor) -> Accuracy:
     """The error of a peer on a data set, whose tail is left out where the peer takes whole blocks only."""
     x = x[: x.numel() // 2048 * 2048]
     kept = peer.encode(x)
@@ -122,7 +122,7 @@ def accuracy_of(peer: Peer, data: str, x: Tensor) -> Accuracy:
     return Accuracy(peer.name, str(x.dtype).removeprefix("torch."), data, x.numel(), snr, bits)
 
 
-def _absent(peer: Peer, device: torch.device) -> str | None:
+def _absent(peer: CodecPeer, device: torch.device) -> str | None:
     if peer.package is not None and importlib.util.find_spec(peer.package) is None:
         return "not installed"
     if device.type != "cpu" and not peer.on_cuda:
@@ -169,9 +169,9 @@ def _dequantize(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (codes.float() * scale).to(dtype)
 
 
-def _eager() -> list[Peer]:
+def _eager() -> list[CodecPeer]:
     return [
-        Peer(
+        CodecPeer(
             "torch eager int8:256",
             "eager",
             "block quantisation in plain torch operations",
@@ -182,10 +182,10 @@ def _eager() -> list[Peer]:
     ]
 
 
-def _compile() -> list[Peer]:
+def _compile() -> list[CodecPeer]:
     quantize, dequantize = torch.compile(_quantize, dynamic=False), torch.compile(_dequantize, dynamic=False)
     return [
-        Peer(
+        CodecPeer(
             "torch.compile int8:256",
             "compile",
             "the same operations, compiled by inductor",
@@ -196,7 +196,7 @@ def _compile() -> list[Peer]:
     ]
 
 
-def _deepspeed_form() -> list[Peer]:
+def _deepspeed_form() -> list[CodecPeer]:
     """DeepSpeed's quantiser for its quantised gradients, written again: scale = max / 2^(N-1), clamped above."""
     block = 2048
 
@@ -207,7 +207,7 @@ def _deepspeed_form() -> list[Peer]:
         return torch.round(values / scale).clamp(-8, 7), scale
 
     return [
-        Peer(
+        CodecPeer(
             "INT4 b2048, clamp at +7 with scale max/8",
             "deepspeed-form",
             "how DeepSpeed quantises, restated in torch; for its error alone",
@@ -222,11 +222,11 @@ def _deepspeed_form() -> list[Peer]:
 # ------------------------------------------------------------------------------------------------ packages
 
 
-def _zfpy() -> list[Peer]:
+def _zfpy() -> list[CodecPeer]:
     return [_zfpy_rate(rate) for rate in (8, 16, 24)]
 
 
-def _zfpy_rate(rate: int) -> Peer:
+def _zfpy_rate(rate: int) -> CodecPeer:
     def encode(x: Tensor) -> bytes:
         stream: bytes = _module("zfpy").compress_numpy(x.numpy(), rate=rate, write_header=False)
         return stream
@@ -236,7 +236,7 @@ def _zfpy_rate(rate: int) -> Peer:
         kind = zfpy.dtype_to_ztype(values.dtype)
         return torch.from_numpy(zfpy._decompress(kept, kind, values.shape, rate=rate))
 
-    return Peer(
+    return CodecPeer(
         f"zfpy rate {rate}",
         "zfpy",
         "libzfp by its own Python binding",
@@ -249,11 +249,11 @@ def _zfpy_rate(rate: int) -> Peer:
     )
 
 
-def _torchao() -> list[Peer]:
+def _torchao() -> list[CodecPeer]:
     return [_torchao_bits(8), _torchao_bits(4)]
 
 
-def _torchao_bits(bits: int) -> Peer:
+def _torchao_bits(bits: int) -> CodecPeer:
     low, high = -(1 << (bits - 1)), (1 << (bits - 1)) - 1
     block = (1, _BLOCK)
 
@@ -273,7 +273,7 @@ def _torchao_bits(bits: int) -> Peer:
         )
         return decoded
 
-    return Peer(
+    return CodecPeer(
         f"torchao int{bits}:256",
         "torchao",
         "affine quantisation primitives" + (", which keep a byte for each code" if bits < 8 else ""),
@@ -284,7 +284,7 @@ def _torchao_bits(bits: int) -> Peer:
     )
 
 
-def _bitsandbytes() -> list[Peer]:
+def _bitsandbytes() -> list[CodecPeer]:
     def functional() -> Any:
         return _module("bitsandbytes.functional")
 
@@ -292,7 +292,7 @@ def _bitsandbytes() -> list[Peer]:
         return _tensor_bytes((kept[0], kept[1].absmax))
 
     return [
-        Peer(
+        CodecPeer(
             "bitsandbytes 8-bit b256",
             "bitsandbytes",
             "quantize_blockwise, dynamic 8-bit codes",
@@ -301,7 +301,7 @@ def _bitsandbytes() -> list[Peer]:
             num_bytes=num_bytes,
             package="bitsandbytes",
         ),
-        Peer(
+        CodecPeer(
             "bitsandbytes nf4 b256",
             "bitsandbytes",
             "quantize_4bit, codes for normal values",
@@ -313,7 +313,7 @@ def _bitsandbytes() -> list[Peer]:
     ]
 
 
-def _zipnn() -> list[Peer]:
+def _zipnn() -> list[CodecPeer]:
     def coder() -> Any:
         return _module("zipnn").ZipNN(bytearray_dtype="bfloat16", input_format="byte", threads=1)
 
@@ -326,7 +326,7 @@ def _zipnn() -> list[Peer]:
         return torch.frombuffer(bytearray(coder().decompress(kept)), dtype=x.dtype)
 
     return [
-        Peer(
+        CodecPeer(
             "ZipNN",
             "zipnn",
             "lossless: byte groups and Huffman codes",
@@ -346,7 +346,7 @@ def _module(name: str) -> Any:
     return importlib.import_module(name)
 
 
-GROUPS: Final[dict[str, Callable[[], list[Peer]]]] = {
+GROUPS: Final[dict[str, Callable[[], list[CodecPeer]]]] = {
     "zfpy": _zfpy,
     "eager": _eager,
     "compile": _compile,

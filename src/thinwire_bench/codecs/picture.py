@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.jobs import DIRECTIONS
-from thinwire_bench.codecs.study import Study
+from thinwire_bench.codecs.study import CodecStudy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,7 +20,7 @@ _LINES: Final = (0.8, 0.5)
 _HEIGHT: Final = 0.27
 
 
-def draw(study: Study, path: Path) -> None:
+def draw(study: CodecStudy, path: Path) -> None:
     """Draw a panel for every dtype and size, a bar for every codec and direction; peers have none.
 
     Args:
@@ -51,7 +51,7 @@ def draw(study: Study, path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _panel(axes: Axes, study: Study, codecs: list[str], dtype: str, size: int) -> None:
+def _panel(axes: Axes, study: CodecStudy, codecs: list[str], dtype: str, size: int) -> None:
     here = [each for each in study.speeds if (each.dtype, each.size) == (dtype, size)]
     for each in here:
         if each.subject not in codecs or each.direction not in DIRECTIONS:

@@ -14,12 +14,12 @@ from thinwire.codecs import Codec, get
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy, blocking, codec_accuracy
 from thinwire_bench.codecs.data import data_sets
-from thinwire_bench.codecs.gate import SEED, Gate, check_sample, check_timed
+from thinwire_bench.codecs.gate import SEED, CodecGate, check_sample, check_timed
 from thinwire_bench.codecs.goals import goals
 from thinwire_bench.codecs.jobs import FUSED_CODECS, Buffers, codec_jobs
-from thinwire_bench.codecs.peers import Peer, accuracy_of, choose, jobs_of
-from thinwire_bench.codecs.study import Study
-from thinwire_bench.codecs.timing import COPY, Speed, copy_job, interleave, is_noisy, speeds
+from thinwire_bench.codecs.peers import CodecPeer, accuracy_of, choose, jobs_of
+from thinwire_bench.codecs.study import CodecStudy
+from thinwire_bench.codecs.timing import COPY, CodecSpeed, copy_job, interleave, is_noisy, speeds
 from thinwire_bench.environment import describe
 
 __all__ = ["CODECS", "Request", "run"]
@@ -62,7 +62,7 @@ class Request:
     command: str
 
 
-def run(request: Request, report: Callable[[str], None] = lambda line: None) -> Study:
+def run(request: Request, report: Callable[[str], None] = lambda line: None) -> CodecStudy:
     """Measure.
 
     Args:
@@ -76,13 +76,13 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
     torch.set_num_threads(request.threads)
     try:
         peers, statuses = choose(request.peers, device)
-        gates: list[Gate] = []
+        gates: list[CodecGate] = []
         accuracies: list[Accuracy] = []
         for dtype in request.dtypes:
             report(f"{_name(dtype)}: comparing with the reference, measuring errors")
             sound = [codec for codec in codecs if _takes(codec, dtype) and _passes(codec, dtype, device, gates)]
             accuracies += _accuracies(sound, [peer for peer in peers if dtype in peer.dtypes], sets, dtype, device)
-        found: list[Speed] = []
+        found: list[CodecSpeed] = []
         notes: list[str] = []
         for size in request.sizes:
             timed = [peer for peer in peers if peer.timed and size == request.sizes[0]]
@@ -97,7 +97,7 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
     accuracies = [each for each in accuracies if (each.subject, each.dtype) not in red]
     environment = describe()
     environment["versions"] |= _versions()
-    return Study(
+    return CodecStudy(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment["cpu"],
         backend=request.backend,
         threads=request.threads,
@@ -115,14 +115,18 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
     )
 
 
-def _passes(codec: Codec, dtype: torch.dtype, device: torch.device, gates: list[Gate]) -> bool:
+def _passes(codec: Codec, dtype: torch.dtype, device: torch.device, gates: list[CodecGate]) -> bool:
     problem = check_sample(codec, dtype, device)
-    gates.append(Gate(str(codec.spec), _name(dtype), None, problem))
+    gates.append(CodecGate(str(codec.spec), _name(dtype), None, problem))
     return problem is None
 
 
 def _accuracies(
-    codecs: Sequence[Codec], peers: Sequence[Peer], sets: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device
+    codecs: Sequence[Codec],
+    peers: Sequence[CodecPeer],
+    sets: Mapping[str, Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> list[Accuracy]:
     found = []
     for data, values in sets.items():
@@ -134,13 +138,13 @@ def _accuracies(
 
 def _bench(
     codecs: Sequence[Codec],
-    peers: Sequence[Peer],
+    peers: Sequence[CodecPeer],
     size: int,
     dtype: torch.dtype,
     request: Request,
-    gates: list[Gate],
+    gates: list[CodecGate],
     notes: list[str],
-) -> list[Speed]:
+) -> list[CodecSpeed]:
     """Every codec that has passed and every peer on one tensor; buffers live no longer than this call."""
     buffers = Buffers.make(size, dtype, request.device)
     red = {gate.codec for gate in gates if gate.dtype == _name(dtype) and gate.problem is not None}
@@ -151,7 +155,7 @@ def _bench(
         if name in red:
             continue
         problem = _check_buffers(codec, buffers)
-        gates.append(Gate(name, _name(dtype), size, problem))
+        gates.append(CodecGate(name, _name(dtype), size, problem))
         if problem is None:
             made, bits[name] = codec_jobs(codec, buffers, fused=name in FUSED_CODECS)
             jobs += made

@@ -8,19 +8,19 @@ from thinwire.report import Sheet, markdown_table
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.data import DATA_SETS
 from thinwire_bench.codecs.jobs import DIRECTIONS, FUSED
-from thinwire_bench.codecs.study import Study
-from thinwire_bench.codecs.timing import COPY, Speed
+from thinwire_bench.codecs.study import CodecStudy
+from thinwire_bench.codecs.timing import COPY, CodecSpeed
 
 __all__ = ["markdown", "sheets"]
 
 
-def sheets(study: Study) -> list[Sheet]:
+def sheets(study: CodecStudy) -> list[Sheet]:
     """The tables of a run, in the order in which one reads them; without any row a table is left out."""
     made = [*_error_sheets(study), *_speed_sheets(study), _fused_sheet(study), _blocking_sheet(study)]
     return [sheet for sheet in [*made, _peer_sheet(study), _goal_sheet(study)] if sheet.rows]
 
 
-def markdown(study: Study) -> str:
+def markdown(study: CodecStudy) -> str:
     """The tables as Markdown, with what a reader needs to judge them."""
     versions = study.environment["versions"]
     lines = [
@@ -37,7 +37,7 @@ def markdown(study: Study) -> str:
     return "\n".join(lines)
 
 
-def _error_sheets(study: Study) -> list[Sheet]:
+def _error_sheets(study: CodecStudy) -> list[Sheet]:
     """Signal-to-noise ratio by codec and data set, a table for each dtype."""
     made = []
     named = {each.data for each in study.accuracies}
@@ -60,7 +60,7 @@ def _error_sheets(study: Study) -> list[Sheet]:
     return made
 
 
-def _speed_sheets(study: Study) -> list[Sheet]:
+def _speed_sheets(study: CodecStudy) -> list[Sheet]:
     """GB/s and share of memcpy, a table for each dtype and size."""
     made = []
     for dtype, size in dict.fromkeys((each.dtype, each.size) for each in study.speeds):
@@ -79,7 +79,7 @@ def _speed_sheets(study: Study) -> list[Sheet]:
     return made
 
 
-def _fused_sheet(study: Study) -> Sheet:
+def _fused_sheet(study: CodecStudy) -> Sheet:
     by_key = {(each.subject, each.dtype, each.size, each.direction): each for each in study.speeds}
     keys = dict.fromkeys(key[:3] for key in by_key if key[3] in FUSED)
     rows = [
@@ -90,7 +90,7 @@ def _fused_sheet(study: Study) -> Sheet:
     return Sheet(title, ["codec", "dtype", "size", *FUSED], 3, rows)
 
 
-def _blocking_sheet(study: Study) -> Sheet:
+def _blocking_sheet(study: CodecStudy) -> Sheet:
     ratios = {(each.unblocked, each.blocked, each.dtype, each.data): each.ratio for each in study.blockings}
     named = {each.data for each in study.blockings}
     data = [name for name in DATA_SETS if name in named]
@@ -102,7 +102,7 @@ def _blocking_sheet(study: Study) -> Sheet:
     return Sheet(title, ["unblocked", "blocked", "dtype", *data], 3, rows)
 
 
-def _peer_sheet(study: Study) -> Sheet:
+def _peer_sheet(study: CodecStudy) -> Sheet:
     rows = [
         [peer.name, peer.summary, peer.package or "torch", peer.version or "", peer.absent or "measured"]
         for peer in study.peers
@@ -110,7 +110,7 @@ def _peer_sheet(study: Study) -> Sheet:
     return Sheet("peers", ["name", "what it is", "package", "version", ""], 5, rows)
 
 
-def _goal_sheet(study: Study) -> Sheet:
+def _goal_sheet(study: CodecStudy) -> Sheet:
     rows = []
     for goal in study.goals:
         percent = "share" in goal.goal
@@ -119,12 +119,12 @@ def _goal_sheet(study: Study) -> Sheet:
     return Sheet("goals", ["goal", "of", "measured", "wanted", ""], 2, rows)
 
 
-def _subjects(study: Study) -> list[str]:
+def _subjects(study: CodecStudy) -> list[str]:
     """Codecs as they were named, then peers."""
     return list(dict.fromkeys([*study.codecs, *(peer.name for peer in study.peers)]))
 
 
-def _speed(speed: Speed | None) -> str:
+def _speed(speed: CodecSpeed | None) -> str:
     if speed is None:
         return ""
     shares = (100 * speed.share, 100 * speed.share_min, 100 * speed.share_max)

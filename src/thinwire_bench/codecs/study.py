@@ -7,16 +7,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire_bench.codecs.accuracy import Accuracy, Blocking
-from thinwire_bench.codecs.gate import Gate
-from thinwire_bench.codecs.goals import Goal
+from thinwire_bench.codecs.gate import CodecGate
+from thinwire_bench.codecs.goals import CodecGoal
 from thinwire_bench.codecs.peers import PeerStatus
-from thinwire_bench.codecs.timing import Speed
+from thinwire_bench.codecs.timing import CodecSpeed
 
-__all__ = ["Study"]
+__all__ = ["CodecStudy"]
 
 
 @dataclass(frozen=True)
-class Study:
+class CodecStudy:
     """Everything a run found.
 
     Attributes:
@@ -41,12 +41,12 @@ class Study:
     threads: int
     rounds: int
     codecs: tuple[str, ...]
-    speeds: Sequence[Speed]
+    speeds: Sequence[CodecSpeed]
     accuracies: Sequence[Accuracy]
     blockings: Sequence[Blocking]
     peers: Sequence[PeerStatus]
-    gates: Sequence[Gate]
-    goals: Sequence[Goal]
+    gates: Sequence[CodecGate]
+    goals: Sequence[CodecGoal]
     notes: Sequence[str]
     environment: Mapping[str, Any]
     command: str
@@ -61,15 +61,15 @@ class Study:
         return asdict(self)
 
     @classmethod
-    def from_plain(cls, content: Mapping[str, Any]) -> Study:
+    def from_plain(cls, content: Mapping[str, Any]) -> CodecStudy:
         """The inverse of :meth:`plain`."""
         rows = {
-            "speeds": Speed,
+            "speeds": CodecSpeed,
             "accuracies": Accuracy,
             "blockings": Blocking,
             "peers": PeerStatus,
-            "gates": Gate,
-            "goals": Goal,
+            "gates": CodecGate,
+            "goals": CodecGoal,
         }
         made: dict[str, Any] = {name: [kind(**row) for row in content[name]] for name, kind in rows.items()}
         return cls(**{**content, **made})

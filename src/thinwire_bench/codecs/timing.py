@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-__all__ = ["COPY", "Job", "Speed", "copy_job", "interleave", "is_noisy", "speeds"]
+__all__ = ["COPY", "TimedCall", "CodecSpeed", "copy_job", "interleave", "is_noisy", "speeds"]
 
 COPY: Final = "memcpy"
 """The subject of the job that all others are held against."""
@@ -25,7 +25,7 @@ _NOISE = 0.1
 
 
 @dataclass(frozen=True)
-class Job:
+class TimedCall:
     """Something to be timed.
 
     Attributes:
@@ -42,7 +42,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Speed:
+class CodecSpeed:
     """What a job took.
 
     Attributes:
@@ -77,19 +77,19 @@ class Speed:
     seconds: tuple[float, ...]
 
 
-def copy_job(source: Tensor, target: Tensor) -> Job:
+def copy_job(source: Tensor, target: Tensor) -> TimedCall:
     """A copy of a tensor: libc's memcpy on CPU, on one thread; the device's own on CUDA."""
     num_bytes = source.numel() * source.element_size()
     if source.device.type != "cpu":
-        return Job(COPY, "copy", num_bytes, lambda: target.copy_(source))
+        return TimedCall(COPY, "copy", num_bytes, lambda: target.copy_(source))
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     memcpy.restype = ctypes.c_void_p
     to, of = target.data_ptr(), source.data_ptr()
-    return Job(COPY, "copy", num_bytes, lambda: memcpy(to, of, num_bytes))
+    return TimedCall(COPY, "copy", num_bytes, lambda: memcpy(to, of, num_bytes))
 
 
-def interleave(jobs: Sequence[Job], *, rounds: int, device: torch.device, seed: int = 0) -> list[list[float]]:
+def interleave(jobs: Sequence[TimedCall], *, rounds: int, device: torch.device, seed: int = 0) -> list[list[float]]:
     """Seconds per call of each job in each round.
 
     A first round warms up and tells how many calls a turn needs to last a few milliseconds. In every further round
@@ -121,8 +121,13 @@ def interleave(jobs: Sequence[Job], *, rounds: int, device: torch.device, seed: 
 
 
 def speeds(
-    jobs: Sequence[Job], seconds: Sequence[Sequence[float]], *, dtype: str, size: int, wire_bits: Mapping[str, float]
-) -> list[Speed]:
+    jobs: Sequence[TimedCall],
+    seconds: Sequence[Sequence[float]],
+    *,
+    dtype: str,
+    size: int,
+    wire_bits: Mapping[str, float],
+) -> list[CodecSpeed]:
     """Figures of a bench.
 
     Args:
@@ -141,7 +146,7 @@ def speeds(
         median = job.num_bytes / statistics.median(taken)
         shares = [ours / theirs for ours, theirs in zip(by_round, copied, strict=True)]
         found.append(
-            Speed(
+            CodecSpeed(
                 subject=job.subject,
                 direction=job.direction,
                 dtype=dtype,

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Plan
-from thinwire_bench.peers.interface import Kind, SystemSpec
+from thinwire_bench.peers.interface import SystemKind, SystemSpec
 
 __all__ = ["MODELS", "PEERS", "named_plan", "peer_systems", "plan_system", "plan_systems"]
 
@@ -42,10 +42,10 @@ class Peer:
     summary: str
     package: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
-    kind: Kind = Kind.PEER
+    kind: SystemKind = SystemKind.PEER
 
 
-def _torch(name: str, summary: str, kind: Kind = Kind.PEER) -> Peer:
+def _torch(name: str, summary: str, kind: SystemKind = SystemKind.PEER) -> Peer:
     return Peer(f"thinwire_bench.peers.pytorch:{name}", summary, kind=kind)
 
 
@@ -55,10 +55,10 @@ def _deepspeed(stage: int, summary: str) -> Peer:
 
 
 PEERS: Final[Mapping[str, Peer]] = {
-    REFERENCE: _torch("local", "the same ranks, computing without communication: the bound", Kind.BOUND),
+    REFERENCE: _torch("local", "the same ranks, computing without communication: the bound", SystemKind.BOUND),
     "ddp": _torch("ddp", "DistributedDataParallel"),
     "ddp-bf16": _torch("ddp_bf16_hook", "DistributedDataParallel in fp32 with its bf16 hook"),
-    "powersgd": _torch("ddp_powersgd", "DistributedDataParallel with PowerSGD, rank 4", Kind.CHANGED),
+    "powersgd": _torch("ddp_powersgd", "DistributedDataParallel with PowerSGD, rank 4", SystemKind.CHANGED),
     "zero1": _torch("zero1", "DistributedDataParallel with ZeroRedundancyOptimizer"),
     "fsdp2": _torch("fsdp2", "fully_shard over all ranks"),
     "hsdp": _torch("hsdp", "fully_shard inside a node, replicas across nodes"),
@@ -110,7 +110,9 @@ def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: in
 
 def plan_system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
     """One plan, labelled ``tw:NAME``; ``workload`` may name a ``codec_backend``."""
-    return SystemSpec(f"tw:{name}", "thinwire_bench.peers.plans:plan", {**workload, "plan": plan.to_toml()}, Kind.PLAN)
+    return SystemSpec(
+        f"tw:{name}", "thinwire_bench.peers.plans:plan", {**workload, "plan": plan.to_toml()}, SystemKind.PLAN
+    )
 
 
 def named_plan(name: str, nodes: int, ranks: int) -> Plan:
@@ -128,4 +130,4 @@ def named_plan(name: str, nodes: int, ranks: int) -> Plan:
 def _peer(name: str, workload: Mapping[str, Any]) -> SystemSpec:
     peer = PEERS[name]
     options = {**workload, **dict(peer.options)}
-    return SystemSpec(name, peer.builder, options, peer.kind, joined=peer.kind is not Kind.BOUND)
+    return SystemSpec(name, peer.builder, options, peer.kind, joined=peer.kind is not SystemKind.BOUND)

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-__all__ = ["Kind", "Place", "System", "SystemSpec"]
+__all__ = ["SystemKind", "Place", "System", "SystemSpec"]
 
 
-class Kind(StrEnum):
+class SystemKind(StrEnum):
     """What a system stands for in a comparison."""
 
     PLAN = "plan"
@@ -36,7 +36,7 @@ class SystemSpec:
     label: str
     builder: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    kind: Kind = Kind.PEER
+    kind: SystemKind = SystemKind.PEER
     joined: bool = True
 
 

@@ -2,6 +2,6 @@
 
 from thinwire_bench.published.amsp import traced
 from thinwire_bench.published.rows import Fit, fits
-from thinwire_bench.published.tables import TABLES, Comparison, Table, mean_error, reproduce
+from thinwire_bench.published.tables import TABLES, RowComparison, Table, mean_error, reproduce
 
-__all__ = ["TABLES", "Comparison", "Fit", "Table", "fits", "mean_error", "reproduce", "traced"]
+__all__ = ["TABLES", "RowComparison", "Fit", "Table", "fits", "mean_error", "reproduce", "traced"]

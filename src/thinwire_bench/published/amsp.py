@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import Row
+from thinwire_bench.published.rows import PublishedRow
 
 __all__ = ["baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_stated", "ratio", "ratios", "traced"]
 
@@ -17,12 +17,12 @@ _KINDS = {"AG": "gather", "RS": "reduce", "AR": "sync", "BC": "spread"}
 """The paper's letters for what may overlap."""
 
 
-def is_ablation(row: Row) -> bool:
+def is_ablation(row: PublishedRow) -> bool:
     """Table V. Its MFU is left out: it is about 9 % too high for its TGS at one micro-batch of 7B."""
     return row.where == "AMSP paper Table V" and row.metric == "TGS_tokens_per_gpu_s"
 
 
-def is_stated(row: Row) -> bool:
+def is_stated(row: PublishedRow) -> bool:
     """MFU of AMSP's own engine at other sizes."""
     return (
         row.source.startswith("AMSP")
@@ -32,17 +32,17 @@ def is_stated(row: Row) -> bool:
     )
 
 
-def is_baseline(row: Row) -> bool:
+def is_baseline(row: PublishedRow) -> bool:
     """MFU of DeepSpeed's engine."""
     return row.source.startswith("AMSP") and row.metric == "MFU" and row.system.startswith("DeepSpeed")
 
 
-def is_ratio(row: Row) -> bool:
+def is_ratio(row: PublishedRow) -> bool:
     """How much faster one way of AMSP's engine is than another."""
     return row.source.startswith("AMSP") and row.metric in {"MFU_ratio", "speedup"}
 
 
-def case(row: Row) -> Case:
+def case(row: PublishedRow) -> Case:
     """The step of a row of AMSP's engine."""
     factors = dict(re.findall(r"s_(\w+)=(\d+x\d+)", row.system))
     named = re.search(r"overlap ([A-Z/+]+)", row.system)
@@ -51,7 +51,7 @@ def case(row: Row) -> Case:
     return _case(row, "amsp", plan, [_KINDS[kind] for kind in kinds], recompute="recompute" in row.system)
 
 
-def ratios(row: Row) -> list[Case]:
+def ratios(row: PublishedRow) -> list[Case]:
     """The faster step, then the other. With 30B recomputation is on; broadcasts overlap in the full one only."""
     large = "30B" in row.model
     best, mics = _BEST[row.model], _group("8x2" if large else "8x1")
@@ -71,14 +71,14 @@ def traced() -> dict[str, Case]:
     return {name: Case.parse({**fields, **step}, name) for name, step in steps.items()}
 
 
-def ratio(row: Row, answers: Sequence[Answer]) -> float:
+def ratio(row: PublishedRow, answers: Sequence[Answer]) -> float:
     """First over second."""
     del row
     first, second = answers
     return first.tgs / second.tgs
 
 
-def baselines(row: Row) -> list[Case]:
+def baselines(row: PublishedRow) -> list[Case]:
     """The step of a row of DeepSpeed; with 30B recomputation is on, as in AMSP's own runs."""
     group = re.search(r"s=(\d+x\d+)", row.system)
     named: str | dict[str, Any] = "hpz" if "hpZ" in row.system else "zero1" if "ZeRO-1" in row.system else "zero3"
@@ -90,7 +90,9 @@ def _group(text: str) -> dict[str, Any]:
     return dict.fromkeys(_STATES, _factor(text))
 
 
-def _case(row: Row, engine: str, plan: str | dict[str, Any], overlap: list[str] | None, *, recompute: bool) -> Case:
+def _case(
+    row: PublishedRow, engine: str, plan: str | dict[str, Any], overlap: list[str] | None, *, recompute: bool
+) -> Case:
     fields: dict[str, Any] = {
         "model": _MODELS[row.model],
         "gpu": "a800-80g",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import Row
+from thinwire_bench.published.rows import PublishedRow
 from thinwire_bench.published.zeropp import RECOMPUTED
 
 __all__ = ["cases", "is_throughput", "tflops"]
@@ -21,13 +21,13 @@ _ISSUE_TOKENS = 8 * 512
 """Eight sequences; their length follows from the issue's samples/s and TFLOPS."""
 
 
-def is_throughput(row: Row) -> bool:
+def is_throughput(row: PublishedRow) -> bool:
     """TFLOPS; the samples/s beside them follow from these."""
     named = ("Amazon Science", "DeepSpeed PR #1453", "DeepSpeed issue #1069")
     return row.source.startswith(named) and row.metric.startswith("TFLOPS")
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: PublishedRow) -> list[Case]:
     """The step of a row; what the pull request brought is an engine of its own. ZeRO-2 overlapped its reductions."""
     on_issue = "issue" in row.source
     fields: dict[str, Any] = {
@@ -45,7 +45,7 @@ def cases(row: Row) -> list[Case]:
     return [Case.parse(fields, row.where)]
 
 
-def tflops(row: Row, answers: Sequence[Answer]) -> float:
+def tflops(row: PublishedRow, answers: Sequence[Answer]) -> float:
     """As the row counts them."""
     counted = RECOMPUTED if row.metric == "TFLOPS_per_gpu_recompute_counted" else 1.0
     return counted * answers[0].tflops

@@ -6,24 +6,24 @@ import re
 from collections.abc import Sequence
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import Row
+from thinwire_bench.published.rows import PublishedRow
 
 __all__ = ["cases", "gain", "is_gain"]
 
 
-def is_gain(row: Row) -> bool:
+def is_gain(row: PublishedRow) -> bool:
     """Gains in samples/s and in TFLOPS, which should be the same and are not: the simulator gives both one figure."""
     return row.source.startswith("Hybrid")
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: PublishedRow) -> list[Case]:
     """The compressed step, and what it is compared with. The schemes run on MVAPICH."""
     scheme, _, rest = row.system.partition(" vs ")
     base = "nccl" if rest.startswith("NCCL") else "mvapich"
     return [_case(row, "mvapich", _policy(scheme)), _case(row, base, None)]
 
 
-def _case(row: Row, engine: str, policy: str | None) -> Case:
+def _case(row: PublishedRow, engine: str, policy: str | None) -> Case:
     fields = {
         "model": "gpt-neox-20b",
         "gpu": "v100-16g",
@@ -54,7 +54,7 @@ def _policy(scheme: str) -> str:
     return f"zhybrid:{found[1]}-{found[2]}"
 
 
-def gain(row: Row, answers: Sequence[Answer]) -> float:
+def gain(row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Percent of throughput."""
     del row
     compressed, base = answers

@@ -5,17 +5,17 @@ from __future__ import annotations
 import re
 
 from thinwire.sim import Case
-from thinwire_bench.published.rows import Row
+from thinwire_bench.published.rows import PublishedRow
 
 __all__ = ["case", "is_throughput"]
 
 
-def is_throughput(row: Row) -> bool:
+def is_throughput(row: PublishedRow) -> bool:
     """Tokens a second; the TFLOPS beside them follow from these."""
     return row.source.startswith("InternLM") and row.metric == "TGS_tokens_per_gpu_s"
 
 
-def case(row: Row) -> Case:
+def case(row: PublishedRow) -> Case:
     """The step of a row; ``zero1=-1`` is all data-parallel ranks. The source overlaps all but the parameters' way."""
     tp = int(_number(r"tp=(\d+)", row.system))
     zero1 = int(_number(r"zero1=(-?\d+)", row.system))

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import Row
+from thinwire_bench.published.rows import PublishedRow
 
 __all__ = ["cases", "figure", "is_memory"]
 
@@ -17,12 +17,12 @@ _GIB = 1 << 30
 _METRICS = ("peak_memory_GB", "peak_memory_ratio", "memory_GB", "gpu_memory_GB", "memory_ratio", "OOM")
 
 
-def is_memory(row: Row) -> bool:
+def is_memory(row: PublishedRow) -> bool:
     """Of a rank, or how many times another's; whether it is more than there is. RoBERTa's is left to the EFA table."""
     return row.metric in _METRICS and "RoBERTa" not in row.model
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: PublishedRow) -> list[Case]:
     """The step of a row, or the two that it compares."""
     if row.source.startswith("InternEvo"):
         return [_internevo(row)]
@@ -36,7 +36,7 @@ def cases(row: Row) -> list[Case]:
     return [_amsp(row, "deepspeed", "hpz" if "hpZ" in row.system else "zero3")]
 
 
-def figure(row: Row, answers: Sequence[Answer]) -> float:
+def figure(row: PublishedRow, answers: Sequence[Answer]) -> float:
     """In the row's unit."""
     first = answers[0]
     if row.metric == "OOM":
@@ -57,7 +57,7 @@ def _held(answer: Answer) -> int:
     return found.params + found.grads + found.optimizer + found.secondary
 
 
-def _amsp(row: Row, engine: str, plan: str | dict[str, Any]) -> Case:
+def _amsp(row: PublishedRow, engine: str, plan: str | dict[str, Any]) -> Case:
     large = "30B" in row.model
     fields = {
         "model": "llama-30b-amsp" if large else "llama-7b",
@@ -73,7 +73,7 @@ def _amsp(row: Row, engine: str, plan: str | dict[str, Any]) -> Case:
     return Case.parse(fields, row.where)
 
 
-def _states(row: Row, plan: str) -> Case:
+def _states(row: PublishedRow, plan: str) -> Case:
     """Of a model of about the size; the ratio does not depend on it."""
     fields = {
         "model": "gpt-91b", "gpu": "v100-32g", "gpus": row.gpus, "dtype": "float16", "engine": "deepspeed",
@@ -82,7 +82,7 @@ def _states(row: Row, plan: str) -> Case:
     return Case.parse(fields, row.where)
 
 
-def _internevo(row: Row) -> Case:
+def _internevo(row: PublishedRow) -> Case:
     """Its configuration for fine-tuning: one sequence of 2048."""
     tp, pp = (int(found[1]) if (found := re.search(rf"\b{axis}(\d+)", row.system)) else 1 for axis in ("tp", "pp"))
     fsdp = "fsdp" in row.system

@@ -8,11 +8,11 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Fit", "Row", "fits", "rows"]
+__all__ = ["Fit", "PublishedRow", "fits", "rows"]
 
 
 @dataclass(frozen=True)
-class Row:
+class PublishedRow:
     """One published figure.
 
     Attributes:
@@ -45,10 +45,12 @@ class Row:
 
 
 @cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[PublishedRow, ...]:
     """All of them, in the file's order."""
     text = (files("thinwire_bench.published") / "calibration.json").read_text(encoding="utf-8")
-    return tuple(Row(**{key: row[key] for key in Row.__dataclass_fields__}) for row in json.loads(text))
+    return tuple(
+        PublishedRow(**{key: row[key] for key in PublishedRow.__dataclass_fields__}) for row in json.loads(text)
+    )
 
 
 @dataclass(frozen=True)

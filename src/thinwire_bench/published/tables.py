@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from thinwire.sim import Answer, Case, answer
 from thinwire_bench.published import amsp, efa, hybrid, internevo, memory, zeropp
-from thinwire_bench.published.rows import Row, rows
+from thinwire_bench.published.rows import PublishedRow, rows
 
-__all__ = ["TABLES", "Comparison", "Table", "mean_error", "reproduce"]
+__all__ = ["TABLES", "RowComparison", "Table", "mean_error", "reproduce"]
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RowComparison:
     """One figure.
 
     Attributes:
@@ -23,7 +23,7 @@ class Comparison:
         in_points: whether figures are percentages, whose errors are in points.
     """
 
-    row: Row
+    row: PublishedRow
     simulated: float
     in_points: bool = False
 
@@ -53,36 +53,36 @@ class Table:
     title: str
     system: str
     goal: float | None
-    wanted: Callable[[Row], bool]
-    cases: Callable[[Row], Sequence[Case]]
-    value: Callable[[Row, Sequence[Answer]], float]
+    wanted: Callable[[PublishedRow], bool]
+    cases: Callable[[PublishedRow], Sequence[Case]]
+    value: Callable[[PublishedRow, Sequence[Answer]], float]
     in_points: bool = False
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[PublishedRow]:
         """Its figures as published."""
         return [row for row in rows() if self.wanted(row)]
 
-    def compare(self, row: Row, answered: Callable[[Case], Answer] = answer) -> Comparison:
+    def compare(self, row: PublishedRow, answered: Callable[[Case], Answer] = answer) -> RowComparison:
         """Simulate one of its rows."""
-        return Comparison(row, self.value(row, [answered(case) for case in self.cases(row)]), self.in_points)
+        return RowComparison(row, self.value(row, [answered(case) for case in self.cases(row)]), self.in_points)
 
 
-def _tgs(row: Row, found: Sequence[Answer]) -> float:
+def _tgs(row: PublishedRow, found: Sequence[Answer]) -> float:
     del row
     return found[0].tgs
 
 
-def _mfu(row: Row, found: Sequence[Answer]) -> float:
+def _mfu(row: PublishedRow, found: Sequence[Answer]) -> float:
     del row
     return found[0].mfu
 
 
-def _amsp(row: Row) -> list[Case]:
+def _amsp(row: PublishedRow) -> list[Case]:
     return [amsp.case(row)]
 
 
-def _internevo(row: Row) -> list[Case]:
+def _internevo(row: PublishedRow) -> list[Case]:
     return [internevo.case(row)]
 
 
@@ -126,11 +126,11 @@ TABLES: tuple[Table, ...] = (
 """What is reproduced."""
 
 
-def reproduce(table: Table) -> list[Comparison]:
+def reproduce(table: Table) -> list[RowComparison]:
     """Simulate every row of a table."""
     return [table.compare(row) for row in table.rows]
 
 
-def mean_error(comparisons: Sequence[Comparison]) -> float:
+def mean_error(comparisons: Sequence[RowComparison]) -> float:
     """Mean of the absolute errors."""
     return statistics.fmean(abs(comparison.error) for comparison in comparisons)

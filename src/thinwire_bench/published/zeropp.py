@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import Row
+from thinwire_bench.published.rows import PublishedRow
 
 __all__ = ["cases", "counted_tflops", "is_chart", "is_stated", "stated"]
 
@@ -29,19 +29,19 @@ _TOKENS = (1024, 2048)
 """Of a GPU, where a row takes the best of several."""
 
 
-def is_chart(row: Row) -> bool:
+def is_chart(row: PublishedRow) -> bool:
     """The bars of the blog's three charts."""
     return row.source == "DeepSpeed ZeRO++ blog"
 
 
-def is_stated(row: Row) -> bool:
+def is_stated(row: PublishedRow) -> bool:
     """Sections 5.2.1 to 5.2.3 but for what they contradict themselves in."""
     return row.source.startswith("ZeRO++") and "Sec 5.2" in row.where and "conflicts" not in row.where and (
         row.metric == "speedup_max" or row.micro_batch_tokens is not None
     )  # fmt: skip
 
 
-def cases(row: Row) -> list[Case]:
+def cases(row: PublishedRow) -> list[Case]:
     """The steps of a row: of one model or of all; both plans of a speed-up, for each number of tokens."""
     systems = row.system.split(" vs ")
     tokens = _TOKENS if row.micro_batch_tokens is None else (row.micro_batch_tokens,)
@@ -53,7 +53,7 @@ def cases(row: Row) -> list[Case]:
     ]
 
 
-def _case(row: Row, model: str, plan: str, tokens: int) -> Case:
+def _case(row: PublishedRow, model: str, plan: str, tokens: int) -> Case:
     fields: dict[str, Any] = {
         "model": model,
         "gpu": "v100-32g",
@@ -69,13 +69,13 @@ def _case(row: Row, model: str, plan: str, tokens: int) -> Case:
     return Case.parse(fields, row.where)
 
 
-def counted_tflops(row: Row, answers: Sequence[Answer]) -> float:
+def counted_tflops(row: PublishedRow, answers: Sequence[Answer]) -> float:
     """With recomputation, of the slowest model."""
     del row
     return min(found.tflops * RECOMPUTED for found in answers)
 
 
-def stated(row: Row, answers: Sequence[Answer]) -> float:
+def stated(row: PublishedRow, answers: Sequence[Answer]) -> float:
     """Percent of the paper's peak, or the largest speed-up."""
     if row.metric == "speedup_max":
         return max(answers[i].tgs / answers[i + 1].tgs for i in range(0, len(answers), 2))

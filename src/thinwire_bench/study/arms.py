@@ -33,7 +33,7 @@ class Arm(Spec):
             yield Problem("name", f"= {self.name!r} should be letters, digits and + . _, with single - between them")
 
 
-class Goal(Spec):
+class LossGoal(Spec):
     """What one arm should reach; reported, and no error where it is missed."""
 
     arm: str = Field(description="of which arm")
@@ -49,7 +49,7 @@ class StudySpec(Spec):
     seeds: tuple[Depth, ...] = Field(min_length=1, description="each arm runs once with each")
     baseline: str = Field(description="the arm that the others are compared with")
     arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="what is compared")
-    goals: tuple[Goal, ...] = Field(default=(), description="what arms should reach")
+    goals: tuple[LossGoal, ...] = Field(default=(), description="what arms should reach")
 
     @rule("arms", "baseline", "goals", "seeds")
     def _names_are_arms(self) -> Iterator[Problem]:
@@ -67,7 +67,7 @@ class StudySpec(Spec):
 
 
 @dataclass(frozen=True)
-class Run:
+class StudyRun:
     """One run of a study.
 
     Attributes:
@@ -94,7 +94,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Study:
+class LossStudy:
     """A study and its runs.
 
     Attributes:
@@ -104,7 +104,7 @@ class Study:
     """
 
     spec: StudySpec
-    runs: Sequence[Run]
+    runs: Sequence[StudyRun]
 
     @classmethod
     def read(cls, path: Path, changes: Mapping[str, Any], settings: Sequence[str] = ()) -> Self:
@@ -131,7 +131,7 @@ class Study:
         return cls(spec, runs)
 
 
-def _run(base: Recipe, arm: Arm, seed: int, steps: int) -> Run:
+def _run(base: Recipe, arm: Arm, seed: int, steps: int) -> StudyRun:
     """One run: the arm's plan and the seed; a mistake in an arm is found here, before anything runs."""
     recipe = base.with_(plan=arm.plan, train=base.train.with_(steps=steps, seed=seed))
-    return Run(arm.name, seed, recipe, resolve_plan(recipe, None))
+    return StudyRun(arm.name, seed, recipe, resolve_plan(recipe, None))

@@ -21,7 +21,7 @@ from thinwire.train.data.samples import Batch, Samples
 from thinwire.train.models.llama import Block, Llama, LlamaConfig
 from thinwire.train.schedule import learning_rate_share
 
-__all__ = ["KINDS", "Crossing", "Kind", "Moment", "Training", "observe", "train"]
+__all__ = ["KINDS", "Crossing", "CrossingKind", "Moment", "Training", "observe", "train"]
 
 _TEXT: Final = 4 << 20
 """Bytes of text: a million tokens."""
@@ -29,7 +29,7 @@ _HEAD: Final = 64
 """Channels of an attention head."""
 
 
-class Kind(NamedTuple):
+class CrossingKind(NamedTuple):
     """What crosses an axis.
 
     Attributes:
@@ -41,15 +41,15 @@ class Kind(NamedTuple):
     meaning: str
 
 
-KINDS: Final[Mapping[str, Kind]] = {
-    "gradients of a rank": Kind("dp", "weight gradients of one rank's micro-batch, before any reduction"),
-    "mean gradients": Kind("dp", "their mean over the data-parallel ranks"),
-    "forward sums": Kind("tp", "outputs of o_proj and down_proj, which the forward sums; tokens x hidden"),
-    "backward sums": Kind("tp", "gradients of the inputs of both halves of a block, which the backward sums"),
-    "forward messages": Kind("pp", "the residual stream between blocks; tokens x hidden"),
-    "backward messages": Kind("pp", "its gradient"),
-    "parameters": Kind("gather", "weight matrices after the update, which spread sends too"),
-    "changes of a step": Kind("spread", "what the update added to them, as spread_difference sends it"),
+KINDS: Final[Mapping[str, CrossingKind]] = {
+    "gradients of a rank": CrossingKind("dp", "weight gradients of one rank's micro-batch, before any reduction"),
+    "mean gradients": CrossingKind("dp", "their mean over the data-parallel ranks"),
+    "forward sums": CrossingKind("tp", "outputs of o_proj and down_proj, which the forward sums; tokens x hidden"),
+    "backward sums": CrossingKind("tp", "gradients of the inputs of both halves of a block, which the backward sums"),
+    "forward messages": CrossingKind("pp", "the residual stream between blocks; tokens x hidden"),
+    "backward messages": CrossingKind("pp", "its gradient"),
+    "parameters": CrossingKind("gather", "weight matrices after the update, which spread sends too"),
+    "changes of a step": CrossingKind("spread", "what the update added to them, as spread_difference sends it"),
 }
 """Everything that is measured."""
 

@@ -14,7 +14,7 @@ from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.observing.metrics import read as read_metrics
 from thinwire.train.trainer import MOST_SKIPPED
-from thinwire_bench.study.arms import Run
+from thinwire_bench.study.arms import StudyRun
 
 _FIELDS: Final = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "skipped")
 """What a study keeps of each step; None stands for what was not finite or not measured."""
@@ -59,7 +59,7 @@ class Curve:
         return None if self.diverged or not found else float(found[-1])
 
     @classmethod
-    def from_directory(cls, run: Run, directory: RunDirectory) -> Self | None:
+    def from_directory(cls, run: StudyRun, directory: RunDirectory) -> Self | None:
         """The curve of a run that has ended by itself.
 
         Args:
@@ -120,11 +120,11 @@ class Curves:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
-    def path(self, run: Run) -> Path:
+    def path(self, run: StudyRun) -> Path:
         """Where a run's curve is, or will be."""
         return self.directory / f"{run.name}.jsonl"
 
-    def read(self, runs: Sequence[Run]) -> list[Curve]:
+    def read(self, runs: Sequence[StudyRun]) -> list[Curve]:
         """The curves that are there.
 
         Args:
@@ -159,7 +159,7 @@ class Curves:
             )
 
 
-def made_of(run: Run) -> dict[str, Any]:
+def made_of(run: StudyRun) -> dict[str, Any]:
     """Recipe and plan of a run, as its curve has them."""
     return _made_of(run.recipe, run.plan)
 

@@ -16,7 +16,7 @@ from thinwire.spec import Plan
 from thinwire.units import format_bytes
 from thinwire_bench.peers.catalog import plan_system
 from thinwire_bench.peers.interface import SystemSpec
-from thinwire_bench.systems.rows import Row
+from thinwire_bench.systems.rows import SystemRow
 
 BASELINE: Final = "zero3"
 """What the techniques improve on."""
@@ -84,7 +84,7 @@ def stage_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
     ]
 
 
-def gains(rows: Sequence[Row]) -> list[Gain]:
+def gains(rows: Sequence[SystemRow]) -> list[Gain]:
     """Gains over the first system, under each setting.
 
     Args:
@@ -103,7 +103,7 @@ def product_of_single(found: Sequence[Gain], bandwidth: str) -> float:
     return math.prod(gain.gain for gain in found if gain.bandwidth == bandwidth and gain.system in names)
 
 
-def across_bandwidths(rows: Sequence[Row], slow: str, fast: str) -> tuple[float, float, float]:
+def across_bandwidths(rows: Sequence[SystemRow], slow: str, fast: str) -> tuple[float, float, float]:
     """How fast all techniques together on a slow link are, over the baseline on a fast one.
 
     Args:
@@ -150,7 +150,7 @@ def sheet(found: Sequence[Gain], title: str, *, product: bool) -> Sheet:
     return Sheet(title, columns, 2, rows)
 
 
-def _gain(row: Row, base: Row) -> Gain:
+def _gain(row: SystemRow, base: SystemRow) -> Gain:
     ratios = _ratios(base, row)
     return Gain(
         system=row.system,
@@ -163,6 +163,6 @@ def _gain(row: Row, base: Row) -> Gain:
     )
 
 
-def _ratios(base: Row, row: Row) -> list[float]:
+def _ratios(base: SystemRow, row: SystemRow) -> list[float]:
     """Round by round, how much faster than the baseline."""
     return [theirs / ours for theirs, ours in zip(base.samples, row.samples, strict=True)]

@@ -11,17 +11,32 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.report import Sheet
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.policy import STUDIED, HybridPolicy
 from thinwire.units import format_bytes
 from thinwire_bench.peers.catalog import MODELS
-from thinwire_bench.peers.interface import Kind, SystemSpec
-from thinwire_bench.systems.rows import Row
+from thinwire_bench.peers.interface import SystemKind, SystemSpec
+from thinwire_bench.systems.rows import SystemRow
 
-__all__ = ["NODES", "PLAIN", "RANKS", "Speed", "draw", "goals", "policies", "sheets", "speeds", "systems"]
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = [
+    "NODES",
+    "PLAIN",
+    "RANKS",
+    "GridWorkload",
+    "PolicySpeed",
+    "draw",
+    "goals",
+    "policies",
+    "sheets",
+    "speeds",
+    "systems",
+]
 
 NODES, RANKS = 4, 2
 """Hosts and ranks of each: two stages of two data-parallel hosts, whose ranks share every matrix."""
@@ -41,7 +56,7 @@ RIVAL: Final = "zhybrid:24-8"
 
 
 @dataclass(frozen=True)
-class Speed:
+class PolicySpeed:
     """One policy under one link.
 
     Attributes:
@@ -79,31 +94,54 @@ def policies(names: Sequence[str] | None) -> list[str]:
     return chosen
 
 
-def systems(names: Sequence[str], model: str, seq: int, dtype: str, micro_batches: int) -> list[SystemSpec]:
+@dataclass(frozen=True)
+class GridWorkload:
+    """What every system of the study trains.
+
+    Attributes:
+        model: A key of the benchmarks' models.
+        seq: Tokens of a sequence.
+        dtype: Dtype of computation and messages.
+        micro_batches: Micro-batches of a step, one sequence each.
+    """
+
+    model: str
+    seq: int
+    dtype: str
+    micro_batches: int
+
+
+def systems(names: Sequence[str], grid: GridWorkload) -> list[SystemSpec]:
     """Plain torch and every policy, on the study's grid.
 
     Args:
-        names: of policies.
-        model: a key of the benchmarks' models.
-        seq: tokens of a sequence.
-        dtype: of computation and messages.
-        micro_batches: of a step, one sequence each.
+        names: Names of policies.
+        grid: Model, lengths and dtype.
     """
     plan = Plan.preset(
-        "zero1", nodes=2, local=1, tp=2, pp=2, compute_dtype=dtype, micro_batches=micro_batches, bucket_bytes=1 << 20
+        "zero1",
+        nodes=2,
+        local=1,
+        tp=2,
+        pp=2,
+        compute_dtype=grid.dtype,
+        micro_batches=grid.micro_batches,
+        bucket_bytes=1 << 20,
     )
-    workload = {"model": model, "seq": seq}
+    workload = {"model": grid.model, "seq": grid.seq}
     builder = "thinwire_bench.peers.grids:grid"
-    made = [SystemSpec(PLAIN, builder, {**workload, "plan": plan.to_toml(), "encoded": False}, Kind.PEER)]
+    made = [SystemSpec(PLAIN, builder, {**workload, "plan": plan.to_toml(), "encoded": False}, SystemKind.PEER)]
     for name in names:
         chosen = plan.with_(wire={"policy": name})
-        # What rounds activations trains by itself: its losses are another study's.
-        kind = Kind.PLAN if all(codec.is_lossless for codec in chosen.wire.codecs().values()) else Kind.CHANGED
+        # A policy that rounds activations changes the training: its losses are judged by the loss study.
+        kind = (
+            SystemKind.PLAN if all(codec.is_lossless for codec in chosen.wire.codecs().values()) else SystemKind.CHANGED
+        )
         made.append(SystemSpec(name, builder, {**workload, "plan": chosen.to_toml(), "encoded": True}, kind))
     return made
 
 
-def speeds(rows: Sequence[Row], model: str, seq: int) -> list[Speed]:
+def speeds(rows: Sequence[SystemRow], model: str, seq: int) -> list[PolicySpeed]:
     """Rows of a benchmark, read as gains over plain torch.
 
     Args:
@@ -118,7 +156,7 @@ def speeds(rows: Sequence[Row], model: str, seq: int) -> list[Speed]:
         base = next(other for other in rows if other.system == PLAIN and other.bandwidth == row.bandwidth)
         ratios = [theirs / ours for theirs, ours in zip(base.samples, row.samples, strict=True)]
         found.append(
-            Speed(
+            PolicySpeed(
                 policy=row.system,
                 bandwidth=row.bandwidth,
                 samples_per_second=row.tokens_per_second / seq,
@@ -133,7 +171,7 @@ def speeds(rows: Sequence[Row], model: str, seq: int) -> list[Speed]:
     return found
 
 
-def sheets(found: Sequence[Speed], dtype: str) -> list[Sheet]:
+def sheets(found: Sequence[PolicySpeed], dtype: str) -> list[Sheet]:
     """A table for each link, and one of bytes by axis.
 
     Args:
@@ -164,7 +202,7 @@ def sheets(found: Sequence[Speed], dtype: str) -> list[Sheet]:
     return [*made, Sheet(title, ["policy", "dp", "tp", "pp"], 1, rows)]
 
 
-def goals(found: Mapping[str, Sequence[Speed]]) -> list[Sheet]:
+def goals(found: Mapping[str, Sequence[PolicySpeed]]) -> list[Sheet]:
     """Ours beside the best of the paper's that keeps the loss, link by link.
 
     Args:
@@ -176,13 +214,13 @@ def goals(found: Mapping[str, Sequence[Speed]]) -> list[Sheet]:
             rate = {speed.policy: speed.samples_per_second for speed in speeds if speed.bandwidth == bandwidth}
             if {OURS, RIVAL} <= rate.keys():
                 ratio = rate[OURS] / rate[RIVAL]
-                told = "reached" if ratio >= 1 else "missed"
-                rows.append([f"{bandwidth}, messages in {dtype}", f"{ratio:.2f}", "1.00", told])
+                verdict = "reached" if ratio >= 1 else "missed"
+                rows.append([f"{bandwidth}, messages in {dtype}", f"{ratio:.2f}", "1.00", verdict])
     columns = [f"samples/s of {OURS} over {RIVAL}", "measured", "goal", ""]
     return [Sheet("Goals of speed", columns, 1, rows)] if rows else []
 
 
-def _of_axis(speed: Speed, axis: str) -> str:
+def _of_axis(speed: PolicySpeed, axis: str) -> str:
     for key, sent in speed.by_axis.items():
         name, _, codecs = key.partition(" ")
         if name == axis:
@@ -190,7 +228,7 @@ def _of_axis(speed: Speed, axis: str) -> str:
     return ""
 
 
-def draw(found: Sequence[Speed], losses: Mapping[str, Sequence[float]], path: Path) -> None:
+def draw(found: Sequence[PolicySpeed], losses: Mapping[str, Sequence[float]], path: Path) -> None:
     """Gains by policy and link, with their spread, and what the same policy does to the loss.
 
     Args:
@@ -202,30 +240,42 @@ def draw(found: Sequence[Speed], losses: Mapping[str, Sequence[float]], path: Pa
     from matplotlib.figure import Figure
 
     names = [name for name in dict.fromkeys(speed.policy for speed in found) if name != PLAIN]
-    links = list(dict.fromkeys(speed.bandwidth for speed in found))
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
+    _draw_gains(left, found, names)
+    _draw_losses(right, losses, names)
+    for axes in (left, right):
+        axes.grid(axis="x", alpha=0.3)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_gains(axes: Axes, found: Sequence[PolicySpeed], names: Sequence[str]) -> None:
+    """A group of bars for each policy, a bar for each link, with the spread over rounds."""
+    links = list(dict.fromkeys(speed.bandwidth for speed in found))
     height = 0.8 / len(links)
     for number, link in enumerate(links):
         by_policy = {speed.policy: speed for speed in found if speed.bandwidth == link}
         places = [index + (number - (len(links) - 1) / 2) * height for index in range(len(names))]
         gains = [by_policy[name].gain for name in names]
-        spread = [[by_policy[name].gain - by_policy[name].smallest for name in names],
-                  [by_policy[name].largest - by_policy[name].gain for name in names]]  # fmt: skip
-        left.barh(places, gains, height=height, xerr=spread, label=link, error_kw={"linewidth": 0.8})
-    left.axvline(1.0, color="#444444", linewidth=1)
-    left.set_yticks(range(len(names)), names)
-    left.set_ylim(len(names) - 0.4, -0.6)
-    left.set_xlabel("speed over plain torch: median of rounds, least and most")
-    left.legend(title="links", frameon=False)
+        spread = [
+            [by_policy[name].gain - by_policy[name].smallest for name in names],
+            [by_policy[name].largest - by_policy[name].gain for name in names],
+        ]
+        axes.barh(places, gains, height=height, xerr=spread, label=link, error_kw={"linewidth": 0.8})
+    axes.axvline(1.0, color="#444444", linewidth=1)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlabel("speed over plain torch: median of rounds, least and most")
+    axes.legend(title="links", frameon=False)
+
+
+def _draw_losses(axes: Axes, losses: Mapping[str, Sequence[float]], names: Sequence[str]) -> None:
+    """A dot for each seed of each policy, and a mark at their mean."""
     for index, name in enumerate(names):
         values: Any = losses.get(name, ())
-        right.plot(values, [index] * len(values), "o", color="#1f5fa8", alpha=0.6)
+        axes.plot(values, [index] * len(values), "o", color="#1f5fa8", alpha=0.6)
         if values:
-            right.plot([statistics.fmean(values)], [index], "|", color="#c4442b", markersize=22, markeredgewidth=2.5)
-    right.axvline(0.0, color="#444444", linewidth=1)
-    right.set_xlabel("final validation loss over that without codecs (%): each seed, and the mean")
-    for axes in (left, right):
-        axes.grid(axis="x", alpha=0.3)
-    figure.savefig(path, dpi=130)
+            axes.plot([statistics.fmean(values)], [index], "|", color="#c4442b", markersize=22, markeredgewidth=2.5)
+    axes.axvline(0.0, color="#444444", linewidth=1)
+    axes.set_xlabel("final validation loss over that without codecs (%): each seed, and the mean")

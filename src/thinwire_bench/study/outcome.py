@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire.report import Sheet
-from thinwire_bench.study.arms import Goal, StudySpec
+from thinwire_bench.study.arms import LossGoal, StudySpec
 from thinwire_bench.study.curves import Curve
 
 
@@ -127,7 +127,7 @@ def plain(spec: StudySpec, found: Sequence[ArmOutcome]) -> dict[str, Any]:
     }
 
 
-def _verdicts(goal: Goal, baseline: str, by_name: Mapping[str, ArmOutcome]) -> list[Verdict]:
+def _verdicts(goal: LossGoal, baseline: str, by_name: Mapping[str, ArmOutcome]) -> list[Verdict]:
     arm, made = by_name[goal.arm], []
     if goal.within_percent is not None:
         words = f"{goal.arm} within {goal.within_percent:g} % of {baseline}"

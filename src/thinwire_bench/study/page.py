@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thinwire.report import markdown_table
-from thinwire_bench.study.arms import Study
+from thinwire_bench.study.arms import LossStudy
 from thinwire_bench.study.curves import Curve
 from thinwire_bench.study.outcome import ArmOutcome, missing_note, sheets
 
 
-def markdown(study: Study, curves: Sequence[Curve], found: Sequence[ArmOutcome]) -> str:
+def markdown(study: LossStudy, curves: Sequence[Curve], found: Sequence[ArmOutcome]) -> str:
     """The answer as Markdown, with what a reader needs to judge it.
 
     Args:

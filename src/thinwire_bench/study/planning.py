@@ -27,8 +27,8 @@ from thinwire.units import format_bytes
 from thinwire_bench.peers.catalog import MODELS, REFERENCE, peer_systems, plan_system
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.study.pairs import Choice, Pair
-from thinwire_bench.systems.interleave import Sample, Setting
-from thinwire_bench.systems.rows import Row, make_rows
+from thinwire_bench.systems.interleave import Sample, Session, Setting
+from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.run import run
 
 __all__ = ["PLANS", "Known", "Setup", "measure", "predict_again", "profile_links"]
@@ -170,10 +170,8 @@ def _alone(setup: Setup, setting: Setting, model: str) -> float:
 def _run(setup: Setup, systems: Sequence[SystemSpec], settings: Sequence[Setting]) -> list[Sample]:
     """An interleaved measurement whose first round does not count: processes that have just started are up to twice as
     slow for some seconds, on a virtual machine at least, whose memory is mapped when it is first written."""
-    samples = run(
-        systems, settings, nodes=setup.nodes, ranks=setup.ranks, rounds=1 + setup.rounds, steps=2,
-        timeout=setup.timeout, report=setup.report,
-    )  # fmt: skip
+    session = Session(setup.nodes, setup.ranks, 1 + setup.rounds, 2, setup.timeout, setup.report)
+    samples = run(systems, settings, session)
     return [sample if sample.round else replace(sample, round=None) for sample in samples]
 
 
@@ -284,7 +282,7 @@ def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Known]) -> lis
     return found
 
 
-def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[Row]:
+def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[SystemRow]:
     """All plans, and the same ranks computing without communication."""
     workload = {"model": field.model, "seq": setup.seq}
     systems = [plan_system(name, plan, workload) for name, plan in field.plans.items()]
@@ -293,7 +291,7 @@ def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[Row]
     return make_rows(samples, systems, tokens=setup.seq * setup.nodes * setup.ranks, cores=setup.cores)
 
 
-def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequence[Row]) -> Iterator[Pair]:
+def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequence[SystemRow]) -> Iterator[Pair]:
     now = {row.bandwidth: row.step_ms for row in rows if row.system == REFERENCE}
     for row in rows:
         if row.system == REFERENCE:
@@ -352,11 +350,11 @@ def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair
     return found
 
 
-def _label(row: Row) -> str:
+def _label(row: SystemRow) -> str:
     return row.system.removeprefix("tw:")
 
 
-def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Sequence[Row]) -> Iterator[Choice]:
+def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Sequence[SystemRow]) -> Iterator[Choice]:
     """Every link's choice beside its fastest plans, in new rounds."""
     finalists = {}
     for setting in settings:

@@ -20,7 +20,7 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.observing.metrics import read as read_metrics
-from thinwire_bench.study.arms import Run, Study
+from thinwire_bench.study.arms import LossStudy, StudyRun
 from thinwire_bench.study.curves import Curve, Curves
 
 _POLL_SECONDS: Final = 1.0
@@ -40,7 +40,7 @@ class Queue:
         console: for progress.
     """
 
-    def __init__(self, study: Study, curves: Curves, work: Path, console: Console) -> None:
+    def __init__(self, study: LossStudy, curves: Curves, work: Path, console: Console) -> None:
         self.study = study
         self.curves = curves
         self.work = work
@@ -68,7 +68,7 @@ class Queue:
                     return False
         return True
 
-    def _make(self, run: Run, progress: Progress, study: TaskID) -> bool:
+    def _make(self, run: StudyRun, progress: Progress, study: TaskID) -> bool:
         """Make one run; False where it was interrupted."""
         directory = RunDirectory(self.work / run.name)
         curve = Curve.from_directory(run, directory) if self._belongs(run, directory) else None
@@ -92,7 +92,7 @@ class Queue:
         self.console.print(f"{run.name}: {'diverged' if loss is None else f'validation loss {loss:.4f}'}")
         return True
 
-    def _train(self, run: Run, directory: RunDirectory, advance: Callable[[int], None]) -> int:
+    def _train(self, run: StudyRun, directory: RunDirectory, advance: Callable[[int], None]) -> int:
         """Train in a process of its own, so that nothing of one run reaches the next; returns its status."""
         resume = self._belongs(run, directory)
         recipe = self.work / f"{run.name}.toml"
@@ -115,7 +115,7 @@ class Queue:
                 advance(records[-1]["step"] if records else 0)
         return status
 
-    def _belongs(self, run: Run, directory: RunDirectory) -> bool:
+    def _belongs(self, run: StudyRun, directory: RunDirectory) -> bool:
         """Whether a directory holds this very run, perhaps not finished."""
         if not directory.recipe.is_file():
             return False
@@ -129,10 +129,10 @@ class Queue:
         self._stopping = True
         self.console.print("stopping: the run at hand saves first; the same command continues")
 
-    def _log(self, run: Run) -> Path:
+    def _log(self, run: StudyRun) -> Path:
         return self.work / f"{run.name}.log"
 
-    def _last_line(self, run: Run) -> str:
+    def _last_line(self, run: StudyRun) -> str:
         lines = self._log(run).read_text(errors="replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
 

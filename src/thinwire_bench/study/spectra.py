@@ -22,7 +22,7 @@ from thinwire_bench.study.crossings import KINDS
 
 __all__ = [
     "CODECS",
-    "Measured",
+    "TensorSpectrum",
     "Summary",
     "Trends",
     "crest_factors",
@@ -47,7 +47,7 @@ _POINTS: Final = 65
 
 
 @dataclass(frozen=True)
-class Measured:
+class TensorSpectrum:
     """One tensor.
 
     Attributes:
@@ -70,7 +70,7 @@ class Summary:
     """Tensors of a kind at a step.
 
     Attributes:
-        step: as of :class:`Measured`.
+        step: as of :class:`TensorSpectrum`.
         kind: likewise.
         part: likewise; empty: all of them.
         tensors: how many.
@@ -181,9 +181,9 @@ def crest_factors(x: Tensor) -> Tensor:
     return blocks.abs().amax(1) / blocks.square().mean(1).sqrt()
 
 
-def summarise(measured: Iterable[Measured]) -> list[Summary]:
+def summarise(measured: Iterable[TensorSpectrum]) -> list[Summary]:
     """All tensors of a kind at a step together, then those of each part of the model."""
-    groups: dict[tuple[int, str, str], list[Measured]] = {}
+    groups: dict[tuple[int, str, str], list[TensorSpectrum]] = {}
     for each in measured:
         for part in ("", each.part):
             groups.setdefault((each.step, each.kind, part), []).append(each)
@@ -196,7 +196,7 @@ def summarise(measured: Iterable[Measured]) -> list[Summary]:
     return sorted(found, key=lambda each: (each.part != "", each.step, list(KINDS).index(each.kind)))
 
 
-def trends(measured: Sequence[Measured]) -> list[Trends]:
+def trends(measured: Sequence[TensorSpectrum]) -> list[Trends]:
     """What the SNR of each codec goes along with."""
 
     def column(name: str) -> list[float]:

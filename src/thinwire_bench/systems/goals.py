@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from thinwire_bench.peers.interface import Kind
-from thinwire_bench.systems.rows import Row
+from thinwire_bench.peers.interface import SystemKind
+from thinwire_bench.systems.rows import SystemRow
 
 __all__ = ["PAIRS", "Ratio", "best_ratios", "compare", "goals", "pair_ratios"]
 
@@ -40,24 +40,24 @@ class Ratio:
     largest: float
 
 
-def goals(rows: Sequence[Row]) -> dict[str, list[Ratio]]:
+def goals(rows: Sequence[SystemRow]) -> dict[str, list[Ratio]]:
     """All comparisons that the rows allow, by name."""
     pairs = {f"{plan} / {peer}": pair_ratios(rows, plan, peer) for plan, peer in PAIRS}
     return {"best plan / best peer": best_ratios(rows)} | pairs
 
 
-def best_ratios(rows: Sequence[Row]) -> list[Ratio]:
+def best_ratios(rows: Sequence[SystemRow]) -> list[Ratio]:
     """The fastest plan against the fastest peer under each setting; refused rows and the bound take no part."""
     found = []
     for here in _by_setting(rows):
-        plans = [row for row in here if row.kind is Kind.PLAN]
-        peers = [row for row in here if row.kind is Kind.PEER]
+        plans = [row for row in here if row.kind is SystemKind.PLAN]
+        peers = [row for row in here if row.kind is SystemKind.PEER]
         if plans and peers:
             found.append(compare(min(plans, key=_time), min(peers, key=_time)))
     return found
 
 
-def pair_ratios(rows: Sequence[Row], plan: str, peer: str) -> list[Ratio]:
+def pair_ratios(rows: Sequence[SystemRow], plan: str, peer: str) -> list[Ratio]:
     """One plan against one peer under each setting in which neither is missing or refused.
 
     Args:
@@ -73,7 +73,7 @@ def pair_ratios(rows: Sequence[Row], plan: str, peer: str) -> list[Ratio]:
     return found
 
 
-def compare(plan: Row, peer: Row) -> Ratio:
+def compare(plan: SystemRow, peer: SystemRow) -> Ratio:
     """Two systems under one setting."""
     by_round = [ours / theirs for ours, theirs in zip(plan.samples, peer.samples, strict=True)]
     return Ratio(
@@ -88,10 +88,10 @@ def compare(plan: Row, peer: Row) -> Ratio:
     )
 
 
-def _by_setting(rows: Sequence[Row]) -> Iterable[list[Row]]:
+def _by_setting(rows: Sequence[SystemRow]) -> Iterable[list[SystemRow]]:
     for key in dict.fromkeys((row.bandwidth, row.clip) for row in rows):
         yield [row for row in rows if (row.bandwidth, row.clip) == key and row.refused is None]
 
 
-def _time(row: Row) -> float:
+def _time(row: SystemRow) -> float:
     return row.step_ms

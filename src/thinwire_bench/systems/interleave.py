@@ -9,7 +9,7 @@ from typing import Protocol
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.messages import Turn
 
-__all__ = ["Runner", "Sample", "Setting", "interleave"]
+__all__ = ["Runner", "Sample", "Session", "Setting", "interleave"]
 
 STARTUP_STEPS = 3
 """Steps of each system before the first round: buffers are allocated, orders recorded."""
@@ -19,6 +19,32 @@ class Runner(Protocol):
     """What lets one system train; see ``Controller``."""
 
     def run(self, label: str, turn: Turn) -> TurnResult: ...
+
+
+@dataclass(frozen=True)
+class Session:
+    """The hosts of a benchmark, and how often and how long each system runs on them.
+
+    Attributes:
+        nodes: Emulated hosts.
+        ranks: Ranks of each host.
+        rounds: Rounds, in each of which every system runs once under every setting.
+        steps: Timed steps of a turn, where the setting gives no number of its own.
+        timeout: Seconds that a system may take to start, or for a turn.
+        report: Called with a line of text whenever something starts or ends.
+    """
+
+    nodes: int
+    ranks: int
+    rounds: int
+    steps: int
+    timeout: float
+    report: Callable[[str], None]
+
+    @property
+    def world(self) -> int:
+        """Ranks on all hosts together."""
+        return self.nodes * self.ranks
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from typing import Any, Final
 from thinwire.lab import Lab, LabSpec
 from thinwire.program.timeline import Span, chrome_trace
 from thinwire.spec import Plan
-from thinwire_bench.peers.interface import Kind, SystemSpec
+from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import Controller, TurnResult
+from thinwire_bench.systems.interleave import Session
 from thinwire_bench.systems.messages import BenchError, Turn
 
-__all__ = ["PLANS", "SETTINGS", "OverlapRow", "OverlapStudy", "Step", "ladder", "run_overlap"]
+__all__ = ["PLANS", "SETTINGS", "Cases", "OverlapStudy", "SwitchEffect", "SwitchRow", "ladder", "run_overlap"]
 
 SETTINGS: Final[Mapping[str, Mapping[str, bool]]] = {
     "none": {"gather": False, "reduce": False, "sync": False, "spread": False},
@@ -41,7 +42,7 @@ lane but belongs to synchronisation."""
 
 
 @dataclass(frozen=True)
-class OverlapRow:
+class SwitchRow:
     """One setting of one plan; medians over rounds.
 
     Attributes:
@@ -76,7 +77,7 @@ class OverlapRow:
 
 
 @dataclass(frozen=True)
-class Step:
+class SwitchEffect:
     """From one setting to the next: what turning a switch on did to the waiting it is meant to shorten.
 
     Attributes:
@@ -105,8 +106,8 @@ class Step:
 class OverlapStudy:
     """The rows, and what each switch did."""
 
-    rows: tuple[OverlapRow, ...]
-    steps: tuple[Step, ...]
+    rows: tuple[SwitchRow, ...]
+    steps: tuple[SwitchEffect, ...]
 
     def plain(self) -> dict[str, Any]:
         """As JSON has it."""
@@ -114,77 +115,86 @@ class OverlapStudy:
 
 
 @dataclass(frozen=True)
+class Cases:
+    """What an ablation combines with every setting.
+
+    Attributes:
+        plans: Keys of ``PLANS``.
+        micro_batches: Numbers of micro-batches in a step.
+    """
+
+    plans: Sequence[str]
+    micro_batches: Sequence[int]
+
+    def in_order(self, number: int) -> list[tuple[str, int, str]]:
+        """Plan, micro-batches and setting of every case once; which setting comes first rotates with the rounds."""
+        names = list(SETTINGS)
+        first = number % len(names)
+        rotated = [*names[first:], *names[:first]]
+        return [(name, count, setting) for name in self.plans for count in self.micro_batches for setting in rotated]
+
+
+@dataclass(frozen=True)
 class _Sample:
-    plan: str
-    micro_batches: int
-    setting: str
+    """One turn: plan, micro-batches and setting, and what was measured."""
+
+    case: tuple[str, int, str]
     result: TurnResult
 
 
 def run_overlap(
-    plans: Sequence[str],
-    micro_batches: Sequence[int],
-    *,
-    rate: float | None,
-    nodes: int,
-    ranks: int,
-    rounds: int,
-    steps: int,
-    workload: Mapping[str, Any],
-    timeout: float,
-    trace: Path | None,
-    report: Callable[[str], None],
+    cases: Cases, session: Session, *, rate: float | None, workload: Mapping[str, Any], trace: Path | None
 ) -> OverlapStudy:
     """Run every plan under every setting and number of micro-batches, interleaved.
 
     Args:
-        plans: keys of ``PLANS``.
-        micro_batches: numbers of them.
-        rate: of each host's link, bits per second in each direction; None leaves it unshaped.
-        nodes: hosts.
-        ranks: of each host.
-        rounds: in each of which everything runs once.
-        steps: timed ones of a turn.
-        workload: options of every model.
-        timeout: seconds a system may take to start, or for a turn.
-        trace: directory for a Chrome trace of one step of every plan and setting, at the least micro-batches.
-        report: told in a line what is going on.
+        cases: Plans and numbers of micro-batches.
+        session: Hosts, rounds and steps.
+        rate: Bandwidth of each host's link in each direction, in bits per second; None leaves it unshaped.
+        workload: Options of every model, its sequence length ``seq`` among them.
+        trace: Directory for a Chrome trace of one step of every plan and setting, at the least micro-batches.
+
+    Returns:
+        The rows and what each switch changed.
 
     Raises:
         BenchError: a rank failed, or a switch changed what is computed.
         ThinwireError: hosts cannot be made on this machine.
     """
-    plan_of = {name: _plan(name, nodes, ranks) for name in plans}
-    samples: list[_Sample] = []
-    with Lab(LabSpec(nodes=nodes, ranks=ranks)) as lab, Controller(lab, ranks, timeout=timeout) as controller:
+    plan_of = {name: _plan(name, session.nodes, session.ranks) for name in cases.plans}
+    spec = LabSpec(nodes=session.nodes, ranks=session.ranks)
+    with Lab(spec) as lab, Controller(lab, session.ranks, timeout=session.timeout) as controller:
         for name, plan in plan_of.items():
-            report(f"starting {name}: {plan.describe()}")
+            session.report(f"starting {name}: {plan.describe()}")
             controller.start(_system(name, plan, workload))
         lab.shape(bandwidth=rate)
-        for number in range(-1, rounds):
-            for name, count, setting in _order(plans, micro_batches, max(number, 0)):
-                options = {"setting": setting, "micro_batches": count}
-                result = controller.run(name, Turn(steps, 2 if number < 0 else 1, options))
-                samples.append(_Sample(name, count, setting, result))
-                when = "start-up" if number < 0 else f"round {number + 1}/{rounds}"
-                report(f"{when} {name} M={count} {setting}: {1e3 * result.seconds:.1f} ms/step")
+        samples = _take(controller, cases, session)
         if trace is not None:
-            _record(controller, plans, min(micro_batches), trace, report)
+            _record(controller, cases.plans, min(cases.micro_batches), trace, session.report)
     _refuse_other_losses(samples)
-    timed = samples[len(plans) * len(micro_batches) * len(SETTINGS) :]
-    tokens = workload["seq"] * nodes * ranks
-    rows = [
-        _row(
-            [s for s in timed if (s.plan, s.micro_batches, s.setting) == (name, count, setting)], plan_of[name], tokens
-        )
-        for name in plans
-        for count in micro_batches
-        for setting in SETTINGS
-    ]
+    by_case: dict[tuple[str, int, str], list[_Sample]] = {case: [] for case in cases.in_order(0)}
+    for sample in samples[len(cases.in_order(0)) :]:  # the turns of the start-up come first and do not count
+        by_case[sample.case].append(sample)
+    tokens = workload["seq"] * session.world
+    rows = [_row(of_case, plan_of[name], tokens) for (name, _, _), of_case in by_case.items()]
     return OverlapStudy(tuple(rows), tuple(ladder(rows, plan_of)))
 
 
-def ladder(rows: Sequence[OverlapRow], plan_of: Mapping[str, Plan]) -> Iterator[Step]:
+def _take(controller: Controller, cases: Cases, session: Session) -> list[_Sample]:
+    """One turn of every case to start up, then one in every round."""
+    samples = []
+    for number in range(-1, session.rounds):
+        starting = number < 0
+        when = "start-up" if starting else f"round {number + 1}/{session.rounds}"
+        for name, count, setting in cases.in_order(max(number, 0)):
+            options = {"setting": setting, "micro_batches": count}
+            result = controller.run(name, Turn(session.steps, 2 if starting else 1, options))
+            samples.append(_Sample((name, count, setting), result))
+            session.report(f"{when} {name} M={count} {setting}: {1e3 * result.seconds:.1f} ms/step")
+    return samples
+
+
+def ladder(rows: Sequence[SwitchRow], plan_of: Mapping[str, Plan]) -> Iterator[SwitchEffect]:
     """What each setting did compared with the one before.
 
     Args:
@@ -195,7 +205,7 @@ def ladder(rows: Sequence[OverlapRow], plan_of: Mapping[str, Plan]) -> Iterator[
         if (before.plan, before.micro_batches) != (after.plan, after.micro_batches):
             continue
         lanes = TURNED_ON[after.setting]
-        yield Step(
+        yield SwitchEffect(
             plan=after.plan,
             micro_batches=after.micro_batches,
             setting=after.setting,
@@ -227,14 +237,7 @@ def _plan(name: str, nodes: int, ranks: int) -> Plan:
 
 def _system(name: str, plan: Plan, workload: Mapping[str, Any]) -> SystemSpec:
     options = {**workload, "plan": plan.to_toml(), "settings": SETTINGS}
-    return SystemSpec(name, "thinwire_bench.peers.switches:switches", options, Kind.PLAN)
-
-
-def _order(plans: Sequence[str], micro_batches: Sequence[int], number: int) -> list[tuple[str, int, str]]:
-    """Everything once; which setting comes first rotates with the rounds."""
-    names = list(SETTINGS)
-    first = number % len(names)
-    return [(name, count, s) for name in plans for count in micro_batches for s in [*names[first:], *names[:first]]]
+    return SystemSpec(name, "thinwire_bench.peers.switches:switches", options, SystemKind.PLAN)
 
 
 def _record(
@@ -264,8 +267,8 @@ def _refuse_other_losses(samples: Sequence[_Sample]) -> None:
     """
     losses: dict[str, dict[str, list[float]]] = {}
     for sample in samples:
-        by_setting = losses.setdefault(sample.plan, {})
-        by_setting.setdefault(sample.setting, []).extend(sample.result.values)
+        plan_name, _, setting = sample.case
+        losses.setdefault(plan_name, {}).setdefault(setting, []).extend(sample.result.values)
     for plan, by_setting in losses.items():
         first, *others = by_setting.items()
         for name, values in others:
@@ -273,17 +276,17 @@ def _refuse_other_losses(samples: Sequence[_Sample]) -> None:
                 raise BenchError(f"plan {plan}: losses under {name!r} differ from those under {first[0]!r}")
 
 
-def _row(samples: Sequence[_Sample], plan: Plan, tokens: int) -> OverlapRow:
+def _row(samples: Sequence[_Sample], plan: Plan, tokens: int) -> SwitchRow:
     results = [sample.result for sample in samples]
     times = [1e3 * result.seconds for result in results]
     waited = {lane: [1e3 * result.waited[lane] for result in results] for lane in results[0].waited}
     step_ms = statistics.median(times)
-    count = samples[0].micro_batches
-    return OverlapRow(
-        plan=samples[0].plan,
+    name, count, setting = samples[0].case
+    return SwitchRow(
+        plan=name,
         factors=plan.describe(),
         micro_batches=count,
-        setting=samples[0].setting,
+        setting=setting,
         step_ms=step_ms,
         step_ms_min=min(times),
         step_ms_max=max(times),

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from thinwire_bench.peers.interface import Kind
-from thinwire_bench.systems.rows import Row
+from thinwire_bench.peers.interface import SystemKind
+from thinwire_bench.systems.rows import SystemRow
 from thinwire_bench.systems.table import setting_name
 
 if TYPE_CHECKING:
@@ -16,17 +16,22 @@ if TYPE_CHECKING:
 
 __all__ = ["draw"]
 
-_COLOURS: Final = {Kind.PLAN: "#1f5fa8", Kind.PEER: "#9db7d5", Kind.CHANGED: "#d9cbe6", Kind.BOUND: "#bbbbbb"}
+_COLOURS: Final = {
+    SystemKind.PLAN: "#1f5fa8",
+    SystemKind.PEER: "#9db7d5",
+    SystemKind.CHANGED: "#d9cbe6",
+    SystemKind.BOUND: "#bbbbbb",
+}
 _NAMES: Final = {
-    Kind.PLAN: "thinwire",
-    Kind.PEER: "peers",
-    Kind.CHANGED: "peers that change the optimisation",
-    Kind.BOUND: "computation alone",
+    SystemKind.PLAN: "thinwire",
+    SystemKind.PEER: "peers",
+    SystemKind.CHANGED: "peers that change the optimisation",
+    SystemKind.BOUND: "computation alone",
 }
 _FLOOR: Final = "#c4442b"
 
 
-def draw(rows: Sequence[Row], path: Path) -> None:
+def draw(rows: Sequence[SystemRow], path: Path) -> None:
     """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound.
 
     Args:
@@ -54,7 +59,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.savefig(path, dpi=130)
 
 
-def _panel(axes: Axes, rows: Sequence[Row]) -> None:
+def _panel(axes: Axes, rows: Sequence[SystemRow]) -> None:
     """One bar for each row, the first on top."""
     widest = max((row.step_ms_max for row in rows if row.refused is None), default=1.0)
     for position, row in enumerate(rows):
@@ -73,11 +78,11 @@ def _panel(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend(kinds: set[Kind]) -> tuple[list[Artist], list[str]]:
+def _legend(kinds: set[SystemKind]) -> tuple[list[Artist], list[str]]:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    shown = [kind for kind in Kind if kind in kinds]
+    shown = [kind for kind in SystemKind if kind in kinds]
     handles: list[Artist] = [Patch(color=_COLOURS[kind]) for kind in shown]
     handles.append(Line2D([], [], color=_FLOOR, linewidth=1.6))
     handles.append(Line2D([], [], color="#333333", linewidth=1))

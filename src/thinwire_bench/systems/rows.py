@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from thinwire_bench.peers.interface import Kind, SystemSpec
+from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.agreement import early_losses, refusals
 from thinwire_bench.systems.interleave import Sample, Setting
 
-__all__ = ["Row", "make_rows"]
+__all__ = ["SystemRow", "make_rows"]
 
 
 @dataclass(frozen=True)
-class Row:
+class SystemRow:
     """One system under one setting; medians over rounds where nothing else is said.
 
     Attributes:
@@ -46,7 +46,7 @@ class Row:
     """
 
     system: str
-    kind: Kind
+    kind: SystemKind
     bandwidth: str
     clip: float | None
     step_ms: float
@@ -72,7 +72,7 @@ class Row:
         return asdict(self)
 
 
-def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, tokens: int, cores: int) -> list[Row]:
+def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, tokens: int, cores: int) -> list[SystemRow]:
     """A row for every system and setting, settings in the order they were visited, systems in the given one.
 
     Args:
@@ -82,54 +82,67 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
         cores: that all ranks share.
     """
     losses = early_losses(samples)
-    bounds = frozenset(system.label for system in systems if system.kind is Kind.BOUND)
-    exempt = frozenset(system.label for system in systems if system.kind in (Kind.BOUND, Kind.CHANGED))
+    bounds = [system.label for system in systems if system.kind is SystemKind.BOUND]
+    exempt = frozenset(s.label for s in systems if s.kind in (SystemKind.BOUND, SystemKind.CHANGED))
     refused = refusals(losses, exempt=exempt)
     timed = [sample for sample in samples if sample.round is not None]
     rows = []
     for setting in dict.fromkeys(sample.setting for sample in timed):
-        here = [sample for sample in timed if sample.setting == setting]
-        alone = statistics.median(_milliseconds(here, next(iter(bounds)))) if bounds else None
+        of_setting = [sample for sample in timed if sample.setting == setting]
+        alone = statistics.median(_milliseconds(of_setting, bounds[0])) if bounds else None
         for system in systems:
-            own = [sample for sample in here if sample.result.label == system.label]
+            own = [sample for sample in of_setting if sample.result.label == system.label]
             loss = statistics.fmean(losses[system.label])
-            rows.append(_row(own, system, setting, alone, tokens, cores, loss, refused.get(system.label)))
+            rows.append(_row(own, system, _Common(setting, alone, tokens, cores, loss, refused.get(system.label))))
     return rows
+
+
+@dataclass(frozen=True)
+class _Common:
+    """What a row needs besides the samples of its system under its setting.
+
+    Attributes:
+        setting: Bandwidth and bound on the gradient norm.
+        alone: Median milliseconds per step of the system without communication; None where none ran.
+        tokens: Tokens of a step, of all ranks.
+        cores: Cores that all ranks share.
+        loss: Mean loss over the first steps, in nats per token.
+        refused: Why the row does not count, or None.
+    """
+
+    setting: Setting
+    alone: float | None
+    tokens: int
+    cores: int
+    loss: float
+    refused: str | None
 
 
 def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
     return [1e3 * sample.result.seconds for sample in samples if sample.result.label == label]
 
 
-def _row(
-    samples: Sequence[Sample],
-    system: SystemSpec,
-    setting: Setting,
-    alone: float | None,
-    tokens: int,
-    cores: int,
-    loss: float,
-    refused: str | None,
-) -> Row:
+def _row(samples: Sequence[Sample], system: SystemSpec, common: _Common) -> SystemRow:
+    """The row of one system under one setting, from its samples."""
     results = [sample.result for sample in samples]
     times = _milliseconds(samples, system.label)
     step_ms = statistics.median(times)
     cpu_seconds = statistics.median(result.cpu_seconds for result in results)
     busiest = statistics.median(max(*result.sent, *result.received) for result in results)
-    wire_seconds = 8 * busiest / setting.rate if setting.rate else 0.0
-    bound_ms = 1e3 * max(cpu_seconds / cores, wire_seconds)
+    wire_seconds = 8 * busiest / common.setting.rate if common.setting.rate else 0.0
+    bound_ms = 1e3 * max(cpu_seconds / common.cores, wire_seconds)
     lanes = results[0].waited
-    return Row(
+    return SystemRow(
         system=system.label,
         kind=system.kind,
-        bandwidth=setting.bandwidth,
-        clip=setting.clip,
+        bandwidth=common.setting.bandwidth,
+        clip=common.setting.clip,
         step_ms=step_ms,
         step_ms_min=min(times),
         step_ms_max=max(times),
         samples=tuple(times),
-        tokens_per_second=1e3 * tokens / step_ms,
-        exposed_ms=None if alone is None else step_ms - alone,
+        tokens_per_second=1e3 * common.tokens / step_ms,
+        exposed_ms=None if common.alone is None else step_ms - common.alone,
         waited_ms={lane: 1e3 * statistics.median(result.waited[lane] for result in results) for lane in lanes},
         internode_bytes=busiest,
         predicted_bytes=max(results[0].predicted, default=None),
@@ -138,7 +151,7 @@ def _row(
         bound_ms=bound_ms,
         bound_ratio=step_ms / bound_ms,
         peak_rss=max(result.peak_rss for result in results),
-        loss=loss,
-        refused=refused,
+        loss=common.loss,
+        refused=common.refused,
         by_axis=results[-1].by_axis,
     )

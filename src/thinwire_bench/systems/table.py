@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from rich.table import Table
 
 from thinwire.units import format_bytes
-from thinwire_bench.peers.interface import Kind
+from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.systems.goals import Ratio
-from thinwire_bench.systems.rows import Row
+from thinwire_bench.systems.rows import SystemRow
 
 __all__ = ["goals_table", "tables"]
 
@@ -17,10 +17,10 @@ _NUMBERS = (
     "ms/step", "min", "max", "tokens/s", "exposed ms", "link/step", "predicted", "CPU s", "bound ms", "x bound",
     "peak RSS", "loss",
 )  # fmt: skip
-_STYLES = {Kind.PLAN: "bold", Kind.PEER: "", Kind.CHANGED: "dim", Kind.BOUND: "dim"}
+_STYLES = {SystemKind.PLAN: "bold", SystemKind.PEER: "", SystemKind.CHANGED: "dim", SystemKind.BOUND: "dim"}
 
 
-def tables(rows: Sequence[Row]) -> list[Table]:
+def tables(rows: Sequence[SystemRow]) -> list[Table]:
     """One table for every bandwidth and clip, in the order of the rows."""
     made = []
     for bandwidth, clip in dict.fromkeys((row.bandwidth, row.clip) for row in rows):
@@ -71,7 +71,7 @@ def clip_name(clip: float | None) -> str:
     return "none" if clip is None else f"{clip:g}"
 
 
-def _add(table: Table, row: Row) -> None:
+def _add(table: Table, row: SystemRow) -> None:
     if row.refused:
         table.add_row(row.system, "REFUSED", *[""] * (len(_NUMBERS) - 2), f"{row.loss:.4f}", style="red")
         return

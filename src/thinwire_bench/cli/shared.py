@@ -1,0 +1,168 @@
+"""What several commands of ``thinwire bench`` share: sessions in the lab, settings, result files, pages."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from thinwire.cli.console import command_line, wide_console
+
+if TYPE_CHECKING:
+    from thinwire.report import Sheet
+    from thinwire_bench.peers.interface import SystemSpec
+    from thinwire_bench.systems.interleave import Session, Setting
+    from thinwire_bench.systems.rows import SystemRow
+
+JsonPath = Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write every figure.")]
+
+Page = Annotated[
+    Path | None, typer.Option(metavar="PAGE.md", help="Replace the results in a page, between its two marks.")
+]
+
+Timeout = Annotated[float, typer.Option(help="Seconds a system may take to start, or for a turn.")]
+
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a turn; one more comes before them.")]
+
+Hosts = Annotated[int, typer.Option(min=1, help="Emulated hosts.")]
+
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks of each host.")]
+
+
+def progress(line: str) -> None:
+    """Print a line on stderr: stdout holds the results."""
+    print(line, file=sys.stderr)
+
+
+def words(text: str) -> list[str]:
+    """The words between commas."""
+    return [word for part in text.split(",") if (word := part.strip())]
+
+
+def measured(
+    systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session, *, tokens: int
+) -> list[SystemRow]:
+    """Run systems under settings, interleaved, on an emulated cluster.
+
+    Args:
+        systems: The systems; no two have the same label.
+        settings: Bandwidths and bounds on the gradient norm.
+        session: Hosts, rounds and steps.
+        tokens: Tokens of a step, of all ranks.
+
+    Returns:
+        A row for each system and setting; :func:`refuse` looks for those that do not count.
+    """
+    from thinwire_bench.environment import num_cores
+    from thinwire_bench.systems.rows import make_rows
+    from thinwire_bench.systems.run import run
+
+    return make_rows(run(systems, settings, session), systems, tokens=tokens, cores=num_cores())
+
+
+def refuse(rows: Sequence[SystemRow]) -> None:
+    """Fail where a system did not train as the others did.
+
+    Raises:
+        BenchError: names every such system and why its rows do not count.
+    """
+    from thinwire_bench.systems.messages import BenchError
+
+    refused = {row.system: row.refused for row in rows if row.refused is not None}
+    if refused:
+        reasons = "; ".join(f"{system}: {reason}" for system, reason in refused.items())
+        raise BenchError(f"{len(refused)} of the systems refused, their rows do not count: {reasons}")
+
+
+def write_results(path: Path, content: Mapping[str, Any], *, earlier: Mapping[str, Any] | None = None) -> None:
+    """Write figures together with what a reader needs to judge and repeat them.
+
+    Args:
+        path: The JSON file.
+        content: The figures; ``environment`` and ``command`` are added to them.
+        earlier: The results that the figures come from, if nothing was measured now: environment and command are then
+            those of the earlier results, and ``again`` is the command of now.
+    """
+    from thinwire_bench.environment import describe
+
+    about: dict[str, Any] = {"environment": describe(), "command": command_line()}
+    if earlier is not None:
+        about = {key: earlier.get(key) for key in about} | {"again": command_line()}
+    path.write_text(json.dumps({**content, **about}, indent=1) + "\n", encoding="utf-8")
+
+
+def show(sheets: Iterable[Sheet]) -> None:
+    """Print tables, an empty line after each."""
+    from thinwire.report import rich_table
+
+    console = wide_console()
+    for sheet in sheets:
+        console.print(rich_table(sheet), "")
+
+
+def insert_into(page: Path, text: str, command: str) -> None:
+    """Replace the results in a page.
+
+    Args:
+        page: A Markdown file with the two marks between which the results stand.
+        text: The new results.
+        command: The command that its first mark names.
+
+    Raises:
+        UsageError: the page has no such marks.
+    """
+    from thinwire.report import insert
+
+    page.write_text(insert(page.read_text(encoding="utf-8"), text, command), encoding="utf-8")
+
+
+def markdown(sheets: Iterable[Sheet]) -> str:
+    """Tables as Markdown."""
+    from thinwire.report import markdown_table
+
+    return "\n".join(line for sheet in sheets for line in markdown_table(sheet))
+
+
+def settings_of(bandwidths: Sequence[str], clips: Sequence[str] = ("none",)) -> list[Setting]:
+    """Every bandwidth with every bound on the gradient norm; links change as seldom as possible."""
+    from thinwire.errors import SpecError
+    from thinwire.units import parse_bandwidth
+    from thinwire_bench.systems.interleave import Setting
+
+    if not bandwidths or not clips:
+        raise SpecError("bench step", ["--bandwidth and --clip each need a value; none is one"])
+    return [
+        Setting(name, None if name == "none" else parse_bandwidth(name), None if norm == "none" else _norm(norm))
+        for name in dict.fromkeys(bandwidths)
+        for norm in dict.fromkeys(clips)
+    ]
+
+
+def _norm(text: str) -> float:
+    from thinwire.errors import SpecError
+
+    try:
+        norm = float(text)
+    except ValueError:
+        norm = 0.0
+    if not 0 < norm < float("inf"):
+        raise SpecError("--clip", [f"{text!r} is not a bound on the gradient norm: valid are none and numbers above 0"])
+    return norm
+
+
+def checked_model(name: str) -> str:
+    """A model of the lab.
+
+    Raises:
+        SpecError: there is no model of that name.
+    """
+    from thinwire.errors import SpecError
+    from thinwire_bench.peers.catalog import MODELS
+
+    if name not in MODELS:
+        raise SpecError("--model", [f"there is no model {name!r}; valid are {', '.join(MODELS)}"])
+    return name
