@@ -1,5 +1,9 @@
 #include "target.hpp"
 
+#ifdef THINWIRE_X86_64
+#include <cpuid.h>
+#endif
+
 #include <atomic>
 #include <cstdlib>
 #include <stdexcept>
@@ -17,6 +21,23 @@ extern const Kernels kKernels;
 
 namespace {
 
+#ifdef THINWIRE_X86_64
+// What __builtin_cpu_supports of Clang 14 does not know: F16C, MOVBE and LZCNT, which came with AVX2 or before.
+bool has_avx2_companions() {
+    constexpr unsigned kF16c = 1U << 29;
+    constexpr unsigned kMovbe = 1U << 22;
+    constexpr unsigned kLzcnt = 1U << 5;
+    unsigned eax = 0;
+    unsigned ebx = 0;
+    unsigned ecx = 0;
+    unsigned edx = 0;
+    if (__get_cpuid(1, &eax, &ebx, &ecx, &edx) == 0 || (ecx & kF16c) == 0 || (ecx & kMovbe) == 0) {
+        return false;
+    }
+    return __get_cpuid(0x80000001, &eax, &ebx, &ecx, &edx) != 0 && (ecx & kLzcnt) != 0;
+}
+#endif
+
 struct Target {
     const char* name;
     const Kernels* kernels;
@@ -30,8 +51,7 @@ constexpr Target kTargets[] = {
     {"avx2", &avx2::kKernels,
      [] {
          return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c") && __builtin_cpu_supports("lzcnt") &&
-                __builtin_cpu_supports("movbe");
+                __builtin_cpu_supports("bmi2") && has_avx2_companions();
      }},
     {"avx512", &avx512::kKernels,
      [] {

@@ -169,29 +169,33 @@ float sign_of(std::uint32_t position) {
     return ((position * 0x9E3779B1U + 0x7F4A7C15U) >> 31) != 0 ? -1.0F : 1.0F;
 }
 
+using Vector = float __attribute__((vector_size(64)));
+using Bits = std::int32_t __attribute__((vector_size(64)));
+
+// Each lane takes its partner at kDistance, the upper lane of a pair with its own sign changed.
+template <int kDistance>
+void combine_lanes(Vector& value) {
+    constexpr auto kSign = [](int lane) { return (lane & kDistance) != 0 ? INT32_MIN : 0; };
+    constexpr Bits kUpper = {kSign(0), kSign(1), kSign(2),  kSign(3),  kSign(4),  kSign(5),  kSign(6),  kSign(7),
+                             kSign(8), kSign(9), kSign(10), kSign(11), kSign(12), kSign(13), kSign(14), kSign(15)};
+    const Vector partner = __builtin_shufflevector(
+        value, value, 0 ^ kDistance, 1 ^ kDistance, 2 ^ kDistance, 3 ^ kDistance, 4 ^ kDistance, 5 ^ kDistance,
+        6 ^ kDistance, 7 ^ kDistance, 8 ^ kDistance, 9 ^ kDistance, 10 ^ kDistance, 11 ^ kDistance, 12 ^ kDistance,
+        13 ^ kDistance, 14 ^ kDistance, 15 ^ kDistance);
+    value = partner + reinterpret_cast<Vector>(reinterpret_cast<Bits>(value) ^ kUpper);
+}
+
 // Unnormalised Walsh-Hadamard transform in place. The order of the butterflies is part of the format.
 void transform(float* x, std::int64_t block) {
-    using Vector = float __attribute__((vector_size(64)));
-    using Bits = std::int32_t __attribute__((vector_size(64)));
-    constexpr std::int32_t kSign = INT32_MIN;
     std::int64_t distance = 1;
     if (block >= 16) {
-        // Within a vector: every lane takes its partner, the upper lane of a pair with its own sign changed.
-        constexpr Bits kPartner[4] = {{1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14},
-                                      {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13},
-                                      {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11},
-                                      {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7}};
-        constexpr Bits kUpper[4] = {{0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign, 0, kSign},
-                                    {0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign, 0, 0, kSign, kSign},
-                                    {0, 0, 0, 0, kSign, kSign, kSign, kSign, 0, 0, 0, 0, kSign, kSign, kSign, kSign},
-                                    {0, 0, 0, 0, 0, 0, 0, 0, kSign, kSign, kSign, kSign, kSign, kSign, kSign, kSign}};
         for (std::int64_t i = 0; i < block; i += 16) {
             Vector value;
             __builtin_memcpy(&value, x + i, sizeof value);
-            for (int stage = 0; stage < 4; ++stage) {
-                const Vector partner = __builtin_shuffle(value, kPartner[stage]);
-                value = partner + reinterpret_cast<Vector>(reinterpret_cast<Bits>(value) ^ kUpper[stage]);
-            }
+            combine_lanes<1>(value);
+            combine_lanes<2>(value);
+            combine_lanes<4>(value);
+            combine_lanes<8>(value);
             __builtin_memcpy(x + i, &value, sizeof value);
         }
         distance = 16;

@@ -83,7 +83,7 @@ __m512i route(const std::uint8_t (&bytes)[64]) {
 
 // In each 64 bits, bit i of byte n becomes bit 7 - n of byte i.
 __m512i transpose_matrices(__m512i x) {
-    return _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(0x8040201008040201), x, 0);
+    return _mm512_gf2p8affine_epi64_epi8(_mm512_set1_epi64(static_cast<long long>(0x8040201008040201U)), x, 0);
 }
 
 Group transpose(const Group& words) {

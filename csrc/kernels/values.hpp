@@ -32,6 +32,48 @@ namespace {
     return static_cast<std::uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
 }
 
+// fp16 in and out. ARM converts in hardware. x86 does so in vectors alone (F16C, below): compilers call their library
+// for one value or, like Clang 14, have no _Float16 there, so these are bits and exact products instead (Maratyszcza,
+// FP16).
+#ifdef __aarch64__
+
+[[maybe_unused]] float float_of_fp16(std::uint16_t half) {
+    return static_cast<float>(__builtin_bit_cast(_Float16, half));
+}
+
+// To nearest even.
+[[maybe_unused]] std::uint16_t fp16_of(float value) {
+    return __builtin_bit_cast(std::uint16_t, static_cast<_Float16>(value));
+}
+
+#else
+
+[[maybe_unused]] float float_of_fp16(std::uint16_t half) {
+    constexpr std::uint32_t kSmallestNormal = 0x400U << 17;
+    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
+    const std::uint32_t magnitude = static_cast<std::uint32_t>(half) << 17;  // without the sign
+    // The exponent is moved by 224, which makes Inf and NaN of fp16 those of fp32, then by -112.
+    const float normal = value_of((magnitude >> 4) + (0xe0U << 23)) * 0x1p-112F;
+    const float denormal = value_of((magnitude >> 17) | (126U << 23)) - 0.5F;
+    const float value = magnitude < kSmallestNormal ? denormal : normal;
+    return value_of(sign | __builtin_bit_cast(std::uint32_t, value));
+}
+
+// To nearest even.
+[[maybe_unused]] std::uint16_t fp16_of(float value) {
+    const auto bits = __builtin_bit_cast(std::uint32_t, value);
+    const std::uint32_t magnitude = bits << 1;
+    // Values beyond the range become Inf here. Adding a power of two whose last place is that of the fp16 rounds.
+    const float bounded = (value_of(bits & 0x7fffffffU) * 0x1p112F) * 0x1p-110F;
+    const std::uint32_t exponent = magnitude & 0xff000000U;
+    const std::uint32_t bias = exponent < 0x71000000U ? 0x71000000U : exponent;
+    const auto sum = __builtin_bit_cast(std::uint32_t, value_of((bias >> 1) + 0x07800000U) + bounded);
+    const std::uint32_t rounded = ((sum >> 13) & 0x7c00U) + (sum & 0x0fffU);
+    return static_cast<std::uint16_t>((bits >> 16 & 0x8000U) | (magnitude > 0xff000000U ? 0x7e00U : rounded));
+}
+
+#endif
+
 template <class T>
 bool is_aligned(const void* memory) {
     return reinterpret_cast<std::uintptr_t>(memory) % alignof(T) == 0;
@@ -82,9 +124,9 @@ bool is_aligned(const void* memory) {
     }
 #endif
     for (; i < numel; ++i) {
-        _Float16 half;
+        std::uint16_t half;
         __builtin_memcpy(&half, in + 2 * i, 2);
-        out[i] = static_cast<float>(half);
+        out[i] = float_of_fp16(half);
     }
 }
 
@@ -99,7 +141,7 @@ bool is_aligned(const void* memory) {
     }
 #endif
     for (; i < numel; ++i) {
-        const auto half = static_cast<_Float16>(x[i]);
+        const std::uint16_t half = fp16_of(x[i]);
         __builtin_memcpy(to + 2 * i, &half, 2);
     }
     for (i = 0; i < numel; ++i) {

@@ -131,7 +131,7 @@ void synthesise(const Headers& headers, const Planes& planes, float* values) {
         const std::uint32_t header = headers.bits[block];
         const std::uint32_t exponent = header >> 1;
         const std::uint32_t normal = (exponent - 30) << 23;
-        const std::uint32_t denormal = (exponent >= 8) << ((exponent - 8) & 31);
+        const std::uint32_t denormal = std::uint32_t{exponent >= 8} << ((exponent - 8) & 31);
         const auto scale = __builtin_bit_cast(float, exponent > 30 ? normal : denormal);
         const std::uint32_t poison = header == kPoison ? kNaN : 0;
         for (int i = 0; i < kBlock; ++i) {

@@ -1,0 +1,86 @@
+"""Clang compiles the native codecs without a warning, and its build writes the same bytes as GCC's."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nanobind
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*.cpp") if not path.name.startswith("bind"))
+CLANG = shutil.which("clang++")
+
+pytestmark = pytest.mark.skipif(CLANG is None, reason="clang++ is not installed")
+
+
+def run(*command: str | Path, timeout: float = 500, **environment: str) -> str:
+    """The output of a command that must succeed."""
+    done = subprocess.run(
+        [*map(str, command)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | environment,
+    )
+    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+    return done.stdout + done.stderr
+
+
+def cmake(build: Path, *options: str) -> None:
+    """Configure and build with Clang, warnings as errors."""
+    tools = Path(sys.executable).parent
+    ninja = tools / "ninja"
+    run(
+        tools / "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}",
+        f"-DCMAKE_CXX_COMPILER={CLANG}", "-DTHINWIRE_WERROR=ON", *options,
+    )  # fmt: skip
+    run(ninja, "-C", build)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.relative_to(ROOT / "csrc").as_posix())
+def test_no_warning(source: Path) -> None:
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-DTHINWIRE_LIBFUZZER"]
+    targets: list[list[str]] = [[]]
+    if os.uname().machine == "x86_64":
+        avx512 = ["vbmi", "vbmi2", "vnni", "bitalg"]
+        targets = [
+            ["-DTHINWIRE_X86_64"],
+            ["-DTHINWIRE_X86_64", "-march=x86-64-v4", "-mgfni", *(f"-mavx512{name}" for name in avx512)],
+        ]
+    for target in targets:
+        run("clang++", "-fsyntax-only", *flags, *target, f"-I{ROOT / 'csrc'}", source)
+
+
+@pytest.mark.slow
+def test_same_bytes(tmp_path: Path) -> None:
+    python = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
+    cmake(tmp_path, *python)
+    (module,) = tmp_path.glob("csrc/_native*.so")
+    tests = [
+        "tests/golden/test_wire_format.py",
+        "tests/codecs/test_backends.py",
+        "tests/codecs/test_lossless_native.py",
+    ]
+    output = run(
+        sys.executable, "-m", "pytest", "-q", "-p", "native_module", *tests,
+        THINWIRE_NATIVE_MODULE=str(module),
+        PYTHONPATH=str(Path(__file__).parent),
+    )  # fmt: skip
+    assert " passed" in output
+    assert "failed" not in output
+
+
+@pytest.mark.slow
+def test_libfuzzer_finds_nothing(tmp_path: Path) -> None:
+    sanitizers = "address,undefined,float-cast-overflow"
+    cmake(tmp_path, "-DTHINWIRE_PYTHON=OFF", "-DTHINWIRE_FUZZ=ON", f"-DTHINWIRE_SANITIZE={sanitizers}")
+    output = run(tmp_path / "csrc/thinwire_fuzz", "-max_total_time=10", "-max_len=4096")
+    # The number of features grows only where the code is instrumented for coverage.
+    assert " ft: " in output
