@@ -1,4 +1,9 @@
-"""What the runtime does is what the program says: kinds, order, ranks and bytes, on every lane."""
+"""The runtime does what the program says.
+
+Two recorders that never read the program are held against it. ``recording`` notes every exchange: kind, ranks and
+bytes, by lane. A journal notes which collective started at which event, what computation waited for, and what was
+freed.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +17,7 @@ import thinwire as tw
 from thinwire.collectives.group import Record, recording
 from thinwire.program import Kind, Lane, Scope, StepProgram, axis_members
 from thinwire.sharding.api import runtime
+from thinwire.sharding.journal import Started, StepRecord
 from thinwire.sharding.unit import State
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
@@ -53,7 +59,6 @@ def train_step(model: nn.Module, optim: torch.optim.Optimizer, num_micro_batches
     tw.clip_grad_norm_(model, 1.0)
     optim.step()
     optim.zero_grad()
-    runtime(model).join_spreads()
 
 
 def expected(program: StepProgram, plan: Plan, rank: int) -> dict[Queue, list[Record]]:
@@ -81,22 +86,54 @@ def without(program: StepProgram, index: int) -> StepProgram:
     return StepProgram(program.units, program.micro_batches, operations, program.waits, program.frees)
 
 
+def written(program: StepProgram) -> StepRecord:
+    """What a program says about starts, waits and frees, in the journal's words."""
+    return StepRecord(
+        [Started(op.lane, op.axis, op.units, op.encoded, op.start, op.after) for op in program.operations],
+        {event: list(operations) for event, operations in program.waits.items()},
+        {event: list(units) for event, units in program.frees.items()},
+    )
+
+
+def in_lanes(record: StepRecord) -> dict[str, Any]:
+    """A step, comparable: lanes are queues, and what one event waits for or frees has no order."""
+    return {
+        "starts": {lane: [s._replace(after=()) for s in record.starts if s.lane is lane] for lane in Lane},
+        "after": {
+            number: sorted(str(record.starts[i][:5]) for i in started.after)
+            for number, started in enumerate(sorted(record.starts, key=lambda s: s.lane))
+        },
+        "waits": {
+            event: sorted(str(record.starts[i]._replace(after=())) for i in operations)
+            for event, operations in record.waits.items()
+        },
+        "frees": {event: sorted(units) for event, units in record.frees.items()},
+    }
+
+
 def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
-    """Train three steps on this rank and hold the third against the program; operations and bytes of it."""
+    """Train four steps on this rank and hold the last against the program; operations and bytes of it."""
     torch.manual_seed(0)
     plan = Plan.from_toml(plan_toml)
     model = tw.shard(Model(), plan)
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+    engine = runtime(model)
     for _ in range(2):
         train_step(model, optim, num_micro_batches)
-    with recording() as records:
+    with engine.lanes.keep_journal(engine.now) as journal:  # spreads are waited for a step later
         train_step(model, optim, num_micro_batches)
-    engine = runtime(model)
+        engine.lanes.drain()
+        with recording() as records:
+            train_step(model, optim, num_micro_batches)
+            engine.lanes.drain()
     program = engine.schedule.program(num_micro_batches, clip=True)
     done = by_queue(records)
     assert done == expected(program, plan, engine.rank)
     for operation in program.operations:
         assert done != expected(without(program, operation.index), plan, engine.rank), operation
+    happened, said = in_lanes(journal.step(3)), in_lanes(written(program))
+    for what, of_program in said.items():
+        assert happened[what] == of_program, what
     return len(program.operations), sum(record.sent for record in records)
 
 
@@ -146,7 +183,7 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -
 def test_every_option_of_a_plan_is_in_the_program(changes: dict[str, Any], names: tuple[str, ...]) -> None:
     plans = [Plan.preset(name, nodes=2, local=2, **changes).to_toml() for name in names]
     hpz = Plan.preset("hpz", nodes=2, local=2, secondary_reuse=True, **changes).to_toml()
-    run_ranks(4, follow_many, [*plans, hpz], 2)
+    run_ranks(4, follow_many, [*plans, hpz], 3)
 
 
 def watch_prefetch(prefetch: int, overlap: bool) -> list[list[int]]:

@@ -163,7 +163,7 @@ def memory(
     written_once = touched_only and plan.micro_batches == 1
     return Memory(
         params=states.params * padded // plan.params.ranks,
-        grads=states.grads * (share if plan.grads == plan.optimizer or written_once else padded // plan.grads.ranks),
+        grads=states.grads * (share if plan.grads_like_optimizer or written_once else padded // plan.grads.ranks),
         optimizer=states.optimizer * share,
         secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
         gathered=_gathered(plan, units),

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, axis_stride, hops
 from thinwire.program.shares import Even, padded, together
-from thinwire.program.step import Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
+from thinwire.program.step import BufferInfo, Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
 
@@ -91,256 +92,290 @@ def lower(
     Returns:
         The program of that rank. Operations, order and axes are the same on every rank.
     """
-    lowering = _Lowering(plan, units, trace or default_trace(units), rank)
+    trace = trace or default_trace(units)
+    draft = _Draft(plan, rank)
+    gathers, reductions = _Gathers(plan, units, trace, draft), _Reductions(plan, units, trace, draft)
     for micro_batch in range(micro_batches):
-        lowering.forward(micro_batch)
-        lowering.backward(micro_batch, last=micro_batch == micro_batches - 1)
-    lowering.step(clip=clip)
-    return StepProgram(
-        units=tuple(units),
-        micro_batches=micro_batches,
-        operations=tuple(lowering.operations),
-        waits={event: tuple(indices) for event, indices in lowering.waits.items()},
-        frees={event: tuple(freed) for event, freed in lowering.frees.items()},
-    )
+        gathers.forward(micro_batch)
+        reductions.begin(last=micro_batch == micro_batches - 1)
+        for phase, unit in trace.backward:
+            event = Event(phase, unit, micro_batch)
+            if phase is Phase.PRE_BACKWARD:
+                gathers.need_in_backward(event)
+            elif phase is Phase.GRADS_READY:
+                reductions.ready(unit, event)
+            else:
+                gathers.free(unit, event)
+        end = Event(Phase.BACKWARD_END, -1, micro_batch)
+        reductions.end(end)
+        gathers.free_all(end)
+    _take_step(plan, units, trace, draft, clip=clip)
+    return draft.program(units, micro_batches)
 
 
-class _Lowering:
-    """State of a step as it is played through: what is gathered, which gather brings it, what has been reduced."""
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What one operation does, apart from how much and when; the fields are those of :class:`Operation`."""
 
-    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, rank: int) -> None:
-        self.plan, self.units, self.trace, self.rank = plan, units, trace, rank
+    kind: Kind
+    lane: Lane
+    axis: Axis
+    units: tuple[int, ...]
+    encoded: bool = False
+
+
+class _Draft:
+    """The program as far as it is written: operations, and what events wait for and free."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
         self.operations: list[Operation] = []
-        self.waits: dict[Event, list[int]] = {}
-        self.frees: dict[Event, list[int]] = {}
-        self.sharded = plan.params.ranks > 1
-        self.kept = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
-        self.buckets = buckets(plan, units, trace.reduction_order)
-        self.gathers: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
-        self.secondary: set[int] = set()  # units whose secondary shard is valid
-        self.reduced: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
-        self.under_way: deque[int] = deque()  # reductions that nothing has waited for yet, oldest first
-        self.shapes = {axis: axis_shape(plan, axis) for axis in Axis}
+        self._waits: dict[Event, list[int]] = {}
+        self._frees: dict[Event, list[int]] = {}
+        self._waited: set[int] = set()
+        self._first_gathers: dict[int, list[int]] = {}  # unit -> the operations of its first gather in the step
+        self._shapes = {axis: axis_shape(plan, axis) for axis in Axis}
+        self._strides = {axis: axis_stride(plan, axis) for axis in Axis}
         self.places = {axis: axis_index(plan, axis, rank) for axis in Axis}
-        self.strides = {axis: axis_stride(plan, axis) for axis in Axis}
 
-    # -- forward -----------------------------------------------------------------------------------------------
+    def extent(self, axis: Axis) -> int:
+        """Ranks along an axis."""
+        return math.prod(self._shapes[axis])
+
+    def add(
+        self, call: _Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
+    ) -> int:
+        """Write down an operation over a vector that is cut into ``pieces``, one for each member of the axis.
+
+        Returns:
+            Its index.
+        """
+        axis = call.axis
+        sent = hops(call.kind, *self._shapes[axis], pieces, self.places[axis], sizes, self._strides[axis])
+        index = len(self.operations)
+        self.operations.append(
+            Operation(index, call.kind, call.lane, axis, call.units, sent, start, after, call.encoded)
+        )
+        if call.lane is Lane.GATHER:
+            first = self._first_gathers.setdefault(call.units[0], [index])
+            if first[-1] != index and self.operations[first[0]].start == start:
+                first.append(index)
+        return index
+
+    def add_even(self, call: _Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
+        """Write down an operation over a vector of ``numel`` elements, cut evenly among the members of the axis."""
+        count = self.extent(call.axis)
+        return self.add(call, Even(numel // count, count), sizes, start, after)
+
+    def wait(self, event: Event, operation: int) -> None:
+        """Computation waits for an operation, unless it has done so before."""
+        if operation not in self._waited:
+            self._waited.add(operation)
+            self._waits.setdefault(event, []).append(operation)
+
+    def hold_back(self, unit: int, spread: tuple[int, ...]) -> None:
+        """The first gathers of a unit start after the step before has spread it."""
+        for index in self._first_gathers.get(unit, ()):
+            self.operations[index] = replace(self.operations[index], after=spread)
+
+    def free(self, event: Event, unit: int) -> None:
+        """A unit's gathered parameters are freed."""
+        self._frees.setdefault(event, []).append(unit)
+
+    def program(self, units: Sequence[UnitInfo], micro_batches: int) -> StepProgram:
+        """All that was written down."""
+        return StepProgram(
+            units=tuple(units),
+            micro_batches=micro_batches,
+            operations=tuple(self.operations),
+            waits={event: tuple(indices) for event, indices in self._waits.items()},
+            frees={event: tuple(freed) for event, freed in self._frees.items()},
+        )
+
+
+class _Gathers:
+    """What is gathered, which gather brings it, and when it is freed."""
+
+    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
+        self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
+        self._sharded = plan.params.ranks > 1
+        self._kept = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
+        self._under_way: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
+        self._secondary: set[int] = set()  # units whose secondary shard is valid
 
     def forward(self, micro_batch: int) -> None:
-        needed = self.trace.needed
+        """Play the forward of a micro-batch."""
+        reuse = self._plan.secondary_reuse
         position = 0
-        for phase, unit in self.trace.forward:
+        for phase, unit in self._trace.forward:
             event = Event(phase, unit, micro_batch)
             if phase is Phase.PRE_FORWARD:
-                self._need(unit, event, from_secondary=self.plan.secondary_reuse)
+                self._need(unit, event, from_secondary=reuse)
                 position += 1
-                if self.plan.overlap.gather:
-                    for upcoming in self._ahead(needed, position):
-                        self._gather(upcoming, event, from_secondary=self.plan.secondary_reuse)
+                if self._plan.overlap.gather:
+                    for upcoming in self._ahead(self._trace.needed, position):
+                        self._gather(upcoming, event, from_secondary=reuse)
             else:
                 self._finish_forward(unit, event)
 
+    def need_in_backward(self, event: Event) -> None:
+        """Backward needs a unit; the next one is gathered meanwhile."""
+        order = self._trace.needed_again
+        self._need(event.unit, event, from_secondary=True)
+        if self._plan.overlap.gather and self._plan.prefetch:
+            position = order.index(event.unit) + 1
+            for upcoming in order[position : position + 1]:
+                self._gather(upcoming, event, from_secondary=True)
+
+    def free(self, unit: int, event: Event) -> None:
+        """Free a unit that is gathered."""
+        if unit in self._under_way:
+            del self._under_way[unit]
+            self._draft.free(event, unit)
+
+    def free_all(self, event: Event) -> None:
+        """Free every unit that is gathered."""
+        for unit in sorted(self._under_way):
+            self.free(unit, event)
+
     def _ahead(self, order: Sequence[int], position: int) -> Sequence[int]:
         """Units to prefetch while ``order[position - 1]`` computes: the next ones, or the next blocks' modules."""
-        if self.plan.granularity == "block":
-            return order[position : position + self.plan.prefetch]
-        blocks = list(dict.fromkeys(self.units[unit].block for unit in order[position - 1 :]))
-        near = set(blocks[: 1 + self.plan.prefetch])
-        return [unit for unit in order[position:] if self.units[unit].block in near]
+        if self._plan.granularity == "block":
+            return order[position : position + self._plan.prefetch]
+        blocks = list(dict.fromkeys(self._units[unit].block for unit in order[position - 1 :]))
+        near = set(blocks[: 1 + self._plan.prefetch])
+        return [unit for unit in order[position:] if self._units[unit].block in near]
 
     def _finish_forward(self, unit: int, event: Event) -> None:
-        if not self.sharded:
+        if not self._sharded:
             return
-        if self.plan.secondary is not None and (unit not in self.kept or self.plan.secondary_reuse):
-            self.secondary.add(unit)
-        if unit not in self.kept:
-            self._free(unit, event)
-
-    # -- backward ----------------------------------------------------------------------------------------------
-
-    def backward(self, micro_batch: int, *, last: bool) -> None:
-        order = self.trace.backward
-        ready = [unit for unit in self.trace.reduction_order if self.units[unit].trainable]
-        enclosing = self.trace.enclosing
-        for position, unit in enumerate(order):
-            event = Event(Phase.PRE_BACKWARD, unit, micro_batch)
-            self._need(unit, event, from_secondary=True)
-            if self.plan.overlap.gather and self.plan.prefetch:
-                for upcoming in order[position + 1 : position + 2]:
-                    self._gather(upcoming, event, from_secondary=True)
-            if unit not in enclosing:
-                self._finish_backward(unit, micro_batch, ready, last=last)
-        for unit in order:
-            if unit in enclosing:
-                self._finish_backward(unit, micro_batch, ready, last=last)
-        for unit in list(ready):
-            self._reduce_in_order(unit, micro_batch, ready, last=last)
-
-    def _finish_backward(self, unit: int, micro_batch: int, ready: list[int], *, last: bool) -> None:
-        if self.sharded:
-            self._free(unit, Event(Phase.GRADS_READY, unit, micro_batch))
-        if ready and ready[0] == unit:
-            self._reduce_in_order(unit, micro_batch, ready, last=last)
-
-    def _reduce_in_order(self, unit: int, micro_batch: int, ready: list[int], *, last: bool) -> None:
-        ready.remove(unit)
-        event = Event(Phase.GRADS_READY, unit, micro_batch)
-        if self._extent(Axis.PARAMS) > 1:
-            self.reduced[unit] = [
-                self._even(
-                    Kind.REDUCE_SCATTER,
-                    Lane.REDUCE,
-                    Axis.PARAMS,
-                    (unit,),
-                    buffer.numel,
-                    reduction_sizes(self.plan, Axis.PARAMS, encoded=buffer.encoded),
-                    event,
-                    encoded=buffer.encoded,
-                )
-                for buffer in self.units[unit].buffers
-                if buffer.trainable
-            ]
-            for operation in self.reduced[unit]:
-                self._reducing(operation, event, overlapped=self.plan.overlap.reduce)
-        for bucket in self.buckets:
-            if bucket[-1] == unit:
-                for encoded in (True, False):
-                    self._reduce_bucket(bucket, event, encoded=encoded, last=last)
-
-    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, encoded: bool, last: bool) -> None:
-        """Reduce what is encoded, or what is not, over the shard axis (each micro-batch if ``G`` is sharded like
-        ``OS``), then over the replicas."""
-        buffers = [b for unit in bucket for b in self.units[unit].buffers if b.trainable and b.encoded is encoded]
-        if not buffers:
-            return
-        overlapped = self.plan.overlap.sync if last else self.plan.overlap.reduce
-        after = tuple(operation for unit in bucket for operation in self.reduced.get(unit, ()))
-        every_micro_batch = self.plan.grads == self.plan.optimizer
-        pieces = together([buffer.shares for buffer in buffers])
-        if self._extent(Axis.SHARD) > 1 and (last or every_micro_batch):
-            sizes = reduction_sizes(self.plan, Axis.SHARD, encoded=encoded)
-            scattered = self._add(
-                Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, pieces, sizes, event, after, encoded=encoded
-            )
-            after = (scattered,)
-            self._reducing(scattered, event, overlapped=overlapped)
-        replicas = self._extent(Axis.REPLICA)
-        if last and replicas > 1:
-            share = pieces[self.places[Axis.SHARD]]
-            numel, sizes = padded(share, replicas), reduction_sizes(self.plan, Axis.REPLICA, encoded=encoded)
-            synced = self._even(
-                Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, numel, sizes, event, after, encoded=encoded
-            )
-            self._reducing(synced, event, overlapped=overlapped)
-
-    def _reducing(self, operation: int, event: Event, *, overlapped: bool) -> None:
-        """Computation waits for a reduction at once, or when too many others are under way."""
-        if not overlapped:
-            self._wait(event, operation)
-            return
-        self.under_way.append(operation)
-        if len(self.under_way) > UNDER_WAY:
-            self._wait(event, self.under_way.popleft())
-
-    # -- step --------------------------------------------------------------------------------------------------
-
-    def step(self, *, clip: bool) -> None:
-        event = Event(Phase.STEP, -1, 0)
-        for operation in self.operations:
-            if operation.lane in (Lane.REDUCE, Lane.SYNC):
-                self._wait(event, operation.index)
-        world = self._extent(Axis.WORLD)
-        if world > 1:
-            sizes = MessageSizes.plain(1)
-            for size in (control_bytes(self.units), *((NORM_BYTES,) if clip else ())):
-                exchange = self._even(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, (), size * world, sizes, event)
-                self._wait(event, exchange)
-        if self._extent(Axis.SHARD) > 1:
-            for unit in dict.fromkeys((*self.trace.needed, *range(len(self.units)))):
-                self._spread(unit, event)
-
-    def _spread(self, unit: int, event: Event) -> None:
-        kind = Kind.ALL_GATHER if self.plan.partition == "intra" else Kind.BROADCAST
-        for buffer in self.units[unit].buffers:
-            if buffer.trainable:
-                sizes = gather_sizes(self.plan.wire.spread, buffer)
-                operation = self._add(
-                    kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.shares, sizes, event, encoded=buffer.encoded
-                )
-                wait = Event(Phase.PRE_FORWARD, unit, 0) if self.plan.overlap.spread else event
-                self._wait(wait, operation)
-
-    # -- parts -------------------------------------------------------------------------------------------------
+        if self._plan.secondary is not None and (unit not in self._kept or self._plan.secondary_reuse):
+            self._secondary.add(unit)
+        if unit not in self._kept:
+            self.free(unit, event)
 
     def _need(self, unit: int, event: Event, *, from_secondary: bool) -> None:
         self._gather(unit, event, from_secondary=from_secondary)
-        for operation in self.gathers.get(unit, ()):
-            self._wait(event, operation)
+        for operation in self._under_way.get(unit, ()):
+            self._draft.wait(event, operation)
 
     def _gather(self, unit: int, event: Event, *, from_secondary: bool) -> None:
-        if not self.sharded or unit in self.gathers:
+        if not self._sharded or unit in self._under_way:
             return
-        axis = Axis.SECONDARY if from_secondary and unit in self.secondary else Axis.PARAMS
+        axis = Axis.SECONDARY if from_secondary and unit in self._secondary else Axis.PARAMS
         # The secondary shard holds what a gather brought: decoded once, not encoded again.
-        codec = self.plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
-        self.gathers[unit] = [
-            self._even(
-                Kind.ALL_GATHER,
-                Lane.GATHER,
-                axis,
-                (unit,),
-                buffer.numel,
-                gather_sizes(codec, buffer),
-                event,
-                encoded=buffer.encoded and axis is Axis.PARAMS,
-            )
-            for buffer in self.units[unit].buffers
-            if self._extent(axis) > 1
-        ]
+        codec = self._plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
+        self._under_way[unit] = []
+        for buffer in self._units[unit].buffers if self._draft.extent(axis) > 1 else ():
+            call = _Call(Kind.ALL_GATHER, Lane.GATHER, axis, (unit,), buffer.encoded and axis is Axis.PARAMS)
+            self._under_way[unit].append(self._draft.add_even(call, buffer.numel, gather_sizes(codec, buffer), event))
 
-    def _free(self, unit: int, event: Event) -> None:
-        if unit in self.gathers:
-            del self.gathers[unit]
-            self.frees.setdefault(event, []).append(unit)
 
-    def _even(
-        self,
-        kind: Kind,
-        lane: Lane,
-        axis: Axis,
-        units: tuple[int, ...],
-        numel: int,
-        sizes: MessageSizes,
-        event: Event,
-        after: tuple[int, ...] = (),
-        *,
-        encoded: bool = False,
-    ) -> int:
-        """An operation over a vector of ``numel`` elements, cut evenly among the members of the axis."""
-        count = self._extent(axis)
-        return self._add(kind, lane, axis, units, Even(numel // count, count), sizes, event, after, encoded=encoded)
+class _Reductions:
+    """Gradients, reduced in one order whatever the order in which they are ready, and what is under way of them."""
 
-    def _add(
-        self,
-        kind: Kind,
-        lane: Lane,
-        axis: Axis,
-        units: tuple[int, ...],
-        pieces: Sequence[int],
-        sizes: MessageSizes,
-        event: Event,
-        after: tuple[int, ...] = (),
-        *,
-        encoded: bool = False,
-    ) -> int:
-        local, nodes = self.shapes[axis]
-        sent = hops(kind, local, nodes, pieces, self.places[axis], sizes, self.strides[axis])
-        index = len(self.operations)
-        self.operations.append(Operation(index, kind, lane, axis, units, sent, event, after, encoded))
-        return index
+    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
+        self._plan, self._units, self._draft = plan, units, draft
+        self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
+        self._buckets = {bucket[-1]: bucket for bucket in buckets(plan, units, trace.reduction_order)}
+        self._over_params: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
+        self._under_way: deque[int] = deque()  # reductions that nothing has waited for yet, oldest first
+        self._pending: deque[int] = deque()
+        self._ready: set[int] = set()
+        self._last = True
 
-    def _extent(self, axis: Axis) -> int:
-        return math.prod(self.shapes[axis])
+    def begin(self, *, last: bool) -> None:
+        """The backward of a micro-batch begins."""
+        self._last = last
+        self._pending = deque(self._order)
+        self._ready.clear()
 
-    def _wait(self, event: Event, operation: int) -> None:
-        self.waits.setdefault(event, []).append(operation)
+    def ready(self, unit: int, event: Event) -> None:
+        """A unit's gradients exist: reduce it and those that waited for it, as far as it is their turn."""
+        self._ready.add(unit)
+        while self._pending and self._pending[0] in self._ready:
+            self._reduce(self._pending.popleft(), event)
+
+    def end(self, event: Event) -> None:
+        """The backward has ended: reduce what never was ready."""
+        while self._pending:
+            self._reduce(self._pending.popleft(), event)
+
+    def _reduce(self, unit: int, event: Event) -> None:
+        if self._draft.extent(Axis.PARAMS) > 1:
+            self._over_params[unit] = [
+                self._reduce_over_params(unit, buffer, event)
+                for buffer in self._units[unit].buffers
+                if buffer.trainable
+            ]
+        for bucket in (self._buckets[unit],) if unit in self._buckets else ():
+            for encoded in (True, False):
+                self._reduce_bucket(bucket, event, encoded=encoded)
+
+    def _reduce_over_params(self, unit: int, buffer: BufferInfo, event: Event) -> int:
+        call = _Call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, (unit,), buffer.encoded)
+        sizes = reduction_sizes(self._plan, Axis.PARAMS, encoded=buffer.encoded)
+        operation = self._draft.add_even(call, buffer.numel, sizes, event)
+        self._started(operation, event, overlapped=self._plan.overlap.reduce)
+        return operation
+
+    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, encoded: bool) -> None:
+        """Reduce what is encoded, or what is not, over the shard axis (each micro-batch if ``G`` is sharded like
+        ``OS``), then over the replicas."""
+        buffers = [b for unit in bucket for b in self._units[unit].buffers if b.trainable and b.encoded is encoded]
+        if not buffers:
+            return
+        overlapped = self._plan.overlap.sync if self._last else self._plan.overlap.reduce
+        after = tuple(operation for unit in bucket for operation in self._over_params.get(unit, ()))
+        pieces = together([buffer.shares for buffer in buffers])
+        if self._draft.extent(Axis.SHARD) > 1 and (self._last or self._plan.grads_like_optimizer):
+            call = _Call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, encoded)
+            sizes = reduction_sizes(self._plan, Axis.SHARD, encoded=encoded)
+            after = (self._draft.add(call, pieces, sizes, event, after),)
+            self._started(after[0], event, overlapped=overlapped)
+        replicas = self._draft.extent(Axis.REPLICA)
+        if self._last and replicas > 1:
+            call = _Call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, encoded)
+            share = pieces[self._draft.places[Axis.SHARD]]
+            sizes = reduction_sizes(self._plan, Axis.REPLICA, encoded=encoded)
+            synced = self._draft.add_even(call, padded(share, replicas), sizes, event, after)
+            self._started(synced, event, overlapped=overlapped)
+
+    def _started(self, operation: int, event: Event, *, overlapped: bool) -> None:
+        """Computation waits for a reduction at once, or for the oldest when too many are under way."""
+        if not overlapped:
+            self._draft.wait(event, operation)
+            return
+        self._under_way.append(operation)
+        if len(self._under_way) > UNDER_WAY:
+            self._draft.wait(event, self._under_way.popleft())
+
+
+def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft, *, clip: bool) -> None:
+    """Write down the end of a step: reductions are joined, ranks compare notes, updated parameters are spread."""
+    event = Event(Phase.STEP, -1, 0)
+    for operation in draft.operations:
+        if operation.lane in (Lane.REDUCE, Lane.SYNC):
+            draft.wait(event, operation.index)
+    world = draft.extent(Axis.WORLD)
+    for size in (control_bytes(units), *((NORM_BYTES,) if clip else ())) if world > 1 else ():
+        call = _Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
+        draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
+    if draft.extent(Axis.SHARD) > 1:
+        for unit in dict.fromkeys((*trace.needed, *range(len(units)))):
+            _spread(plan, unit, units[unit], draft, needed=unit in trace.needed)
+
+
+def _spread(plan: Plan, unit: int, info: UnitInfo, draft: _Draft, *, needed: bool) -> None:
+    """Spread a unit's updated parameters. The next step's first gather of the unit and its first forward wait."""
+    event = Event(Phase.STEP, -1, 0)
+    kind = Kind.ALL_GATHER if plan.partition == "intra" else Kind.BROADCAST
+    spread = []
+    for buffer in info.buffers:
+        if buffer.trainable:
+            call = _Call(kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.encoded)
+            spread.append(draft.add(call, buffer.shares, gather_sizes(plan.wire.spread, buffer), event))
+    overlapped = plan.overlap.spread and needed
+    for operation in spread:
+        draft.wait(Event(Phase.PRE_FORWARD, unit, 0) if overlapped else event, operation)
+    if overlapped:
+        draft.hold_back(unit, tuple(spread))

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from thinwire.program.mesh import Axis, Hop, Kind, Scope
 from thinwire.program.shares import compact
 
-__all__ = ["BufferInfo", "Event", "Lane", "Operation", "Phase", "StepProgram", "Trace", "UnitInfo"]
+__all__ = ["BufferInfo", "Event", "Lane", "Moment", "Operation", "Phase", "StepProgram", "Trace", "UnitInfo"]
 
 
 class Lane(StrEnum):
@@ -35,6 +35,11 @@ class Phase(StrEnum):
     POST_FORWARD = "post_forward"
     PRE_BACKWARD = "pre_backward"
     GRADS_READY = "grads_ready"
+    """The last gradient of the unit's parameters exists."""
+    POST_BACKWARD = "post_backward"
+    """Nothing reads the unit's parameters any more in this backward."""
+    BACKWARD_END = "backward_end"
+    """The backward of the whole model has ended."""
     STEP = "step"
 
 
@@ -97,29 +102,51 @@ class UnitInfo:
         return sum(buffer.numel * buffer.itemsize for buffer in self.buffers)
 
 
+Moment = tuple[Phase, int]
+"""An event of any one micro-batch: its phase and its unit."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The order in which units ran: what the prefetch follows.
+    """The order in which the units of one micro-batch ran. Prefetching follows it.
 
     Attributes:
-        forward: ``(PRE_FORWARD | POST_FORWARD, unit)`` pairs of one micro-batch.
-        backward: units in the order in which backward first needed them.
+        forward: moments of phases ``PRE_FORWARD`` and ``POST_FORWARD``.
+        backward: moments of phases ``PRE_BACKWARD`` (when backward first needs a unit), ``GRADS_READY`` and
+            ``POST_BACKWARD``. A unit without one of the latter two is reduced, or freed, when the backward ends.
     """
 
-    forward: tuple[tuple[Phase, int], ...]
-    backward: tuple[int, ...]
+    forward: tuple[Moment, ...]
+    backward: tuple[Moment, ...]
 
     @staticmethod
-    def of_forward(forward: Iterable[tuple[Phase, int]]) -> Trace:
-        """A trace whose backward runs against the order in which units finished their forward."""
-        events = tuple(forward)
-        finished = [unit for phase, unit in reversed(events) if phase is Phase.POST_FORWARD]
-        return Trace(events, tuple(dict.fromkeys(finished)))
+    def of_forward(forward: Iterable[Moment]) -> Trace:
+        """A trace whose backward runs against the order in which units finished their forward.
+
+        Units that enclose others have their gradients at the end of the backward.
+        """
+        trace = Trace(tuple(forward), ())
+        finished = dict.fromkeys(unit for phase, unit in reversed(trace.forward) if phase is Phase.POST_FORWARD)
+        enclosing = trace.enclosing if trace.forward else frozenset[int]()
+        backward: list[Moment] = []
+        for unit in finished:
+            backward.append((Phase.PRE_BACKWARD, unit))
+            if unit not in enclosing:
+                backward += [(Phase.GRADS_READY, unit), (Phase.POST_BACKWARD, unit)]
+        for unit in finished:
+            if unit in enclosing:
+                backward += [(Phase.GRADS_READY, unit), (Phase.POST_BACKWARD, unit)]
+        return Trace(trace.forward, tuple(backward))
 
     @property
     def needed(self) -> tuple[int, ...]:
         """Units in the order in which the forward needs them, repeats included."""
         return tuple(unit for phase, unit in self.forward if phase is Phase.PRE_FORWARD)
+
+    @property
+    def needed_again(self) -> tuple[int, ...]:
+        """Units in the order in which the backward first needs them."""
+        return tuple(unit for phase, unit in self.backward if phase is Phase.PRE_BACKWARD)
 
     @property
     def reduction_order(self) -> tuple[int, ...]:
@@ -134,7 +161,7 @@ class Trace:
 
     @property
     def enclosing(self) -> frozenset[int]:
-        """Units of the tail that began before its last one: their gradients are ready at the end of the backward."""
+        """Units of the tail that began before its last one."""
         return self.tail - {self.needed[-1]}
 
 
@@ -150,7 +177,7 @@ class Operation:
         units: the units whose data it carries.
         hops: what this rank sends, inside and across nodes.
         start: the event that starts it.
-        after: operations on other lanes whose result it needs.
+        after: operations on other lanes whose result it needs. Spreads among them are those of the step before.
         encoded: whether the plan's codecs apply to what it carries.
     """
 
@@ -180,8 +207,9 @@ class StepProgram:
         units: the units it was lowered for.
         micro_batches: forward/backward passes of the step.
         operations: every collective, in the order in which one rank starts them.
-        waits: operations an event needs to have finished before computation goes on.
-        frees: units whose gathered parameters an event lets go.
+        waits: operations that computation waits for at an event, after it has started what starts there. Each
+            operation is waited for once.
+        frees: units whose gathered parameters are freed at an event.
     """
 
     units: tuple[UnitInfo, ...]

@@ -30,7 +30,7 @@ class Topology:
             axis_extent(plan, axis)[1].ranks // axis_extent(plan, axis)[0].ranks
             for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
         )
-        self.scatter_always = self.shard > 1 and plan.grads == plan.optimizer
+        self.scatter_always = self.shard > 1 and plan.grads_like_optimizer
         self.wire_dtype: torch.dtype = getattr(torch, plan.effective_reduce_dtype)
         self.mean = plan.grad_reduce == "mean"
 

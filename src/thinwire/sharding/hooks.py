@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
@@ -109,6 +110,10 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
     return hook
 
 
+_FOLLOWERS: Final = "_thinwire_followers"
+"""Attribute of a unit's output: what to do, before backward reaches the unit, about those that took the output."""
+
+
 def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -> bool:
     """Arrange for ``pre_backward`` at the first gradient of an output, and for ``post_backward`` when the inputs'
     gradients exist. Returns whether a backward that needs the unit is sure to announce itself."""
@@ -124,8 +129,10 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
     will_leave = bool(inner) or stays
     announced_in = -1  # which backward: a graph that is retained sees several
 
-    def pre_backward(_grad: torch.Tensor) -> None:
+    def pre_backward(_grad: torch.Tensor, followers: list[Callable[[Any], None]]) -> None:
         nonlocal announced_in
+        for leave in followers:
+            leave(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
             runtime.pre_backward(unit.index, will_leave=will_leave)
@@ -135,11 +142,19 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
             runtime.post_backward(unit.index)
 
     for tensor in outputs:
-        tensor.register_hook(pre_backward)
+        followers: list[Callable[[Any], None]] = []
+        tensor.register_hook(functools.partial(pre_backward, followers=followers))
+        setattr(tensor, _FOLLOWERS, followers)
     if stays:
         return True
     if len(inner) == 1:
-        inner[0].register_hook(post_backward)
+        # The gradient at which backward leaves this unit is often that at which it reaches the one before. A hook of
+        # its own would run after that unit's, which gathers more: memory would hold one unit too many.
+        before: list[Callable[[Any], None]] | None = getattr(inner[0], _FOLLOWERS, None)
+        if before is None:
+            inner[0].register_hook(post_backward)
+        else:
+            before.append(post_backward)
     elif inner:
         torch.autograd.graph.register_multi_grad_hook(inner, post_backward)
     return True

@@ -13,26 +13,30 @@ lifetime of buffers in flight live in this file only. The rules:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import queue
 import sys
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, final
 
 import torch
 
 from thinwire.collectives.group import DEFAULT_TIMEOUT
 from thinwire.collectives.moves import TRANSFERS, Move, Moves, Stage
+from thinwire.program import Axis, Event
 from thinwire.program import Lane as LaneName
 from thinwire.program.timeline import COMPUTE, WAITING, Timeline
+from thinwire.sharding.journal import Journal, Load
 
 __all__ = ["Lanes", "Mark", "Ticket"]
 
 Body = Callable[[], None]
 Mark = float | torch.cuda.Event | None
+UNNAMED = Load("", Axis.WORLD)
 
 
 class Ticket(ABC):
@@ -46,9 +50,21 @@ class Ticket(ABC):
     def done(self) -> bool:
         """Whether it has finished, without waiting."""
 
+    @abstractmethod
+    def raise_error(self) -> None:
+        """Raise the body's error, if it has finished with one; waits for nothing."""
+
 
 class _Worker(ABC):
     """What runs the bodies of one stage of a lane."""
+
+    def __init__(self, name: str, recorder: _Recorder) -> None:
+        self.name, self._recorder = name, recorder
+
+    def waited_for(self, ticket: Ticket) -> None:
+        """Computation waits for a ticket."""
+        if (journal := self._recorder.journal) is not None:
+            journal.waited(ticket)
 
     @abstractmethod
     def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket: ...
@@ -100,10 +116,14 @@ class _ThreadTicket(Ticket):
     def join(self) -> None:
         """Wait without counting the time as exposed (another lane waits, not computation)."""
         self.finished()
+        self.raise_error()
+
+    def raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def wait(self) -> None:
+        self._worker.waited_for(self)
         if not self._finished:
             started = time.perf_counter()
             self.finished()
@@ -169,9 +189,8 @@ class _ThreadWorker(_Worker):
     """One model's use of a stage of a lane on CPU."""
 
     def __init__(self, name: str, recorder: _Recorder) -> None:
+        super().__init__(name, recorder)
         self.waited = self.spent = 0.0
-        self.name = name
-        self._recorder = recorder
         self._last: _ThreadTicket | None = None
 
     def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket:
@@ -216,6 +235,7 @@ class _StreamTicket(Ticket):
         self._body, self._after = body, tuple(after)
 
     def wait(self) -> None:
+        self._worker.waited_for(self)
         compute = torch.cuda.current_stream(self._worker.device)
         if not self.done():
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -231,6 +251,9 @@ class _StreamTicket(Ticket):
             return False
         self._release()
         return True
+
+    def raise_error(self) -> None:
+        pass  # a body runs when it is submitted, and raises there
 
     def _release(self) -> None:
         """Let go of the memory of this body, and of those that it has waited for."""
@@ -270,8 +293,8 @@ class _StreamWorker(_Worker):
     """A stage of a lane on CUDA: one stream of high priority, fed by the compute thread."""
 
     def __init__(self, name: str, device: torch.device, recorder: _Recorder) -> None:
-        self.name, self.device = name, device
-        self._recorder = recorder
+        super().__init__(name, recorder)
+        self.device = device
         self._stalls, self._bodies = _Stopwatch(), _Stopwatch()
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._flying: deque[_StreamTicket] = deque()
@@ -332,6 +355,7 @@ class _Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self.timeline: Timeline | None = None
+        self.journal: Journal | None = None
         self._device = device
         self._origin: torch.cuda.Event | None = None
         self._events: list[tuple[str, str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -399,7 +423,7 @@ class Lanes:
         work: Moves | Body,
         *,
         after: Sequence[Ticket] = (),
-        label: str = "",
+        load: Load = UNNAMED,
     ) -> Ticket:
         """Queue a collective, or a body that is all of one.
 
@@ -407,15 +431,16 @@ class Lanes:
             lane: where it runs; moves of one stage of a lane run one after another.
             work: the moves, at least one, or a body. They must not allocate what outlives them.
             after: tickets it needs.
-            label: what to call it in timelines.
+            load: what it carries, for timelines and journals.
         """
-        if not self._stages and lane in self._newest:
-            after = (*after, self._newest[lane])
+        needed = (*after, self._newest[lane]) if not self._stages and lane in self._newest else after
         for move in work if isinstance(work, Moves) else (Move(Stage.SCATTER_INSIDE, work),):
-            ticket = self._worker(lane, move.stage).submit(move.body, after, label)
-            after = (ticket,)
+            ticket = self._worker(lane, move.stage).submit(move.body, needed, load.label)
+            needed = (ticket,)
         if not self._stages:
             self._newest[lane] = ticket
+        if (journal := self._recorder.journal) is not None:
+            journal.started(lane, load, ticket, tuple(after))
         return ticket
 
     def exposed(self) -> dict[LaneName, float]:
@@ -442,6 +467,24 @@ class Lanes:
     def stop_timeline(self) -> None:
         """Stop recording; the timeline is complete then."""
         self._recorder.stop()
+
+    @property
+    def journal(self) -> Journal | None:
+        """Where to note what happens, while somebody wants to know."""
+        return self._recorder.journal
+
+    @contextlib.contextmanager
+    def keep_journal(self, now: Callable[[], tuple[int, Event]]) -> Iterator[Journal]:
+        """Note what starts, what computation waits for and what is freed.
+
+        Args:
+            now: the number of the present step, and its event.
+        """
+        self._recorder.journal = journal = Journal(now)
+        try:
+            yield journal
+        finally:
+            self._recorder.journal = None
 
     def mark(self) -> Mark:
         """This moment of computation; ``None`` while no timeline is recorded."""

@@ -18,8 +18,9 @@ from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import UNDER_WAY, Lane, UnitInfo, buckets, padded
+from thinwire.program import UNDER_WAY, Axis, Lane, UnitInfo, buckets, padded
 from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
+from thinwire.sharding.journal import Load
 from thinwire.sharding.lanes import Lanes, Ticket
 from thinwire.sharding.seeds import Seeds
 from thinwire.spec import Plan
@@ -347,7 +348,9 @@ class Reducer:
         after: Sequence[Ticket] = (),
     ) -> Ticket:
         label = f"{what} {', '.join(gradient.name for gradient, _ in bucket)}"
-        ticket = self._lanes.submit(lane, moves, after=after, label=label)
+        axis = {"reduce": Axis.PARAMS, "scatter": Axis.SHARD, "sync": Axis.REPLICA}[what]
+        load = Load(label, axis, tuple(gradient.unit for gradient, _ in bucket), bucket[0][0].layout.encoded)
+        ticket = self._lanes.submit(lane, moves, after=after, load=load)
         if not overlapped:
             ticket.wait()
             return ticket
@@ -394,7 +397,7 @@ def _finished(ticket: Ticket) -> bool:
     """Whether a reduction is over; raises its error as soon as it is known."""
     if not ticket.done():
         return False
-    ticket.wait()
+    ticket.raise_error()
     return True
 
 

@@ -20,10 +20,11 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import NORM_BYTES, Axis, Kind, Lane, Phase, Scope, control_bytes
+from thinwire.program import NORM_BYTES, Axis, Event, Kind, Lane, Phase, Scope, control_bytes
 from thinwire.sharding.encoding import PlanCodecs
 from thinwire.sharding.fragments import OwnedFragment, own_fragments
 from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.journal import Load
 from thinwire.sharding.lanes import Lanes, Mark
 from thinwire.sharding.local import Part, Slice
 from thinwire.sharding.reducer import Reducer
@@ -111,6 +112,7 @@ class Runtime:
             seeds,
         )
         self.agreement: Agreement | None = None
+        self._at: tuple[Phase, int] = (Phase.STEP, -1)
         self._first_bit = self._number_parameters()
         self._used = bytearray(sum(info.parameters for info in infos))
         self._used_before = bytes(self._used)
@@ -135,6 +137,10 @@ class Runtime:
     def num_steps(self, value: int) -> None:
         self.seeds.step = value
 
+    def now(self) -> tuple[int, Event]:
+        """The number of the present step, and the event that was reported last."""
+        return self.num_steps, Event(*self._at, self.schedule.micro_batch)
+
     # -- events, as hooks report them --------------------------------------------------------------------------
 
     def pre_forward(self, index: int) -> None:
@@ -152,6 +158,7 @@ class Runtime:
                 self.units[upcoming].start_gather(from_secondary=False)
             unit.need(from_secondary=False)
             return
+        self._at = Phase.PRE_FORWARD, index
         reuse = self.plan.secondary_reuse
         unit.start_gather(from_secondary=reuse)
         for upcoming in self.schedule.forward_event(Phase.PRE_FORWARD, index):
@@ -172,6 +179,7 @@ class Runtime:
         if not torch.is_grad_enabled():
             self._free(unit)
             return
+        self._at = Phase.POST_FORWARD, index
         self.lanes.computed("forward", unit.name, self._began[index])
         self.schedule.forward_event(Phase.POST_FORWARD, index)
         if not unit.sharded:
@@ -228,6 +236,8 @@ class Runtime:
         self._enter_backward()
         self._used[self._first_bit[index] + slot] = 1
         if self.reducer.collect(index, slot, grad):
+            self._at = Phase.GRADS_READY, index
+            self.schedule.note_backward(Phase.GRADS_READY, index)
             self.lanes.computed("backward", self.units[index].name, self._began[index])
             self.reducer.ready(index)
             # Frozen weights may be needed after the last gradient of a unit, but only on the way to its inputs.
@@ -241,17 +251,22 @@ class Runtime:
 
     def _free_if_left(self, index: int) -> None:
         if self._open_calls[index] <= 0:
-            self._free(self.units[index])
+            self._at = Phase.POST_BACKWARD, index
+            if self._free(self.units[index]):
+                self.schedule.note_backward(Phase.POST_BACKWARD, index)
 
-    def _free(self, unit: Unit) -> None:
-        if not self.whole and not self._graphs_of_graphs and unit.index not in self._read_elsewhere:
-            unit.free()
+    def _free(self, unit: Unit) -> bool:
+        """Free a unit's gathered parameters, unless somebody still needs them; whether it was freed."""
+        if self.whole or self._graphs_of_graphs or unit.index in self._read_elsewhere:
+            return False
+        return unit.free()
 
     def recomputing(self) -> bool:
         """Whether a backward is running on this thread, so that a forward is a recomputation."""
         return torch._C._current_graph_task_id() != -1
 
     def _need_in_backward(self, index: int) -> None:
+        self._at = Phase.PRE_BACKWARD, index
         unit = self.units[index]
         unit.start_gather(from_secondary=True)
         for upcoming in self.schedule.backward_event(index):
@@ -276,6 +291,7 @@ class Runtime:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._at = Phase.BACKWARD_END, -1
         if self.schedule.last and not self.has_optimizer:
             self._note_unused_gradients()
         self._graphs_of_graphs &= self._creates_graph
@@ -323,6 +339,7 @@ class Runtime:
             MismatchError: if two ranks ran units in a different order or took a different number of steps.
             UsageError: on every rank, if the backward of the last micro-batch is missing on any.
         """
+        self._at = Phase.STEP, -1
         if self.agreement is None:
             self._forget_failed_backward()
             # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
@@ -386,14 +403,14 @@ class Runtime:
         self._graphs_of_graphs = False
         for index in self.schedule.spread_order() if group.size > 1 else ():
             unit = self.units[index]
-            for buffer in unit.buffers:
+            for number, buffer in enumerate(unit.buffers):
                 if buffer.layout.trainable:
                     seed = self.seeds.of_unit(Lane.SPREAD, index)
                     codec = self.codecs.spread if buffer.layout.encoded else None
                     update = None
                     if self._spreads_difference(buffer):
                         codec, update = (None, None) if exactly else (codec, buffer.master)
-                    unit.spread(_spread(group, buffer, self.plan, codec, update, seed))
+                    unit.spread(number, _spread(group, buffer, self.plan, codec, update, seed))
             if not self.plan.overlap.spread:
                 unit.join_spread()
         self._begin_step()
@@ -524,6 +541,10 @@ class Runtime:
         row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
         table.view(group.size, -1)[group.index].copy_(row)
         all_gather(group, table).perform()
+        if (journal := self.lanes.journal) is not None and group.size > 1:
+            exchange = object()  # performed here and now: started and waited for at once
+            journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
+            journal.waited(exchange)
         rows = table.view(group.size, -1)
         by_rank = [rows[_index_of(self.plan, rank)] for rank in range(group.size)]
         return [bytes(row.numpy()) for row in by_rank]

@@ -40,6 +40,7 @@ class Schedule:
     def __init__(self, plan: Plan, infos: Sequence[UnitInfo], rank: int) -> None:
         self.plan, self.infos, self.rank = plan, infos, rank
         self.trace: Trace | None = None
+        self._expected: tuple[int, ...] = ()
         self.order_hash = 0
         self.micro_batch = 0
         self.last = True
@@ -48,7 +49,8 @@ class Schedule:
         self._kept: frozenset[int] = frozenset()
         self._forward: list[tuple[Phase, int]] = []
         self._parked: dict[int, list[tuple[Phase, int]]] = {}
-        self._backward: list[int] = []
+        self._backward: list[tuple[Phase, int]] = []
+        self._needed: list[int] = []
         self._deviated = False
         self._reported = False
 
@@ -70,17 +72,22 @@ class Schedule:
 
     def backward_event(self, unit: int) -> tuple[int, ...]:
         """Backward needs a unit (again); returns the units whose gather the program starts now."""
-        if unit in self._backward:
+        if unit in self._needed:
             return ()
-        position = len(self._backward)
-        self._backward.append(unit)
+        position = len(self._needed)
+        self._needed.append(unit)
+        self._backward.append((Phase.PRE_BACKWARD, unit))
         self._hash(Phase.PRE_BACKWARD, unit)
         if self.trace is None or self._deviated:
             return ()
-        if position >= len(self.trace.backward) or self.trace.backward[position] != unit:
+        if position >= len(self._expected) or self._expected[position] != unit:
             self._deviate()
             return ()
         return self._gathers(Phase.PRE_BACKWARD, unit)
+
+    def note_backward(self, phase: Phase, unit: int) -> None:
+        """A unit's gradients exist, or backward has left it: part of the trace, though no cursor follows it."""
+        self._backward.append((phase, unit))
 
     def note_evaluation(self, unit: int) -> None:
         """A gather of an evaluation: it moves no cursor, but ranks that gather different units must be found out."""
@@ -96,11 +103,10 @@ class Schedule:
     def end_backward(self) -> None:
         """A micro-batch is complete: adopt its trace if there is none, or if it was another one."""
         complete = bool(self._forward) and bool(self._backward)
-        seen = Trace(tuple(self._forward), tuple(self._backward))
-        if complete and (self.trace is None or self._deviated or seen != self.trace):
+        if complete and not self._follows_trace():
             if self.trace is not None and not self._deviated:
                 self._deviate()
-            self._adopt(seen)
+            self._adopt(Trace(tuple(self._forward), tuple(self._backward)))
         self._restart()
 
     def select(self, micro_batch: int, *, last: bool) -> None:
@@ -163,8 +169,14 @@ class Schedule:
         self._programs.clear()
         self._tables.clear()
 
+    def _follows_trace(self) -> bool:
+        """Whether the micro-batch needed the trace's units in its order, to the end."""
+        if self.trace is None or self._deviated:
+            return False
+        return len(self._forward) == len(self.trace.forward) and len(self._needed) == len(self._expected)
+
     def _adopt(self, trace: Trace) -> None:
-        self.trace = trace
+        self.trace, self._expected = trace, trace.needed_again
         self._tables.clear()
         self._kept = trace.tail if self.plan.keep_gathered == "last" else frozenset()
 
@@ -199,6 +211,7 @@ class Schedule:
     def _restart(self) -> None:
         self._forward.clear()
         self._backward.clear()
+        self._needed.clear()
         self._deviated = False
 
     def _hash(self, phase: Phase, unit: int) -> None:

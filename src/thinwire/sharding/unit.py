@@ -21,7 +21,8 @@ from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
-from thinwire.program import Lane, UnitInfo
+from thinwire.program import Axis, Lane, UnitInfo
+from thinwire.sharding.journal import Load
 from thinwire.sharding.lanes import Lanes, Ticket
 from thinwire.sharding.layout import FlatLayout, Run
 from thinwire.sharding.local import set_local
@@ -121,7 +122,9 @@ class Unit:
         self._lanes, self._params, self._secondary = lanes, params, secondary
         self._codec, self._seeds = codec, seeds
         self._gather: list[Ticket] = []
-        self._label = f"gather {self.name}"
+        self._spread_loads = self._loads("spread", Axis.SHARD)
+        self._shard_loads = self._loads("gather", Axis.PARAMS)
+        self._secondary_loads = self._loads("gather", Axis.SECONDARY, encoded=False)
         if self.sharded:
             for buffer in buffers:
                 buffer.restore()  # collectives are made of views, which need the memory that they will see
@@ -157,15 +160,16 @@ class Unit:
         for buffer in self.buffers:
             buffer.restore()
         self.exact = exact or self._codec is None
+        loads = self._shard_loads
         if from_secondary and self.secondary_valid:
-            collectives = self._from_secondary
+            collectives, loads = self._from_secondary, self._secondary_loads
         elif self._codec is None or exact:
             collectives = self._from_shard
         else:
             # Made anew each time: a unit that is not on its way keeps no memory for messages.
             collectives = [self._encoded_gather(buffer, self._codec) for buffer in self.buffers]
-        for moves in collectives:
-            self._gather.append(self._lanes.submit(Lane.GATHER, moves, after=self._spreads, label=self._label))
+        for moves, load in zip(collectives, loads, strict=True):
+            self._gather.append(self._lanes.submit(Lane.GATHER, moves, after=self._spreads, load=load))
         self.state = State.GATHERING
 
     def need(self, *, from_secondary: bool) -> None:
@@ -180,10 +184,10 @@ class Unit:
             self.state = State.GATHERED
         self.join_spread()
 
-    def free(self) -> None:
-        """gathering or gathered -> sharded; drains a gather that nobody needed."""
+    def free(self) -> bool:
+        """gathering or gathered -> sharded; drains a gather that nobody needed. Whether anything was freed."""
         if not self.sharded or self.state is State.SHARDED:
-            return
+            return False
         for ticket in self._gather:
             ticket.wait()
         self._gather.clear()
@@ -191,6 +195,9 @@ class Unit:
             buffer.show(whole=False)
             buffer.release()
         self.state = State.SHARDED
+        if (journal := self._lanes.journal) is not None:
+            journal.freed(self.index)
+        return True
 
     def keep_secondary(self) -> None:
         """Copy this rank's part of the gathered parameters into the secondary shard, unless it is still valid."""
@@ -201,9 +208,9 @@ class Unit:
             buffer.secondary.copy_(_piece(buffer.full, self._secondary))
         self.secondary_valid = True
 
-    def spread(self, moves: Moves) -> None:
-        """Start spreading one of the buffers; what is gathered next waits for it."""
-        self._spreads.append(self._lanes.submit(Lane.SPREAD, moves, label=f"spread {self.name}"))
+    def spread(self, number: int, moves: Moves) -> None:
+        """Start spreading the buffer of that number; what is gathered next waits for it."""
+        self._spreads.append(self._lanes.submit(Lane.SPREAD, moves, load=self._spread_loads[number]))
 
     def join_spread(self) -> None:
         """Wait until the parameters of the last step have arrived."""
@@ -219,6 +226,10 @@ class Unit:
             for parameter in buffer.parameters:
                 # An old graph that is still alive would compute with new values: make torch notice.
                 torch.autograd.graph.increment_version(parameter)
+
+    def _loads(self, what: str, axis: Axis, *, encoded: bool = True) -> list[Load]:
+        label = f"{what} {self.name}"
+        return [Load(label, axis, (self.index,), encoded and buffer.layout.encoded) for buffer in self.buffers]
 
     def _encoded_gather(self, buffer: FlatBuffer, codec: Codec) -> Moves:
         if not buffer.layout.encoded:

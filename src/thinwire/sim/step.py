@@ -9,7 +9,7 @@ follows from the difference between two and three.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
@@ -210,7 +210,6 @@ class _Player:
         self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
         self._clock = Clock()
         self._moves = _memoised_moves(plan, program, pricing)
-        self._spread_of = _by_unit(op for op in program.operations if op.lane is Lane.SPREAD)
         self._runs: dict[int, _Run] = {}
         self._queues: dict[tuple[Lane, str], deque[_Run]] = {}
         self._busy_queues: set[tuple[Lane, str]] = set()
@@ -284,11 +283,7 @@ class _Player:
         run = _Run(operation, deque(self._moves[index]), 0)
         self._runs[index] = run
         self._carry(operation, 1)
-        needed = [self._runs[other] for other in operation.after]
-        if operation.lane is Lane.GATHER:
-            spreads = (self._spread_of.get(unit, ()) for unit in operation.units)
-            needed += [self._runs[i] for found in spreads for i in found]
-        for other in needed:
+        for other in (self._runs[index] for index in operation.after):
             if not other.ended:
                 run.needs += 1
                 other.then.append(lambda: self._freed(run))
@@ -389,14 +384,6 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
     return found
 
 
-def _by_unit(operations: Iterable[Operation]) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for operation in operations:
-        for unit in operation.units:
-            found.setdefault(unit, []).append(operation.index)
-    return found
-
-
 # -- what computation does ---------------------------------------------------------------------------------------
 
 
@@ -438,16 +425,13 @@ def _forward(
 def _backward(
     program: StepProgram, trace: Trace, seconds: Sequence[float], kept: Sequence[int], micro_batch: int
 ) -> Iterator[_Instruction]:
-    enclosing = trace.enclosing
-    for unit in trace.backward:
-        yield from _reach(program, Event(Phase.PRE_BACKWARD, unit, micro_batch))
-        yield _Compute(seconds[unit], f"backward {program.units[unit].name or '(root)'}")
-        if kept:
-            yield _Hold(ACTIVATIONS, -kept[unit])
-        if unit not in enclosing:
-            yield from _reach(program, Event(Phase.GRADS_READY, unit, micro_batch))
-    for unit in (unit for unit in trace.backward if unit in enclosing):
-        yield from _reach(program, Event(Phase.GRADS_READY, unit, micro_batch))
+    for phase, unit in trace.backward:
+        yield from _reach(program, Event(phase, unit, micro_batch))
+        if phase is Phase.PRE_BACKWARD:
+            yield _Compute(seconds[unit], f"backward {program.units[unit].name or '(root)'}")
+            if kept:
+                yield _Hold(ACTIVATIONS, -kept[unit])
+    yield from _reach(program, Event(Phase.BACKWARD_END, -1, micro_batch))
 
 
 def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:

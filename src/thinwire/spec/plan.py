@@ -230,6 +230,11 @@ class Plan(Spec):
         """The dtype in which gradients cross the wire."""
         return self.reduce_dtype or self.compute_dtype
 
+    @property
+    def grads_like_optimizer(self) -> bool:
+        """Whether ``G`` is sharded like ``OS``: then every micro-batch reduces its gradients to optimizer shares."""
+        return self.grads == self.optimizer
+
     @classmethod
     def preset(cls, name: str, *, nodes: int, local: int, group: Factor | str | None = None, **overrides: Any) -> Plan:
         """A classic system's plan on a mesh of ``nodes`` nodes of ``local`` ranks.
