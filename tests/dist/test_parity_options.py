@@ -125,7 +125,7 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: i
     with (
         mock.patch.object(Subgroup, "gather", held_up(Subgroup.gather)),
         mock.patch.object(Subgroup, "exchange", held_up(Subgroup.exchange)),
-        mock.patch("thinwire.sharding.reducer.UNDER_WAY", under_way),
+        mock.patch("thinwire.program.lower.UNDER_WAY", under_way),
     ):
         loss.backward()
         if lane is Lane.SPREAD:

@@ -64,8 +64,8 @@ def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[st
         data = list(batches(world, micro_batches, 1)[0][:, rank])
         step(model, optimizer, data, loss_of)  # finds out the order of the units
         sent = step(model, optimizer, data, loss_of)
-        schedule = runtime(model).schedule
-        program = lower(plan, schedule.infos, micro_batches=micro_batches, trace=schedule.trace, rank=rank, clip=True)
+        programs = runtime(model).schedule.programs
+        program = lower(plan, programs.infos, micro_batches=micro_batches, trace=programs.trace, rank=rank, clip=True)
         traffic = program.traffic()
         predicted = {str(lane): {str(scope): n for scope, n in traffic[lane].items()} for lane in Lane}
         found[name] = (sent, predicted)

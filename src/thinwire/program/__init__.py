@@ -27,6 +27,7 @@ from thinwire.program.step import (
     Trace,
     UnitInfo,
 )
+from thinwire.program.turns import Turn, reduction_turns
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "Scope",
     "StepProgram",
     "Trace",
+    "Turn",
     "UnitInfo",
     "axis_extent",
     "axis_index",
@@ -63,5 +65,6 @@ __all__ = [
     "lower",
     "node_order",
     "padded",
+    "reduction_turns",
     "together",
 ]

@@ -321,20 +321,23 @@ class _Reductions:
     def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, encoded: bool) -> None:
         """Reduce what is encoded, or what is not, over the shard axis (each micro-batch if ``G`` is sharded like
         ``OS``), then over the replicas."""
-        buffers = [b for unit in bucket for b in self._units[unit].buffers if b.trainable and b.encoded is encoded]
-        if not buffers:
+        carried = [
+            (unit, b) for unit in bucket for b in self._units[unit].buffers if b.trainable and b.encoded is encoded
+        ]
+        if not carried:
             return
+        units, buffers = tuple(dict.fromkeys(unit for unit, _ in carried)), [buffer for _, buffer in carried]
         overlapped = self._plan.overlap.sync if self._last else self._plan.overlap.reduce
         after = tuple(operation for unit in bucket for operation in self._over_params.get(unit, ()))
         pieces = together([buffer.shares for buffer in buffers])
         if self._draft.extent(Axis.SHARD) > 1 and (self._last or self._plan.grads_like_optimizer):
-            call = _Call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, encoded)
+            call = _Call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, units, encoded)
             sizes = reduction_sizes(self._plan, Axis.SHARD, encoded=encoded)
             after = (self._draft.add(call, pieces, sizes, event, after),)
             self._started(after[0], event, overlapped=overlapped)
         replicas = self._draft.extent(Axis.REPLICA)
         if self._last and replicas > 1:
-            call = _Call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, encoded)
+            call = _Call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, units, encoded)
             share = pieces[self._draft.places[Axis.SHARD]]
             sizes = reduction_sizes(self._plan, Axis.REPLICA, encoded=encoded)
             synced = self._draft.add_even(call, padded(share, replicas), sizes, event, after)
@@ -366,7 +369,10 @@ def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draf
 
 
 def _spread(plan: Plan, unit: int, info: UnitInfo, draft: _Draft, *, needed: bool) -> None:
-    """Spread a unit's updated parameters. The next step's first gather of the unit and its first forward wait."""
+    """Spread a unit's updated parameters. The next step's first gather of the unit and its first forward wait.
+
+    Whoever reads a unit that the forward does not need waits for it, at an event that the program does not know.
+    """
     event = Event(Phase.STEP, -1, 0)
     kind = Kind.ALL_GATHER if plan.partition == "intra" else Kind.BROADCAST
     spread = []
@@ -374,8 +380,7 @@ def _spread(plan: Plan, unit: int, info: UnitInfo, draft: _Draft, *, needed: boo
         if buffer.trainable:
             call = _Call(kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.encoded)
             spread.append(draft.add(call, buffer.shares, gather_sizes(plan.wire.spread, buffer), event))
-    overlapped = plan.overlap.spread and needed
-    for operation in spread:
-        draft.wait(Event(Phase.PRE_FORWARD, unit, 0) if overlapped else event, operation)
-    if overlapped:
+    if plan.overlap.spread:
         draft.hold_back(unit, tuple(spread))
+    for operation in spread if needed or not plan.overlap.spread else ():
+        draft.wait(Event(Phase.PRE_FORWARD, unit, 0) if plan.overlap.spread else event, operation)

@@ -143,11 +143,11 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 upcoming = next(iterator)
             except StopIteration:
                 more = False
-            schedule.micro_batch, schedule.last = number, not more
+            schedule.begin_micro_batch(number, last=not more)
             yield current
             number += 1
     finally:
-        schedule.micro_batch, schedule.last = 0, True
+        schedule.begin_micro_batch(0, last=True)
 
 
 def save(

@@ -20,14 +20,16 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import NORM_BYTES, Axis, Event, Kind, Lane, Phase, Scope, control_bytes
+from thinwire.program import NORM_BYTES, Axis, Event, Kind, Lane, Operation, Phase, Scope, control_bytes
 from thinwire.sharding.encoding import PlanCodecs
 from thinwire.sharding.fragments import OwnedFragment, own_fragments
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.journal import Load
 from thinwire.sharding.lanes import Lanes, Mark
 from thinwire.sharding.local import Part, Slice
+from thinwire.sharding.programs import Programs
 from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.reductions import Reductions
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.unit import FlatBuffer, Unit
@@ -99,18 +101,13 @@ class Runtime:
         self.arena, self.lanes, self.meter, self.rank = arena, lanes, meter, rank
         self.axes = axes
         infos = [unit.info for unit in units]
-        self.schedule = Schedule(plan, infos, rank)
-        self.reducer = Reducer(
-            plan,
-            infos,
-            gradients,
-            lanes,
-            axes[Axis.PARAMS, Lane.REDUCE],
-            axes[Axis.SHARD, Lane.REDUCE],
-            axes[Axis.REPLICA, Lane.SYNC],
-            codecs.reduce,
-            seeds,
-        )
+        self.schedule = Schedule(Programs(plan, infos, rank))
+        groups = {
+            Axis.PARAMS: axes[Axis.PARAMS, Lane.REDUCE],
+            Axis.SHARD: axes[Axis.SHARD, Lane.REDUCE],
+            Axis.REPLICA: axes[Axis.REPLICA, Lane.SYNC],
+        }
+        self.reducer = Reducer(gradients, Reductions(plan, gradients, groups, codecs.reduce, seeds), lanes)
         self.agreement: Agreement | None = None
         self._at: tuple[Phase, int] = (Phase.STEP, -1)
         self._first_bit = self._number_parameters()
@@ -154,15 +151,15 @@ class Runtime:
             if unit.sharded:
                 self.schedule.note_evaluation(index)
             unit.start_gather(from_secondary=False)
-            for upcoming in self.schedule.following(index):
+            for upcoming in self.schedule.programs.following(index):
                 self.units[upcoming].start_gather(from_secondary=False)
             unit.need(from_secondary=False)
             return
         self._at = Phase.PRE_FORWARD, index
         reuse = self.plan.secondary_reuse
         unit.start_gather(from_secondary=reuse)
-        for upcoming in self.schedule.forward_event(Phase.PRE_FORWARD, index):
-            self.units[upcoming].start_gather(from_secondary=reuse)
+        for prefetch in self.schedule.forward_event(Phase.PRE_FORWARD, index):
+            self.units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
         unit.need(from_secondary=reuse)
         self._began[index] = self.lanes.mark()
 
@@ -269,8 +266,8 @@ class Runtime:
         self._at = Phase.PRE_BACKWARD, index
         unit = self.units[index]
         unit.start_gather(from_secondary=True)
-        for upcoming in self.schedule.backward_event(index):
-            self.units[upcoming].start_gather(from_secondary=True)
+        for prefetch in self.schedule.backward_event(index):
+            self.units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
         unit.need(from_secondary=True)
 
     def _enter_backward(self) -> None:
@@ -286,7 +283,7 @@ class Runtime:
         self._creates_graph = torch.is_grad_enabled()
         self._graphs_of_graphs |= self._creates_graph
         self.agreement = None
-        self.reducer.begin(self.schedule.reduction_order(), last=self.schedule.last)
+        self.reducer.begin(self.schedule.turns(), last=self.schedule.last)
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -382,8 +379,7 @@ class Runtime:
 
     def update_order(self) -> Sequence[int]:
         """Units in the order in which their gradients arrive; those without gradients left out."""
-        order = self.schedule.spread_order()
-        return [index for index in reversed(order) if index in self.gradients]
+        return [index for index in self.schedule.programs.update_order() if index in self.gradients]
 
     def write_back(self, index: int) -> None:
         """A unit's masters have new values: cast them into its P shard, unless the difference is what is spread."""
@@ -399,21 +395,23 @@ class Runtime:
         Args:
             exactly: where differences are spread, spread the values themselves, as they are.
         """
-        group = self.axes[Axis.SHARD, Lane.SPREAD]
         self._graphs_of_graphs = False
-        for index in self.schedule.spread_order() if group.size > 1 else ():
-            unit = self.units[index]
+        for operation, waited in self.schedule.programs.spreads():
+            unit = self.units[operation.units[0]]
             for number, buffer in enumerate(unit.buffers):
-                if buffer.layout.trainable:
-                    seed = self.seeds.of_unit(Lane.SPREAD, index)
-                    codec = self.codecs.spread if buffer.layout.encoded else None
-                    update = None
-                    if self._spreads_difference(buffer):
-                        codec, update = (None, None) if exactly else (codec, buffer.master)
-                    unit.spread(number, _spread(group, buffer, self.plan, codec, update, seed))
-            if not self.plan.overlap.spread:
+                if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
+                    unit.spread(number, operation.lane, self._spread(operation, buffer, exactly=exactly))
+            if waited:
                 unit.join_spread()
         self._begin_step()
+
+    def _spread(self, operation: Operation, buffer: FlatBuffer, *, exactly: bool) -> Moves:
+        codec = self.codecs.spread if buffer.layout.encoded else None
+        update = None
+        if self._spreads_difference(buffer):
+            codec, update = (None, None) if exactly else (codec, buffer.master)
+        seed = self.seeds.of_unit(Lane.SPREAD, operation.units[0])
+        return _spread(self.axes[operation.axis, Lane.SPREAD], buffer, operation.kind, codec, update, seed)
 
     def loaded(self, *, with_replicas: bool) -> None:
         """All masters have new values: write them back and spread them.
@@ -459,7 +457,7 @@ class Runtime:
             return
         self.encodes_gradients = encodes
         self.reducer.encode(wanted=encodes)
-        self.schedule.replan(self.plan if encodes else self.plan.with_exact_gradients())
+        self.schedule.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
 
     # -- whole parameters --------------------------------------------------------------------------------------
 
@@ -574,11 +572,11 @@ def write_back(buffer: FlatBuffer, index: int) -> None:
 
 
 def _spread(
-    group: AxisGroup, buffer: FlatBuffer, plan: Plan, codec: Codec | None, update: torch.Tensor | None, seed: int
+    group: AxisGroup, buffer: FlatBuffer, kind: Kind, codec: Codec | None, update: torch.Tensor | None, seed: int
 ) -> Moves:
     """Gather all shares of a P shard, or their differences from ``update``, this rank's masters: in place where shares
     lie side by side, packed where they do not."""
-    if plan.partition == "intra":
+    if kind is Kind.ALL_GATHER:
         return all_gather(group, buffer.shard, codec=codec, update=update, seed=seed)
     sizes = [sum(run.length for run in share) for share in buffer.shares]
     whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
@@ -600,7 +598,7 @@ def _spread(
                 buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
                 offset += run.length
 
-    moves = all_gather(group, whole, sizes, Kind.BROADCAST, codec=codec, update=update, seed=seed)
+    moves = all_gather(group, whole, sizes, kind, codec=codec, update=update, seed=seed)
     return moves.after(pack).then(unpack)
 
 

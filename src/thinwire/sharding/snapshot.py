@@ -96,7 +96,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
                 values[f"optimizer/{slot.name}/{key}"] = number
     values[_of_part("feedback", runtime)] = sizes = _feedback_sizes(runtime)
-    for key, lost in runtime.reducer.lost.items():
+    for key, lost in runtime.reducer.reductions.lost.items():
         name = _of_part(f"feedback/{key}", runtime)
         vectors.add(name, sum(sizes[key]), sum(sizes[key][: runtime.rank]), lost)
     if optim is not None:
@@ -235,7 +235,7 @@ class _Loading:
         if self._optim is not None:
             _restore_groups(self._optim, self._manifest.values["groups"])
         runtime = self._runtime
-        runtime.reducer.lost = self._lost
+        runtime.reducer.reductions.lost = self._lost
         # The update that is about to be spread belongs to it.
         runtime.num_steps = int(self._manifest.values["num_steps"]) - 1
         runtime.loaded(with_replicas=self._with_held)
@@ -475,9 +475,9 @@ def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
     """Elements that each rank keeps for each reduction's error feedback."""
     runtime.reducer.join()
     everyone = control(runtime.part.data.ranks).all_gather_object(
-        {key: lost.numel() for key, lost in runtime.reducer.lost.items()}
+        {key: lost.numel() for key, lost in runtime.reducer.reductions.lost.items()}
     )
-    return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.lost}
+    return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.reductions.lost}
 
 
 def _want_feedback(

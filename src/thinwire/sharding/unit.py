@@ -208,9 +208,9 @@ class Unit:
             buffer.secondary.copy_(_piece(buffer.full, self._secondary))
         self.secondary_valid = True
 
-    def spread(self, number: int, moves: Moves) -> None:
+    def spread(self, number: int, lane: Lane, moves: Moves) -> None:
         """Start spreading the buffer of that number; what is gathered next waits for it."""
-        self._spreads.append(self._lanes.submit(Lane.SPREAD, moves, load=self._spread_loads[number]))
+        self._spreads.append(self._lanes.submit(lane, moves, load=self._spread_loads[number]))
 
     def join_spread(self) -> None:
         """Wait until the parameters of the last step have arrived."""

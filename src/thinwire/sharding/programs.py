@@ -1,0 +1,217 @@
+"""The programs that a runtime performs, and what hooks look up in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.program import (
+    UNDER_WAY,
+    Axis,
+    Event,
+    Lane,
+    Moment,
+    Operation,
+    Phase,
+    StepProgram,
+    Trace,
+    Turn,
+    UnitInfo,
+    buckets,
+    default_trace,
+    lower,
+    reduction_turns,
+)
+from thinwire.sharding.reducer import Turns
+from thinwire.spec import Plan
+
+__all__ = ["Lower", "Place", "Prefetch", "Programs", "place_of"]
+
+MOST_PROGRAMS = 16
+"""Programs that are remembered. A model that runs in ever new orders does not collect them."""
+
+ANY_MICRO_BATCHES = UNDER_WAY + 2
+"""Micro-batches of the program that stands for any longer one: by then reductions wait for each other as they will."""
+
+Lower = Callable[..., StepProgram]
+"""A function like :func:`thinwire.program.lower`."""
+
+Place = tuple[int, int]
+"""A micro-batch of a program that stands for the present one, and the number of micro-batches of that program."""
+
+
+def place_of(micro_batch: int, *, last: bool) -> Place:
+    """Which micro-batch of which program stands for a micro-batch of a step of unknown length."""
+    if last:
+        count = min(micro_batch, ANY_MICRO_BATCHES - 1) + 1
+        return count - 1, count
+    return min(micro_batch, ANY_MICRO_BATCHES - 2), ANY_MICRO_BATCHES
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """A gather that starts ahead of time.
+
+    Attributes:
+        unit: whose parameters.
+        from_secondary: whether from the secondary shard.
+    """
+
+    unit: int
+    from_secondary: bool
+
+
+class Programs:
+    """The programs of one model, each lowered once, and tables made of them, so that hooks only look things up.
+
+    Args:
+        plan: the plan.
+        infos: the units as the program knows them.
+        rank: whose program.
+
+    Attributes:
+        trace: the order of units that tables follow; ``None`` before the first micro-batch has ended.
+    """
+
+    def __init__(self, plan: Plan, infos: Sequence[UnitInfo], rank: int) -> None:
+        self.plan, self.infos, self.rank = plan, infos, rank
+        self.trace: Trace | None = None
+        self._lower: Lower = lower
+        self._programs: dict[tuple[Trace, int, bool, bool], StepProgram] = {}
+        # Tables for the trace, by place; see the methods of these names.
+        self._prefetches: dict[Place, Mapping[Moment, tuple[Prefetch, ...]]] = {}
+        self._turns: dict[Place, Turns] = {}
+        self._spreads: tuple[tuple[Operation, bool], ...] | None = None
+        self._kept: frozenset[int] | None = None
+
+    def program(
+        self, micro_batches: int, *, clip: bool = False, trace: Trace | None = None, unit_by_unit: bool = False
+    ) -> StepProgram:
+        """The program of a step.
+
+        Args:
+            micro_batches: forward and backward passes of the step.
+            clip: whether ranks add up the gradient norm.
+            trace: the order of units, if not the adopted one.
+            unit_by_unit: whether every unit is reduced in a bucket of its own.
+        """
+        trace = trace or self._trace_so_far()
+        key = (trace, micro_batches, clip, unit_by_unit)
+        if key not in self._programs:
+            if len(self._programs) >= MOST_PROGRAMS:
+                self._programs.clear()
+            plan = self._bucketed(unit_by_unit=unit_by_unit)
+            self._programs[key] = self._lower(
+                plan, self.infos, micro_batches=micro_batches, trace=trace, rank=self.rank, clip=clip
+            )
+        return self._programs[key]
+
+    def adopt(self, trace: Trace) -> None:
+        """Follow another trace from now on."""
+        self.trace = trace
+        self._forget_tables()
+
+    def replan(self, plan: Plan) -> None:
+        """Go by another plan, which differs in its codecs only."""
+        self.plan = plan
+        self._programs.clear()
+        self._forget_tables()
+
+    def lower_by(self, lowering: Lower) -> None:
+        """Perform the programs that another function writes. Every rank has to do the same.
+
+        Tests find out by it which fields of a program the runtime obeys.
+        """
+        self._lower = lowering
+        self._programs.clear()
+        self._forget_tables()
+
+    # -- what the program says ---------------------------------------------------------------------------------
+
+    def prefetches(self, place: Place, moment: Moment) -> tuple[Prefetch, ...]:
+        """The gathers that an event of the trace starts for later."""
+        table = self._prefetches.get(place)
+        if table is None:
+            table = self._prefetches[place] = self._tabulate(place)
+        return table.get(moment, ())
+
+    def turns(self, place: Place, forward: Sequence[Moment] = ()) -> Turns:
+        """The reductions of a micro-batch.
+
+        Args:
+            place: where in the step it stands.
+            forward: the forward that it had, if not the trace's.
+        """
+        if forward:
+            return self._cut(Trace.of_forward(forward), place)
+        if place not in self._turns:
+            self._turns[place] = self._cut(self._trace_so_far(), place)
+        return self._turns[place]
+
+    def spreads(self) -> tuple[tuple[Operation, bool], ...]:
+        """The spreads of updated parameters, in order, each with whether the step waits for it."""
+        if self._spreads is None:
+            program, step = self.program(1), Event(Phase.STEP, -1, 0)
+            waited = program.waits.get(step, ())
+            starts = (op for op in program.starts(step) if op.lane is Lane.SPREAD)
+            self._spreads = tuple((op, op.index in waited) for op in starts)
+        return self._spreads
+
+    def kept(self) -> frozenset[int]:
+        """Units that stay gathered from their forward to their backward."""
+        if self._kept is None:
+            program, trace = self.program(1), self._trace_so_far()
+            ends = (Event(phase, unit, 0) for phase, unit in trace.forward if phase is Phase.POST_FORWARD)
+            self._kept = frozenset(event.unit for event in ends if event.unit not in program.frees.get(event, ()))
+        return self._kept
+
+    def update_order(self) -> tuple[int, ...]:
+        """Units in the order in which their gradients arrive; those that the forward left out come first."""
+        traced = self._trace_so_far().reduction_order
+        return (*(unit for unit in reversed(range(len(self.infos))) if unit not in traced), *traced)
+
+    def following(self, unit: int) -> tuple[int, ...]:
+        """The units to gather while ``unit`` runs in an evaluation, which has no program of its own."""
+        if self.trace is None or not self.plan.overlap.gather or unit not in self.trace.needed:
+            return ()
+        position = self.trace.needed.index(unit) + 1
+        return self.trace.needed[position : position + self.plan.prefetch]
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _trace_so_far(self) -> Trace:
+        return self.trace or default_trace(self.infos)
+
+    def _tabulate(self, place: Place) -> Mapping[Moment, tuple[Prefetch, ...]]:
+        position, micro_batches = place
+        table: dict[Moment, dict[Prefetch, None]] = {}
+        for operation in self.program(micro_batches).operations:
+            phase, unit, micro_batch = operation.start
+            if operation.lane is Lane.GATHER and micro_batch == position and operation.units[0] != unit:
+                prefetch = Prefetch(operation.units[0], operation.axis is Axis.SECONDARY)
+                table.setdefault((phase, unit), {})[prefetch] = None
+        return {moment: tuple(prefetches) for moment, prefetches in table.items()}
+
+    def _cut(self, trace: Trace, place: Place) -> Turns:
+        position, micro_batches = place
+
+        def table(*, unit_by_unit: bool) -> Mapping[int, Turn]:
+            program = self.program(micro_batches, trace=trace, unit_by_unit=unit_by_unit)
+            plan = self._bucketed(unit_by_unit=unit_by_unit)
+            return reduction_turns(program, position, buckets(plan, self.infos, trace.reduction_order))
+
+        def alone(unit: int) -> Turn:
+            if unit not in trace.reduction_order:
+                # The forward left the unit out, but somebody else read its parameters.
+                return self._cut(default_trace(self.infos), place).alone(unit)
+            return table(unit_by_unit=True)[unit]
+
+        return Turns(table(unit_by_unit=False), alone)
+
+    def _bucketed(self, *, unit_by_unit: bool) -> Plan:
+        return self.plan.model_copy(update={"bucket_bytes": 1}) if unit_by_unit else self.plan
+
+    def _forget_tables(self) -> None:
+        self._prefetches.clear()
+        self._turns.clear()
+        self._spreads = self._kept = None

@@ -1,0 +1,331 @@
+"""The collectives that reduce gradients: an operation of the program becomes moves over the gradients of its units."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.messages import Residual
+from thinwire.collectives.moves import Moves
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Operation, padded
+from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
+from thinwire.sharding.journal import Load
+from thinwire.sharding.seeds import Seeds
+from thinwire.spec import Plan
+
+__all__ = ["Reductions"]
+
+Bucket = list[tuple[UnitGradient, torch.Tensor]]
+"""Gradients that one collective carries, each with the tensor that holds its values now."""
+
+_VERBS = {Axis.PARAMS: "reduce", Axis.SHARD: "scatter", Axis.REPLICA: "sync"}
+
+
+class Reductions:
+    """Turns operations into moves, and knows where the values of each gradient are between two of them.
+
+    Args:
+        plan: the plan.
+        gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
+        groups: the ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
+        codecs: what encodes gradients.
+        seeds: for codecs that round at random.
+
+    Attributes:
+        lost: what codecs rounded away of this rank's messages and the next step makes up for (error feedback), fp32,
+            by reduction; the same reductions on every rank, of sizes of their own.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        gradients: Mapping[int, Sequence[UnitGradient]],
+        groups: Mapping[Axis, AxisGroup],
+        codecs: HopCodecs,
+        seeds: Seeds,
+    ) -> None:
+        self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
+        self._plan_codecs, self._codecs = codecs, codecs
+        self._topology = Topology(plan)
+        self._sources: dict[UnitGradient, torch.Tensor] = {}  # of units whose turn has been, until they are settled
+        self._vectors: dict[tuple[UnitGradient, ...], torch.Tensor] = {}  # of buckets between scatter and sync
+        self._loads: dict[tuple[Axis, tuple[UnitGradient, ...]], Load] = {}
+        self.lost: dict[str, torch.Tensor] = {}
+
+    def take(self, parts: Sequence[UnitGradient], *, last: bool) -> None:
+        """It is a unit's turn: close the micro-batch's gradients.
+
+        Args:
+            parts: the gradients of its buffers.
+            last: whether this is the step's last micro-batch.
+        """
+        for part in parts:
+            self._sources[part] = part.finish(last=last)
+
+    def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:
+        """The moves of an operation, and what it carries.
+
+        Args:
+            operation: a reduction of the program.
+            goes_on: whether another reduction takes its result further.
+        """
+        bucket = [
+            (part, self._sources[part])
+            for unit in operation.units
+            for part in self._gradients[unit]
+            if part.layout.encoded is operation.encoded
+        ]
+        if operation.axis is Axis.PARAMS:
+            moves = self._over_params(*bucket[0])
+        elif operation.axis is Axis.REPLICA:
+            moves = self._synchronise(bucket)
+        elif goes_on and not self._topology.scatter_always:
+            moves = self._scatter(bucket)
+        else:
+            moves = self._scatter_into_owned(bucket)
+        return moves, self._load(operation.axis, tuple(part for part, _ in bucket))
+
+    def settle(self, units: Sequence[int], *, last: bool) -> None:
+        """No later reduction of this micro-batch takes the gradients of these units.
+
+        Args:
+            units: their numbers.
+            last: whether this is the step's last micro-batch, so that gradients are complete.
+        """
+        for unit in units:
+            for part in self._gradients[unit]:
+                self._sources.pop(part, None)
+                if last:
+                    part.unsynced = False
+                    if self._topology.shard > 1 and part.has_local:
+                        part.local.empty = True
+
+    def drop_sources(self) -> None:
+        """Drop what was collected and not reduced."""
+        self._sources.clear()
+        self._vectors.clear()
+
+    def encode(self, *, wanted: bool) -> None:
+        """Whether gradients are encoded from now on."""
+        self._codecs = self._plan_codecs if wanted else EXACT
+
+    # -- the three axes ----------------------------------------------------------------------------------------
+
+    def _over_params(self, part: UnitGradient, staging: torch.Tensor) -> Moves:
+        """Reduce-scatter the micro-batch's gradient over the ranks that share P, into the fp32 P-shard gradient."""
+        topology, group = self._topology, self._groups[Axis.PARAMS]
+        if topology.scatter_always:
+            target = Accumulator(allocate(part.layout.shard_numel, torch.float32, staging.device))
+        else:
+            target = part.local
+        out, accumulate = target.values, target.claim()
+        self._sources[part] = out
+        even_sizes = [out.numel()] * group.size
+        return reduce_scatter(
+            group,
+            staging,
+            out,
+            scale=topology.scale(group.size),
+            accumulate=accumulate,
+            codecs=self._codecs_of([(part, staging)]),
+            residual=self._lost_by_scatter(Axis.PARAMS, [(part, staging)], even_sizes),
+            seed=self._seeds.next(),
+        )
+
+    def _scatter(self, bucket: Bucket) -> Moves:
+        """Reduce-scatter a bucket over the shard axis, into a vector that goes on to the replicas in wire dtype."""
+        topology, group = self._topology, self._groups[Axis.SHARD]
+        sizes = _share_sizes(bucket)
+        mine = sizes[group.index]
+        replicas = self._groups[Axis.REPLICA].size
+        vector = allocate(padded(mine, replicas), topology.wire_dtype, bucket[0][1].device)
+        self._vectors[tuple(part for part, _ in bucket)] = vector
+        whole, pack = _packing(bucket, sizes, topology.wire_dtype)
+        moves = reduce_scatter(
+            group,
+            whole,
+            vector[:mine],
+            scale=topology.scale(group.size),
+            sizes=sizes,
+            codecs=self._codecs_of(bucket),
+            residual=self._lost_by_scatter(Axis.SHARD, bucket, sizes),
+            seed=self._seeds.next(),
+        )
+        return moves.after(pack).then(lambda: _zero(vector[mine:]))
+
+    def _scatter_into_owned(self, bucket: Bucket) -> Moves:
+        """Reduce-scatter a bucket over the shard axis, into the fp32 gradients of the optimizer shares."""
+        topology, group = self._topology, self._groups[Axis.SHARD]
+        sizes = _share_sizes(bucket)
+        adds = [part.owned.claim() for part, _ in bucket]
+        whole, pack = _packing(bucket, sizes, topology.wire_dtype)
+        alone = len(bucket) == 1
+        out = bucket[0][0].owned.values if alone else allocate(sizes[group.index], torch.float32, whole.device)
+        for part, _ in bucket:
+            self._sources[part] = part.owned.values
+        moves = reduce_scatter(
+            group,
+            whole,
+            out,
+            scale=topology.scale(group.size),
+            accumulate=alone and adds[0],
+            sizes=sizes,
+            codecs=self._codecs_of(bucket),
+            residual=self._lost_by_scatter(Axis.SHARD, bucket, sizes),
+            seed=self._seeds.next(),
+        ).after(pack)
+        return moves if alone else moves.then(lambda: _distribute(bucket, out, adds))
+
+    def _synchronise(self, bucket: Bucket) -> Moves:
+        """All-reduce a bucket's optimizer shares over their replicas.
+
+        The shares are those a scatter left in a vector in wire dtype, which serves as scratch, or the sources'.
+        """
+        topology, group = self._topology, self._groups[Axis.REPLICA]
+        vector = self._vectors.pop(tuple(part for part, _ in bucket), None)
+        # What already is the accumulated gradient is replaced by its mean; anything else is added to it.
+        adds = [
+            False if vector is None and source is part.owned.values else part.owned.claim() for part, source in bucket
+        ]
+        for part, _ in bucket:
+            part.synchronised = vector is None
+        whole, pack = (
+            (vector, _nothing) if vector is not None else _concatenation(bucket, group.size, topology.wire_dtype)
+        )
+        alone = len(bucket) == 1
+        total = sum(part.owned.values.numel() for part, _ in bucket)
+        summed = bucket[0][0].owned.values if alone else allocate(total, torch.float32, whole.device)
+        scattered, gathered = feedback_numels(group, whole.numel())
+        moves = all_reduce(
+            group,
+            whole,
+            summed,
+            scale=topology.scale(group.size),
+            accumulate=alone and adds[0],
+            codecs=self._codecs_of(bucket),
+            feedback=Feedback(
+                self._lost_of("replica", group, bucket, scattered),
+                self._lost_of("replica-sum", group, bucket, gathered) if gathered else None,
+            ),
+            seed=self._seeds.next(),
+        )
+        if not alone:
+            moves = moves.then(lambda: _distribute(bucket, summed, adds))
+        return moves.after(pack)
+
+    # -- error feedback ----------------------------------------------------------------------------------------
+
+    def _lost_by_scatter(self, axis: Axis, bucket: Bucket, sizes: Sequence[int]) -> Residual | None:
+        """What a reduce-scatter's last hop lost of the bucket's gradients so far."""
+        group = self._groups[axis]
+        return self._lost_of(str(axis), group, bucket, residual_numel(group, sizes))
+
+    def _lost_of(self, what: str, group: AxisGroup, bucket: Bucket, numel: int) -> Residual | None:
+        """fp32, kept from step to step, nothing at first; ``None`` without error feedback, or if nothing gets lost."""
+        codecs = self._codecs_of(bucket)
+        codec = codecs.across if group.nodes > 1 else codecs.inside
+        if not self._plan.wire.error_feedback or codec is None or codec.spec.is_lossless:
+            return None
+        key = f"{what}/{'-'.join(str(part.unit) for part, _ in bucket)}"
+        lost = self.lost.get(key)
+        if lost is None or lost.numel() != numel:
+            lost = self.lost[key] = torch.zeros(numel, device=bucket[0][1].device)
+        return Residual(lost, self._plan.wire.feedback_gain)
+
+    def _codecs_of(self, bucket: Bucket) -> HopCodecs:
+        return self._codecs if bucket[0][0].layout.encoded else EXACT
+
+    def _load(self, axis: Axis, parts: tuple[UnitGradient, ...]) -> Load:
+        """What a reduction of these gradients carries, made once."""
+        load = self._loads.get((axis, parts))
+        if load is None:
+            label = f"{_VERBS[axis]} {', '.join(part.name for part in parts)}"
+            load = Load(label, axis, tuple(part.unit for part in parts), parts[0].layout.encoded)
+            self._loads[axis, parts] = load
+        return load
+
+
+def _share_sizes(bucket: Bucket) -> list[int]:
+    """Elements of a bucket that each rank of the shard axis owns."""
+    return [sum(column) for column in zip(*(g.share_sizes for g, _ in bucket), strict=True)]
+
+
+def _packing(bucket: Bucket, sizes: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Callable[[], None]]:
+    """A bucket's P-shard gradients in wire dtype, ordered by the optimizer rank that owns each part.
+
+    Returns:
+        The vector, and the function that fills it.
+    """
+    first, source = bucket[0]
+    if len(bucket) == 1 and first.even and source.dtype == dtype:
+        return source, _nothing
+    whole = allocate(sum(sizes), dtype, source.device)
+    fill = _pack_rows if all(gradient.even for gradient, _ in bucket) else _pack_runs
+    return whole, lambda: fill(bucket, whole, len(sizes))
+
+
+def _pack_rows(bucket: Bucket, whole: torch.Tensor, owners: int) -> None:
+    """Equal slices: every source is a table with a row for each owner."""
+    table = whole.view(owners, -1)
+    column = 0
+    for _, source in bucket:
+        rows = source.view(owners, -1)
+        table[:, column : column + rows.shape[1]].copy_(rows)
+        column += rows.shape[1]
+
+
+def _pack_runs(bucket: Bucket, whole: torch.Tensor, owners: int) -> None:
+    """Whole fragments: each owner's runs, one after another."""
+    position = 0
+    for owner in range(owners):
+        for gradient, source in bucket:
+            for run in gradient.shares[owner]:
+                whole[position : position + run.length].copy_(source[run.start : run.start + run.length])
+                position += run.length
+
+
+def _concatenation(bucket: Bucket, ranks: int, dtype: torch.dtype) -> tuple[torch.Tensor, Callable[[], None]]:
+    """The sources laid end to end in wire dtype, padded to a multiple of ``ranks``, in memory that may be overwritten.
+
+    Returns:
+        The vector, and the function that fills it.
+    """
+    if len(bucket) == 1 and bucket[0][1].dtype == dtype != torch.float32 and bucket[0][1].numel() % ranks == 0:
+        return bucket[0][1], _nothing  # staging is ours; accumulators are fp32
+    total = sum(source.numel() for _, source in bucket)
+    vector = allocate(padded(total, ranks), dtype, bucket[0][1].device)
+
+    def fill() -> None:
+        position = 0
+        for _, source in bucket:
+            vector[position : position + source.numel()].copy_(source)
+            position += source.numel()
+        _zero(vector[position:])
+
+    return vector, fill
+
+
+def _nothing() -> None:
+    """Fill a vector that is full already."""
+
+
+def _zero(padding: torch.Tensor) -> None:
+    padding.zero_()
+
+
+def _distribute(bucket: Bucket, values: torch.Tensor, adds: Sequence[bool]) -> None:
+    """Give each unit of a bucket its part of ``values``."""
+    position = 0
+    for (gradient, _), add in zip(bucket, adds, strict=True):
+        owned = gradient.owned.values
+        piece = values[position : position + owned.numel()]
+        if add:
+            owned.add_(piece)
+        else:
+            owned.copy_(piece)
+        position += owned.numel()
