@@ -21,7 +21,7 @@ SECONDS := 20
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan docs site bench-peers gpu-check clean
+.PHONY: help install train test test-all test-torch lint format asan docs structure site bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -83,8 +83,11 @@ asan: install ## fuzz the native codecs under the address and undefined behaviou
 	@fuzz=build/asan-$(notdir $(CXX))/csrc/thinwire_fuzz; if [[ "$(notdir $(CXX))" == clang* ]]; then \
 	  $$fuzz -max_total_time=$(SECONDS) -max_len=4096; else $$fuzz $(SECONDS); fi
 
-docs: install ## regenerate the pages docs/*-reference.md from the types
+docs: install structure ## regenerate the pages docs/*-reference.md from the types, and the drawn structure
 	$(BIN)/python -m thinwire.spec.reference docs
+
+structure: install ## list and draw the packages of the source, in docs/architecture.md and docs/structure.svg
+	$(BIN)/python tools/structure.py --page docs/architecture.md --svg docs/structure.svg
 
 site: install ## build the documentation into build/site, warnings as errors
 	$(BIN)/python -m sphinx --jobs auto --quiet --fail-on-warning --keep-going docs build/site

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
     from thinwire.spec.policy import HybridPolicy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AxisCodecs",

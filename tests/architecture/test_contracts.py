@@ -1,0 +1,78 @@
+"""Each import contract catches a violation that is planted in a copy of the source."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+PLANTED = {
+    "data flows one way": ("thinwire/spec/planted.py", "import thinwire.program.step"),
+    "the doing column flows one way": ("thinwire/collectives/planted.py", "import thinwire.sharding.api"),
+    "the deciding column flows one way": ("thinwire/cost/planted.py", "import thinwire.sim.clock"),
+    "deciding reaches no torch and nothing of the doing column": ("thinwire/plan/planted.py", "import torch"),
+    "checkpoints know vectors and files, nothing of plans, modules or other ranks": (
+        "thinwire/checkpoint/planted.py",
+        "import thinwire.spec.plan",
+    ),
+    "the product knows nothing of its evidence": ("thinwire/cli/planted.py", "import thinwire_bench.environment"),
+    "published tables reach no torch": ("thinwire_bench/published/planted.py", "import torch"),
+    "the evidence flows one way": ("thinwire_bench/peers/planted.py", "import thinwire_bench.study.arms"),
+    "no cycles": ("thinwire/train/data/planted.py", "import thinwire.train.trainer"),
+}
+"""For each contract a file and the import in it that breaks the contract."""
+
+
+def contracts() -> list[str]:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return [contract["name"] for contract in settings["tool"]["importlinter"]["contracts"]]
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("copy")
+    shutil.copytree(ROOT / "src", directory / "src", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
+    shutil.copy(ROOT / "pyproject.toml", directory)
+    return directory
+
+
+def broken(directory: Path) -> set[str]:
+    """Names of the contracts that the source in a directory breaks."""
+    # An editable installation finds its own checkout whatever the path says.
+    code = (
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__]; "
+        "sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=directory,
+        env=os.environ | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "Contracts:" in result.stdout, result.stdout + result.stderr
+    return {name for name in contracts() if f"{name} BROKEN" in result.stdout}
+
+
+def test_every_contract_has_a_planted_violation(copied: Path) -> None:
+    assert set(PLANTED) == set(contracts())
+    assert broken(copied) == set()
+
+
+@pytest.mark.parametrize("contract", PLANTED)
+def test_a_planted_violation_is_caught(copied: Path, contract: str) -> None:
+    file, line = PLANTED[contract]
+    planted = copied / "src" / file
+    planted.write_text(line + "\n")
+    try:
+        assert contract in broken(copied)
+    finally:
+        planted.unlink()
