@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -83,8 +86,25 @@ def test_every_page_is_on_the_site() -> None:
         assert page.stem == "index" or re.search(rf"^{page.stem}$", index, re.MULTILINE), page.name
 
 
-def test_every_page_is_listed_in_the_readme() -> None:
-    listed = LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
-    of_the_site = {"docs/index.md", "docs/api.md"}  # which shows what only the site has
-    for page in (ROOT / "docs").glob("*.md"):
-        assert f"docs/{page.name}" in {*listed, *of_the_site}, page.name
+def test_the_readme_leads_to_the_index_and_repeats_little_of_it() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "docs/index.md" in LINK.findall(text)
+    assert len(text.splitlines()) < 80
+
+
+def test_the_picture_of_the_readme_is_what_its_command_draws(tmp_path: Path) -> None:
+    drawn = tmp_path / "speed.svg"
+    subprocess.run([sys.executable, ROOT / "tools" / "headline.py", drawn], check=True)
+    assert drawn.read_bytes() == (ROOT / "docs" / "speed.svg").read_bytes(), "run `make picture`"
+
+
+def test_the_numbers_of_the_readme_are_those_that_were_measured() -> None:
+    table = re.findall(r"^\| (.+?) \| (\S+)(?: MiB)? \| (\S+) s \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    systems = ["fsdp2", "ddp", "tw:zero3", "tw:zeropp", "tw:thinwire", "local"]
+    results = json.loads((ROOT / "docs/results/compressed.json").read_text(encoding="utf-8"))
+    measured = {row["system"]: row for row in results["rows"] if row["bandwidth"] == "200mbit" and row["clip"] is None}
+    assert len(table) == len(systems)
+    for (_, sent, seconds), system in zip(table, systems, strict=True):
+        row = measured[system]
+        assert float(seconds) == round(row["step_ms"] / 1e3, 2), system
+        assert float(sent) == round(row["internode_bytes"] / 2**20, 1), system
