@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -11,6 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
 from thinwire.cli.options import expand_options
 
 
@@ -78,3 +81,47 @@ def test_a_call_from_python_takes_the_same_names() -> None:
     assert received == [Options(["a"], "none", Shared(4, Path("x")), True)]
     with pytest.raises(TypeError, match="rate"):
         measure(command=["a"])
+
+
+def test_a_command_that_cannot_be_imported_says_so() -> None:
+    commands = {"here": Command("tests.unit.test_options:measure"), "broken": Command("no_such_package.cli:broken")}
+    app = typer.Typer(cls=lazy_group(commands), **APP_SETTINGS)
+    app.callback()(lambda: None)
+    helped = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "120"})
+    assert helped.exit_code == 0
+    assert "Measure something." in helped.output
+    assert "Not available: No module named 'no_such_package'" in helped.output
+    called = CliRunner().invoke(app, ["broken"])
+    assert called.exit_code == 1
+    assert "thinwire broken comes from no_such_package.cli:broken, which does not load" in called.output
+
+
+def test_a_plug_in_is_found_and_replaces_no_command() -> None:
+    commands = {"here": Command("tests.unit.test_options:measure")}
+    plugins = {"here": Command("no_such_package.cli:other"), "there": Command("tests.unit.test_options:measure")}
+    asked: list[None] = []
+
+    def find() -> dict[str, Command]:
+        asked.append(None)
+        return plugins
+
+    app = typer.Typer(cls=lazy_group(commands, find), **APP_SETTINGS)
+    app.callback()(lambda: None)
+    received.clear()
+    assert CliRunner().invoke(app, ["here", "--rate", "1", "a"]).exit_code == 0
+    assert asked == [], "plug-ins are looked for where a name is unknown"
+    assert CliRunner().invoke(app, ["there", "--rate", "1", "a"]).exit_code == 0
+    assert [options.command for options in received] == [["a"], ["a"]]
+    assert "Did you mean 'there'" in CliRunner().invoke(app, ["thee"]).output
+
+
+@pytest.mark.parametrize(("command", "absent"), [("plan", "thinwire.cli.train"), ("lab", "thinwire.cli.plan")])
+def test_a_command_loads_no_other(command: str, absent: str) -> None:
+    code = (
+        "import sys\nfrom thinwire.cli.main import app\n"
+        f"app([{command!r}, '--help'], standalone_mode=False)\n"
+        f"loaded = {{'torch', 'thinwire_bench', {absent!r}}} & set(sys.modules)\n"
+        "sys.exit(f'loaded {loaded}' if loaded else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""``thinwire``: the commands. Each lives in a module of its own and imports what it needs when it runs.
+"""``thinwire``: the commands. Each lives in a module of its own, which is imported when the command runs.
 
 Other packages add commands by an entry point of the group ``thinwire.commands``: its name is the command's, its object
 a function or a :class:`typer.Typer` of several.
@@ -6,59 +6,40 @@ a function or a :class:`typer.Typer` of several.
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint, entry_points
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
 import thinwire
-from thinwire.cli.doctor import doctor
-from thinwire.cli.export import export
-from thinwire.cli.lab import lab
-from thinwire.cli.plan import plan
-from thinwire.cli.profile import profile
-from thinwire.cli.report import report
-from thinwire.cli.sim import sim
-from thinwire.cli.train import train
+from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
+
+_COMMANDS: Final = {
+    "train": Command("thinwire.cli.train:train"),
+    "plan": Command("thinwire.cli.plan:plan"),
+    "sim": Command("thinwire.cli.sim:sim"),
+    "profile": Command("thinwire.cli.profile:profile"),
+    "report": Command("thinwire.cli.report:report"),
+    "export": Command("thinwire.cli.export:export"),
+    "doctor": Command("thinwire.cli.doctor:doctor"),
+    # Everything after the name of the lab's own command belongs to that command.
+    "lab": Command("thinwire.cli.lab:lab", context_settings={"allow_interspersed_args": False}),
+}
+"""In the order of the help."""
+
+
+def _plugins() -> dict[str, Command]:
+    from importlib.metadata import entry_points
+
+    points = sorted(entry_points(group="thinwire.commands"), key=lambda point: point.name)
+    return {point.name: Command(point.value) for point in points}
+
 
 app = typer.Typer(
     name="thinwire",
+    cls=lazy_group(_COMMANDS, _plugins),
     help="Train large language models over slow networks.",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
+    **APP_SETTINGS,
 )
-app.command()(train)
-app.command()(plan)
-app.command()(sim)
-app.command()(profile)
-app.command()(report)
-app.command()(export)
-app.command()(doctor)
-app.command(context_settings={"allow_interspersed_args": False})(lab)
-
-
-def _add_plugin(point: EntryPoint) -> None:
-    try:
-        command = point.load()
-    except ImportError as error:
-        reason = str(error)
-
-        @app.command(point.name, help=f"Not available: {reason}")
-        def unavailable() -> None:
-            typer.echo(f"thinwire {point.name} comes from {point.value}, which does not load: {reason}", err=True)
-            raise typer.Exit(1)
-
-        return
-    if isinstance(command, typer.Typer):
-        app.add_typer(command, name=point.name)
-    else:
-        app.command(point.name)(command)
-
-
-for _point in sorted(entry_points(group="thinwire.commands"), key=lambda point: point.name):
-    _add_plugin(_point)
 
 
 def _version(wanted: bool) -> None:

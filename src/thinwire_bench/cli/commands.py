@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import sys
+from typing import Final
 
 import typer
 
 from thinwire.cli.errors import explained
+from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
 from thinwire.extras import require
-from thinwire_bench.cli.codecs import codecs
-from thinwire_bench.cli.convergence import convergence
-from thinwire_bench.cli.gains import kernels, stages, techniques
-from thinwire_bench.cli.hybrid import hybrid
-from thinwire_bench.cli.overlap import overlap
-from thinwire_bench.cli.planner import planner
-from thinwire_bench.cli.reductions import reductions
-from thinwire_bench.cli.spectra import spectra
-from thinwire_bench.cli.step import step
 
 __all__ = ["bench"]
 
-bench = typer.Typer(name="bench", help="Measure plans and codecs beside other systems.", no_args_is_help=True)
+_COMMANDS: Final = {
+    "step": Command("thinwire_bench.cli.step:step"),
+    "overlap": Command("thinwire_bench.cli.overlap:overlap"),
+    "codecs": Command("thinwire_bench.cli.codecs:codecs"),
+    "convergence": Command("thinwire_bench.cli.convergence:convergence"),
+    "reductions": Command("thinwire_bench.cli.reductions:reductions"),
+    "spectra": Command("thinwire_bench.cli.spectra:spectra"),
+    "hybrid": Command("thinwire_bench.cli.hybrid:hybrid"),
+    "techniques": Command("thinwire_bench.cli.gains:techniques"),
+    "kernels": Command("thinwire_bench.cli.gains:kernels"),
+    "stages": Command("thinwire_bench.cli.gains:stages"),
+    "planner": Command("thinwire_bench.cli.planner:planner"),
+}
+"""In the order of the help."""
 
-for _command in (step, overlap, codecs, convergence, reductions, spectra, hybrid, techniques, kernels, stages, planner):
-    bench.command()(_command)
+bench = typer.Typer(
+    name="bench",
+    cls=lazy_group(_COMMANDS),
+    help="Measure plans and codecs beside other systems.",
+    **APP_SETTINGS,
+)
 
 
 @bench.callback()

@@ -1,0 +1,118 @@
+"""Groups of commands that are imported on first use: ``thinwire plan`` loads no other command, and no plug-in."""
+
+from __future__ import annotations
+
+import importlib
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+__all__ = ["APP_SETTINGS", "Command", "lazy_group"]
+
+APP_SETTINGS: Final[Mapping[str, Any]] = {
+    "no_args_is_help": True,
+    "add_completion": False,
+    "rich_markup_mode": "rich",
+    "pretty_exceptions_enable": False,
+}
+"""Arguments of every :class:`typer.Typer` of the command line."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """Where a command is defined.
+
+    Attributes:
+        target: ``module:attribute``; the attribute is a function, or a :class:`typer.Typer` of several commands.
+        context_settings: Settings of the command's context, as click names them.
+    """
+
+    target: str
+    context_settings: Mapping[str, Any] | None = None
+
+
+def lazy_group(
+    commands: Mapping[str, Command], plugins: Callable[[], Mapping[str, Command]] = dict
+) -> type[TyperGroup]:
+    """A class for the argument ``cls`` of a :class:`typer.Typer`, which then imports its commands on first use.
+
+    Calling a command imports that command; the help of the group imports all of them, because it shows their summaries.
+
+    Args:
+        commands: Commands by name, in the order in which the help lists them.
+        plugins: Returns further commands. It is called for the help and for a name that ``commands`` lacks.
+
+    Returns:
+        The class.
+    """
+
+    class LazyGroup(TyperGroup):
+        def __init__(self, **attributes: Any) -> None:
+            super().__init__(**attributes)
+            self.commands = _Commands(commands, plugins)
+
+    return LazyGroup
+
+
+class _Commands(UserDict[str, Any]):
+    """Commands by name. A value is a :class:`Command` inside and the built command of typer outside."""
+
+    def __init__(self, commands: Mapping[str, Command], plugins: Callable[[], Mapping[str, Command]]) -> None:
+        super().__init__(commands)
+        self._plugins: Callable[[], Mapping[str, Command]] | None = plugins
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        if isinstance(self.data[name], Command):
+            self.data[name] = _build(name, self.data[name])
+        return self.data[name]
+
+    def __contains__(self, name: object) -> bool:
+        if name not in self.data:
+            self._add_plugins()
+        return name in self.data
+
+    def __iter__(self) -> Iterator[str]:
+        self._add_plugins()
+        return iter(self.data)
+
+    def __len__(self) -> int:
+        self._add_plugins()
+        return len(self.data)
+
+    def _add_plugins(self) -> None:
+        if self._plugins is not None:
+            plugins, self._plugins = self._plugins, None
+            for name, command in plugins().items():
+                self.data.setdefault(name, command)  # a plug-in replaces no command of thinwire itself
+
+
+def _build(name: str, command: Command) -> Any:
+    """The command that typer runs. One that cannot be imported says so in the help, and fails when it is called."""
+    module, _, attribute = command.target.partition(":")
+    parent = typer.Typer(**APP_SETTINGS)
+    try:
+        function = getattr(importlib.import_module(module), attribute)
+    except ImportError as error:
+        function = _unavailable(name, command, str(error))
+    if isinstance(function, typer.Typer):
+        parent.add_typer(function, name=name)
+    else:
+        settings = dict(command.context_settings) if command.context_settings else None
+        parent.command(name, context_settings=settings)(function)
+    parent.callback()(lambda: None)  # makes a group of the parent even where it has one command
+    return typer.main.get_group(parent).commands[name]
+
+
+def _unavailable(name: str, command: Command, reason: str) -> Callable[[], None]:
+    def unavailable() -> None:
+        typer.echo(f"thinwire {name} comes from {command.target}, which does not load: {reason}", err=True)
+        raise typer.Exit(1)
+
+    unavailable.__doc__ = f"Not available: {reason}"
+    return unavailable
