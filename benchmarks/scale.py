@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cost import NominalRates
-from thinwire.plan import Job, Search, search, summary
-from thinwire.plan.job import CodecLevel
+from thinwire.plan import CodecLevel, Search, TrainingJob, search, summary
 from thinwire.report import Sheet, insert, markdown_table
 from thinwire.sim import Case, answer
 from thinwire.spec import ClusterSpec, ModelSpec
@@ -120,7 +119,9 @@ def three_d(point: Point) -> Found:
 def chosen(point: Point, codecs: CodecLevel) -> Found:
     """The planner's choice."""
     model = ModelSpec.named(MODELS[point.model], seq=SEQ)
-    job = Job(model, point.cluster, point.tokens, SEQ, micro_batch=1, codecs=codecs, rates=NominalRates(point.cluster))
+    job = TrainingJob(
+        model, point.cluster, point.tokens, SEQ, micro_batch=1, codecs=codecs, rates=NominalRates(point.cluster)
+    )
     if not Search(job).smallest().fits:
         return Found(None)
     found = search(job, top=1).candidates

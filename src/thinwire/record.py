@@ -13,7 +13,7 @@ from thinwire.errors import UsageError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 
-__all__ = ["WARM_UP", "Record", "Run", "began", "read_run", "read_runs", "steady", "steps_of"]
+__all__ = ["WARM_UP", "Record", "RunRecord", "began", "read_run", "read_runs", "steady", "steps_of"]
 
 Record = Mapping[str, Any]
 
@@ -22,7 +22,7 @@ WARM_UP: Final = 3
 
 
 @dataclass(frozen=True)
-class Run:
+class RunRecord:
     """A run of ``thinwire train``.
 
     Attributes:
@@ -68,7 +68,7 @@ class Run:
         return int(self.records[-1]["step"]) if self.records else 0
 
 
-def read_runs(paths: Sequence[Path]) -> list[Run]:
+def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
     """Read several runs; those that share a name are told apart by their directories' parents.
 
     Args:
@@ -88,7 +88,7 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
     ]
 
 
-def read_run(path: Path, name: str | None = None) -> Run:
+def read_run(path: Path, name: str | None = None) -> RunRecord:
     """Read the directory of a run.
 
     Args:
@@ -106,7 +106,7 @@ def read_run(path: Path, name: str | None = None) -> Run:
     starts, _ = _lines(path / "starts.jsonl")
     summary = _object(path / "summary.json")
     command = path / "command.txt"
-    return Run(
+    return RunRecord(
         name=name or path.resolve().name,
         path=path,
         recipe=Recipe.load(path / "recipe.toml"),
@@ -137,7 +137,7 @@ def began(starts: Sequence[Record]) -> int:
     return step
 
 
-def steps_of(run: Run) -> list[int]:
+def steps_of(run: RunRecord) -> list[int]:
     """How many steps each record is about: those since the record before, or since the run was continued.
 
     Args:
@@ -155,7 +155,7 @@ def steps_of(run: Run) -> list[int]:
     return counts
 
 
-def steady(run: Run) -> list[tuple[Record, int]]:
+def steady(run: RunRecord) -> list[tuple[Record, int]]:
     """Records that count for a step, with their steps: of the present plan, not the first few, no skipped ones, and
     none after a validation, as they count what that sent and waited for, too. Where there are no others, these.
 

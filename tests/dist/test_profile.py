@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cost import ProfiledRates
-from thinwire.plan import Job, profiled_cluster, search
+from thinwire.plan import TrainingJob, profiled_cluster, search
 from thinwire.profile.exchanging import exchanges
 from thinwire.profile.meeting import line
 from thinwire.spec import Factor, ModelSpec
@@ -74,7 +74,7 @@ def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
     assert all(row.processor > 0 for row in measured.collectives)
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
     rates = ProfiledRates(measured, SHAPE, "bfloat16")
-    assert search(Job(SHAPE, profiled_cluster(measured), 4 * 32, 32, rates=rates, overhead=0)).candidates
+    assert search(TrainingJob(SHAPE, profiled_cluster(measured), 4 * 32, 32, rates=rates, overhead=0)).candidates
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.cost import Beside, ProfiledRates, Work, parts
 from thinwire.errors import DataError, SpecError, UsageError
-from thinwire.plan import Job, compare, explain, profiled_cluster, refit, search
+from thinwire.plan import TrainingJob, compare, explain, profiled_cluster, refit, search
 from thinwire.program import Kind, Scope
 from thinwire.spec import CodecSpec, ModelSpec, Plan
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
@@ -169,8 +169,8 @@ def test_files_read_back_and_bad_ones_are_refused(tmp_path: Path) -> None:
         Profile.read(path)
 
 
-def asked() -> Job:
-    return Job(MODEL, profiled_cluster(profile()), 4 * 32, 32, rates=rates(), overhead=profile().base_memory)
+def asked() -> TrainingJob:
+    return TrainingJob(MODEL, profiled_cluster(profile()), 4 * 32, 32, rates=rates(), overhead=profile().base_memory)
 
 
 def test_plans_follow_from_a_profile_with_error_bars() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
-from thinwire.plan import Job, candidate
+from thinwire.plan import TrainingJob, candidate
 from thinwire.plan.placement import hostfile, place, placed, rankfile, read_hosts, slurm_hostfile
 from thinwire.plan.search import elsewhere
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
@@ -28,10 +28,10 @@ def plan(nodes: int, *, optimizer: int, params: int = 1) -> Plan:
     )
 
 
-def job(nodes: int, *, spine: bool = True) -> Job:
+def job(nodes: int, *, spine: bool = True) -> TrainingJob:
     links = {"nic": {"bandwidth": "20gbit"}, **({"spine": {"bandwidth": "5gbit"}} if spine else {})}
     cluster = ClusterSpec.named(f"a800-80g:{nodes}x2", links=links, nodes_per_leaf=nodes)
-    return Job(MODEL, cluster, nodes * 2 * MODEL.seq, MODEL.seq, rates=NominalRates(cluster))
+    return TrainingJob(MODEL, cluster, nodes * 2 * MODEL.seq, MODEL.seq, rates=NominalRates(cluster))
 
 
 @pytest.mark.parametrize("spine", [True, False])

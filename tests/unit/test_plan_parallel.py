@@ -14,7 +14,7 @@ from thinwire.cli.main import app
 from thinwire.cost import NominalRates
 from thinwire.cost.memory import largest_memory, stages
 from thinwire.errors import SpecError
-from thinwire.plan import Cut, Job, Search, binding, candidate, critical_path, remedies, search, summary
+from thinwire.plan import Cut, Search, TrainingJob, binding, candidate, critical_path, remedies, search, summary
 from thinwire.plan.rules import cut_problems, divided, powers_of_two
 from thinwire.plan.search import RESOLUTION
 from thinwire.sim.axes import idle_seconds, message_seconds
@@ -24,9 +24,11 @@ from thinwire.spec.pipeline import keeps_busy
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, ffn=2816, vocab=8192, seq=1024)
 
 
-def job(cluster: str = "a800-80g:2x4", model: ModelSpec = SMALL, sequences: int = 4, **rest: Any) -> Job:
+def job(cluster: str = "a800-80g:2x4", model: ModelSpec = SMALL, sequences: int = 4, **rest: Any) -> TrainingJob:
     machine = ClusterSpec.named(cluster, **rest.pop("machine", {}))
-    return Job(model, machine, sequences * model.seq * machine.gpus, model.seq, rates=NominalRates(machine), **rest)
+    return TrainingJob(
+        model, machine, sequences * model.seq * machine.gpus, model.seq, rates=NominalRates(machine), **rest
+    )
 
 
 def grid(tp: int = 1, pp: int = 1, **rest: Any) -> Plan:
@@ -173,8 +175,8 @@ def test_data_parallelism_wins_where_there_is_room() -> None:
 def test_batches_smaller_than_the_cluster_need_shared_ranks() -> None:
     machine = ClusterSpec.named("a800-80g:2x4")
     with pytest.raises(SpecError, match="or share ranks with --tp 2 --pp 1"):
-        Job(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine))
-    asked = Job(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine), tp=None, pp=None)
+        TrainingJob(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine))
+    asked = TrainingJob(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine), tp=None, pp=None)
     found = search(asked, top=1)
     assert found.candidates[0].plan.world <= 4
     assert not found.classics

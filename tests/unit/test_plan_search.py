@@ -15,8 +15,8 @@ import pytest
 from thinwire.cost import NominalRates
 from thinwire.errors import SpecError
 from thinwire.plan import (
-    Job,
     Search,
+    TrainingJob,
     amsp_flips,
     amsp_search,
     binding,
@@ -34,10 +34,10 @@ from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 SMALL = ModelSpec(name="small", layers=4, hidden=1024, heads=8, vocab=8192, seq=1024)
 
 
-def job(cluster: str = "a800-80g:2x2", model: ModelSpec = SMALL, sequences: int = 2, **rest: Any) -> Job:
+def job(cluster: str = "a800-80g:2x2", model: ModelSpec = SMALL, sequences: int = 2, **rest: Any) -> TrainingJob:
     machine = ClusterSpec.named(cluster, **rest.pop("machine", {}))
     seq = rest.pop("seq", model.seq)
-    return Job(model, machine, sequences * seq * machine.gpus, seq, rates=NominalRates(machine), **rest)
+    return TrainingJob(model, machine, sequences * seq * machine.gpus, seq, rates=NominalRates(machine), **rest)
 
 
 def test_factors_fill_a_node_first() -> None:
@@ -72,7 +72,7 @@ def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     assert knobs(found.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
 
 
-def below_leaves(oversubscription: float) -> Job:
+def below_leaves(oversubscription: float) -> TrainingJob:
     nic = 50e9
     links = {"nic": {"bandwidth": nic, "latency": 1e-5}, "spine": {"bandwidth": nic / oversubscription}}
     return job("a800-80g:16x4", machine={"links": links, "nodes_per_leaf": 4}, codecs="none", micro_batch=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from thinwire.errors import UsageError
-from thinwire.profile import Piece
+from thinwire.profile import ModelPiece
 from thinwire.spec import Factor, ModelSpec
 from thinwire.train.environment import LAB_HOSTS, num_cores, shares_cores
 from thinwire.train.models.pieces import pieces
@@ -15,7 +15,7 @@ from thinwire.train.observing.room import measure_room, rank_memory
 GIB = 1 << 30
 
 
-def found(model: ModelSpec, memory: int, seq: int = 2048) -> dict[str, Piece]:
+def found(model: ModelSpec, memory: int, seq: int = 2048) -> dict[str, ModelPiece]:
     made = pieces(model, Factor(local=2, nodes=2), seq=seq, micro_batch=1, dtype="bfloat16", memory=memory)
     return {piece.part: piece for piece in made}
 

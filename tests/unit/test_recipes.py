@@ -19,7 +19,7 @@ from tests.lab.cluster import environment
 from tests.small import write_text
 
 from thinwire.cost import NominalRates
-from thinwire.plan import Job, candidate
+from thinwire.plan import TrainingJob, candidate
 from thinwire.spec import ClusterSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
@@ -62,7 +62,7 @@ def test_its_plan_fits_the_cluster_that_it_names(path: Path) -> None:
     assert vocab is not None
     model = recipe.model.shape(vocab=vocab, seq=train.seq)
     tokens = train.global_batch * train.seq
-    job = Job(model, cluster, tokens, train.seq, rates=NominalRates(cluster, "bfloat16"))
+    job = TrainingJob(model, cluster, tokens, train.seq, rates=NominalRates(cluster, "bfloat16"))
     found = candidate(job, plan)
     assert found.fits
     assert found.memory.total < 0.9 * cluster.memory  # the estimate is an estimate

@@ -9,7 +9,7 @@ import pytest
 from thinwire.cost import Work
 from thinwire.sim import ENGINES, Case, answer
 from thinwire.sim.hardware import EngineRates
-from thinwire.sim.host import Host
+from thinwire.sim.host_overhead import HostOverhead
 from thinwire.spec import ClusterSpec, CodecSpec
 
 NODE = {"local": 8, "nodes": 1}
@@ -52,7 +52,7 @@ def test_gathers_of_the_backward_run_beside_nothing_where_reductions_synchronise
 
 
 def test_more_ranks_wait_longer_for_a_host_in_python() -> None:
-    host = Host(decision=1.0, partition=0.1, flush=1.0, chance=0.01)
+    host = HostOverhead(decision=1.0, partition=0.1, flush=1.0, chance=0.01)
     assert host.gathering(4, 0.0, 8) == 4
     assert host.gathering(0, 10.0, 1) == pytest.approx(0.1)
     assert host.gathering(0, 10.0, 10_000) == pytest.approx(10)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from thinwire.errors import Room
-    from thinwire.plan import Candidate, Job
+    from thinwire.plan import Candidate, TrainingJob
     from thinwire.spec import Plan
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
@@ -50,7 +50,7 @@ def advised(path: Path, recipe: Recipe, plan: Plan, directory: RunDirectory) -> 
         raise OutOfMemoryError(f"{error}. {words}", error.room) from error
 
 
-def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Job, Candidate | None, int]:
+def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[TrainingJob, Candidate | None, int]:
     """Search for a plan that leaves room.
 
     Args:
@@ -67,7 +67,7 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Job, Ca
     """
     import thinwire.plan as planner
     from thinwire.cost import NominalRates
-    from thinwire.plan import Job
+    from thinwire.plan import TrainingJob
     from thinwire.spec import ClusterSpec
 
     cluster = ClusterSpec.parse(
@@ -82,7 +82,7 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Job, Ca
         "planner",
     )
     seq = recipe.train.seq
-    job = Job(
+    job = TrainingJob(
         recipe.model.shape(vocab=vocab, seq=seq),
         cluster,
         plan.world * plan.micro_batch * plan.micro_batches * seq,
@@ -101,7 +101,7 @@ def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[Job, Ca
     return job, searched.candidates[0] if searched.candidates else None, needed
 
 
-def _with_memory(job: Job, memory: int) -> Job:
+def _with_memory(job: TrainingJob, memory: int) -> TrainingJob:
     from dataclasses import replace
 
     return replace(job, cluster=job.cluster.with_(memory=memory))

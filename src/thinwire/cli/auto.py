@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from thinwire.plan import Job, Searched
+    from thinwire.plan import Searched, TrainingJob
     from thinwire.spec import ModelSpec, Plan
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
@@ -102,12 +102,12 @@ def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: 
         raise UsageError(f"--plan auto could not measure this machine:\n{result.stderr.strip()[-2000:]}")
 
 
-def _job(recipe: Recipe, resolved: Plan, shape: ModelSpec, measured: Profile) -> Job:
+def _job(recipe: Recipe, resolved: Plan, shape: ModelSpec, measured: Profile) -> TrainingJob:
     import thinwire.plan as planner
     from thinwire.cost import ProfiledRates
 
     seq = recipe.train.seq
-    return planner.Job(
+    return planner.TrainingJob(
         shape,
         planner.profiled_cluster(measured),
         resolved.world * resolved.micro_batch * resolved.micro_batches * seq,
@@ -121,7 +121,7 @@ def _job(recipe: Recipe, resolved: Plan, shape: ModelSpec, measured: Profile) ->
     )
 
 
-def _nothing_fits(job: Job) -> Exception:
+def _nothing_fits(job: TrainingJob) -> Exception:
     import thinwire.plan as planner
     from thinwire.errors import UsageError
     from thinwire.units import format_bytes
@@ -134,7 +134,7 @@ def _nothing_fits(job: Job) -> Exception:
     )
 
 
-def _say(job: Job, searched: Searched, console: Console) -> None:
+def _say(job: TrainingJob, searched: Searched, console: Console) -> None:
     import thinwire.plan as planner
 
     chosen = searched.candidates[0]

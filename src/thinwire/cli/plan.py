@@ -28,7 +28,7 @@ from thinwire.cli.plan_tables import (
 )
 
 if TYPE_CHECKING:
-    from thinwire.plan import Candidate, Job
+    from thinwire.plan import Candidate, TrainingJob
     from thinwire.spec import Plan
 
 
@@ -209,7 +209,7 @@ def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
     return result
 
 
-def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Job:
+def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob:
     """The job whose plans are compared.
 
     Args:
@@ -218,7 +218,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Job:
     """
     from thinwire.cost import OVERHEAD
     from thinwire.errors import UsageError
-    from thinwire.plan import Job
+    from thinwire.plan import TrainingJob
     from thinwire.spec import ModelSpec
     from thinwire.spec.profile import Profile
     from thinwire.units import parse_count
@@ -230,7 +230,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Job:
     shape = ModelSpec.named(options.model, **({} if options.seq is None else {"seq": options.seq}))
     measured = None if options.profile is None else Profile.read(options.profile)
     machine = cluster_of(options.cluster, measured, _changes(options, leaf_of))
-    return Job(
+    return TrainingJob(
         shape,
         machine,
         parse_count(options.tokens_per_step),
@@ -258,7 +258,7 @@ def _changes(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> Cluster
     return ClusterChanges(gbps, leaves, options.memory, options.price)
 
 
-def _fastest(job: Job, options: PlanOptions, console: Console) -> dict[str, Any]:
+def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[str, Any]:
     """Show the plans of the shortest overlapped step, and return them as ``--json`` prints them."""
     import thinwire.plan as planner
     from thinwire.report import rich_table
@@ -303,7 +303,7 @@ def _fastest(job: Job, options: PlanOptions, console: Console) -> dict[str, Any]
     }
 
 
-def _infeasible(job: Job, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:
+def _infeasible(job: TrainingJob, rows: Sequence[Candidate], console: Console) -> dict[str, Any]:
     import thinwire.plan as planner
     from thinwire.units import format_bytes
 
@@ -328,7 +328,7 @@ def _infeasible(job: Job, rows: Sequence[Candidate], console: Console) -> dict[s
 
 
 def _place(
-    job: Job, chosen: Plan, leaf_of: Mapping[str, str], directory: Path | None, console: Console
+    job: TrainingJob, chosen: Plan, leaf_of: Mapping[str, str], directory: Path | None, console: Console
 ) -> dict[str, Any]:
     """Order the hosts for a plan, and write the files that launchers read."""
     import thinwire.plan as planner

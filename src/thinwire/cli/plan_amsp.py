@@ -10,10 +10,10 @@ from rich.console import Console
 from thinwire.cli.plan_tables import introduce, row_json
 
 if TYPE_CHECKING:
-    from thinwire.plan import AmspPlan, Job
+    from thinwire.plan import AmspPlan, TrainingJob
 
 
-def least_sum(job: Job, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
+def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
     """Shows the plans of the least sum, the paper's among them, and returns them as JSON has them."""
     import thinwire.plan as planner
     from thinwire.report import Sheet, rich_table

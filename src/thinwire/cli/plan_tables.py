@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 if TYPE_CHECKING:
-    from thinwire.plan import Candidate, Explanation, Job, Searched
+    from thinwire.plan import Candidate, Explanation, Searched, TrainingJob
     from thinwire.report import Sheet
 
 
@@ -19,7 +19,7 @@ def listed(searched: Searched, top: int) -> list[Candidate]:
     return [*first, *others, *(c for c in searched.classics if not c.fits)]
 
 
-def introduce(job: Job, console: Console) -> None:
+def introduce(job: TrainingJob, console: Console) -> None:
     """Model, cluster, and what times rest on."""
     from thinwire.cost import NominalRates
     from thinwire.units import format_bytes
@@ -37,7 +37,7 @@ def introduce(job: Job, console: Console) -> None:
         console.print("the accelerator has no peak for bfloat16: times are those of float16", markup=False)
 
 
-def plan_sheet(job: Job, rows: Sequence[Candidate]) -> Sheet:
+def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:
     """The table of plans."""
     from thinwire.report import Sheet
 
@@ -71,7 +71,7 @@ def plan_sheet(job: Job, rows: Sequence[Candidate]) -> Sheet:
     )
 
 
-def _cells(job: Job, number: int, row: Candidate, *, with_price: bool, with_cut: bool) -> list[str]:
+def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, with_cut: bool) -> list[str]:
     chosen = row.plan
     batch = f"{chosen.micro_batch} x {chosen.micro_batches}{' recompute' if chosen.recompute else ''}"
     axes = {"tp": row.axes.sums, "pp": row.axes.messages, "idle": row.axes.idle}
@@ -139,7 +139,7 @@ def show_explanation(explanation: Explanation, chosen: Candidate, console: Conso
         console.print(f"the same plan with {'; '.join(explanation.steady)}", markup=False)
 
 
-def row_json(job: Job, number: int, row: Candidate) -> dict[str, Any]:
+def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
     """A row of the table, for programs."""
     return {
         "rank": number,

@@ -17,7 +17,7 @@ from thinwire.cli.options import expand_options
 if TYPE_CHECKING:
     import torch
 
-    from thinwire.profile import Piece
+    from thinwire.profile import ModelPiece
     from thinwire.report import Sheet
     from thinwire.spec import Factor, ModelSpec
     from thinwire.spec.profile import CollectiveRow, Profile
@@ -102,7 +102,7 @@ class Measurement:
 
     out: Path
     budget: float
-    pieces: Sequence[Piece]
+    pieces: Sequence[ModelPiece]
     mesh: Factor
     device: torch.device
     resume: bool = False

@@ -17,7 +17,7 @@ from thinwire.cli.summary import shown
 from thinwire.extras import require
 
 if TYPE_CHECKING:
-    from thinwire.record import Run
+    from thinwire.record import RunRecord
     from thinwire.report.page import Subject
 
 
@@ -91,7 +91,7 @@ def _write(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
         raise UsageError(f"{directory} cannot be written: {error.strerror}; choose another --out") from error
 
 
-def _subject(run: Run, profile: Path | None) -> Subject:
+def _subject(run: RunRecord, profile: Path | None) -> Subject:
     """A run with its prediction, or with the reason why there is none."""
     from thinwire.errors import ThinwireError
     from thinwire.plan import compare

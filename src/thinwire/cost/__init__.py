@@ -1,7 +1,7 @@
 """What things take: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
 from thinwire.cost.amsp import AmspTimes, amsp_times
-from thinwire.cost.anatomy import Part, parts, units
+from thinwire.cost.anatomy import ModelPart, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledRates
@@ -21,7 +21,7 @@ __all__ = [
     "Memory",
     "Move",
     "NominalRates",
-    "Part",
+    "ModelPart",
     "Pricer",
     "ProfiledRates",
     "Rates",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.cost.anatomy import Part
+from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.flat import FlatCollectives
 from thinwire.spec import Factor
 
@@ -44,7 +44,7 @@ class AmspTimes:
 
 
 def amsp_times(
-    parts: Sequence[Part],
+    parts: Sequence[ModelPart],
     flat: FlatCollectives,
     mesh: Factor,
     chain: tuple[Factor, Factor, Factor],

@@ -16,7 +16,7 @@ from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["Part", "Tensor", "parts", "units"]
+__all__ = ["ModelPart", "Tensor", "parts", "units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ModelPart:
     """A module of the model that becomes a unit.
 
     Attributes:
@@ -92,7 +92,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     )
 
 
-def _kinds(part: Part, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
+def _kinds(part: ModelPart, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
     """Encoded tensors, and those that always travel as they are."""
     if not plan.wire.exclude:
         return [(True, part.tensors)]
@@ -135,7 +135,7 @@ _Module = tuple[str, tuple[tuple[str, int], ...], int, int]
 
 
 @lru_cache(maxsize=16)
-def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[Part, ...]:
+def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[ModelPart, ...]:
     """The model's parts in the runtime's order: the root first if it owns any parameter.
 
     Args:
@@ -147,32 +147,32 @@ def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[Part, ...]:
     return whole if tp == 1 else tuple(_sliced(part, tp) for part in whole)
 
 
-def _sliced(part: Part, tp: int) -> Part:
+def _sliced(part: ModelPart, tp: int) -> ModelPart:
     """A tensor-parallel rank's share; norms are on every rank."""
     tensors = tuple(
         tensor if "norm" in tensor.name else Tensor(tensor.name, -(-tensor.numel // tp)) for tensor in part.tensors
     )
-    return Part(part.name, part.kind, part.block, tensors, part.matrix_flops // tp, part.attention_width // tp)
+    return ModelPart(part.name, part.kind, part.block, tensors, part.matrix_flops // tp, part.attention_width // tp)
 
 
-def _whole_parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
+def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
     names = _NAMES[model.kind]
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
     embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])
     head_tensors = _tensors("lm_head", [("weight", model.head_parameters)]) if model.head_parameters else ()
-    embedding = Part(names.embedding, "embedding", next(outside), embedding_tensors, 0)
-    norm = Part(names.norm, "rest", next(outside), _tensors(names.norm, _norm(model)), 0)
-    head = Part("lm_head", "head", next(outside), head_tensors, 2 * model.hidden * model.vocab)
+    embedding = ModelPart(names.embedding, "embedding", next(outside), embedding_tensors, 0)
+    norm = ModelPart(names.norm, "rest", next(outside), _tensors(names.norm, _norm(model)), 0)
+    head = ModelPart("lm_head", "head", next(outside), head_tensors, 2 * model.hidden * model.vocab)
     blocks = [part for layer in range(model.layers) for part in _block_parts(model, layer, granularity)]
     if model.tied_embedding:
-        alone: tuple[Part, ...] = (norm,) if granularity == "module" else ()
+        alone: tuple[ModelPart, ...] = (norm,) if granularity == "module" else ()
     elif granularity == "module":
         alone = (embedding, norm, head)
     else:
         alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= model.parameters)
     # The root owns what is too small to be a unit, and what two units share.
     rest = [part for part in (embedding, norm, head) if part not in alone]
-    root = Part(
+    root = ModelPart(
         "",
         "head" if head in rest else "rest",
         0,
@@ -183,17 +183,17 @@ def _whole_parts(model: ModelSpec, granularity: str) -> tuple[Part, ...]:
     return (*first, *blocks, *(part for part in (norm, head) if part in alone))
 
 
-def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[Part]:
+def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[ModelPart]:
     path = f"layers.{layer}"
     modules = [
-        Part(f"{path}.{name}", "block", layer + 1, _tensors(f"{path}.{name}", tensors), flops, width)
+        ModelPart(f"{path}.{name}", "block", layer + 1, _tensors(f"{path}.{name}", tensors), flops, width)
         for name, tensors, flops, width in _block_modules(model)
     ]
     if granularity == "module":
         return modules
     tensors = tuple(tensor for module in modules for tensor in module.tensors)
     flops, width = sum(m.matrix_flops for m in modules), sum(m.attention_width for m in modules)
-    return [Part(path, "block", layer + 1, tensors, flops, width)]
+    return [ModelPart(path, "block", layer + 1, tensors, flops, width)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,7 @@ class UnitKind:
     kept: bool
 
 
-class Shape(NamedTuple):
+class GroupShape(NamedTuple):
     """Ranks of a group inside a node, nodes it spans, and from each of them to the next; a light key."""
 
     local: int
@@ -107,10 +107,10 @@ class Traffic:
             ``OS``).
     """
 
-    params: Shape | None
-    secondary: Shape | None
-    shard: Shape | None
-    replica: Shape | None
+    params: GroupShape | None
+    secondary: GroupShape | None
+    shard: GroupShape | None
+    replica: GroupShape | None
     every_micro_batch: bool
 
     @classmethod
@@ -126,9 +126,9 @@ class Traffic:
     ) -> Traffic:
         """From the factors of a plan; ``strided`` is whether it matters how far apart the nodes of a group are."""
 
-        def between(inner: Factor, outer: Factor) -> Shape | None:
+        def between(inner: Factor, outer: Factor) -> GroupShape | None:
             stride = inner.nodes if strided else 1
-            shape = Shape(outer.local // inner.local, outer.nodes // inner.nodes, stride)
+            shape = GroupShape(outer.local // inner.local, outer.nodes // inner.nodes, stride)
             return shape if shape.ranks > 1 else None
 
         one = Factor()
@@ -167,21 +167,21 @@ class Pricer:
         self.scatter = cache(self._scatter)
         self.all_reduce = cache(self._all_reduce)
 
-    def _gather(self, mesh: Shape, numel: int, codec: CodecSpec) -> Busy:
+    def _gather(self, mesh: GroupShape, numel: int, codec: CodecSpec) -> Busy:
         """An all-gather (or a grouped broadcast) of ``numel`` elements in all."""
         encoding = Encoding(codec, self._compute)
         sizes = MessageSizes(encoding.slot, encoding.slot, encoding.slot, encoded=not codec.is_none)
         return self._price(Kind.ALL_GATHER, mesh, numel, sizes, lambda hop: encoding)
 
-    def _scatter(self, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def _scatter(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """A reduce-scatter of ``numel`` elements."""
         return self._reduction(Kind.REDUCE_SCATTER, mesh, numel, intra, inter)
 
-    def _all_reduce(self, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def _all_reduce(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         """An all-reduce of ``numel`` elements."""
         return self._reduction(Kind.ALL_REDUCE, mesh, numel, intra, inter)
 
-    def _reduction(self, kind: Kind, mesh: Shape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
+    def _reduction(self, kind: Kind, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
         encodings = ReductionEncodings.of(mesh.local, mesh.nodes, intra, inter, self._reduce)
 
         def encoding(hop: Hop) -> Encoding:
@@ -192,7 +192,7 @@ class Pricer:
         return self._price(kind, mesh, numel, encodings.sizes(), encoding)
 
     def _price(
-        self, kind: Kind, mesh: Shape, numel: int, sizes: MessageSizes, encoding: Callable[[Hop], Encoding]
+        self, kind: Kind, mesh: GroupShape, numel: int, sizes: MessageSizes, encoding: Callable[[Hop], Encoding]
     ) -> Busy:
         pieces = Even(math.ceil(numel / mesh.ranks), mesh.ranks)
         found = hops(kind, mesh.local, mesh.nodes, pieces, 0, sizes, mesh.stride)
@@ -250,7 +250,7 @@ class Pricer:
             last = last.plus(self.all_reduce(traffic.replica, bucket, intra, inter).plus(packing), count)
         return every, last
 
-    def _packing(self, mesh: Shape, numel: float) -> float:
+    def _packing(self, mesh: GroupShape, numel: float) -> float:
         """Seconds of packing a bucket for a reduce-scatter and taking this rank's part out of it."""
         return self._rates.touch(numel + numel / mesh.ranks)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
-from thinwire.cost.anatomy import Part
+from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.rates import ALONE, Beside, Work
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
@@ -163,15 +163,15 @@ class ProfiledRates:
         self._outside |= values > 4 * line.sizes[-1]
         return line.at(values)
 
-    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """As measured for a part of this shape, or scaled by FLOPs."""
         return self._part(part, plan, seq, "forward")
 
-    def backward(self, part: Part, plan: Plan, seq: int) -> float:
+    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Likewise."""
         return self._part(part, plan, seq, "backward")
 
-    def _part(self, part: Part, plan: Plan, seq: int, way: Literal["forward", "backward"]) -> float:
+    def _part(self, part: ModelPart, plan: Plan, seq: int, way: Literal["forward", "backward"]) -> float:
         if part.kind == "rest" and not part.matrix_flops:
             return 0.0
         row = self._compute[part.kind if part.kind in self._compute else "block"]

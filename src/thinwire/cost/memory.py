@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from thinwire.cost.anatomy import Part, parts
+from thinwire.cost.anatomy import ModelPart, parts
 from thinwire.cost.anatomy import units as units_of
 from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, together
 from thinwire.program.wire import ITEMSIZE
@@ -353,7 +353,7 @@ def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
     return tokens * (itemsize * width + softmax)
 
 
-def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[Part], *, seq: int) -> tuple[int, ...]:
+def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int) -> tuple[int, ...]:
     """Bytes that each part of a model keeps from its forward to its backward.
 
     Args:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from thinwire.cost.anatomy import Part
+from thinwire.cost.anatomy import ModelPart
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
@@ -82,11 +82,11 @@ class Rates(Protocol):
         """Encoding and decoding."""
         ...
 
-    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """The forward of one part on one micro-batch."""
         ...
 
-    def backward(self, part: Part, plan: Plan, seq: int) -> float:
+    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Its backward, without recomputation."""
         ...
 
@@ -202,11 +202,11 @@ class NominalRates:
             / self._memory
         )
 
-    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """FLOPs at the usual share of the peak; what has no matrix costs nothing."""
         return part.forward_flops(plan.micro_batch * seq, seq) / self._flops
 
-    def backward(self, part: Part, plan: Plan, seq: int) -> float:
+    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Twice the forward."""
         return 2 * self.forward(part, plan, seq)
 

@@ -1,7 +1,8 @@
 """The planner: rules, search, placement and explanation. Never imports torch."""
 
 from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
-from thinwire.plan.compare import Comparison, Quantity, compare, refit
+from thinwire.plan.candidates import AxisSeconds, Candidate
+from thinwire.plan.compare import Quantity, RunComparison, compare, refit
 from thinwire.plan.explain import (
     Explanation,
     Flip,
@@ -13,7 +14,6 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
-from thinwire.plan.job import CODEC_LEVELS, AxisSeconds, Candidate, CodecLevel, Job, profiled_cluster
 from thinwire.plan.placement import (
     Placed,
     hostfile,
@@ -24,8 +24,10 @@ from thinwire.plan.placement import (
     read_hosts,
     slurm_hostfile,
 )
+from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.rules import Cut
 from thinwire.plan.search import CLASSICS, Search, Searched, candidate, search
+from thinwire.plan.training_job import CODEC_LEVELS, CodecLevel, TrainingJob
 
 __all__ = [
     "CLASSICS",
@@ -34,11 +36,11 @@ __all__ = [
     "AxisSeconds",
     "Candidate",
     "CodecLevel",
-    "Comparison",
+    "RunComparison",
     "Cut",
     "Explanation",
     "Flip",
-    "Job",
+    "TrainingJob",
     "Placed",
     "Quantity",
     "Remedy",

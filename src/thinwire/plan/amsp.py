@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from thinwire.cost import AMSP_STATES, AmspTimes, FlatCollectives, Memory, amsp_times, memory
-from thinwire.plan.job import Job
 from thinwire.plan.rules import Chain, chain_ends
+from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
 
@@ -46,7 +46,7 @@ class AmspPlan:
         return self.times.total + self.recomputing
 
 
-def amsp_search(job: Job, *, contention: bool = True) -> list[AmspPlan]:
+def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
     """Every plan that fits, best first by AMSP's objective; the paper's own is labelled, whether it fits or not.
 
     Args:
@@ -67,7 +67,7 @@ def amsp_search(job: Job, *, contention: bool = True) -> list[AmspPlan]:
     return rows
 
 
-def amsp_flips(job: Job) -> list[str]:
+def amsp_flips(job: TrainingJob) -> list[str]:
     """Circumstances under which the paper's plan is the optimum, each tried; one line for each condition.
 
     Args:
@@ -81,7 +81,7 @@ def amsp_flips(job: Job) -> list[str]:
     return [f"{', '.join(where)}: {condition}" for condition, where in found.items()]
 
 
-def _circumstances(job: Job) -> Iterator[tuple[str, Job, bool]]:
+def _circumstances(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
     """As it is, other bandwidths, and fewer nodes: the paper prints one plan for 8 to 1024 GPUs."""
     yield f"{job.cluster.gpus} GPUs", job, True
     links = job.cluster.links
@@ -101,7 +101,7 @@ def _circumstances(job: Job) -> Iterator[tuple[str, Job, bool]]:
         nodes //= 4
 
 
-def _condition(job: Job, rows: list[AmspPlan]) -> str | None:
+def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
     """When the paper's plan is the optimum of these rows: as they are, or with less memory."""
     paper = next((row for row in rows if row.label), None)
     if paper is None or not paper.fits:
@@ -115,12 +115,12 @@ def _condition(job: Job, rows: list[AmspPlan]) -> str | None:
     return None
 
 
-def _chains(job: Job) -> Iterator[Chain]:
+def _chains(job: TrainingJob) -> Iterator[Chain]:
     for params, optimizer in chain_ends(job.mesh):
         yield from dict.fromkeys(((params, params, optimizer), (params, optimizer, optimizer)))
 
 
-def _priced(job: Job, flat: FlatCollectives, base: Plan, chain: Chain, recompute: bool) -> AmspPlan:
+def _priced(job: TrainingJob, flat: FlatCollectives, base: Plan, chain: Chain, recompute: bool) -> AmspPlan:
     micro_batch, micro_batches = job.batches()[0]
     params, grads, optimizer = chain
     plan = base.with_(
@@ -152,7 +152,7 @@ def _ranked(plans: list[AmspPlan]) -> list[AmspPlan]:
     return ranked
 
 
-def _paper_chain(job: Job) -> Chain | None:
+def _paper_chain(job: TrainingJob) -> Chain | None:
     preset = PAPER_PLANS.get(job.model.name or "")
     if preset is None:
         return None

@@ -11,14 +11,16 @@ from typing import Literal
 
 from thinwire.cost import ProfiledRates
 from thinwire.errors import DataError
-from thinwire.plan.job import Candidate, Job, profiled_cluster
+from thinwire.plan.candidates import Candidate
+from thinwire.plan.profiled import profiled_cluster
 from thinwire.plan.search import candidate
+from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Lane, Scope, lower
-from thinwire.record import WARM_UP, Record, Run, began, read_run, steady
+from thinwire.record import WARM_UP, Record, RunRecord, began, read_run, steady
 from thinwire.spec import Plan
 from thinwire.spec.profile import Profile
 
-__all__ = ["Comparison", "Quantity", "compare", "refit"]
+__all__ = ["RunComparison", "Quantity", "compare", "refit"]
 
 Rows = Sequence[tuple[Record, int]]
 """Records, each with its number of steps."""
@@ -47,7 +49,7 @@ class Quantity:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """A run beside its prediction.
 
     Attributes:
@@ -63,7 +65,7 @@ class Comparison:
         return next(quantity for quantity in self.quantities if quantity.name == name)
 
 
-def compare(run: Path, profile: Profile) -> Comparison:
+def compare(run: Path, profile: Profile) -> RunComparison:
     """Price a run's plan and put its metrics beside it.
 
     Args:
@@ -80,10 +82,10 @@ def compare(run: Path, profile: Profile) -> Comparison:
     job = _job(told, profile)
     priced = candidate(job, told.plan)
     quantities = (*_times(priced, rows), *_bytes(job, told.plan, rows), *_memory(priced, rows))
-    return Comparison(quantities, sum(count for _, count in rows))
+    return RunComparison(quantities, sum(count for _, count in rows))
 
 
-def refit(profile: Profile, comparison: Comparison) -> Profile:
+def refit(profile: Profile, comparison: RunComparison) -> Profile:
     """A profile by which computation takes as long as in the run: what neither waits nor is predicted to wait.
 
     Args:
@@ -97,7 +99,7 @@ def refit(profile: Profile, comparison: Comparison) -> Profile:
     return profile.paced(measured / predicted)
 
 
-def _measured(run: Run) -> Rows:
+def _measured(run: RunRecord) -> Rows:
     """Records of the run's present plan, each with its number of steps."""
     before_plan = began(run.starts)
     present = [record for record in run.records if record["step"] > before_plan]
@@ -109,10 +111,10 @@ def _measured(run: Run) -> Rows:
     return steady(run)
 
 
-def _job(run: Run, profile: Profile) -> Job:
+def _job(run: RunRecord, profile: Profile) -> TrainingJob:
     plan, seq = run.plan, run.recipe.train.seq
     model = run.recipe.model.shape(vocab=_vocab(run.path), seq=seq)
-    return Job(
+    return TrainingJob(
         model,
         profiled_cluster(profile),
         plan.world * plan.micro_batch * plan.micro_batches * seq,
@@ -127,7 +129,7 @@ def _job(run: Run, profile: Profile) -> Job:
     )
 
 
-def _base_memory(run: Run) -> int | None:
+def _base_memory(run: RunRecord) -> int | None:
     """Bytes of a rank before it had a model, as the run noted it when it started last."""
     noted = run.starts[-1].get("base_memory") if run.starts else None
     return noted if isinstance(noted, int) else None
@@ -159,7 +161,7 @@ def _times(priced: Candidate, rows: Rows) -> list[Quantity]:
     return found
 
 
-def _bytes(job: Job, plan: Plan, rows: Rows) -> list[Quantity]:
+def _bytes(job: TrainingJob, plan: Plan, rows: Rows) -> list[Quantity]:
     traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
     found = []
     for lane in Lane:

@@ -14,15 +14,15 @@ from functools import cache
 
 from thinwire.cost import Busy, Pricer, Rates, Traffic, UnitKind, memory, working_memory
 from thinwire.cost.memory import Stage, demanding_stages, held_units, stage_model, stages
-from thinwire.plan.job import CODEC_LEVELS, Job
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
+from thinwire.plan.training_job import CODEC_LEVELS, TrainingJob
 from thinwire.program import Kind, Scope, default_trace
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim import Workload
 from thinwire.sim.axes import HopCalls, TensorParallelRates, idle_seconds, message_seconds, sent_seconds
 from thinwire.spec import CodecSpec, Factor, Plan
 
-__all__ = ["Batch", "Draft", "Drafts", "axis_rates", "fits", "stage_message"]
+__all__ = ["BatchChoice", "PlanDraft", "Drafts", "axis_rates", "fits", "stage_message"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
@@ -30,7 +30,7 @@ _WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class PlanDraft:
     """A plan before it is written out.
 
     Attributes:
@@ -55,7 +55,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchChoice:
     """A choice of batch and of the codecs of activations, and what it costs.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Communication:
     exposed: float
 
 
-def axis_rates(job: Job, plan: Plan) -> Rates:
+def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
     """The job's rates, with the sums over a plan's tensor-parallel ranks."""
     if plan.tp == 1:
         return job.rates
@@ -101,7 +101,7 @@ def axis_rates(job: Job, plan: Plan) -> Rates:
     return TensorParallelRates(job.rates, calls, plan.tp, job.model.hidden, ITEMSIZE[plan.compute_dtype])
 
 
-def stage_message(job: Job, plan: Plan) -> float:
+def stage_message(job: TrainingJob, plan: Plan) -> float:
     """Seconds of sending a micro-batch from one stage to the next; every tensor-parallel rank sends its tokens."""
     calls, crosses = HopCalls(job.rates), job.cluster.nodes > 1
     return sent_seconds(
@@ -122,7 +122,7 @@ class Drafts:
         fitting: of these, how many fit into memory without codecs, and need not take longer than the limit.
     """
 
-    def __init__(self, job: Job, cut: Cut, pricer: Pricer) -> None:
+    def __init__(self, job: TrainingJob, cut: Cut, pricer: Pricer) -> None:
         self.job, self.cut, self.mesh = job, cut, job.mesh_of(cut)
         base = Plan(
             mesh=self.mesh,
@@ -147,7 +147,7 @@ class Drafts:
         self.batches = list(self._all_batches())
         self.considered = self.fitting = 0
 
-    def drafts(self, limit: float = math.inf) -> Iterator[Draft]:
+    def drafts(self, limit: float = math.inf) -> Iterator[PlanDraft]:
         """Every valid plan that fits into memory without codecs, with its estimate; none that takes longer than a limit
         is missing a faster one.
 
@@ -185,7 +185,7 @@ class Drafts:
                             # What is exposed includes its sending.
                             besides = max(beside + choice.exposed, busy.sending)
                             bound = max(computing + besides, busy.transferring) + batch.standing
-                            yield Draft(
+                            yield PlanDraft(
                                 bound,
                                 choice.knobs + extra,
                                 self.cut,
@@ -198,7 +198,7 @@ class Drafts:
                     if len(fitting) == len(promising):
                         break
 
-    def plan(self, draft: Draft) -> Plan:
+    def plan(self, draft: PlanDraft) -> Plan:
         """The plan of a draft, written out."""
         params, grads, optimizer = draft.chain
         return self._base.with_(
@@ -212,7 +212,7 @@ class Drafts:
             wire={name: codec for name, codec in zip(_WIRE, draft.codecs, strict=True) if codec != "none"},
         )
 
-    def smallest(self) -> Draft:
+    def smallest(self) -> PlanDraft:
         """The plan that needs least memory; where several do, the one with least sharding."""
         batch = min(self.batches, key=lambda batch: max(batch.working))
         chains = [
@@ -222,7 +222,7 @@ class Drafts:
         ]
         chain = min(chains, key=lambda chain: max(self.states(chain, None)))
         codecs = ("none",) * len(_WIRE)
-        return Draft(0.0, 0, self.cut, chain, None, codecs, batch.micro_batch, batch.recompute)
+        return PlanDraft(0.0, 0, self.cut, chain, None, codecs, batch.micro_batch, batch.recompute)
 
     def states(self, chain: Chain, secondary: Factor | None) -> tuple[int, ...]:
         """Bytes that do not depend on the batch, of every stage that may need most."""
@@ -241,7 +241,7 @@ class Drafts:
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
-    def _all_batches(self) -> Iterator[Batch]:
+    def _all_batches(self) -> Iterator[BatchChoice]:
         level = CODEC_LEVELS[self.job.codecs]
         axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self.cut.tp), ("pp", self.cut.pp))]
         for size, count in self.job.batches(self.cut):
@@ -252,7 +252,7 @@ class Drafts:
                         micro_batch=size, micro_batches=count, recompute=recompute, wire={"tp": tp, "pp": pp}
                     )
                     computing, standing = self._computing(plan), self._standing(plan)
-                    yield Batch(size, count, recompute, (tp, pp), computing, standing, working)
+                    yield BatchChoice(size, count, recompute, (tp, pp), computing, standing, working)
 
     def _computing(self, plan: Plan) -> float:
         """Seconds of forward and backward of one step."""
@@ -318,12 +318,12 @@ class Drafts:
                 )
 
 
-def fits(states: tuple[int, ...], batch: Batch, room: int) -> bool:
+def fits(states: tuple[int, ...], batch: BatchChoice, room: int) -> bool:
     """Whether every stage fits, codecs left out."""
     return all(kept + working <= room for kept, working in zip(states, batch.working, strict=True))
 
 
-def _bucket_bytes(job: Job, mesh: Factor, parameters: int) -> int:
+def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:
     """A power of two: so large that a bucket's latency across all nodes is a fifth of its time, so small that the last
     one, which nothing hides, is an eighth of all gradients at most."""
     local, nodes = mesh.local, mesh.nodes
@@ -342,7 +342,7 @@ def _codecs(texts: tuple[str, ...]) -> tuple[CodecSpec, ...]:
     return tuple(map(CodecSpec, texts))
 
 
-def _kinds(job: Job, plan: Plan) -> list[UnitKind]:
+def _kinds(job: TrainingJob, plan: Plan) -> list[UnitKind]:
     """A rank's units, those that are alike together."""
     units = job.units(plan)
     kept = default_trace(units).tail

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from thinwire.cost import NominalRates, ProfiledRates
-from thinwire.plan.job import Candidate, Job
+from thinwire.plan.candidates import Candidate
 from thinwire.plan.rules import Cut, cut_problems, cuts, powers_of_two
 from thinwire.plan.search import Search, Searched, candidate, elsewhere, search
+from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import Resource
 from thinwire.spec import ClusterSpec, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
@@ -101,7 +102,7 @@ def critical_path(candidate: Candidate) -> dict[str, float]:
     }
 
 
-def explain(job: Job, searched: Searched) -> Explanation:
+def explain(job: TrainingJob, searched: Searched) -> Explanation:
     """Explain a search's first place.
 
     Args:
@@ -128,7 +129,7 @@ def explain(job: Job, searched: Searched) -> Explanation:
     )
 
 
-def remedies(job: Job) -> list[Remedy]:
+def remedies(job: TrainingJob) -> list[Remedy]:
     """What would make something fit where nothing does: of every kind the smallest change that does, and if none does,
     recomputation on more nodes; each was tried.
 
@@ -150,7 +151,7 @@ def remedies(job: Job) -> list[Remedy]:
     return found
 
 
-def _first_that_fits(changes: Iterator[tuple[str, Job]]) -> Remedy | None:
+def _first_that_fits(changes: Iterator[tuple[str, TrainingJob]]) -> Remedy | None:
     for change, changed in changes:
         best = Search(changed).smallest()
         if best.fits:
@@ -158,7 +159,7 @@ def _first_that_fits(changes: Iterator[tuple[str, Job]]) -> Remedy | None:
     return None
 
 
-def shortage(job: Job) -> tuple[Plan, int]:
+def shortage(job: TrainingJob) -> tuple[Plan, int]:
     """The plan that needs least memory, and how many bytes it lacks."""
     smallest = Search(job).smallest()
     return smallest.plan, smallest.memory.total - job.cluster.memory
@@ -171,7 +172,7 @@ _LINKS = {
 }
 
 
-def binding(job: Job, chosen: Candidate) -> str:
+def binding(job: TrainingJob, chosen: Candidate) -> str:
     """What a plan's step is bound by, in one sentence."""
     busy, seconds = chosen.simulated.busy, chosen.seconds
     shares = {resource: work / seconds for resource, work in busy.items()}
@@ -195,7 +196,7 @@ def binding(job: Job, chosen: Candidate) -> str:
     return f"computation: {computing:.0%} of the step{sums}; {link} are busy for {shares[busiest]:.0%}; {memory}"
 
 
-def _noise(job: Job, chosen: Candidate) -> tuple[float, float] | None:
+def _noise(job: TrainingJob, chosen: Candidate) -> tuple[float, float] | None:
     if not isinstance(job.rates, ProfiledRates):
         return None
     quartiles: tuple[Literal["low", "high"], ...] = ("low", "high")
@@ -224,13 +225,13 @@ def _factors(plan: Plan) -> tuple[object, ...]:
     return plan.params, plan.grads, plan.optimizer, plan.secondary, Cut.of(plan)
 
 
-def _same(one: Plan, other: Plan, job: Job) -> bool:
+def _same(one: Plan, other: Plan, job: TrainingJob) -> bool:
     """Whether two choices are the same; batches differ where the job's do."""
     alike = _factors(one) == _factors(other) and one.wire == other.wire and one.recompute == other.recompute
     return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences(one.mesh))
 
 
-def _variations(job: Job) -> Iterator[tuple[str, Job]]:
+def _variations(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     links, memory = job.cluster.links, job.cluster.memory
     if isinstance(job.rates, NominalRates):
         for scale in (0.1, 0.25, 0.5, 2.0, 4.0):
@@ -246,7 +247,7 @@ def _variations(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"{times} x the tokens per step", replace(job, tokens_per_step=job.tokens_per_step * times)
 
 
-def _other_spines(job: Job) -> Iterator[tuple[str, Job]]:
+def _other_spines(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     links = job.cluster.links
     if links.spine is None:
         return
@@ -256,16 +257,16 @@ def _other_spines(job: Job) -> Iterator[tuple[str, Job]]:
         yield f"{format_bandwidth(spine.bandwidth)} of a node across the spine", elsewhere(job, cluster)
 
 
-def _recomputing(job: Job) -> Job:
+def _recomputing(job: TrainingJob) -> TrainingJob:
     return replace(job, recompute=True)
 
 
-def _computing_again(job: Job) -> Iterator[tuple[str, Job]]:
+def _computing_again(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if job.recompute is False:
         yield "--recompute on", _recomputing(job)
 
 
-def _smaller_batches(job: Job) -> Iterator[tuple[str, Job]]:
+def _smaller_batches(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     if job.micro_batch is None or job.micro_batch == 1:
         return
     sequences = [job.sequences(job.mesh_of(cut)) for cut in job.cuts]
@@ -276,7 +277,7 @@ def _smaller_batches(job: Job) -> Iterator[tuple[str, Job]]:
         yield "--recompute on --micro-batch 1", replace(job, recompute=True, micro_batch=1)
 
 
-def _sharing(job: Job) -> Iterator[Iterator[tuple[str, Job]]]:
+def _sharing(job: TrainingJob) -> Iterator[Iterator[tuple[str, TrainingJob]]]:
     """Tensor-parallel ranks, pipeline stages, and both, where they were not among the choices."""
     if job.tp is None or job.pp is None or (job.tp, job.pp) != ((1,), (1,)):
         return
@@ -291,7 +292,7 @@ def _sharing(job: Job) -> Iterator[Iterator[tuple[str, Job]]]:
         yield ((_option(cut), replace(job, tp=(cut.tp,), pp=(cut.pp,))) for cut in kind)
 
 
-def _padded_vocabulary(job: Job) -> Iterator[tuple[str, Job]]:
+def _padded_vocabulary(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     """A vocabulary that tensor-parallel ranks divide, alone and on more nodes, where it is what keeps them away."""
     model, ways = job.model, job.cluster.gpus_per_node
     padded = model.with_(vocab=-(-model.vocab // ways) * ways)
@@ -309,13 +310,13 @@ def _option(cut: Cut) -> str:
     return " ".join(f"--{axis} {count}" for axis, count in (("tp", cut.tp), ("pp", cut.pp)) if count > 1)
 
 
-def _shorter_sequences(job: Job) -> Iterator[tuple[str, Job]]:
+def _shorter_sequences(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     for divisor in (2, 4, 8):
         if job.seq % divisor == 0 and job.seq // divisor >= 256:
             yield f"--seq {job.seq // divisor}", replace(job, seq=job.seq // divisor, micro_batch=None)
 
 
-def _more_nodes(job: Job) -> Iterator[tuple[str, Job]]:
+def _more_nodes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
     """Twice as many, and again, with a sequence for every rank at least."""
     for doublings in range(1, 11):
         nodes = job.cluster.nodes << doublings

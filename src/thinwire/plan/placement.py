@@ -16,8 +16,8 @@ from pathlib import Path
 
 from thinwire.cost.rates import hop_route
 from thinwire.errors import SpecError
-from thinwire.plan.job import Job
 from thinwire.plan.search import candidate, elsewhere
+from thinwire.plan.training_job import TrainingJob
 from thinwire.program import Kind, Scope, lower
 from thinwire.spec import Fabric, Plan
 
@@ -82,7 +82,7 @@ def leaf_numbers(hosts: Mapping[str, str], order: Iterable[str] | None = None) -
     return tuple(number[hosts[host]] for host in (_ordered(list(hosts), hosts, []) if order is None else order))
 
 
-def place(job: Job, plan: Plan, hosts: Mapping[str, str]) -> Placed:
+def place(job: TrainingJob, plan: Plan, hosts: Mapping[str, str]) -> Placed:
     """Hosts in the order of the mesh's nodes in which the plan's step is shortest; of several, the one that crosses the
     spine least.
 
@@ -101,7 +101,7 @@ def place(job: Job, plan: Plan, hosts: Mapping[str, str]) -> Placed:
     return min(placed, key=lambda found: (found.seconds, found.crossing))
 
 
-def placed(job: Job, plan: Plan, order: Sequence[str], hosts: Mapping[str, str]) -> Placed:
+def placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str]) -> Placed:
     """What an order is worth.
 
     Args:
@@ -134,7 +134,7 @@ Traffic = Mapping[tuple[Kind, int, int], int]
 """Bytes that a rank sends to other nodes in a step, by kind of hop, nodes of its group and stride."""
 
 
-def _traffic(job: Job, plan: Plan) -> Traffic:
+def _traffic(job: TrainingJob, plan: Plan) -> Traffic:
     found: dict[tuple[Kind, int, int], int] = {}
     for operation in lower(plan, job.units(plan), micro_batches=plan.micro_batches).operations:
         for hop in operation.hops:
@@ -144,7 +144,7 @@ def _traffic(job: Job, plan: Plan) -> Traffic:
     return found
 
 
-def _placed(job: Job, plan: Plan, order: Sequence[str], hosts: Mapping[str, str], traffic: Traffic) -> Placed:
+def _placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str], traffic: Traffic) -> Placed:
     cluster = job.cluster.with_(nodes_per_leaf=None, leaves=leaf_numbers(hosts, order))
     fabric = Fabric(cluster)
     leaving = sum(sent * hop_route(fabric, *key).crossing for key, sent in traffic.items())

@@ -17,9 +17,10 @@ from typing import Any
 
 from thinwire.cost import Memory, NominalRates, Pricer
 from thinwire.cost.memory import largest_memory
-from thinwire.plan.drafts import Draft, Drafts, axis_rates, fits, stage_message
-from thinwire.plan.job import AxisSeconds, Candidate, Job
+from thinwire.plan.candidates import AxisSeconds, Candidate
+from thinwire.plan.drafts import Drafts, PlanDraft, axis_rates, fits, stage_message
 from thinwire.plan.rules import UNCUT, knobs
+from thinwire.plan.training_job import TrainingJob
 from thinwire.sim import simulate
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
 from thinwire.spec import ClusterSpec, Plan
@@ -61,7 +62,7 @@ class Searched:
     complete: bool
 
 
-def search(job: Job, *, top: int = 10) -> Searched:
+def search(job: TrainingJob, *, top: int = 10) -> Searched:
     """The best plans for a job.
 
     Args:
@@ -71,7 +72,7 @@ def search(job: Job, *, top: int = 10) -> Searched:
     return Search(job).run(top)
 
 
-def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
+def candidate(job: TrainingJob, plan: Plan, label: str | None = None) -> Candidate:
     """A plan as it stands, priced.
 
     Args:
@@ -95,14 +96,14 @@ def candidate(job: Job, plan: Plan, label: str | None = None) -> Candidate:
     return Candidate(plan, simulated, needed, needed.total <= job.cluster.memory, label, axes)
 
 
-def elsewhere(job: Job, cluster: ClusterSpec, **changes: Any) -> Job:
+def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> TrainingJob:
     """A job on another cluster, with other changes: published figures become that cluster's, a profile stays."""
     nominal = isinstance(job.rates, NominalRates)
     rates = NominalRates(cluster, job.compute_dtype) if nominal else job.rates
     return replace(job, cluster=cluster, rates=rates, **changes)
 
 
-def _memory(job: Job, plan: Plan) -> Memory:
+def _memory(job: TrainingJob, plan: Plan) -> Memory:
     return largest_memory(job.model, plan, seq=job.seq, overhead=job.overhead, touched_only=job.on_host)
 
 
@@ -113,7 +114,7 @@ class Search:
         job: model, cluster, batch and what is allowed.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TrainingJob) -> None:
         self.job = job
         self._pricer = Pricer(job.rates, job.compute_dtype, job.compute_dtype)
         self._cuts = {cut: Drafts(job, cut, self._pricer) for cut in job.cuts}
@@ -150,11 +151,11 @@ class Search:
             complete=complete,
         )
 
-    def _promising(self) -> tuple[list[Draft], dict[Draft, Candidate]]:
+    def _promising(self) -> tuple[list[PlanDraft], dict[PlanDraft, Candidate]]:
         """Drafts by their estimates, and of every cut but the last the best, simulated: what takes longer than it in
         the cuts that follow need not be written down."""
-        found: list[Draft] = []
-        simulated: dict[Draft, Candidate] = {}
+        found: list[PlanDraft] = []
+        simulated: dict[PlanDraft, Candidate] = {}
         best = math.inf
         for number, cut in enumerate(self._cuts.values(), start=1):
             drafts = sorted(cut.drafts(best * (1 + self.job.tie)), key=lambda draft: (draft.bound, draft.knobs))
@@ -165,7 +166,7 @@ class Search:
                 best = min(best, simulated[first].seconds)
         return sorted(found, key=lambda draft: (draft.bound, draft.knobs)), simulated
 
-    def _fits(self, draft: Draft) -> bool:
+    def _fits(self, draft: PlanDraft) -> bool:
         """Whether a draft fits into memory with the messages of its codecs."""
         return self._needed(self.plan(draft)) <= self.job.cluster.memory
 
@@ -177,12 +178,12 @@ class Search:
         """Plans that were estimated so far."""
         return sum(part.considered for part in self._cuts.values())
 
-    def drafts(self) -> Iterator[Draft]:
+    def drafts(self) -> Iterator[PlanDraft]:
         """Every valid plan that fits into memory without codecs, with its estimate."""
         for part in self._cuts.values():
             yield from part.drafts()
 
-    def plan(self, draft: Draft) -> Plan:
+    def plan(self, draft: PlanDraft) -> Plan:
         """The plan of a draft, written out."""
         return self._cuts[draft.cut].plan(draft)
 

@@ -1,6 +1,6 @@
 """Measures a cluster: collectives, codecs, computation, and how they slow each other down."""
 
-from thinwire.profile.computing import Piece
+from thinwire.profile.computing import ModelPiece
 from thinwire.profile.measure import Settings, measure, memory_in_use
 
-__all__ = ["Piece", "Settings", "measure", "memory_in_use"]
+__all__ = ["ModelPiece", "Settings", "measure", "memory_in_use"]

@@ -15,11 +15,11 @@ from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn, timed
 from thinwire.spec import ModelSpec
 from thinwire.spec.profile import ComputeRow
 
-__all__ = ["Piece", "measure_model", "measure_touch", "measure_update"]
+__all__ = ["ModelPiece", "measure_model", "measure_touch", "measure_update"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class ModelPiece:
     """A part of a model.
 
     Attributes:
@@ -45,7 +45,9 @@ class Piece:
     repeats: int = 1
 
 
-def measure_model(pieces: Sequence[Piece], control: Control, device: torch.device, seconds: float) -> list[ComputeRow]:
+def measure_model(
+    pieces: Sequence[ModelPiece], control: Control, device: torch.device, seconds: float
+) -> list[ComputeRow]:
     """Time the forward and backward of a model's parts; gradients are added to fp32 ones, as the runtime does.
 
     The parts by themselves tell the shares, a whole of them, in which no rank waits for another, how long they take
@@ -69,7 +71,7 @@ def measure_model(pieces: Sequence[Piece], control: Control, device: torch.devic
     return [row.with_(forward=row.forward * scale, backward=row.backward * scale) for row in rows]
 
 
-def _measure_part(piece: Piece, control: Control, device: torch.device, seconds: float) -> ComputeRow:
+def _measure_part(piece: ModelPiece, control: Control, device: torch.device, seconds: float) -> ComputeRow:
     forward, backward = _training(piece, device)
 
     def once() -> tuple[float, float]:
@@ -106,7 +108,7 @@ def _measure_part(piece: Piece, control: Control, device: torch.device, seconds:
     )
 
 
-def _measure_whole(piece: Piece, control: Control, device: torch.device, seconds: float) -> float:
+def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, seconds: float) -> float:
     """Seconds of a forward and backward of the slowest rank, none of which waits for another."""
     forward, backward = _training(piece, device)
 
@@ -122,7 +124,7 @@ def _measure_whole(piece: Piece, control: Control, device: torch.device, seconds
     return several(max(FEWEST, min(MOST, int(seconds / several(1)))))
 
 
-def _training(piece: Piece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
+def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
     """The forward of a part, and the backward of what it gives."""
     module, call = piece.make(device)
     sums: dict[nn.Parameter, Tensor] = {}

@@ -13,7 +13,7 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.profile.coding import CODECS, NUMELS, measure_codec
-from thinwire.profile.computing import Piece, measure_model, measure_touch, measure_update
+from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
 from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
 from thinwire.profile.meeting import Meeting, measure_meetings
@@ -54,7 +54,7 @@ class Settings:
     mesh: Factor
     device: torch.device
     budget: float
-    pieces: Sequence[Piece]
+    pieces: Sequence[ModelPiece]
     memory: int
     codecs: Sequence[str] = CODECS
 
@@ -129,7 +129,7 @@ def measure(
 def _measure_compute(
     settings: Settings, control: Control, deadline: Deadline, rows: _Rows, report: Callable[[str], None]
 ) -> None:
-    models: dict[ModelSpec, list[Piece]] = {}
+    models: dict[ModelSpec, list[ModelPiece]] = {}
     for piece in settings.pieces:
         models.setdefault(piece.shape, []).append(piece)
     left = [pieces for pieces in models.values() if not any(_is_row_of(row, pieces[0]) for row in rows.compute)]
@@ -139,7 +139,7 @@ def _measure_compute(
         rows.compute += measure_model(pieces, control, settings.device, share)
 
 
-def _is_row_of(row: ComputeRow, piece: Piece) -> bool:
+def _is_row_of(row: ComputeRow, piece: ModelPiece) -> bool:
     shape = piece.shape
     return (row.part, row.hidden, row.ffn, row.heads, row.vocab, row.seq, row.micro_batch, row.dtype) == (
         piece.part, shape.hidden, shape.ffn, shape.heads, shape.vocab, piece.seq, piece.micro_batch, piece.dtype,

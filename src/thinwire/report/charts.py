@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.program.timeline import COMPUTE, WAITING
-from thinwire.record import Run, steady
+from thinwire.record import RunRecord, steady
 from thinwire.report.figures import smoothed, thinned
 from thinwire.units import format_bytes, format_duration
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from thinwire.plan import Comparison
+    from thinwire.plan import RunComparison
     from thinwire.report.traced import TracedStep
 
 __all__ = ["PALETTE", "Chart", "compared_charts", "inline_svg", "run_charts", "timeline_chart", "write_png"]
@@ -120,7 +120,7 @@ def write_png(chart: Chart, path: Path) -> None:
     chart.figure.set_layout_engine("none")  # most of the time goes into the layout, and it would come out the same
 
 
-def run_charts(run: Run, numbers: Mapping[str, Any], comparison: Comparison | None) -> list[Chart]:
+def run_charts(run: RunRecord, numbers: Mapping[str, Any], comparison: RunComparison | None) -> list[Chart]:
     """What one run looks like.
 
     Args:
@@ -174,7 +174,7 @@ def timeline_chart(step: TracedStep) -> Chart:
     return Chart("timeline", "Timeline of a step", caption, figure)
 
 
-def compared_charts(runs: Sequence[Run], numbers: Sequence[Mapping[str, Any]]) -> list[Chart]:
+def compared_charts(runs: Sequence[RunRecord], numbers: Sequence[Mapping[str, Any]]) -> list[Chart]:
     """Several runs in one picture each.
 
     Args:
@@ -190,7 +190,7 @@ def compared_charts(runs: Sequence[Run], numbers: Sequence[Mapping[str, Any]]) -
 # -- one run ---------------------------------------------------------------------------------------------------
 
 
-def _loss(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
+def _loss(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     trained = _points(run, "loss")
     if not trained:
         return None
@@ -216,7 +216,7 @@ def _loss(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
     )
 
 
-def _gradient(run: Run) -> Chart | None:
+def _gradient(run: RunRecord) -> Chart | None:
     from matplotlib.ticker import LogFormatter
 
     norms, rates = _points(run, "grad_norm"), _points(run, "lr")
@@ -242,7 +242,7 @@ def _gradient(run: Run) -> Chart | None:
     return Chart("gradient", "Gradient norm and learning rate", caption, figure)
 
 
-def _throughput(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
+def _throughput(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     speeds, seq = _points(run, "tokens_per_second"), run.recipe.train.seq
     if not speeds:
         return None
@@ -272,7 +272,7 @@ def _throughput(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
     return Chart("throughput", "Throughput", caption, figure)
 
 
-def _mfu(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
+def _mfu(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     points = [(step, 100 * share) for step, share in _points(run, "mfu")]
     if not points:
         return None
@@ -288,7 +288,7 @@ def _mfu(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
     return Chart("mfu", "Model FLOP utilisation", caption, figure)
 
 
-def _anatomy(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
+def _anatomy(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     rows = [(record, count) for record, count in steady(run) if record.get("step_seconds") is not None]
     if not rows:
         return None
@@ -350,7 +350,7 @@ def _bytes(numbers: Mapping[str, Any]) -> Chart | None:
     return Chart("bytes", "Bytes by hop and lane", caption, figure)
 
 
-def _memory(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
+def _memory(run: RunRecord, numbers: Mapping[str, Any]) -> Chart | None:
     over_time = {
         kind: [(r["step"], (r.get("memory") or {})[kind]) for r in run.records if kind in (r.get("memory") or {})]
         for kind in numbers["memory"]
@@ -385,7 +385,7 @@ def _memory(run: Run, numbers: Mapping[str, Any]) -> Chart | None:
     return Chart("memory", "Memory by rank", caption, figure)
 
 
-def _prediction(comparison: Comparison | None) -> Chart | None:
+def _prediction(comparison: RunComparison | None) -> Chart | None:
     known = [q for q in comparison.quantities if q.error is not None] if comparison is not None else []
     if not known:
         return None
@@ -410,7 +410,7 @@ def _prediction(comparison: Comparison | None) -> Chart | None:
 # -- several runs ----------------------------------------------------------------------------------------------
 
 
-def _losses(runs: Sequence[Run]) -> Chart:
+def _losses(runs: Sequence[RunRecord]) -> Chart:
     figure = _figure(width=_WIDE, height=3.6)
     left, right = figure.subplots(1, 2)
     across = _common_axis(runs)
@@ -430,7 +430,7 @@ def _losses(runs: Sequence[Run]) -> Chart:
     return Chart("compared-loss", "Loss", f"Left: training loss, smoothed. Right: validation loss.{why}", figure)
 
 
-def _speeds(runs: Sequence[Run]) -> Chart:
+def _speeds(runs: Sequence[RunRecord]) -> Chart:
     figure = _figure(width=_WIDE, height=3.0)
     axes = figure.add_subplot()
     across = _common_axis(runs)
@@ -444,7 +444,7 @@ def _speeds(runs: Sequence[Run]) -> Chart:
     return Chart("compared-throughput", "Throughput", "Tokens per second of all ranks, without validation.", figure)
 
 
-def _steps(pairs: Sequence[tuple[Run, Mapping[str, Any]]]) -> Chart:
+def _steps(pairs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> Chart:
     def parts(numbers: Mapping[str, Any]) -> dict[str, float]:
         exposed = {kind: 1e3 * seconds for kind, seconds in numbers["exposed_seconds"].items()}
         rest = max(0.0, 1e3 * (numbers["step_seconds"] or 0.0) - sum(exposed.values()))
@@ -455,7 +455,7 @@ def _steps(pairs: Sequence[tuple[Run, Mapping[str, Any]]]) -> Chart:
     return Chart("compared-step", "Time of a step", caption, figure)
 
 
-def _traffic(pairs: Sequence[tuple[Run, Mapping[str, Any]]]) -> Chart:
+def _traffic(pairs: Sequence[tuple[RunRecord, Mapping[str, Any]]]) -> Chart:
     across = [
         {kind: hops["across"] for kind, hops in numbers["bytes_per_step"].items() if hops["across"]}
         for _, numbers in pairs
@@ -513,7 +513,7 @@ def _legend(axes: Axes) -> None:
         axes.legend(frameon=False, fontsize=8, labelcolor=_light("ink"))
 
 
-def _restarts(axes: Axes, run: Run) -> None:
+def _restarts(axes: Axes, run: RunRecord) -> None:
     for start in run.starts:
         if start.get("step"):
             axes.axvline(start["step"], color=_light("grey"), linestyle=":", linewidth=1)
@@ -529,7 +529,7 @@ def _strength(track: str) -> float:
     return 1.0 if "across" in track else 0.6 if "inside" in track else 0.35
 
 
-def _points(run: Run, key: str, across: str = "step") -> list[tuple[float, float]]:
+def _points(run: RunRecord, key: str, across: str = "step") -> list[tuple[float, float]]:
     return [
         (float(record[across]), float(record[key]))
         for record in run.records
@@ -537,7 +537,7 @@ def _points(run: Run, key: str, across: str = "step") -> list[tuple[float, float
     ]
 
 
-def _common_axis(runs: Sequence[Run]) -> str:
+def _common_axis(runs: Sequence[RunRecord]) -> str:
     """Steps where all runs take the same tokens a step, else tokens."""
     sizes = {run.records[-1].get("tokens", 0) / max(1, run.last_step) for run in runs}
     return "step" if len(sizes) == 1 else "tokens"

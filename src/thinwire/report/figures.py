@@ -6,17 +6,17 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.record import Record, Run, steady
+from thinwire.record import Record, RunRecord, steady
 
 if TYPE_CHECKING:
-    from thinwire.plan import Comparison
+    from thinwire.plan import RunComparison
 
 __all__ = ["differences", "figures", "smoothed", "thinned"]
 
 _MOST_POINTS: Final = 600
 
 
-def figures(run: Run, comparison: Comparison | None = None) -> dict[str, Any]:
+def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str, Any]:
     """What a report shows in numbers; seconds, bytes and nats per token.
 
     Args:
@@ -71,7 +71,7 @@ def figures(run: Run, comparison: Comparison | None = None) -> dict[str, Any]:
     }
 
 
-def differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Keys of plans, recipes and software in which runs differ.
 
     Args:
@@ -162,7 +162,7 @@ def _memory_by_rank(records: Sequence[Record]) -> dict[str, list[int]] | None:
     return found or None
 
 
-def _settings(run: Run) -> dict[str, str]:
+def _settings(run: RunRecord) -> dict[str, str]:
     recipe = {key: value for key, value in run.recipe.to_dict().items() if key != "plan"}
     start = run.starts[-1] if run.starts else {}
     place = {key: start[key] for key in ("device", "ranks") if key in start}

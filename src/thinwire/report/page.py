@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from thinwire.record import Run
+from thinwire.record import RunRecord
 from thinwire.report.charts import PALETTE, Chart, compared_charts, inline_svg, run_charts, timeline_chart, write_png
 from thinwire.report.figures import differences, figures
 from thinwire.report.sheet import Sheet
@@ -17,7 +17,7 @@ from thinwire.report.traced import read_step
 from thinwire.units import format_bytes, format_duration
 
 if TYPE_CHECKING:
-    from thinwire.plan import Comparison
+    from thinwire.plan import RunComparison
 
 __all__ = ["Subject", "final_sheet", "slug", "write_page"]
 
@@ -35,8 +35,8 @@ class Subject:
         unpredicted: why there is none.
     """
 
-    run: Run
-    comparison: Comparison | None = None
+    run: RunRecord
+    comparison: RunComparison | None = None
     unpredicted: str = ""
 
 
@@ -151,7 +151,7 @@ def final_sheet(numbers: Sequence[Mapping[str, Any]]) -> Sheet:
 # -- words -----------------------------------------------------------------------------------------------------
 
 
-def _facts(run: Run, numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The header: what was trained, how, where, by which command."""
     facts = [
         ("Plan", run.plan.describe()),
@@ -165,7 +165,7 @@ def _facts(run: Run, numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(name, text) for name, text in facts if text]
 
 
-def _model(run: Run, numbers: Mapping[str, Any]) -> str:
+def _model(run: RunRecord, numbers: Mapping[str, Any]) -> str:
     model = run.recipe.model
     sizes = {"layers": model.layers, "hidden": model.hidden, "heads": model.heads, "ffn": model.ffn}
     words = [model.preset or model.kind, *(f"{name} {size}" for name, size in sizes.items() if size is not None)]
@@ -176,12 +176,12 @@ def _model(run: Run, numbers: Mapping[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _data(run: Run) -> str:
+def _data(run: RunRecord) -> str:
     data = run.recipe.data
     return ", ".join([data.source, *data.paths])
 
 
-def _batch(run: Run) -> str:
+def _batch(run: RunRecord) -> str:
     plan, seq = run.plan, run.recipe.train.seq
     samples = plan.world * plan.micro_batch * plan.micro_batches
     return (
@@ -194,7 +194,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what}{plural if number > 1 else ''}"
 
 
-def _place(run: Run) -> str:
+def _place(run: RunRecord) -> str:
     """Ranks, and what the newest start noted of the machine of rank 0."""
     start = run.starts[-1] if run.starts else {}
     return ", ".join(
@@ -202,7 +202,7 @@ def _place(run: Run) -> str:
     )
 
 
-def _tiles(run: Run, numbers: Mapping[str, Any]) -> list[tuple[str, str, str]]:
+def _tiles(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Name, figure, and what it means; figures that the run has not are left out."""
     world, across = run.plan.ranks, _across(numbers)
     best = f"best {numbers['best_val_loss']:.4f} at step {numbers['best_val_step']}" if numbers["best_val_step"] else ""
@@ -270,7 +270,7 @@ def _bytes_table(numbers: Mapping[str, Any]) -> Sheet | None:
     return Sheet("Communication of a step: bytes of all ranks, seconds of a rank", columns, 1, rows) if rows else None
 
 
-def _prediction_table(comparison: Comparison | None) -> Sheet | None:
+def _prediction_table(comparison: RunComparison | None) -> Sheet | None:
     if comparison is None:
         return None
     shown = {"s": format_duration, "B": format_bytes}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from thinwire.cost import Part, Rates, Work
+from thinwire.cost import ModelPart, Rates, Work
 from thinwire.cost.rates import Beside, wire_bytes_per_value
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
@@ -139,7 +139,7 @@ class TensorParallelRates:
     hidden: int
     itemsize: int
 
-    def summing(self, part: Part, plan: Plan, seq: int) -> float:
+    def summing(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Seconds of the sums in one pass over a part."""
         if part.kind != "block" or not part.attention_width:
             return 0.0
@@ -153,11 +153,11 @@ class TensorParallelRates:
         coding = self.rates.codec(Work(codec, dtype, encoded=values + values / self.tp, decoded=2 * others))
         return CALLS * (transfer + coding)
 
-    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """With its sums."""
         return self.rates.forward(part, plan, seq) + self.summing(part, plan, seq)
 
-    def backward(self, part: Part, plan: Plan, seq: int) -> float:
+    def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Likewise."""
         return self.rates.backward(part, plan, seq) + self.summing(part, plan, seq)
 

@@ -15,9 +15,9 @@ from thinwire.cost import (
     Efficiency,
     FlatCollectives,
     Memory,
+    ModelPart,
     Move,
     NominalRates,
-    Part,
     Rates,
     States,
     flat_moves,
@@ -27,7 +27,7 @@ from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
-from thinwire.sim.host import NO_STALLS, SMALL_TENSOR, Host
+from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 from thinwire.sim.step import Simulated, Workload, simulate
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
@@ -83,7 +83,7 @@ class Engine:
     in_groups: tuple[str, ...] = ALL
     live: int | None = None
     awaits: frozenset[Phase] = frozenset()
-    host: Host = NO_STALLS
+    host: HostOverhead = NO_STALLS
     call_by_tensor: bool = False
     codecs: Mapping[str, float] = field(default_factory=dict)
     messages: Literal["float32"] | None = None
@@ -196,7 +196,7 @@ class Engine:
         return 0.0
 
 
-def _large_tensors(part: Part) -> int:
+def _large_tensors(part: ModelPart) -> int:
     return sum(tensor.numel >= SMALL_TENSOR for tensor in part.tensors)
 
 
@@ -213,7 +213,7 @@ _DECISION = 1.25e-3
 """Seconds for each module that is gathered since pull request 1453, and half of what it was before: fitted to the EFA
 table and to ZeRO++'s charts."""
 
-_FLUSHED = Host(partition=45e-6, flush=0.3e-9, chance=1.4e-3)
+_FLUSHED = HostOverhead(partition=45e-6, flush=0.3e-9, chance=1.4e-3)
 """Fitted to issue 1069 (16 to 128 GPUs), pull request 1453 (64) and AMSP's ZeRO-3 and hpZ (1024) at once."""
 
 _BUFFERS = 12_000_000_000
@@ -310,7 +310,7 @@ ENGINES: dict[str, Engine] = {
             ("v100-32g", 16): replace(
                 _DEEPSPEED,
                 efficiency=replace(_TODAY, compute=0.69),
-                host=Host(decision=_DECISION),
+                host=HostOverhead(decision=_DECISION),
                 known={"v100-32g": (384, 384)},
             ),
         },
@@ -324,7 +324,7 @@ ENGINES: dict[str, Engine] = {
         live=None,
         whole_sync=False,
         awaits=frozenset(),
-        host=Host(decision=_DECISION),
+        host=HostOverhead(decision=_DECISION),
         known={"a100-40g": (64, 256)},
     ),
     "megatron": Engine(

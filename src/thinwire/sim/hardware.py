@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from thinwire.cost import Efficiency, NominalRates, Part, Work
+from thinwire.cost import Efficiency, ModelPart, NominalRates, Work
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec, Plan
 
@@ -30,7 +30,7 @@ class EngineRates(NominalRates):
         super().__init__(cluster, dtype, efficiency)
         self._fill, self._codecs = fill, codecs
 
-    def forward(self, part: Part, plan: Plan, seq: int) -> float:
+    def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """FLOPs at the engine's share of the peak, of the micro-batch and of what fills no processor."""
         return super().forward(part, plan, seq) * (1 + self._fill / (plan.micro_batch * seq))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from thinwire.cost import Move, Part, Rates, moves
+from thinwire.cost import ModelPart, Move, Rates, moves
 from thinwire.program import (
     Axis,
     Even,
@@ -59,7 +59,7 @@ class Workload:
         kept: bytes that each part keeps from its forward to its backward; empty where memory is not of interest.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[ModelPart, ...]
     units: tuple[UnitInfo, ...]
     seq: int
     clip: bool = False

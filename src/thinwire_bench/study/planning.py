@@ -19,8 +19,8 @@ from typing import Final
 from thinwire.cost import ProfiledRates
 from thinwire.errors import UsageError
 from thinwire.lab import Lab, LabSpec
-from thinwire.lab.job import Job as LabJob
-from thinwire.plan import Job, Search, candidate, profiled_cluster, search
+from thinwire.lab.job import Job
+from thinwire.plan import Search, TrainingJob, candidate, profiled_cluster, search
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
@@ -155,7 +155,7 @@ def _profile(setup: Setup, setting: Setting, budget: float, out: Path) -> None:
                 f"{budget if number == 0 else budget / 4:.0f}s", "--model", str(shape), "--seq", str(setup.seq),
                 *(["--resume"] if number else []),
             ]  # fmt: skip
-            outcome = LabJob(lab, command, "rank", grace=30.0, logs=directory / "logs").run()
+            outcome = Job(lab, command, "rank", grace=30.0, logs=directory / "logs").run()
             if outcome.status:
                 raise UsageError(f"the profile of {setting.bandwidth} failed: {outcome.failure}; see {directory}/logs")
 
@@ -255,11 +255,11 @@ def _add(plans: dict[str, Plan], plan: Plan, label: str) -> str:
     return known or label
 
 
-def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> Job:
+def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> TrainingJob:
     shape = setup.shape(model)
     world = setup.nodes * setup.ranks
     cluster = profiled_cluster(profile)
-    return Job(
+    return TrainingJob(
         shape,
         cluster if cap is None else cluster.with_(memory=cap),
         world * setup.seq,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thinwire.cost.memory import largest_memory, stage_model
 from thinwire.errors import UsageError
-from thinwire.profile import Piece
+from thinwire.profile import ModelPiece
 from thinwire.sharding.api import micro_batches, shard
 from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.train.models.common import cross_entropy
@@ -30,7 +30,7 @@ _ROOM = 0.8
 
 def pieces(
     shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"], memory: int
-) -> list[Piece]:
+) -> list[ModelPiece]:
     """A block, the head with the loss, the embedding, and a model of some blocks as a whole, as the runtime trains it.
 
     Args:
@@ -52,13 +52,13 @@ def pieces(
     block = (matrices - head) // shape.layers
     compute: torch.dtype = getattr(torch, dtype)
 
-    def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> Piece:
+    def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> ModelPiece:
         def on(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
             if part == "whole":
                 return _make_whole(shape, plan, seq, micro_batch, repeats, device)
             return _make(part, shape, seq, micro_batch, repeats, compute, device)
 
-        return Piece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
+        return ModelPiece(part, shape, seq, micro_batch, dtype, flops, on, repeats)
 
     return [
         make("block", block * tokens, repeats),

@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from thinwire.cost import OVERHEAD, Memory, Part, ProfiledRates, Rates, parts, units
+from thinwire.cost import OVERHEAD, ModelPart, ProfiledRates, Rates, parts, units
 from thinwire.cost.memory import stage_model, stages
 from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
 from thinwire.program import UnitInfo
-from thinwire.sim import Simulated, Workload
+from thinwire.sim import Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import keeps_busy
-from thinwire.spec.profile import Profile
 
-__all__ = ["CODEC_LEVELS", "AxisSeconds", "Candidate", "CodecLevel", "Job", "profiled_cluster"]
+__all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob"]
 
 CodecLevel = Literal["none", "lossless", "standard", "aggressive"]
 
@@ -52,7 +51,7 @@ CODEC_LEVELS: dict[CodecLevel, dict[str, tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingJob:
     """A training job on a cluster.
 
     Attributes:
@@ -216,7 +215,7 @@ class Job:
         embedding, which is the first one's and computes nothing, so that the time of both ends is covered."""
         return self.model if plan.pp == 1 else stage_model(self.model, stages(self.model.layers, plan)[-1].blocks)
 
-    def parts(self, plan: Plan) -> tuple[Part, ...]:
+    def parts(self, plan: Plan) -> tuple[ModelPart, ...]:
         """A rank's parts of the model under a plan."""
         return parts(self.stage(plan), plan.granularity, plan.tp)
 
@@ -229,85 +228,6 @@ class Job:
         return Workload(self.parts(plan), self.units(plan), self.seq, self.clip)
 
 
-def _every(job: Job, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:
+def _every(job: TrainingJob, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:
     """Cuts to try, whether they go or not."""
     return cuts(tp or powers_of_two(job.cluster.gpus_per_node), pp or powers_of_two(job.model.layers))
-
-
-def profiled_cluster(profile: Profile) -> ClusterSpec:
-    """The cluster of a profile: links and peak are the best that was measured, which only tables and MFU show."""
-    best = {
-        "inside": [row for row in profile.collectives if row.nodes == 1],
-        "nic": [row for row in profile.collectives if row.local == 1 and row.nodes > 1 and row.groups == "all"],
-    }
-    together = {"inside": 1, "nic": profile.gpus_per_node}
-    links = {
-        key: {"bandwidth": max((8 * row.sent * together[key] / row.seconds for row in rows), default=1e12)}
-        for key, rows in best.items()
-    }
-    rates = {row.dtype: 3 * row.flops / (row.forward + row.backward) for row in profile.compute if row.part == "block"}
-    return ClusterSpec.parse(
-        {
-            "name": f"{profile.device}, profiled",
-            "nodes": profile.nodes,
-            "gpus_per_node": profile.gpus_per_node,
-            "memory": profile.memory,
-            "peak_flops": rates or {"bfloat16": 1e12},
-            "links": links,
-        },
-        "profile",
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class AxisSeconds:
-    """Seconds of a step that tensor and pipeline parallelism add to it, all of them in the open.
-
-    Attributes:
-        sums: of tensor-parallel ranks, within computation.
-        idle: while the pipeline fills and drains.
-        messages: between stages meanwhile.
-    """
-
-    sums: float = 0.0
-    idle: float = 0.0
-    messages: float = 0.0
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One plan with its predictions.
-
-    Attributes:
-        plan: the decision, ``micro_batch``, ``micro_batches`` and ``recompute`` included.
-        simulated: its step, with what tensor and pipeline parallelism add.
-        memory: bytes of the rank that needs most.
-        fits: whether that is within the accelerator's.
-        label: the classic system whose plan it is, or how it was found.
-    """
-
-    plan: Plan
-    simulated: Simulated
-    memory: Memory
-    fits: bool
-    label: str | None = None
-    axes: AxisSeconds = AxisSeconds()
-
-    @property
-    def seconds(self) -> float:
-        """Of a step."""
-        return self.simulated.seconds
-
-    def tokens_per_gpu_second(self, job: Job) -> float:
-        """TGS."""
-        return job.tokens_per_step / self.seconds / job.cluster.gpus
-
-    def mfu(self, job: Job) -> float:
-        """Model FLOPs utilisation, recomputation not counted."""
-        flops = job.model.flops_per_token(job.seq, causal=job.causal_flops)
-        return self.tokens_per_gpu_second(job) * flops / job.peak_flops
-
-    def cost_per_billion_tokens(self, job: Job) -> float | None:
-        """In the currency of ``price_per_gpu_hour``; ``None`` without a price."""
-        price = job.cluster.price_per_gpu_hour
-        return None if price is None else price * 1e9 / self.tokens_per_gpu_second(job) / 3600

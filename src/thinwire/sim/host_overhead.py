@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["NO_STALLS", "SMALL_TENSOR", "Host"]
+__all__ = ["NO_STALLS", "SMALL_TENSOR", "HostOverhead"]
 
 SMALL_TENSOR = 100_000
 """Elements below which ZeRO-3 keeps a tensor whole on every rank (``stage3_param_persistence_threshold``)."""
 
 
 @dataclass(frozen=True)
-class Host:
+class HostOverhead:
     """Seconds of a host.
 
     Attributes:
@@ -40,5 +40,5 @@ class Host:
         return self.partition * tensors * ranks
 
 
-NO_STALLS = Host()
+NO_STALLS = HostOverhead()
 """A host that is never waited for."""
