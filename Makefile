@@ -21,7 +21,7 @@ SECONDS := 20
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan docs structure picture site bench-peers gpu-check clean
+.PHONY: help install train test test-all test-torch lint format asan docs structure wheels picture site bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -88,6 +88,9 @@ docs: install structure ## regenerate the pages docs/*-reference.md from the typ
 
 structure: install ## list and draw the packages of the source, in docs/architecture.md and docs/structure.svg
 	$(BIN)/python tools/structure.py --page docs/architecture.md --svg docs/structure.svg
+
+wheels: install ## build one sdist and manylinux wheels into dist, and try each wheel in an empty environment
+	$(BIN)/python tools/wheels.py dist
 
 picture: install ## draw the picture of the README from docs/results
 	$(BIN)/python tools/headline.py docs/speed.svg

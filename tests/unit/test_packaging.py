@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -51,13 +53,13 @@ def wheels(tmp_path_factory: pytest.TempPathFactory, python: Path) -> tuple[Path
     build = f"from scikit_build_core.build import build_sdist; build_sdist({str(directory)!r})"
     done(sys.executable, "-c", build, cwd=ROOT)
     (archive,) = directory.glob("thinwire-*.tar.gz")
-    found = []
+    built = []
     for name, source in (("tree", ROOT), ("archive", archive)):
-        said = done(python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", directory / name, source, cwd=directory)
-        assert "Collecting scikit-build-core" in said
-        assert "Collecting torch" not in said
-        found += (directory / name).glob("thinwire-*.whl")
-    tree, from_archive = found
+        output = done(python, "-m", "pip", "wheel", "-v", "--no-deps", "-w", directory / name, source, cwd=directory)
+        assert "Collecting scikit-build-core" in output
+        assert "Collecting torch" not in output
+        built += (directory / name).glob("thinwire-*.whl")
+    tree, from_archive = built
     return tree, from_archive
 
 
@@ -94,3 +96,20 @@ def test_commands_of_an_installed_wheel(wheels: tuple[Path, Path], python: Path,
     assert report["ready"]
     (native,) = (check for check in report["checks"] if check["name"] == "native codecs")
     assert native["verdict"] == "ok"
+
+
+def test_make_wheels_builds_and_tries_what_a_release_holds(tmp_path: Path) -> None:
+    said = done(sys.executable, ROOT / "tools" / "wheels.py", tmp_path, "--python", sys.executable, cwd=ROOT)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    (wheel,) = tmp_path.glob("*.whl")
+    assert f"tried {wheel.name}" in said
+    assert re.search(r"-manylinux_2_\d+_\w+\.whl$", wheel.name), "a tag that an index accepts"
+    with tarfile.open(archive) as sources:
+        held = {name.partition("/")[2] for name in sources.getnames()}
+    assert {"LICENSE", "README.md", "csrc/codec.cpp", "src/thinwire/__init__.py"} <= held
+    licence = next(name for name in names(wheel) if name.endswith("licenses/LICENSE"))
+    with zipfile.ZipFile(wheel) as opened:
+        assert b"Apache License" in opened.read(licence)
+        metadata = opened.read(licence.partition("/")[0] + "/METADATA").decode()
+    assert "License-Expression: Apache-2.0" in metadata
+    assert {"Provides-Extra: train", "Provides-Extra: report", "Provides-Extra: bench"} <= set(metadata.splitlines())
