@@ -1,4 +1,4 @@
-"""One page about one or several runs that needs nothing else: no network, no script, no font, no file beside it."""
+"""One page about one or several runs. It is self-contained: it loads no script, no font and no other file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from thinwire.record import RunRecord
-from thinwire.report.charts import PALETTE, Chart, compared_charts, inline_svg, run_charts, timeline_chart, write_png
+from thinwire.report.charts import run_charts, timeline_chart
+from thinwire.report.compared import compared_charts
+from thinwire.report.drawing import PALETTE, Chart, inline_svg, write_png
 from thinwire.report.figures import differences, figures
 from thinwire.report.sheet import Sheet
 from thinwire.report.traced import read_step
@@ -27,12 +29,12 @@ _HERE: Final = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Subject:
-    """A run with what else is known of it.
+    """A run and its comparison with a prediction.
 
     Attributes:
-        run: the run.
-        comparison: with its prediction, if there is one.
-        unpredicted: why there is none.
+        run: The run.
+        comparison: The run compared with its prediction; None where there is no prediction.
+        unpredicted: Why there is no prediction.
     """
 
     run: RunRecord
@@ -44,11 +46,11 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
     """Write ``index.html``, a PNG for every picture, and merged traces for Perfetto.
 
     Args:
-        directory: where; made if need be.
-        subjects: at least one.
+        directory: Directory of the page; made if need be.
+        subjects: At least one run.
 
     Returns:
-        What was written, the page first.
+        The files that were written, the page first.
 
     Raises:
         DataError: a trace of a run cannot be read.
@@ -56,45 +58,14 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     directory.mkdir(parents=True, exist_ok=True)
-    written = [directory / PAGE]
-    drawn = 0
-
-    def shown(chart: Chart, owner: str) -> dict[str, Any]:
-        nonlocal drawn
-        drawn += 1
-        png = directory / f"{owner}{chart.name}.png"
-        write_png(chart, png)
-        written.append(png)
-        svg = inline_svg(chart, f"c{drawn}")
-        return {"title": chart.title, "caption": chart.caption, "id": f"c{drawn}", "svg": svg, "wide": chart.wide}
-
+    pictures = _Pictures(directory)
     numbers = [figures(subject.run, subject.comparison) for subject in subjects]
     runs = [subject.run for subject in subjects]
-    sections = []
-    for subject, of_run in zip(subjects, numbers, strict=True):
-        run = subject.run
-        owner = f"{slug(run.name)}-" if len(subjects) > 1 else ""
-        charts = run_charts(run, of_run, subject.comparison)
-        trace = max(run.traces, key=lambda path: path.stat().st_size, default=None)
-        if trace is not None:
-            charts.append(timeline_chart(read_step(trace)))
-            copy = directory / f"{owner}{trace.name}"
-            copy.write_bytes(trace.read_bytes())
-            written.append(copy)
-        sections.append(
-            {
-                "anchor": slug(run.name),
-                "run": run,
-                "numbers": of_run,
-                "facts": _facts(run, of_run),
-                "tiles": _tiles(run, of_run),
-                "charts": [shown(chart, owner) for chart in charts],
-                "notes": _notes(subject, of_run, trace),
-                "tables": [table for table in (_bytes_table(of_run), _prediction_table(subject.comparison)) if table],
-                "files": [("Recipe", run.recipe.to_toml()), ("Plan", run.plan.to_toml())],
-            }
-        )
     several = len(subjects) > 1
+    sections = [
+        _section(subject, of_run, pictures, owner=f"{slug(subject.run.name)}-" if several else "")
+        for subject, of_run in zip(subjects, numbers, strict=True)
+    ]
     environment = Environment(
         loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -105,19 +76,77 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
         dark=[(name, colours[1]) for name, colours in PALETTE.items()],
         sections=sections,
         several=several,
-        compared=[shown(chart, "") for chart in compared_charts(runs, numbers)] if several else [],
+        compared=[pictures.add(chart, "") for chart in compared_charts(runs, numbers)] if several else [],
         final=final_sheet(numbers),
         differences=differences(runs) if several else [],
     )
     (directory / PAGE).write_text(text, encoding="utf-8")
-    return written
+    return [directory / PAGE, *pictures.written]
+
+
+class _Pictures:
+    """The pictures of a page, and the files beside it.
+
+    Args:
+        directory: Directory of the page.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._drawn = 0
+        self.written: list[Path] = []
+
+    def add(self, chart: Chart, owner: str) -> dict[str, Any]:
+        """Write a picture as PNG.
+
+        Args:
+            chart: The picture.
+            owner: Prefix of the file's name.
+
+        Returns:
+            What the template of the page shows.
+        """
+        self._drawn += 1
+        path = self._directory / f"{owner}{chart.name}.png"
+        write_png(chart, path)
+        self.written.append(path)
+        number = f"c{self._drawn}"
+        svg = inline_svg(chart, number)
+        return {"title": chart.title, "caption": chart.caption, "id": number, "svg": svg, "wide": chart.wide}
+
+    def copy(self, path: Path, owner: str) -> None:
+        """Copy a file; ``owner`` is the prefix of the copy's name."""
+        copy = self._directory / f"{owner}{path.name}"
+        copy.write_bytes(path.read_bytes())
+        self.written.append(copy)
+
+
+def _section(subject: Subject, numbers: Mapping[str, Any], pictures: _Pictures, owner: str) -> dict[str, Any]:
+    """What the template shows of one run; ``owner`` is the prefix of the names of its files."""
+    run = subject.run
+    charts = run_charts(run, numbers, subject.comparison)
+    trace = max(run.traces, key=lambda path: path.stat().st_size, default=None)
+    if trace is not None:
+        charts.append(timeline_chart(read_step(trace)))
+        pictures.copy(trace, owner)
+    return {
+        "anchor": slug(run.name),
+        "run": run,
+        "numbers": numbers,
+        "facts": _facts(run, numbers),
+        "tiles": _tiles(run, numbers),
+        "charts": [pictures.add(chart, owner) for chart in charts],
+        "notes": _notes(subject, numbers, trace),
+        "tables": [table for table in (_bytes_table(numbers), _prediction_table(subject.comparison)) if table],
+        "files": [("Recipe", run.recipe.to_toml()), ("Plan", run.plan.to_toml())],
+    }
 
 
 def slug(name: str) -> str:
-    """A run's name as a part of file names and of ids.
+    """A run's name as it stands in names of files and in ids.
 
     Args:
-        name: of the run.
+        name: Name of the run.
     """
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "run"
 
@@ -126,7 +155,7 @@ def final_sheet(numbers: Sequence[Mapping[str, Any]]) -> Sheet:
     """Final figures, a row for each run.
 
     Args:
-        numbers: of the runs.
+        numbers: The figures of each run.
     """
     columns = ["run", "status", "steps", "val loss", "train loss", "tokens/s", "step", "MFU", "exposed", "across nodes"]
     rows = [
@@ -152,7 +181,7 @@ def final_sheet(numbers: Sequence[Mapping[str, Any]]) -> Sheet:
 
 
 def _facts(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The header: what was trained, how, where, by which command."""
+    """The header: model, plan, data, batch, machine and software."""
     facts = [
         ("Plan", run.plan.describe()),
         ("Model", _model(run, numbers)),
@@ -195,7 +224,7 @@ def _counted(number: int, what: str, plural: str = "s") -> str:
 
 
 def _place(run: RunRecord) -> str:
-    """Ranks, and what the newest start noted of the machine of rank 0."""
+    """The number of ranks, and the device and host of rank 0 at the newest start."""
     start = run.starts[-1] if run.starts else {}
     return ", ".join(
         [_counted(run.plan.ranks, "rank"), *(str(start[key]) for key in ("device", "host") if start.get(key))]
@@ -203,7 +232,7 @@ def _place(run: RunRecord) -> str:
 
 
 def _tiles(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """Name, figure, and what it means; figures that the run has not are left out."""
+    """Name, figure and meaning of each tile; a figure that the run lacks is left out."""
     world, across = run.plan.ranks, _across(numbers)
     best = f"best {numbers['best_val_loss']:.4f} at step {numbers['best_val_step']}" if numbers["best_val_step"] else ""
     tiles = [
@@ -221,7 +250,7 @@ def _tiles(run: RunRecord, numbers: Mapping[str, Any]) -> list[tuple[str, str, s
 
 
 def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> list[str]:
-    """What a reader should know that no picture shows, and why a picture is missing."""
+    """What no picture shows, and why a picture is missing."""
     run = subject.run
     notes = []
     if run.failure is not None:
