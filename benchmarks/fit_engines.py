@@ -25,7 +25,7 @@ from typing import Any
 import thinwire_bench.published
 from thinwire.sim import ENGINES, Answer, Case, Engine, answer
 from thinwire_bench.published import TABLES, Table
-from thinwire_bench.published.rows import PublishedRow
+from thinwire_bench.published.calibration import PublishedRow
 
 FOLDS = 5
 LARGEST_SHARE = 1.0

@@ -12,7 +12,7 @@ import pytest
 
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
-from thinwire_bench.systems.messages import BenchError, Turn
+from thinwire_bench.systems.protocol import BenchError, Turn
 
 BUILDER = "tests.lab.bench_systems:scripted"
 

@@ -15,13 +15,13 @@ from thinwire.errors import SpecError, UsageError
 from thinwire_bench.peers import catalog
 from thinwire_bench.peers.catalog import PEERS, peer_systems, plan_systems
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
-from thinwire_bench.systems.agreement import early_losses, refusals
 from thinwire_bench.systems.controller import TurnResult
-from thinwire_bench.systems.goals import best_ratios, goals, pair_ratios
 from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
-from thinwire_bench.systems.messages import Turn
-from thinwire_bench.systems.picture import draw
+from thinwire_bench.systems.loss_check import early_losses, refusals
+from thinwire_bench.systems.protocol import Turn
+from thinwire_bench.systems.ratios import best_ratios, goals, pair_ratios
 from thinwire_bench.systems.rows import SystemRow, make_rows
+from thinwire_bench.systems.step_chart import draw
 from thinwire_bench.systems.table import goals_table, tables
 
 FREE = Setting("none", None, None)

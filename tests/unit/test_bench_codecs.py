@@ -18,14 +18,14 @@ from thinwire.errors import UsageError
 from thinwire.report import insert
 from thinwire_bench.codecs import peers
 from thinwire_bench.codecs.accuracy import Accuracy, blocking, signal_to_noise
+from thinwire_bench.codecs.bench import CODECS
 from thinwire_bench.codecs.data import data_sets
-from thinwire_bench.codecs.gate import check_sample, check_timed
 from thinwire_bench.codecs.goals import CodecGoal, goals
-from thinwire_bench.codecs.picture import draw
-from thinwire_bench.codecs.run import CODECS
 from thinwire_bench.codecs.sheets import markdown, sheets
+from thinwire_bench.codecs.soundness import check_sample, check_timed
+from thinwire_bench.codecs.speed_chart import draw
+from thinwire_bench.codecs.speeds import COPY, CodecSpeed, TimedCall, interleave, is_noisy, speeds
 from thinwire_bench.codecs.study import CodecStudy
-from thinwire_bench.codecs.timing import COPY, CodecSpeed, TimedCall, interleave, is_noisy, speeds
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -100,7 +100,7 @@ def test_a_codec_with_wrong_bytes_is_refused(tmp_path: Path, monkeypatch: pytest
     def patched(name: Any, *, backend: str) -> Any:
         return Broken(get(name, backend="reference").spec) if str(name) == "zfp:8" else get(name, backend=backend)
 
-    monkeypatch.setattr("thinwire_bench.codecs.run.get", patched)
+    monkeypatch.setattr("thinwire_bench.codecs.bench.get", patched)
     out = tmp_path / "codecs.json"
     done = bench(*SMALL, "--codecs", "bf16,zfp:8", "--peers", "none", "--dtypes", "fp32", "--json", out)
     assert done.exit_code == 1

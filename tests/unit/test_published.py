@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from thinwire_bench.published import TABLES, RowComparison, Table, fits, mean_error, reproduce
-from thinwire_bench.published.rows import rows
+from thinwire_bench.published.calibration import rows
 
 CLOSE = 0.10
 """Published figures closer than this may change places."""

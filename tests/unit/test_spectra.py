@@ -25,7 +25,7 @@ from thinwire_bench.study.spectra import (
     summarise,
     trends,
 )
-from thinwire_bench.study.spectra_picture import draw
+from thinwire_bench.study.spectra_chart import draw
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -24,9 +24,9 @@ from thinwire_bench.study.gains import (
     stage_systems,
     technique_systems,
 )
+from thinwire_bench.study.loss_chart import draw
+from thinwire_bench.study.loss_page import markdown
 from thinwire_bench.study.outcome import missing_note, outcomes, plain, sheets, verdicts
-from thinwire_bench.study.page import markdown
-from thinwire_bench.study.picture import draw
 from thinwire_bench.systems.rows import SystemRow
 
 ROOT = Path(__file__).parents[2]

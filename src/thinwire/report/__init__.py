@@ -1,6 +1,6 @@
 """Results for people: tables that read alike in a terminal and in a page of the documentation."""
 
-from thinwire.report.agreement import draw_agreement
+from thinwire.report.scatter import draw_agreement
 from thinwire.report.sheet import Sheet, insert, markdown_table, rich_table
 from thinwire.report.sweep import draw_sweep
 from thinwire.report.timelines import draw_timelines

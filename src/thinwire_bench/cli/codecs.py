@@ -18,7 +18,7 @@ from thinwire_bench.cli.shared import JsonPath, Page, insert_into, progress, sho
 if TYPE_CHECKING:
     import torch
 
-    from thinwire_bench.codecs.run import Request
+    from thinwire_bench.codecs.bench import Request
     from thinwire_bench.codecs.study import CodecStudy
 
 _REFERENCE_LIMIT = 4 << 20
@@ -86,7 +86,7 @@ def codecs(options: CodecsOptions) -> None:
         if options.json_path is not None:
             options.json_path.write_text(json.dumps(study.plain(), indent=1) + "\n", encoding="utf-8")
         if options.plot is not None:
-            from thinwire_bench.codecs.picture import draw
+            from thinwire_bench.codecs.speed_chart import draw
 
             draw(study, options.plot)
         if options.page is not None:
@@ -102,7 +102,7 @@ def _read_or_measure(options: CodecsOptions) -> CodecStudy:
 
     if options.read is not None:
         return CodecStudy.from_plain(json.loads(options.read.read_text(encoding="utf-8")))
-    from thinwire_bench.codecs.run import run
+    from thinwire_bench.codecs.bench import run
 
     return run(_request(options), progress)
 
@@ -119,7 +119,7 @@ def _request(options: CodecsOptions) -> Request:
     from thinwire.codecs import BACKENDS, default_backend
     from thinwire.errors import SpecError, UsageError
     from thinwire.spec import CodecSpec
-    from thinwire_bench.codecs.run import CODECS, Request
+    from thinwire_bench.codecs.bench import CODECS, Request
 
     device = options.device
     if device not in {"cpu", "cuda"}:
@@ -218,7 +218,7 @@ def _refuse(study: CodecStudy) -> None:
     Raises:
         BenchError: names every such codec and why its figures do not count.
     """
-    from thinwire_bench.systems.messages import BenchError
+    from thinwire_bench.systems.protocol import BenchError
 
     if study.refused:
         reasons = "; ".join(f"{subject}: {problem}" for subject, problem in study.refused.items())

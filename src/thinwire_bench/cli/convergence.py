@@ -105,11 +105,11 @@ def _write(options: ConvergenceOptions, study: LossStudy, made: Sequence[Curve],
 
         options.json_path.write_text(json.dumps(plain(study.spec, ends), indent=1) + "\n", encoding="utf-8")
     if options.plot is not None:
-        from thinwire_bench.study.picture import draw
+        from thinwire_bench.study.loss_chart import draw
 
         draw(study.spec, made, ends, options.plot)
     if options.page is not None:
-        from thinwire_bench.study.page import markdown
+        from thinwire_bench.study.loss_page import markdown
 
         insert_into(options.page, markdown(study, made, ends), "thinwire bench convergence --page")
 

@@ -70,7 +70,7 @@ def refuse(rows: Sequence[SystemRow]) -> None:
     Raises:
         BenchError: names every such system and why its rows do not count.
     """
-    from thinwire_bench.systems.messages import BenchError
+    from thinwire_bench.systems.protocol import BenchError
 
     refused = {row.system: row.refused for row in rows if row.refused is not None}
     if refused:

@@ -71,7 +71,7 @@ def spectra(options: SpectraOptions) -> None:
         if options.json_path is not None:
             write_results(options.json_path, _content(training, losses, summaries, correlations))
         if options.png_path is not None:
-            from thinwire_bench.study.spectra_picture import draw
+            from thinwire_bench.study.spectra_chart import draw
 
             draw(summaries, options.png_path)
         if options.page is not None:

@@ -28,7 +28,7 @@ from thinwire_bench.cli.shared import (
 
 if TYPE_CHECKING:
     from thinwire_bench.peers.interface import SystemSpec
-    from thinwire_bench.systems.goals import Ratio
+    from thinwire_bench.systems.ratios import Ratio
     from thinwire_bench.systems.rows import SystemRow
 
 
@@ -80,8 +80,8 @@ def step(options: StepOptions) -> None:
       thinwire bench step --peers local,fsdp2,deepspeed1,deepspeed2,deepspeed3   (after: make bench-peers)
     """
     with explained():
-        from thinwire_bench.systems.goals import goals
         from thinwire_bench.systems.interleave import Session
+        from thinwire_bench.systems.ratios import goals
 
         session = Session(options.nodes, options.ranks, options.rounds, options.steps, options.timeout, progress)
         systems = _systems(options)
@@ -92,7 +92,7 @@ def step(options: StepOptions) -> None:
         if options.json_path is not None:
             write_results(options.json_path, _content(rows, ratios, options))
         if options.png_path is not None:
-            from thinwire_bench.systems.picture import draw
+            from thinwire_bench.systems.step_chart import draw
 
             draw(rows, options.png_path)
         refuse(rows)

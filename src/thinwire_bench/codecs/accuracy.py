@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec
-from thinwire_bench.codecs.gate import SEED
+from thinwire_bench.codecs.soundness import SEED
 
 __all__ = ["UNBLOCKED", "Accuracy", "Blocking", "blocking", "codec_accuracy", "signal_to_noise"]
 

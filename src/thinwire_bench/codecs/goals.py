@@ -8,7 +8,7 @@ from typing import Final
 
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy
-from thinwire_bench.codecs.timing import COPY, CodecSpeed
+from thinwire_bench.codecs.speeds import COPY, CodecSpeed
 
 __all__ = ["SNR_GOALS", "CodecGoal", "goals"]
 

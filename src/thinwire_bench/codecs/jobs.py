@@ -9,8 +9,8 @@ from torch import Tensor
 
 from thinwire.codecs import Codec
 from thinwire_bench.codecs.data import normal
-from thinwire_bench.codecs.gate import SEED
-from thinwire_bench.codecs.timing import TimedCall
+from thinwire_bench.codecs.soundness import SEED
+from thinwire_bench.codecs.speeds import TimedCall
 
 __all__ = ["DIRECTIONS", "FUSED", "FUSED_CODECS", "INPUTS", "Buffers", "codec_jobs"]
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from thinwire.errors import SpecError
 from thinwire_bench.codecs.accuracy import Accuracy, signal_to_noise
 from thinwire_bench.codecs.data import normal
-from thinwire_bench.codecs.gate import same_bits
-from thinwire_bench.codecs.timing import TimedCall
+from thinwire_bench.codecs.soundness import same_bits
+from thinwire_bench.codecs.speeds import TimedCall
 
 __all__ = ["GROUPS", "CodecPeer", "PeerStatus", "accuracy_of", "choose", "jobs_of"]
 

@@ -8,8 +8,8 @@ from thinwire.report import Sheet, markdown_table
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.data import DATA_SETS
 from thinwire_bench.codecs.jobs import DIRECTIONS, FUSED
+from thinwire_bench.codecs.speeds import COPY, CodecSpeed
 from thinwire_bench.codecs.study import CodecStudy
-from thinwire_bench.codecs.timing import COPY, CodecSpeed
 
 __all__ = ["markdown", "sheets"]
 

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from thinwire_bench.codecs.accuracy import Accuracy, Blocking
-from thinwire_bench.codecs.gate import CodecGate
 from thinwire_bench.codecs.goals import CodecGoal
 from thinwire_bench.codecs.peers import PeerStatus
-from thinwire_bench.codecs.timing import CodecSpeed
+from thinwire_bench.codecs.soundness import CodecGate
+from thinwire_bench.codecs.speeds import CodecSpeed
 
 __all__ = ["CodecStudy"]
 

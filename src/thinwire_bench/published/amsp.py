@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import PublishedRow
+from thinwire_bench.published.calibration import PublishedRow
 
 __all__ = ["baselines", "case", "is_ablation", "is_baseline", "is_ratio", "is_stated", "ratio", "ratios", "traced"]
 

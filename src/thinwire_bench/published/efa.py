@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import PublishedRow
+from thinwire_bench.published.calibration import PublishedRow
 from thinwire_bench.published.zeropp import RECOMPUTED
 
 __all__ = ["cases", "is_throughput", "tflops"]

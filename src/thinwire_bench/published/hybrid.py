@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import PublishedRow
+from thinwire_bench.published.calibration import PublishedRow
 
 __all__ = ["cases", "gain", "is_gain"]
 

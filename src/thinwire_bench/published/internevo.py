@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from thinwire.sim import Case
-from thinwire_bench.published.rows import PublishedRow
+from thinwire_bench.published.calibration import PublishedRow
 
 __all__ = ["case", "is_throughput"]
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import PublishedRow
+from thinwire_bench.published.calibration import PublishedRow
 
 __all__ = ["cases", "figure", "is_memory"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from thinwire.sim import Answer, Case, answer
 from thinwire_bench.published import amsp, efa, hybrid, internevo, memory, zeropp
-from thinwire_bench.published.rows import PublishedRow, rows
+from thinwire_bench.published.calibration import PublishedRow, rows
 
 __all__ = ["TABLES", "RowComparison", "Table", "mean_error", "reproduce"]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from thinwire.sim import Answer, Case
-from thinwire_bench.published.rows import PublishedRow
+from thinwire_bench.published.calibration import PublishedRow
 
 __all__ = ["cases", "counted_tflops", "is_chart", "is_stated", "stated"]
 

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
 from thinwire_bench.peers.interface import SystemSpec
-from thinwire_bench.systems.messages import (
+from thinwire_bench.systems.protocol import (
     BenchError,
     Ended,
     Failed,

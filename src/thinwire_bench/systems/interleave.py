@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire_bench.systems.controller import TurnResult
-from thinwire_bench.systems.messages import Turn
+from thinwire_bench.systems.protocol import Turn
 
 __all__ = ["Runner", "Sample", "Session", "Setting", "interleave"]
 

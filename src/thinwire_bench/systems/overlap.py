@@ -17,7 +17,7 @@ from thinwire.spec import Plan
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import Controller, TurnResult
 from thinwire_bench.systems.interleave import Session
-from thinwire_bench.systems.messages import BenchError, Turn
+from thinwire_bench.systems.protocol import BenchError, Turn
 
 __all__ = ["PLANS", "SETTINGS", "Cases", "OverlapStudy", "SwitchEffect", "SwitchRow", "ladder", "run_overlap"]
 

@@ -17,7 +17,7 @@ from typing import Any
 from thinwire.collectives import group
 from thinwire.errors import ThinwireError
 from thinwire_bench.peers.interface import Place, System
-from thinwire_bench.systems.messages import Failed, Hello, Launch, Ready, Settled, Turn, Warm
+from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, Turn, Warm
 
 __all__ = ["serve"]
 

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
-from thinwire_bench.systems.agreement import early_losses, refusals
 from thinwire_bench.systems.interleave import Sample, Setting
+from thinwire_bench.systems.loss_check import early_losses, refusals
 
 __all__ = ["SystemRow", "make_rows"]
 

@@ -16,7 +16,7 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from thinwire_bench.systems.messages import Ended, Hello, Launch, Sleep, Wake
+from thinwire_bench.systems.protocol import Ended, Hello, Launch, Sleep, Wake
 
 __all__ = ["main"]
 

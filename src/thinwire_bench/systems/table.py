@@ -8,7 +8,7 @@ from rich.table import Table
 
 from thinwire.units import format_bytes
 from thinwire_bench.peers.interface import SystemKind
-from thinwire_bench.systems.goals import Ratio
+from thinwire_bench.systems.ratios import Ratio
 from thinwire_bench.systems.rows import SystemRow
 
 __all__ = ["goals_table", "tables"]

@@ -14,12 +14,12 @@ from thinwire.codecs import Codec, get
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy, blocking, codec_accuracy
 from thinwire_bench.codecs.data import data_sets
-from thinwire_bench.codecs.gate import SEED, CodecGate, check_sample, check_timed
 from thinwire_bench.codecs.goals import goals
 from thinwire_bench.codecs.jobs import FUSED_CODECS, Buffers, codec_jobs
 from thinwire_bench.codecs.peers import CodecPeer, accuracy_of, choose, jobs_of
+from thinwire_bench.codecs.soundness import SEED, CodecGate, check_sample, check_timed
+from thinwire_bench.codecs.speeds import COPY, CodecSpeed, copy_job, interleave, is_noisy, speeds
 from thinwire_bench.codecs.study import CodecStudy
-from thinwire_bench.codecs.timing import COPY, CodecSpeed, copy_job, interleave, is_noisy, speeds
 from thinwire_bench.environment import describe
 
 __all__ = ["CODECS", "Request", "run"]
