@@ -135,7 +135,7 @@ def test_tiny_messages_cost_latency_and_nothing_costs_nothing() -> None:
     assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 0, encoded=False) == 0
 
 
-def test_other_groups_codecs_and_models_are_scaled_and_said_to_be() -> None:
+def test_other_groups_codecs_and_models_are_scaled_and_marked_as_extrapolated() -> None:
     known = rates()
     assert known.hop(Kind.ALL_GATHER, Scope.ACROSS, 8, MIB, encoded=False) > known.hop(
         Kind.ALL_GATHER, Scope.ACROSS, 2, MIB, encoded=False
@@ -148,10 +148,10 @@ def test_other_groups_codecs_and_models_are_scaled_and_said_to_be() -> None:
     assert ProfiledRates(profile(), larger, "bfloat16").forward(block, plan, 32) > 3 * 2e-3
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_measurements_are_named() -> None:
     with pytest.raises(SpecError, match="no collective across nodes"):
         rates(collectives=[]).hop(Kind.ALL_GATHER, Scope.ACROSS, 2, 1, encoded=False)
-    with pytest.raises(SpecError, match="no block computed"):
+    with pytest.raises(SpecError, match="no measurement of a model's block; measure again with --model"):
         rates(compute=[])
     with pytest.raises(SpecError, match="no codec, and the plan uses int8:256"):
         rates(codecs=[]).codec(Work(CodecSpec("int8:256"), "float32", 1, 1))

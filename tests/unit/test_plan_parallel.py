@@ -174,7 +174,7 @@ def test_data_parallelism_wins_where_there_is_room() -> None:
 
 def test_batches_smaller_than_the_cluster_need_shared_ranks() -> None:
     machine = ClusterSpec.named("a800-80g:2x4")
-    with pytest.raises(SpecError, match="or share ranks with --tp 2 --pp 1"):
+    with pytest.raises(SpecError, match="or use fewer data-parallel ranks with --tp 2 --pp 1"):
         TrainingJob(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine))
     asked = TrainingJob(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine), tp=None, pp=None)
     found = search(asked, top=1)

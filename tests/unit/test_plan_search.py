@@ -193,7 +193,7 @@ def test_circumstances_in_which_nothing_fits_are_told_as_json_can() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"tokens_per_step": 5000}, "not a multiple of seq x GPUs = 1,024 x 4 = 4,096.*nearest valid figure is 4,096"),
+        ({"tokens_per_step": 5000}, "not a multiple of seq x GPUs = 1,024 x 4 = 4,096.*nearest valid value is 4,096"),
         ({"micro_batch": 3}, "micro-batch = 3 does not divide the 2 sequences.*valid are 1, 2"),
     ],
 )

@@ -1,4 +1,7 @@
-"""How long the parts of a step take, from a profile: interpolated between sizes, scaled where nothing was measured."""
+"""How long the parts of a step take according to a profile.
+
+Seconds are interpolated between measured sizes, and scaled from the nearest measurement elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import statistics
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.rates import ALONE, Beside, Work
@@ -23,21 +26,22 @@ Quartile = Literal["seconds", "low", "high"]
 _Row = TypeVar("_Row", CollectiveRow, CodecRow)
 
 _Key = tuple[object, ...]
-"""Of what was measured at several sizes."""
+"""Identifies a quantity that was measured at several sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Seconds against size, measured at some sizes.
+    """Seconds against size, measured at a few sizes.
 
-    Between two, seconds follow a power law; beyond them, latency and bandwidth of the nearest two (alpha-beta).
+    Between two sizes, seconds follow a power law. Beyond them, they follow the latency and the bandwidth of the two
+    nearest sizes (alpha-beta).
     """
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """Seconds for a size."""
+        """Seconds at a size."""
         if size <= 0:
             return 0.0
         sizes, seconds = self.sizes, self.seconds
@@ -52,19 +56,19 @@ class _Line:
         return float(seconds[high - 1] * (seconds[high] / seconds[high - 1]) ** share)
 
     def covers(self, size: float) -> bool:
-        """Whether a size lies among the measured ones."""
+        """Whether a size lies within the measured range."""
         return self.sizes[0] <= size <= self.sizes[-1]
 
 
 @dataclass(frozen=True, slots=True)
 class _Loads:
-    """Share of the processor that transfers take, measured at some sizes; between two, it follows the logarithm."""
+    """Share of the processor that transfers take, measured at a few sizes; linear in the logarithm of the size."""
 
     sizes: tuple[float, ...]
     loads: tuple[float, ...]
 
     def at(self, size: float) -> float:
-        """The share that a transfer of a size takes."""
+        """The share that a transfer of this size takes."""
         sizes, loads = self.sizes, self.loads
         high = bisect_left(sizes, size)
         if high in (0, len(sizes)):
@@ -78,68 +82,65 @@ def _straight(sizes: Sequence[float], seconds: Sequence[float], size: float) -> 
     return seconds[0] + max(slope, 0.0) * (size - sizes[0])
 
 
+class _Neighbour(NamedTuple):
+    """The measurement nearest to a collective.
+
+    Attributes:
+        line: Seconds against bytes.
+        key: Kind, ranks inside a node, and nodes of the measured group.
+        ranks: Ranks of the measured group.
+    """
+
+    line: _Line
+    key: _Key
+    ranks: int
+
+
 class ProfiledRates:
     """Rates of the cluster that was profiled.
 
     Args:
-        profile: what was measured.
-        model: whose parts are computed; parts of other shapes are scaled by their FLOPs.
-        dtype: compute dtype.
-        quartile: which figures: the medians, or the lower or upper quartiles.
+        profile: The measurements.
+        model: The model that computes; parts whose shapes were not measured are scaled by their FLOPs.
+        dtype: Compute dtype.
+        quartile: Which measured seconds to use: medians (``"seconds"``), or lower or upper quartiles.
 
     Raises:
-        SpecError: if the profile lacks what every plan needs.
+        SpecError: The profile lacks a part of the model that every plan computes.
     """
 
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
         self.profile, self._model, self._dtype = profile, model, dtype
         self._outside = False
-        together = [row for row in profile.collectives if row.groups == "all"]
-        self._collectives = _lines(
-            together, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, quartile
-        )
-        self._loads = _loads(together, profile.crowding)
+        self._collectives = _CollectiveTimes(profile, quartile)
         self._codecs = _lines(
             profile.codecs, lambda row: (row.codec, row.dtype, row.work), lambda row: row.numel, quartile
         )
         self._compute = {part: _nearest(profile, part, model, dtype) for part in ("block", "head", "embedding")}
-        self._beside = self._meetings(profile.overlap)
+        self._beside = _slowdowns(profile, model.hidden, self._collectives)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
-        """Interpolated; groups of a size that was not measured are scaled from the nearest one that was, and all groups
-        are taken to be as fast as those of neighbouring nodes, which were."""
+        """Interpolated between measured sizes.
+
+        If no group of this size was measured, seconds are scaled from the nearest size. Only groups of neighbouring
+        nodes were measured; all groups are taken to be as fast.
+        """
         del stride
-        line, (_, measured) = self._line(_name(kind, encoded=encoded), scope, ranks)
-        self._outside |= measured != ranks or not line.covers(sent)
-        # A rank sends as many bytes a link as before; latency grows with the rounds.
-        return line.at(sent) if measured == ranks else line.at(sent) * max(1.0, math.log2(ranks) / math.log2(measured))
+        neighbour = self._collectives.nearest(_measured_name(kind, encoded=encoded), scope, ranks)
+        self._outside |= neighbour.ranks != ranks or not neighbour.line.covers(sent)
+        seconds = neighbour.line.at(sent)
+        # Each link carries the same bytes in a group of another size; latency grows with the number of rounds.
+        return (
+            seconds if neighbour.ranks == ranks else seconds * max(1.0, math.log2(ranks) / math.log2(neighbour.ranks))
+        )
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
-        """A profile knows of no spine."""
+        """0: a profile does not measure the spine."""
         del kind, scope, ranks, stride
         return 0.0
 
-    def _line(self, name: str, scope: Scope, ranks: int) -> tuple[_Line, tuple[_Key, int]]:
-        """What was measured nearest to a collective, under which key, and over how many ranks."""
-
-        def shape(count: int) -> tuple[int, int]:
-            return (count, 1) if scope is Scope.INSIDE else (1, count)
-
-        counts = sorted({key[1] * key[2] for key in self._collectives if shape(key[1] * key[2]) == key[1:]})  # type: ignore[operator]
-        for other in (name, "all_gather", "all_to_all", "reduce_scatter"):
-            found = [count for count in counts if (other, *shape(count)) in self._collectives]
-            if found:
-                nearest = min(found, key=lambda count: (abs(math.log(count / ranks)), count))
-                self._outside |= other != name
-                key = (other, *shape(nearest))
-                return self._collectives[key], (key, nearest)
-        raise SpecError(
-            "profile",
-            [f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget"],
-        )
-
     def codec(self, work: Work) -> float:
-        """Interpolated; a codec that was not measured takes as long as the slowest of its family that was."""
+        """Interpolated; a codec that was not measured takes as long as the slowest measured codec of its family."""
         way = "feedback" if work.feedback else "encode"
         return self._one_way(work, way, work.encoded) + self._one_way(work, "decode", work.decoded)
 
@@ -157,18 +158,19 @@ class ProfiledRates:
             family = family or [line for (_, _, known), line in self._codecs.items() if known == way]
             if not family:
                 raise SpecError(
-                    "profile", [f"it has no codec, and the plan uses {work.codec}; measure with a larger --budget"]
+                    "profile",
+                    [f"it has no codec, and the plan uses {work.codec}; measure again with a larger --budget"],
                 )
             return max(line.at(values) for line in family)
         self._outside |= values > 4 * line.sizes[-1]
         return line.at(values)
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """As measured for a part of this shape, or scaled by FLOPs."""
+        """As measured for a part of this shape; parts of other shapes are scaled by their FLOPs."""
         return self._part(part, plan, seq, "forward")
 
     def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Likewise."""
+        """Like :meth:`forward`."""
         return self._part(part, plan, seq, "backward")
 
     def _part(self, part: ModelPart, plan: Plan, seq: int, way: Literal["forward", "backward"]) -> float:
@@ -183,80 +185,137 @@ class ProfiledRates:
         return seconds * flops / row.flops
 
     def update(self, numel: int) -> float:
-        """Linear in the elements."""
+        """Proportional to the number of elements."""
         return numel * self.profile.update_seconds
 
     def touch(self, numel: float) -> float:
-        """Linear in the elements."""
+        """Proportional to the number of elements."""
         return numel * self.profile.touch_seconds
 
     @property
     def step(self) -> float:
-        """As measured."""
+        """The fixed time of a step, as measured."""
         return self.profile.step_seconds
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
-        """As measured on these links; ``ALONE`` where nothing was. How much of the processor it takes was measured
-        with the transfer itself."""
-        found = self._beside.get(scope, ALONE)
-        if not self.profile.crowding:
-            return found
-        _, (key, _) = self._line(_name(kind, encoded=encoded), scope, ranks)
-        # What else a meeting showed of computation's losses is the same share, told less exactly.
-        return replace(found, compute=1.0, load=self._loads[key].at(sent))
+        """As measured on these links; ``ALONE`` if nothing was measured on them.
 
-    def _meetings(self, rows: Sequence[OverlapRow]) -> dict[Scope, Beside]:
-        """What transfers and computation do to each other, by links.
-
-        How late a transfer is depends on the scheduler alone: the median of all rows. How much computation is held up
-        depends on the model: the rows of the nearest width.
+        The share of the processor that the transfer takes was measured together with the transfer itself.
         """
-        losses = [self._loss(row) for row in rows if row.delay is not None] or [self._loss(row) for row in rows]
-        if not losses:
-            return {}
-        factor, delay = (statistics.median(values) for values in zip(*losses, strict=True))
-        found = {}
-        for scope in Scope:
-            here = [row for row in rows if row.scope == str(scope)]
-            noted = [row for row in here if row.hidden is not None]
-            nearest = min((self._distance(row) for row in noted), default=None)
-            here = here if nearest is None else [row for row in noted if self._distance(row) == nearest]
-            if here:
-                found[scope] = Beside(statistics.median(row.compute for row in here), factor, delay)
-        return found
-
-    def _loss(self, row: OverlapRow) -> tuple[float, float]:
-        """Factor and delay of a row; a factor of transfers of one size is taken for the delay that it was."""
-        if row.delay is not None:
-            return row.transfer, row.delay
-        scope = Scope(row.scope)
-        ranks = self.profile.gpus_per_node if scope is Scope.INSIDE else self.profile.nodes
-        line, _ = self._line("all_gather", scope, ranks)
-        return 1.0, (row.transfer - 1) * line.at(row.sent)
-
-    def _distance(self, row: OverlapRow) -> float:
-        return abs(math.log((row.hidden or 1) / self._model.hidden))
+        slowdown = self._beside.get(scope, ALONE)
+        if not self.profile.crowding:
+            return slowdown
+        key = self._collectives.nearest(_measured_name(kind, encoded=encoded), scope, ranks).key
+        # The factor by which computation slows down is the same loss, measured less exactly: it must not count twice.
+        return replace(slowdown, compute=1.0, load=self._collectives.loads[key].at(sent))
 
     @property
     def least_slowing(self) -> float:
-        """As measured; 1 where it was not, or where transfers have loads instead."""
+        """As measured; 1 if it was not measured, or if transfers have loads instead."""
         if self.profile.crowding:
             return 1.0
         return min((beside.compute for beside in self._beside.values()), default=1.0)
 
     @property
     def extrapolated(self) -> bool:
-        """Whether any answer so far lies outside of what was measured."""
-        return self._outside
+        """Whether any answer so far lies outside the measured range."""
+        return self._outside or self._collectives.substituted
 
 
-def _name(kind: Kind, *, encoded: bool) -> str:
-    """Under which a hop was measured: messages that are summed only when they are decoded are just exchanged."""
+class _CollectiveTimes:
+    """Seconds of collectives, and the share of the processor that they take, by shape of group.
+
+    Args:
+        profile: The measurements.
+        quartile: Which of the measured seconds to use.
+
+    Attributes:
+        substituted: Whether any answer so far came from another collective than the one that was asked for.
+    """
+
+    def __init__(self, profile: Profile, quartile: Quartile) -> None:
+        rows = [row for row in profile.collectives if row.groups == "all"]
+        self.substituted = False
+        self.loads = _loads(rows, profile.crowding)
+        self._lines = _lines(rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, quartile)
+
+    def nearest(self, name: str, scope: Scope, ranks: int) -> _Neighbour:
+        """The measurement nearest to a collective.
+
+        Args:
+            name: Name of the collective in the profile.
+            scope: Links that it uses.
+            ranks: Ranks of its group.
+
+        Raises:
+            SpecError: The profile has no collective over these links.
+        """
+
+        def shape(count: int) -> tuple[int, int]:
+            return (count, 1) if scope is Scope.INSIDE else (1, count)
+
+        counts = sorted({key[1] * key[2] for key in self._lines if shape(key[1] * key[2]) == key[1:]})  # type: ignore[operator]
+        for measured_name in (name, "all_gather", "all_to_all", "reduce_scatter"):
+            measured_counts = [count for count in counts if (measured_name, *shape(count)) in self._lines]
+            if measured_counts:
+                nearest = min(measured_counts, key=lambda count: (abs(math.log(count / ranks)), count))
+                self.substituted |= measured_name != name
+                key = (measured_name, *shape(nearest))
+                return _Neighbour(self._lines[key], key, nearest)
+        raise SpecError(
+            "profile",
+            [f"it has no collective {scope} nodes, which this plan needs; measure again with a larger --budget"],
+        )
+
+
+def _slowdowns(profile: Profile, hidden: int, collectives: _CollectiveTimes) -> dict[Scope, Beside]:
+    """How transfers and computation slow each other down, by links.
+
+    The delay of a transfer depends only on the scheduler, so it is the median of all rows. How much computation is held
+    up depends on the model, so only the rows of the nearest width count.
+    """
+    rows = profile.overlap
+    losses = [_loss(row, profile, collectives) for row in rows if row.delay is not None]
+    losses = losses or [_loss(row, profile, collectives) for row in rows]
+    if not losses:
+        return {}
+    factor, delay = (statistics.median(values) for values in zip(*losses, strict=True))
+
+    def distance(row: OverlapRow) -> float:
+        return abs(math.log((row.hidden or 1) / hidden))
+
+    slowdowns = {}
+    for scope in Scope:
+        scope_rows = [row for row in rows if row.scope == str(scope)]
+        with_width = [row for row in scope_rows if row.hidden is not None]
+        if with_width:
+            nearest = min(map(distance, with_width))
+            scope_rows = [row for row in with_width if distance(row) == nearest]
+        if scope_rows:
+            slowdowns[scope] = Beside(statistics.median(row.compute for row in scope_rows), factor, delay)
+    return slowdowns
+
+
+def _loss(row: OverlapRow, profile: Profile, collectives: _CollectiveTimes) -> tuple[float, float]:
+    """Factor and delay of a row.
+
+    A row without a delay was measured with transfers of one size; its factor is converted to the delay that it was.
+    """
+    if row.delay is not None:
+        return row.transfer, row.delay
+    scope = Scope(row.scope)
+    ranks = profile.gpus_per_node if scope is Scope.INSIDE else profile.nodes
+    line = collectives.nearest("all_gather", scope, ranks).line
+    return 1.0, (row.transfer - 1) * line.at(row.sent)
+
+
+def _measured_name(kind: Kind, *, encoded: bool) -> str:
+    """Name under which the profile has a hop: encoded gradients are only exchanged, and summed once decoded."""
     return "all_to_all" if encoded and kind is Kind.REDUCE_SCATTER else str(kind)
 
 
 def _loads(rows: Sequence[CollectiveRow], crowding: float) -> dict[_Key, _Loads]:
-    """Shares of the processor: of its seconds, what holds computation up, over those that the transfer takes."""
+    """Share of the processor that each transfer takes: the seconds by which it holds computation up, over its own."""
     by_key: dict[_Key, dict[int, float]] = {}
     for row in rows:
         by_key.setdefault((row.kind, row.local, row.nodes), {})[row.sent] = crowding * row.processor / row.seconds
@@ -282,10 +341,12 @@ def _lines(
 
 
 def _nearest(profile: Profile, part: str, model: ModelSpec, dtype: str) -> ComputeRow:
-    """The row of a part whose shape is nearest to the model's."""
+    """The row of a part whose dtype, width and vocabulary are nearest to the model's."""
     rows = [row for row in profile.compute if row.part == part]
     if not rows:
-        raise SpecError("profile", [f"it has no {part} computed; measure again, with --model {model.name or 'NAME'}"])
+        raise SpecError(
+            "profile", [f"it has no measurement of a model's {part}; measure again with --model {model.name or 'NAME'}"]
+        )
     return min(
         rows, key=lambda row: (row.dtype != dtype, abs(math.log(row.hidden / model.hidden)), row.vocab != model.vocab)
     )

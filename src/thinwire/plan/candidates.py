@@ -14,12 +14,12 @@ __all__ = ["AxisSeconds", "Candidate"]
 
 @dataclass(frozen=True, slots=True)
 class AxisSeconds:
-    """Seconds of a step that tensor and pipeline parallelism add to it, all of them in the open.
+    """Seconds that tensor and pipeline parallelism add to a step; computation hides none of them.
 
     Attributes:
-        sums: of tensor-parallel ranks, within computation.
-        idle: while the pipeline fills and drains.
-        messages: between stages meanwhile.
+        sums: Seconds of sums over tensor-parallel ranks, which are part of computation.
+        idle: Seconds during which ranks idle while the pipeline fills and drains.
+        messages: Seconds of waiting for messages between stages.
     """
 
     sums: float = 0.0
@@ -29,14 +29,15 @@ class AxisSeconds:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One plan with its predictions.
+    """A plan with its predicted step time and memory.
 
     Attributes:
-        plan: the decision, ``micro_batch``, ``micro_batches`` and ``recompute`` included.
-        simulated: its step, with what tensor and pipeline parallelism add.
-        memory: bytes of the rank that needs most.
-        fits: whether that is within the accelerator's.
-        label: the classic system whose plan it is, or how it was found.
+        plan: The plan, including ``micro_batch``, ``micro_batches`` and ``recompute``.
+        simulated: The simulated step; its seconds include those of tensor and pipeline parallelism.
+        memory: Bytes on the rank that needs the most memory.
+        fits: Whether these bytes fit into an accelerator's memory.
+        label: Name of the classic system whose plan this is; ``None`` for a plan of the search.
+        axes: Seconds that tensor and pipeline parallelism add.
     """
 
     plan: Plan
@@ -48,19 +49,19 @@ class Candidate:
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Seconds per step."""
         return self.simulated.seconds
 
     def tokens_per_gpu_second(self, job: TrainingJob) -> float:
-        """TGS."""
+        """Tokens per second and GPU (TGS)."""
         return job.tokens_per_step / self.seconds / job.cluster.gpus
 
     def mfu(self, job: TrainingJob) -> float:
-        """Model FLOPs utilisation, recomputation not counted."""
+        """Model FLOPs utilisation (MFU); recomputation does not count."""
         flops = job.model.flops_per_token(job.seq, causal=job.causal_flops)
         return self.tokens_per_gpu_second(job) * flops / job.peak_flops
 
     def cost_per_billion_tokens(self, job: TrainingJob) -> float | None:
-        """In the currency of ``price_per_gpu_hour``; ``None`` without a price."""
+        """Price of a billion tokens, in the currency of ``price_per_gpu_hour``; ``None`` if that is unset."""
         price = job.cluster.price_per_gpu_hour
         return None if price is None else price * 1e9 / self.tokens_per_gpu_second(job) / 3600

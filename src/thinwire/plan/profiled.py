@@ -9,7 +9,13 @@ __all__ = ["profiled_cluster"]
 
 
 def profiled_cluster(profile: Profile) -> ClusterSpec:
-    """The cluster of a profile: links and peak are the best that was measured, which only tables and MFU show."""
+    """The cluster on which a profile was measured.
+
+    Links and peak FLOP/s are the best measured values. Only tables and MFU show them; predictions use the profile.
+
+    Args:
+        profile: The measurements.
+    """
     best = {
         "inside": [row for row in profile.collectives if row.nodes == 1],
         "nic": [row for row in profile.collectives if row.local == 1 and row.nodes > 1 and row.groups == "all"],

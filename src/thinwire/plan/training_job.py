@@ -1,4 +1,4 @@
-"""What is asked of the planner, and what it answers with."""
+"""The training job that the planner is asked about, and the choices that it leaves open."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ CODEC_LEVELS: dict[CodecLevel, dict[str, tuple[str, ...]]] = {
         "pp": ("none", "int8:256", "int6:256"),
     },
 }
-"""The codecs that the search may choose from, by field of ``wire``; the first is the plainest."""
+"""Codecs that the search may choose from, by level and by field of ``wire``. Each tuple starts with the plainest."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,23 @@ class TrainingJob:
     """A training job on a cluster.
 
     Attributes:
-        model: its shape.
-        cluster: the machine.
-        tokens_per_step: of one optimizer step, over all ranks.
-        seq: tokens of a sequence.
-        micro_batch: sequences of a micro-batch on a rank; ``None`` lets the search choose.
-        recompute: whether blocks are recomputed; ``None`` lets the search choose.
-        codecs: how far codecs may go.
-        compute_dtype: of forward and backward.
-        clip: whether gradients are clipped by their norm.
-        rates: how long everything takes.
-        overhead: bytes of a rank in use before any model.
-        causal_flops: whether MFU counts half of attention, as current Megatron-LM does.
-        tp: tensor-parallel ranks to choose from; ``None``: powers of two up to a node's ranks.
-        pp: pipeline stages to choose from; ``None``: powers of two up to the model's blocks.
+        model: Dimensions of the model.
+        cluster: The machine that trains it.
+        tokens_per_step: Tokens of one optimizer step, summed over all ranks.
+        seq: Tokens per sequence.
+        micro_batch: Sequences per rank and micro-batch; ``None`` lets the search choose.
+        recompute: Whether blocks are recomputed in the backward; ``None`` lets the search choose.
+        codecs: The level of compression up to which the search may choose codecs.
+        compute_dtype: Dtype of the forward and the backward.
+        clip: Whether gradients are clipped by their norm.
+        rates: Seconds of computation, codecs and transfers.
+        overhead: Bytes in use on a rank before it holds any model.
+        causal_flops: Whether MFU counts half of attention, as current Megatron-LM does.
+        tp: Numbers of tensor-parallel ranks to choose from; ``None``: powers of two up to a node's ranks.
+        pp: Numbers of pipeline stages to choose from; ``None``: powers of two up to the model's blocks.
+
+    Raises:
+        SpecError: The runtime could not train the model with any of the cuts and batches that the job allows.
     """
 
     model: ModelSpec
@@ -87,91 +90,29 @@ class TrainingJob:
     pp: tuple[int, ...] | None = (1,)
 
     def __post_init__(self) -> None:
-        if mistakes := list(self._mistakes()):
-            raise SpecError("plan", mistakes)
-
-    def _mistakes(self) -> Iterator[str]:
-        if self.cuts:
-            return
-        possible, refused = self._meshes()
-        if not possible:
-            yield "; ".join(dict.fromkeys(refused))
-            return
-        cut, mesh = min(possible.items(), key=lambda item: (item[1].ranks, item[0].ways))
-        per_rank = self.seq * mesh.ranks
-        sequences, rest = divmod(self.tokens_per_step, per_rank)
-        who = "GPUs" if cut == UNCUT else f"data-parallel ranks (tp = {cut.tp}, pp = {cut.pp})"
-        if rest or not sequences:
-            near = max(1, round(self.tokens_per_step / per_rank)) * per_rank
-            fewer = self._with_fewer_data_parallel_ranks()
-            yield (
-                f"tokens-per-step = {self.tokens_per_step:,} is not a multiple of seq x {who} = {self.seq:,} x "
-                f"{mesh.ranks:,} = {per_rank:,}: every rank needs the same number of sequences; the nearest "
-                f"valid figure is {near:,}{fewer}"
-            )
-        elif self.micro_batch and sequences % self.micro_batch:
-            yield (
-                f"micro-batch = {self.micro_batch} does not divide the {sequences} sequences that each rank has in a "
-                f"step; valid are {', '.join(str(d) for d in range(1, sequences + 1) if sequences % d == 0)}"
-            )
-        else:
-            yield (
-                f"pp = {cut.pp} needs as many micro-batches and in equal rounds, and each data-parallel rank has "
-                f"{sequences} sequences in a step; take fewer stages, or more tokens a step"
-            )
-
-    def _with_fewer_data_parallel_ranks(self) -> str:
-        """Whether tensor and pipeline parallelism would make the batch go, in words."""
-        if (self.tp, self.pp) != ((1,), (1,)):
-            return ""
-        allowed = (cut for cut in _every(self, None, None) if self.allows(cut))
-        cut = min(allowed, key=lambda cut: (cut.ways, cut.pp), default=None)
-        return f"; or share ranks with --tp {cut.tp} --pp {cut.pp}" if cut else ""
-
-    def _meshes(self) -> tuple[dict[Cut, Factor], list[str]]:
-        """The data-parallel mesh of every cut that the runtime can make, and why it cannot make others."""
-        found: dict[Cut, Factor] = {}
-        refused: list[str] = []
-        for cut in _every(self, self.tp, self.pp):
-            problems = cut_problems(self.model, self.seq, cut)
-            mesh = divided(self.mesh, cut)
-            if mesh is None:
-                problems.append(
-                    f"tp = {cut.tp} and pp = {cut.pp} cannot share {self.mesh.nodes} nodes of {self.mesh.local} GPUs"
-                )
-            elif not problems:
-                found[cut] = mesh
-            refused += problems
-        return found, refused
-
-    def allows(self, cut: Cut) -> bool:
-        """Whether the runtime can cut the model and the batch so."""
-        mesh = divided(self.mesh, cut)
-        return mesh is not None and not cut_problems(self.model, self.seq, cut) and bool(self.batches(cut))
-
-    @cached_property
-    def cuts(self) -> tuple[Cut, ...]:
-        """Ways to cut the model that the runtime takes, plain data parallelism first."""
-        return tuple(cut for cut in _every(self, self.tp, self.pp) if self.allows(cut))
-
-    @property
-    def refusals(self) -> list[str]:
-        """Why the runtime would not cut this model in other ways that were asked for."""
-        asked = [cut for cut in _every(self, self.tp, self.pp) if cut.schedule == UNCUT.schedule]
-        return list(dict.fromkeys(text for cut in asked for text in cut_problems(self.model, self.seq, cut)))
+        if not self.cuts:
+            raise SpecError("plan", [_why_no_cut(self)])
 
     @property
     def tie(self) -> float:
-        """Share by which predicted times may differ and still be a tie, which goes to the plan with fewer knobs.
+        """Relative difference below which two predicted times tie; a tie goes to the plan with fewer knobs.
 
-        Published figures are what they are, and plans differ by nothing else; a profile is measured, and so noisy.
+        Published rates have no noise, so 1 % is enough. A profile is measured and noisy, so it takes 4 %.
         """
         return 0.04 if isinstance(self.rates, ProfiledRates) else 0.01
 
     @property
     def on_host(self) -> bool:
-        """Whether ranks live in the memory of a host, as in a profile without accelerators."""
+        """Whether ranks keep their tensors in host memory, as in a profile without accelerators."""
         return isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
+
+    @property
+    def peak_flops(self) -> float:
+        """Peak FLOP/s of one accelerator in the compute dtype."""
+        peaks = self.cluster.peak_flops
+        return peaks.get(self.compute_dtype) or peaks.get("float16") or max(peaks.values())
+
+    # -- how the ranks may share the model ---------------------------------------------------------------------------
 
     @property
     def mesh(self) -> Factor:
@@ -182,52 +123,129 @@ class TrainingJob:
         """The data-parallel ranks that a cut leaves.
 
         Raises:
-            SpecError: if the ranks cannot be dealt out so.
+            SpecError: The mesh cannot be divided this way.
         """
         return self.mesh.data_parallel(cut.tp, cut.pp)
 
+    def allows(self, cut: Cut) -> bool:
+        """Whether the runtime can cut the model and the batch this way."""
+        mesh = divided(self.mesh, cut)
+        return mesh is not None and not cut_problems(self.model, self.seq, cut) and bool(self.batches(cut))
+
+    @cached_property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Cuts of the model that the runtime supports; plain data parallelism comes first."""
+        return tuple(cut for cut in _candidate_cuts(self, self.tp, self.pp) if self.allows(cut))
+
+    @property
+    def refusals(self) -> list[str]:
+        """One sentence for each rule that keeps the runtime from a cut that was asked for."""
+        asked = [cut for cut in _candidate_cuts(self, self.tp, self.pp) if cut.schedule == UNCUT.schedule]
+        return list(dict.fromkeys(text for cut in asked for text in cut_problems(self.model, self.seq, cut)))
+
+    # -- the batch ---------------------------------------------------------------------------------------------------
+
     def sequences(self, mesh: Factor) -> int:
-        """Of one data-parallel rank in one step: micro-batch times micro-batches; 0 where they are not whole."""
+        """Sequences per step of one data-parallel rank of ``mesh``; 0 if the batch does not divide evenly."""
         sequences, rest = divmod(self.tokens_per_step, self.seq * mesh.ranks)
         return 0 if rest else sequences
 
     def batches(self, cut: Cut = UNCUT) -> list[tuple[int, int]]:
-        """Choices of ``(micro_batch, micro_batches)``: powers of two, or what was asked for; those that keep all stages
-        busy."""
+        """Choices of ``(micro_batch, micro_batches)`` that keep all pipeline stages busy.
+
+        Micro-batches have the size that was asked for, or a power of two.
+        """
         sequences = self.sequences(self.mesh_of(cut))
         sizes = [self.micro_batch] if self.micro_batch else [1 << k for k in range(6)]
-        found = [(size, sequences // size) for size in sizes if sequences and sequences % size == 0]
-        return [(size, count) for size, count in found if keeps_busy(cut.pp, cut.schedule, count)]
+        dividing = [(size, sequences // size) for size in sizes if sequences and sequences % size == 0]
+        return [(size, count) for size, count in dividing if keeps_busy(cut.pp, cut.schedule, count)]
 
     @property
     def recomputes(self) -> list[bool]:
         """Choices of ``recompute``."""
         return [False, True] if self.recompute is None else [self.recompute]
 
-    @property
-    def peak_flops(self) -> float:
-        """Of one accelerator, in the compute dtype."""
-        peaks = self.cluster.peak_flops
-        return peaks.get(self.compute_dtype) or peaks.get("float16") or max(peaks.values())
-
-    def stage(self, plan: Plan) -> ModelSpec:
-        """What the rank of a pipeline has that has most to do, the last: as many blocks as any, and the head; and the
-        embedding, which is the first one's and computes nothing, so that the time of both ends is covered."""
-        return self.model if plan.pp == 1 else stage_model(self.model, stages(self.model.layers, plan)[-1].blocks)
+    # -- what a rank trains under a plan -----------------------------------------------------------------------------
 
     def parts(self, plan: Plan) -> tuple[ModelPart, ...]:
-        """A rank's parts of the model under a plan."""
-        return parts(self.stage(plan), plan.granularity, plan.tp)
+        """Parts of the model on a rank of the largest stage."""
+        return parts(_largest_stage(self.model, plan), plan.granularity, plan.tp)
 
     def units(self, plan: Plan) -> tuple[UnitInfo, ...]:
-        """A rank's units under a plan."""
-        return units(self.stage(plan), plan)
+        """Sharding units on a rank of the largest stage."""
+        return units(_largest_stage(self.model, plan), plan)
 
     def workload(self, plan: Plan) -> Workload:
-        """What a rank trains in a step."""
+        """The work of one step on a rank of the largest stage."""
         return Workload(self.parts(plan), self.units(plan), self.seq, self.clip)
 
 
-def _every(job: TrainingJob, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:
-    """Cuts to try, whether they go or not."""
+def _largest_stage(model: ModelSpec, plan: Plan) -> ModelSpec:
+    """The model as seen by the pipeline rank with the most work.
+
+    That is the last one: it has as many blocks as any other, and the head. It is given the first stage's embedding too.
+    The embedding computes nothing, so that the time covers both ends of the pipeline.
+    """
+    return model if plan.pp == 1 else stage_model(model, stages(model.layers, plan)[-1].blocks)
+
+
+def _candidate_cuts(job: TrainingJob, tp: tuple[int, ...] | None, pp: tuple[int, ...] | None) -> Iterator[Cut]:
+    """Cuts to try, whether the runtime supports them or not."""
     return cuts(tp or powers_of_two(job.cluster.gpus_per_node), pp or powers_of_two(job.model.layers))
+
+
+# -- why a job cannot be trained -------------------------------------------------------------------------------------
+
+
+def _why_no_cut(job: TrainingJob) -> str:
+    """Why the runtime supports none of the job's cuts and batches, with the nearest figures that would do."""
+    meshes, problems = _meshes(job)
+    if not meshes:
+        return "; ".join(dict.fromkeys(problems))
+    cut, mesh = min(meshes.items(), key=lambda item: (item[1].ranks, item[0].ways))
+    tokens_per_round = job.seq * mesh.ranks
+    sequences, rest = divmod(job.tokens_per_step, tokens_per_round)
+    if rest or not sequences:
+        sharers = "GPUs" if cut == UNCUT else f"data-parallel ranks (tp = {cut.tp}, pp = {cut.pp})"
+        nearest = max(1, round(job.tokens_per_step / tokens_per_round)) * tokens_per_round
+        return (
+            f"tokens-per-step = {job.tokens_per_step:,} is not a multiple of seq x {sharers} = {job.seq:,} x "
+            f"{mesh.ranks:,} = {tokens_per_round:,}: every rank needs the same number of sequences; the nearest "
+            f"valid value is {nearest:,}{_fewer_data_parallel_ranks(job)}"
+        )
+    if job.micro_batch and sequences % job.micro_batch:
+        divisors = ", ".join(str(d) for d in range(1, sequences + 1) if sequences % d == 0)
+        return (
+            f"micro-batch = {job.micro_batch} does not divide the {sequences} sequences that each rank trains in a "
+            f"step; valid are {divisors}"
+        )
+    return (
+        f"pp = {cut.pp} needs at least {cut.pp} micro-batches, in rounds of equal size, and each data-parallel rank "
+        f"trains only {sequences} sequences in a step; use fewer stages or more tokens per step"
+    )
+
+
+def _meshes(job: TrainingJob) -> tuple[dict[Cut, Factor], list[str]]:
+    """The data-parallel mesh of each cut that the runtime supports, and one sentence for each reason against others."""
+    meshes: dict[Cut, Factor] = {}
+    refusals: list[str] = []
+    for cut in _candidate_cuts(job, job.tp, job.pp):
+        problems = cut_problems(job.model, job.seq, cut)
+        mesh = divided(job.mesh, cut)
+        if mesh is None:
+            problems.append(
+                f"tp = {cut.tp} and pp = {cut.pp} do not divide {job.mesh.nodes} nodes of {job.mesh.local} GPUs"
+            )
+        elif not problems:
+            meshes[cut] = mesh
+        refusals += problems
+    return meshes, refusals
+
+
+def _fewer_data_parallel_ranks(job: TrainingJob) -> str:
+    """The remedy by tensor and pipeline parallelism, if there is one, as the end of a sentence."""
+    if (job.tp, job.pp) != ((1,), (1,)):
+        return ""
+    allowed = (cut for cut in _candidate_cuts(job, None, None) if job.allows(cut))
+    cut = min(allowed, key=lambda cut: (cut.ways, cut.pp), default=None)
+    return f"; or use fewer data-parallel ranks with --tp {cut.tp} --pp {cut.pp}" if cut else ""
