@@ -12,7 +12,7 @@ import pytest
 
 from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
-from thinwire_bench.systems.protocol import BenchError, Turn
+from thinwire_bench.systems.protocol import BenchError, TurnRequest
 
 BUILDER = "tests.lab.bench_systems:scripted"
 
@@ -66,23 +66,23 @@ def controller() -> Iterator[Controller]:
 def test_turns_and_failures(controller: Controller) -> None:
     for label in ("idle", "busy"):
         controller.start(system(label))
-    result = controller.run("busy", Turn(steps=2, warmup=1, options={"sleep": 0.1, "rank": 3}))
+    result = controller.run("busy", TurnRequest(steps=2, warmup=1, options={"sleep": 0.1, "rank": 3}))
     assert result.seconds == pytest.approx(0.1, abs=0.05)
     assert result.cpu_seconds < 0.1
     assert result.values == (1.5, 1.5, 1.5)
     assert result.waited == pytest.approx({"lane": 0.25})
     assert (result.sent, result.received) == ((1000 / 3, 0.0), (0.0, 1000 / 3))
     assert result.peak_rss > 1 << 20
-    assert controller.run("idle", Turn(1)).label == "idle"
+    assert controller.run("idle", TurnRequest(1)).label == "idle"
     with pytest.raises(BenchError, match="system busy: rank 2 failed: ValueError: the weather is bad"):
-        controller.run("busy", Turn(1, options={"fail": True, "rank": 2}))
+        controller.run("busy", TurnRequest(1, options={"fail": True, "rank": 2}))
 
 
 def test_a_killed_rank_is_named_at_once(controller: Controller) -> None:
     controller.start(system("frail"))
     started = time.monotonic()
     with pytest.raises(BenchError, match="system frail: rank 1 was killed by SIGKILL"):
-        controller.run("frail", Turn(1, options={"die": True, "rank": 1}))
+        controller.run("frail", TurnRequest(1, options={"die": True, "rank": 1}))
     assert time.monotonic() - started < 10
 
 
@@ -96,4 +96,4 @@ def test_a_rank_that_never_finishes() -> None:
         controller.start(system("slow"))
         controller._timeout = 0.5
         with pytest.raises(BenchError, match=r"system slow: rank 1 did not finish its turn within 0 s .*\[1\]"):
-            controller.run("slow", Turn(1, options={"sleep": 60.0, "rank": 1}))
+            controller.run("slow", TurnRequest(1, options={"sleep": 60.0, "rank": 1}))

@@ -18,7 +18,7 @@ from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import TurnResult
 from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
 from thinwire_bench.systems.loss_check import early_losses, refusals
-from thinwire_bench.systems.protocol import Turn
+from thinwire_bench.systems.protocol import TurnRequest
 from thinwire_bench.systems.ratios import best_ratios, goals, pair_ratios
 from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.step_chart import draw
@@ -43,9 +43,9 @@ class FakeRunner:
     def __init__(self, seconds: dict[str, Sequence[float]], losses: dict[str, float] | None = None) -> None:
         self.seconds = {label: iter(times) for label, times in seconds.items()}
         self.losses = losses or {}
-        self.turns: list[tuple[str, Turn]] = []
+        self.turns: list[tuple[str, TurnRequest]] = []
 
-    def run(self, label: str, turn: Turn) -> TurnResult:
+    def run(self, label: str, turn: TurnRequest) -> TurnResult:
         self.turns.append((label, turn))
         values = (self.losses.get(label, 5.0),) * (turn.warmup + turn.steps)
         waited = {"sync": 0.01} if label.startswith("tw:") else {}

@@ -55,12 +55,12 @@ class Check:
     """One line of the table.
 
     Attributes:
-        name: what was looked at.
-        found: what there is, in words.
-        needed_for: what depends on it.
-        verdict: see :data:`Verdict`.
-        remedy: what mends it, a command where there is one.
-        essential: whether nothing trains without it.
+        name: What was checked.
+        found: Description of the result.
+        needed_for: What depends on it.
+        verdict: Judgement; see :data:`Verdict`.
+        remedy: How to fix it, as a command if possible.
+        essential: Whether training is impossible without it.
     """
 
     name: str
@@ -211,7 +211,7 @@ def system_checks(*, has_rdma: bool) -> Iterator[Check]:
     """Python, compilers, optional packages, the lab, limits.
 
     Args:
-        has_rdma: whether there are network cards that pin memory.
+        has_rdma: Whether there are network cards that pin memory.
 
     Yields:
         One check after the other.

@@ -1,4 +1,4 @@
-"""Where commands print tables, and what the user typed."""
+"""The console on which commands print tables, and the command line that the user typed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rich.console import Console
 __all__ = ["command_line", "wide_console"]
 
 _PIPED_WIDTH = 200
-"""Columns where output goes to a file or a pipe: tables are not cut to 80."""
+"""Columns of output to a file or a pipe, so that tables are not cut to 80 columns."""
 
 
 def wide_console(*, as_json: bool = False) -> Console:
     """A console for tables and sentences.
 
     Args:
-        as_json: whether stdout is for JSON; then people read stderr.
+        as_json: Whether stdout is for JSON; tables then go to stderr.
     """
     plain = Console(stderr=as_json, highlight=False)
     return (
@@ -26,5 +26,5 @@ def wide_console(*, as_json: bool = False) -> Console:
 
 
 def command_line() -> str:
-    """What the user typed."""
+    """The command line that the user typed, quoted for a shell."""
     return shlex.join(["thinwire", *sys.argv[1:]])

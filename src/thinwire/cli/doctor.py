@@ -1,4 +1,4 @@
-"""``thinwire doctor``: what this machine offers, and what is missing for what."""
+"""``thinwire doctor``: checks what this machine offers, and what is missing for which feature."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ _STYLES: Final[dict[Verdict, str]] = {
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Try out what training, codecs, the lab and several nodes need; say what is missing, for what, and what mends it.
+    """Test what training, codecs, the lab and several nodes need; report what is missing, for which feature, and how to
+    fix it.
 
     The exit status is 1 if this machine cannot train at all, else 0.
 
@@ -64,10 +65,10 @@ def doctor(
 
 
 def examine() -> dict[str, Any]:
-    """Look at the machine.
+    """Examine the machine.
 
     Returns:
-        Findings by name; plain values.
+        Findings by name, as plain values.
     """
     import torch
     import torch.distributed as dist
@@ -92,7 +93,7 @@ def examine() -> dict[str, Any]:
 
 
 def _without_torch() -> dict[str, Any]:
-    """What can be told of a machine on which torch does not work."""
+    """What is known about a machine on which torch does not work."""
     from thinwire.train.launching.versions import versions
 
     return {
@@ -108,7 +109,7 @@ def _without_torch() -> dict[str, Any]:
 
 
 def _memory() -> int | None:
-    """Bytes of this host's memory, where the system tells."""
+    """Memory of this host in bytes; None if the system does not report it."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, OSError, ValueError):

@@ -1,4 +1,4 @@
-"""From an error to what a person reads: the sentence on stderr, an exit status that is not zero."""
+"""Turns errors into a sentence on stderr and an exit status other than zero."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def explained(*, as_json: bool = False) -> Iterator[None]:
     Any other error keeps its traceback.
 
     Args:
-        as_json: print ``{"error": message}`` to stdout as well.
+        as_json: Print ``{"error": message}`` to stdout as well.
 
     Yields:
         Nothing.

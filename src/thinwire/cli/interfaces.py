@@ -27,10 +27,10 @@ class Interface:
     """A network interface that is up.
 
     Attributes:
-        name: of the device.
+        name: Name of the device.
         addresses: IPv4 and IPv6, without link-local ones.
-        bits_per_second: that the driver tells; None where it tells none, as virtual ones do.
-        mtu: bytes of a packet.
+        bits_per_second: Speed that the driver reports; None where it reports none, as for virtual devices.
+        mtu: Largest packet in bytes.
     """
 
     name: str
@@ -74,7 +74,7 @@ def gloo_choice(found: Sequence[Interface]) -> tuple[list[str], str]:
     """The interfaces that gloo takes: those of ``GLOO_SOCKET_IFNAME``, or the one whose address this host's name has.
 
     Args:
-        found: all interfaces.
+        found: All interfaces.
 
     Returns:
         Their names, and why these.
@@ -109,7 +109,7 @@ def nccl_choice(found: Sequence[Interface]) -> tuple[list[str], str]:
     """The interfaces that NCCL's sockets take.
 
     Args:
-        found: all interfaces.
+        found: All interfaces.
 
     Returns:
         Their names, and why these.
@@ -140,9 +140,9 @@ class RdmaDevice:
     """A network card with RDMA.
 
     Attributes:
-        name: for example ``mlx5_0``.
-        driver: of the kernel; ``efa`` is Amazon's.
-        ports: state, rate and kind of each.
+        name: Name of the device, for example ``mlx5_0``.
+        driver: Driver in the kernel; ``efa`` is Amazon's.
+        ports: State, rate and link layer of each port.
     """
 
     name: str
@@ -154,7 +154,7 @@ def rdma_devices(root: Path = _INFINIBAND) -> list[RdmaDevice]:
     """What the kernel lists.
 
     Args:
-        root: of the kernel's list.
+        root: Directory of the kernel's list.
 
     Returns:
         The devices, by name.
@@ -185,9 +185,9 @@ def network_checks(found: Sequence[Interface], devices: Sequence[RdmaDevice], *,
     """The network as ranks will see it.
 
     Args:
-        found: all interfaces.
-        devices: with RDMA.
-        has_gpu: whether NCCL will be used.
+        found: All interfaces.
+        devices: Devices with RDMA.
+        has_gpu: Whether NCCL will be used.
 
     Yields:
         One check after the other.

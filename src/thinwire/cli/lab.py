@@ -1,4 +1,4 @@
-"""``thinwire lab``: a command on an emulated cluster."""
+"""``thinwire lab``: runs a command on an emulated cluster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Value = TypeVar("Value")
 
 
 class Per(StrEnum):
-    """What the command is started once for."""
+    """The unit for which the command starts once."""
 
     RANK = "rank"
     HOST = "host"
@@ -41,44 +41,62 @@ class LabOptions:
 
     command: Annotated[
         list[str],
-        typer.Argument(metavar="COMMAND", help="What to run. torchrun is started once per host, others per rank."),
+        typer.Argument(
+            metavar="COMMAND", help="Command to run. torchrun starts once per host, any other command once per rank."
+        ),
     ]
     bandwidth: Annotated[
-        str, typer.Option(metavar="RATE|none", help='Of each host\'s link, both ways: "200mbit", "10gbit".')
+        str,
+        typer.Option(
+            metavar="RATE|none",
+            help='Bandwidth of each host\'s link in each direction, for example "200mbit" or "10gbit".',
+        ),
     ]
-    nodes: Annotated[int, typer.Option(metavar="N", help="Hosts.")] = 2
+    nodes: Annotated[int, typer.Option(metavar="N", help="Number of hosts.")] = 2
     ranks: Annotated[int, typer.Option(metavar="R", help="Ranks on each host.")] = 2
     latency: Annotated[
-        str | None, typer.Option(metavar="TIME", help='From host to host, for example "1ms".', show_default=False)
+        str | None,
+        typer.Option(metavar="TIME", help='Latency from host to host, for example "1ms".', show_default=False),
     ] = None
     loss: Annotated[
-        str | None, typer.Option(metavar="SHARE", help='Of packets between hosts: "0.1%".', show_default=False)
+        str | None,
+        typer.Option(
+            metavar="SHARE",
+            help='Share of packets between hosts that get lost, for example "0.1%".',
+            show_default=False,
+        ),
     ] = None
     leaf: Annotated[int | None, typer.Option(metavar="G", help="Hosts below each leaf switch.", show_default=False)] = (
         None
     )
     spine_bandwidth: Annotated[
         str | None,
-        typer.Option(metavar="RATE", help="Of the link from a leaf to the spine.", show_default="half of --bandwidth"),
+        typer.Option(
+            metavar="RATE", help="Bandwidth of the link from a leaf to the spine.", show_default="half of --bandwidth"
+        ),
     ] = None
     places: Annotated[
         str | None,
         typer.Option(
-            metavar="I,J,...", help="Where each host stands; the first G places are one leaf.", show_default="in order"
+            metavar="I,J,...", help="Place of each host; the first G places form one leaf.", show_default="in order"
         ),
     ] = None
     per: Annotated[
         Per | None, typer.Option(help="Start COMMAND once per rank or once per host.", show_default=False)
     ] = None
     grace: Annotated[
-        str, typer.Option(metavar="TIME", help="How long the others may go on after a rank failed or a Ctrl-C.")
+        str,
+        typer.Option(metavar="TIME", help="Time that other ranks have to exit after a rank failed or after Ctrl-C."),
     ] = "30s"
     logs: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep the other ranks' output there instead of showing it."),
+        typer.Option(
+            metavar="DIR",
+            help="Write the output of all ranks but rank 0 to files in a directory instead of showing it.",
+        ),
     ] = None
     as_json: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write what happened to a file, as JSON.")
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the outcome and the traffic to a file as JSON.")
     ] = None
 
 
@@ -86,7 +104,8 @@ class LabOptions:
 def lab(options: LabOptions) -> None:
     """Run COMMAND on an emulated cluster: hosts are network namespaces, joined by links of the given bandwidth.
 
-    The exit status is that of the first rank that fails. Hosts see each other and nothing else, the Internet included.
+    The exit status is that of the first rank that fails. Hosts reach each other and nothing else, so
+    not the Internet either.
 
     [bold]Examples[/bold]
 
@@ -150,13 +169,13 @@ def parse_share(text: str) -> float:
     """A share from text such as ``"0.1%"`` or ``"0.001"``.
 
     Args:
-        text: what the user wrote.
+        text: Text that the user wrote.
 
     Returns:
-        The share.
+        The share, from 0 to 1.
 
     Raises:
-        SpecError: it is neither.
+        SpecError: the text is neither a percentage nor a number.
     """
     try:
         return float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
@@ -165,7 +184,7 @@ def parse_share(text: str) -> float:
 
 
 def _read(key: str, text: str, parse: Callable[[str], Value]) -> Value:
-    """The value of an option; an error names it."""
+    """Parse the value of an option; an error names the option."""
     try:
         return parse(text)
     except SpecError as error:
@@ -184,7 +203,7 @@ def _share(num_bytes: int, seconds: float, bandwidth: float | None) -> float | N
 
 
 def _show(spec: LabSpec, outcome: Outcome, traffic: Sequence[LinkTraffic]) -> None:
-    """Print what crossed each link to stderr: stdout belongs to the command."""
+    """Print the traffic of each link to stderr; stdout belongs to the command."""
     limit = "unlimited" if spec.bandwidth is None else f"of {format_bandwidth(spec.bandwidth)}"
     table = Table(title=f"{format_duration(outcome.seconds)}, links {limit} each way", title_justify="left", box=None)
     table.add_column("host")

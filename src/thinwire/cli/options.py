@@ -18,20 +18,23 @@ _REQUIRED: Final = inspect.Parameter.empty
 """Stands for the default of an option that has none."""
 
 Seq = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a sequence; the model's by default.", show_default=False)
+    int | None, typer.Option(min=1, help="Sequence length in tokens; by default the model's.", show_default=False)
 ]
 
 InternodeGbps = Annotated[
-    float | None, typer.Option(min=0.001, help="Gbit/s of a node's cards together.", show_default=False)
+    float | None,
+    typer.Option(min=0.001, help="Bandwidth of all network cards of a node together, in Gbit/s.", show_default=False),
 ]
 
 NodesPerLeaf = Annotated[
-    int | None, typer.Option(min=1, help="Nodes below a leaf switch, in order.", show_default=False)
+    int | None, typer.Option(min=1, help="Consecutive nodes that share a leaf switch.", show_default=False)
 ]
 
 SpineGbps = Annotated[
     float | None,
-    typer.Option(min=0.001, help="Gbit/s from a leaf switch to the spine, for each node below it.", show_default=False),
+    typer.Option(
+        min=0.001, help="Bandwidth from a leaf switch to the spine, in Gbit/s per node below it.", show_default=False
+    ),
 ]
 
 

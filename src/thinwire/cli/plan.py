@@ -1,4 +1,4 @@
-"""``thinwire plan``: a model and a cluster in, a ranked list of plans out, with the reasons."""
+"""``thinwire plan``: ranks the plans for a model and a cluster, and gives the reasons."""
 
 from __future__ import annotations
 
@@ -40,77 +40,87 @@ class PlanOptions:
         str | None,
         typer.Option(
             metavar="NAME|FILE",
-            help="A preset such as llama-7b, a TOML file, or a Hugging Face config.",
+            help="Model: a preset such as llama-7b, a TOML file, or a Hugging Face config.",
             show_default=False,
         ),
     ] = None
     tokens_per_step: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Tokens of one step over all ranks: 4M is 4 x 2^20.", show_default=False),
+        typer.Option(metavar="N", help="Tokens per step, over all ranks; 4M is 4 x 2^20.", show_default=False),
     ] = None
     cluster: Annotated[
         str | None,
         typer.Option(
             metavar="GPU:NODESxGPUS|FILE",
-            help="For example a800-80g:128x8, or a TOML file; with --profile, the profiled cluster by default.",
+            help="Cluster: a800-80g:128x8, for example, or a TOML file; by default that of --profile.",
             show_default=False,
         ),
     ] = None
     seq: Seq = None
     micro_batch: Annotated[
-        int | None, typer.Option(min=1, help="Sequences of a micro-batch; searched by default.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Sequences per micro-batch; by default chosen by the search.", show_default=False),
     ] = None
     recompute: Annotated[
-        Literal["auto", "on", "off"], typer.Option(help="Whether blocks are recomputed in the backward.")
+        Literal["auto", "on", "off"], typer.Option(help="Whether the backward pass recomputes blocks.")
     ] = "auto"
     tp: Annotated[
         str | None,
         typer.Option(
             metavar="auto|N,...",
-            help="Tensor-parallel ranks to choose from; unset, only where nothing fits without.",
+            help="Tensor-parallel sizes to choose from; by default tried only if no data-parallel plan fits.",
             show_default=False,
         ),
     ] = None
     pp: Annotated[
         str | None,
-        typer.Option(metavar="auto|N,...", help="Pipeline stages to choose from; likewise.", show_default=False),
+        typer.Option(
+            metavar="auto|N,...", help="Numbers of pipeline stages to choose from; same default.", show_default=False
+        ),
     ] = None
     profile: Annotated[
         Path | None,
-        typer.Option(metavar="PROFILE.json", help="Times as thinwire profile measured them.", show_default=False),
+        typer.Option(
+            metavar="PROFILE.json", help="Times that thinwire profile measured on the cluster.", show_default=False
+        ),
     ] = None
     codecs: Annotated[
         Literal["none", "lossless", "standard", "aggressive"] | None,
-        typer.Option(help="How far codecs may go; AMSP's objective knows none.", show_default="standard"),
+        typer.Option(help="How lossy codecs may be; --objective amsp uses no codecs.", show_default="standard"),
     ] = None
     objective: Annotated[
-        Literal["time", "amsp"], typer.Option(help="time: the overlapped step; amsp: AMSP's sum of communication.")
+        Literal["time", "amsp"],
+        typer.Option(help="What to minimize. time: the overlapped step; amsp: AMSP's sum of communication."),
     ] = "time"
     internode_gbps: InternodeGbps = None
     nodes_per_leaf: NodesPerLeaf = None
     spine_gbps: SpineGbps = None
     intranode_gbps: Annotated[
-        float | None, typer.Option(min=0.001, help="Gbit/s of a GPU inside its node.", show_default=False)
+        float | None, typer.Option(min=0.001, help="Bandwidth of a GPU inside its node, in Gbit/s.", show_default=False)
     ] = None
-    memory: Annotated[str | None, typer.Option(metavar="SIZE", help='Of a GPU, "80GiB".', show_default=False)] = None
-    price: Annotated[float | None, typer.Option(min=0.0001, help="Of a GPU for an hour.", show_default=False)] = None
-    clip: Annotated[bool, typer.Option(help="Whether gradients are clipped by their norm.")] = True
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help='Memory of a GPU, for example "80GiB".', show_default=False)
+    ] = None
+    price: Annotated[float | None, typer.Option(min=0.0001, help="Price of a GPU per hour.", show_default=False)] = None
+    clip: Annotated[bool, typer.Option(help="Clip gradients by their norm.")] = True
     causal_mfu: Annotated[
-        bool, typer.Option("--causal-mfu", help="Count half of attention in the MFU, as Megatron-LM does now.")
+        bool, typer.Option("--causal-mfu", help="Count only half of the attention in the MFU, as Megatron-LM now does.")
     ] = False
     top: Annotated[int, typer.Option(min=1, max=64, help="How many plans to list.")] = 10
-    out: Annotated[Path | None, typer.Option(metavar="PLAN.toml", help="Write the first plan.", show_default=False)] = (
-        None
-    )
+    out: Annotated[
+        Path | None, typer.Option(metavar="PLAN.toml", help="Write the best plan to a file.", show_default=False)
+    ] = None
     hosts: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="A line for each host: its name and its leaf switch.", show_default=False),
+        typer.Option(
+            metavar="FILE", help="File with one line per host: its name and its leaf switch.", show_default=False
+        ),
     ] = None
     placement: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write hostfile, rankfile and slurm-hosts: which host is which node.",
+            help="Write hostfile, rankfile and slurm-hosts, which map hosts to nodes.",
             show_default=False,
         ),
     ] = None
@@ -118,23 +128,25 @@ class PlanOptions:
         Path | None,
         typer.Option(
             metavar="RUN",
-            help="Predicted beside measured, of a run; with --profile, or the profile that --plan auto left in it.",
+            help="Compare a run with its prediction; needs --profile unless --plan auto left a profile in the run.",
             show_default=False,
         ),
     ] = None
     refit: Annotated[
         Path | None,
         typer.Option(
-            metavar="PROFILE.json", help="With --compare: write a profile that fits the run.", show_default=False
+            metavar="PROFILE.json",
+            help="With --compare: write a profile that is fitted to the run.",
+            show_default=False,
         ),
     ] = None
-    explain: Annotated[bool, typer.Option("--explain", help="Say what would change the choice.")] = False
+    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice and what would change it.")] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
 
 
 @expand_options
 def plan(options: PlanOptions) -> None:
-    """Choose how to shard and compress: every plan is estimated, the best are simulated.
+    """Choose how to shard and compress a model: estimate every plan, and simulate the best ones.
 
     [bold]Examples[/bold]
 

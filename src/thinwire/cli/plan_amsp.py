@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *, explain: bool) -> dict[str, Any]:
-    """Shows the plans of the least sum, the paper's among them, and returns them as JSON has them."""
+    """Show the plans of the least sum, the paper's among them, and return them as ``--json`` prints them."""
     import thinwire.plan as planner
     from thinwire.report import Sheet, rich_table
 

@@ -1,4 +1,4 @@
-"""``thinwire plan --compare``: a run beside its prediction."""
+"""``thinwire plan --compare``: compares a run with its prediction."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.cli.console import wide_console
 
 
 def compare_run(run: Path, profile: Path | None, refit: Path | None, *, as_json: bool) -> None:
-    """Shows a run beside its prediction, and writes a profile that fits it where one is asked for."""
+    """Show a run and its prediction, and write a profile that is fitted to the run if ``refit`` names a file."""
     import thinwire.plan as planner
     from thinwire.errors import UsageError
     from thinwire.report import Sheet, rich_table

@@ -1,4 +1,4 @@
-"""What ``thinwire plan`` shows of plans: a table, sentences, and rows of JSON."""
+"""How ``thinwire plan`` shows plans: a table, sentences, and rows of JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
 
 
 def listed(searched: Searched, top: int) -> list[Candidate]:
-    """The chosen plan, then the best and the classic systems by time, then what does not fit."""
+    """The chosen plan, then the best plans and classic systems by time, then the classic systems that do not fit."""
     first, rest = list(searched.candidates[:1]), list(searched.candidates[1:top])
     others = sorted([*rest, *(c for c in searched.classics if c.fits)], key=lambda c: c.seconds)
     return [*first, *others, *(c for c in searched.classics if not c.fits)]
 
 
 def introduce(job: TrainingJob, console: Console) -> None:
-    """Model, cluster, and what times rest on."""
+    """Print the model, the cluster, and what the times are based on."""
     from thinwire.cost import NominalRates
     from thinwire.units import format_bytes
 
@@ -106,7 +106,7 @@ def _codecs(row: Candidate) -> str:
 
 
 def search_line(searched: Searched, tie: float) -> str:
-    """How many plans there were, and how sure the first is."""
+    """The number of plans that were searched, and whether the first one is certainly the best."""
     from thinwire.plan.search import RESOLUTION
 
     sure = (
@@ -123,7 +123,7 @@ def search_line(searched: Searched, tie: float) -> str:
 
 
 def show_explanation(explanation: Explanation, chosen: Candidate, console: Console) -> None:
-    """What binds the chosen plan, and what would change the choice."""
+    """Print what bounds the chosen plan, and what would change the choice."""
     console.print(f"\nbound by {explanation.binding}", markup=False)
     for cause, seconds in explanation.path.items():
         console.print(f"  {seconds:8.3f} s  {seconds / chosen.seconds:6.1%}  {cause}", markup=False)
@@ -140,7 +140,7 @@ def show_explanation(explanation: Explanation, chosen: Candidate, console: Conso
 
 
 def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
-    """A row of the table, for programs."""
+    """A row of the table as JSON."""
     return {
         "rank": number,
         "plan": row.plan.to_dict(),
@@ -158,7 +158,7 @@ def row_json(job: TrainingJob, number: int, row: Candidate) -> dict[str, Any]:
 
 
 def explanation_json(explanation: Explanation) -> dict[str, Any]:
-    """An explanation, for programs."""
+    """An explanation as JSON."""
     return {
         "binding": explanation.binding,
         "critical_path": explanation.path,

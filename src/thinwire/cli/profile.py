@@ -1,4 +1,4 @@
-"""``thinwire profile``: measures the cluster it runs on; every rank runs it."""
+"""``thinwire profile``: measures the cluster on which it runs, on every rank of it."""
 
 from __future__ import annotations
 
@@ -28,35 +28,39 @@ if TYPE_CHECKING:
 class ProfileOptions:
     """The options of ``thinwire profile``."""
 
-    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="Where rank 0 writes.")]
+    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="File that rank 0 writes.")]
     budget: Annotated[
-        str, typer.Option(metavar="TIME", help="How long, about: the largest messages fall out first.")
+        str,
+        typer.Option(
+            metavar="TIME", help="Approximate duration; a short budget leaves out the largest messages first."
+        ),
     ] = "60s"
     model: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME|FILE", help="Whose blocks to compute; a small Llama by default.", show_default=False
+            metavar="NAME|FILE", help="Model whose blocks to time; by default a small Llama.", show_default=False
         ),
     ] = None
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a sequence.")] = 256
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a micro-batch.")] = 1
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="In which blocks compute.")] = "bfloat16"
+    seq: Annotated[int, typer.Option(min=1, help="Sequence length in tokens.")] = 256
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1
+    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Compute dtype of the blocks.")] = "bfloat16"
     device: Annotated[
-        Literal["auto", "cpu", "cuda"], typer.Option(help="Where to compute; auto takes CUDA where there is any.")
+        Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if it is available.")
     ] = "auto"
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Nodes, where the launcher sees one machine only.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Number of nodes, if the launcher sees only one machine.", show_default=False),
     ] = None
-    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file has already.")] = False
+    resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file already has.")] = False
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw bandwidth against size.", show_default=False)
+        Path | None, typer.Option(metavar="PNG", help="Draw bandwidth over message size.", show_default=False)
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False
 
 
 @expand_options
 def profile(options: ProfileOptions) -> None:
-    """Measure collectives over every shape of group, codecs, blocks of a model, and how they slow each other down.
+    """Measure collectives over every shape of group, codecs, blocks of a model, and how much they slow each other down.
 
     [bold]Examples[/bold]
 

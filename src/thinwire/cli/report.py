@@ -1,4 +1,4 @@
-"""``thinwire report``: runs in, one page about them out."""
+"""``thinwire report``: writes a page about one or several runs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
 class ReportOptions:
     """The options of ``thinwire report``."""
 
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.")]
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Directories of runs; several runs are compared.")
+    ]
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where the page goes; by default report/ in the run, or here for several.",
+            help="Directory of the page; by default report/ in the run, or in the current directory for several runs.",
             show_default=False,
         ),
     ] = None
@@ -38,7 +40,7 @@ class ReportOptions:
         Path | None,
         typer.Option(
             metavar="PROFILE.json",
-            help="Of the cluster, to compare with what is predicted; by default that of --plan auto.",
+            help="Profile of the cluster, to compare the run with its prediction; by default that of --plan auto.",
             show_default=False,
         ),
     ] = None
@@ -49,7 +51,7 @@ class ReportOptions:
 def report(options: ReportOptions) -> None:
     """Show runs on one page: loss, speed, communication, memory, prediction, the timeline of a step.
 
-    The page loads nothing from elsewhere; its pictures lie beside it as PNG files, a traced step as Perfetto JSON.
+    The page loads nothing from elsewhere. Its pictures are also written as PNG, and a traced step as Perfetto JSON.
 
     [bold]Examples[/bold]
 

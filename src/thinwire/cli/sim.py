@@ -1,4 +1,4 @@
-"""``thinwire sim``: what a step would take on a cluster, by simulation."""
+"""``thinwire sim``: simulates a training step on a cluster."""
 
 from __future__ import annotations
 
@@ -26,65 +26,88 @@ class SimOptions:
 
     model: Annotated[
         str | None,
-        typer.Option(metavar="NAME|FILE", help="Preset, TOML file or Hugging Face config.json.", show_default=False),
+        typer.Option(
+            metavar="NAME|FILE", help="Model: a preset, a TOML file or a Hugging Face config.json.", show_default=False
+        ),
     ] = None
     cluster: Annotated[
-        str | None, typer.Option(metavar="GPU:NODESxGPUS", help="For example a800-80g:128x8.", show_default=False)
+        str | None,
+        typer.Option(metavar="GPU:NODESxGPUS", help="Cluster, for example a800-80g:128x8.", show_default=False),
     ] = None
-    plan: Annotated[str, typer.Option(metavar="FILE|preset:NAME", help="How states are sharded.")] = "preset:thinwire"
+    plan: Annotated[
+        str,
+        typer.Option(
+            metavar="FILE|preset:NAME", help="Plan: how parameters, gradients and optimizer states are sharded."
+        ),
+    ] = "preset:thinwire"
     seq: Seq = None
     internode_gbps: InternodeGbps = None
     nodes_per_leaf: NodesPerLeaf = None
     spine_gbps: SpineGbps = None
     micro_batch_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of a micro-batch of a rank; the plan file's, or one sequence.")
+        int | None,
+        typer.Option(min=1, help="Tokens per micro-batch of a rank; by default the plan file's, or one sequence."),
     ] = None
     micro_batches: Annotated[
-        int | None, typer.Option(min=1, help="Of a step; the plan file's, or 1.", show_default=False)
+        int | None,
+        typer.Option(min=1, help="Micro-batches per step; by default the plan file's, or 1.", show_default=False),
     ] = None
-    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward.")] = False
+    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward pass.")] = False
     overlap: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="What runs beside computation: gather,reduce,sync,spread or none; all by default.",
+            help="Communication that overlaps computation: gather,reduce,sync,spread or none; by default all.",
         ),
     ] = None
     wire: Annotated[
-        str | None, typer.Option(metavar="POLICY", help="Codecs, by the name of a policy.", show_default=False)
+        str | None, typer.Option(metavar="POLICY", help="Name of a policy, which sets the codecs.", show_default=False)
     ] = None
     dtype: Annotated[
-        str | None, typer.Option(help="Compute dtype; the plan file's, or bfloat16.", show_default=False)
+        str | None, typer.Option(help="Compute dtype; by default the plan file's, or bfloat16.", show_default=False)
     ] = None
-    engine: Annotated[str, typer.Option(help="Who performs the step: thinwire or a published system.")] = "thinwire"
+    engine: Annotated[str, typer.Option(help="System that performs the step: thinwire or a published one.")] = (
+        "thinwire"
+    )
     sweep: Annotated[
         str | None,
         typer.Option(metavar="KEY=A,B,...", help=f"Several values of one of {', '.join(SWEPT)}.", show_default=False),
     ] = None
     plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="With --sweep: draw it.", show_default=False)
+        Path | None, typer.Option(metavar="FILE.png", help="With --sweep: draw the results.", show_default=False)
     ] = None
     cases: Annotated[
         Path | None,
-        typer.Option(metavar="CASES.json", help="Many steps at once; see docs/simulator.md.", show_default=False),
+        typer.Option(
+            metavar="CASES.json", help="Simulate many steps from a file; see docs/simulator.md.", show_default=False
+        ),
     ] = None
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="OUT.json", help="Write what runs when, for Perfetto.", show_default=False),
+        typer.Option(metavar="OUT.json", help="Write a trace of the step for Perfetto.", show_default=False),
     ] = None
     jitter: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Of each GPU's computation in each step; 0.05 is about 5 %.")
+        float,
+        typer.Option(
+            min=0.0, max=1.0, help="Random variation of each GPU's computation in each step; 0.05 is about 5 %."
+        ),
     ] = 0.0
-    link_jitter: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of each node's cards, likewise.")] = 0.0
-    straggler: Annotated[float, typer.Option(min=1.0, help="How many times longer one GPU computes.")] = 1.0
-    slow_link: Annotated[float, typer.Option(min=1.0, help="How many times longer one node's cards take.")] = 1.0
-    samples: Annotated[int, typer.Option(min=1, help="Steps that are drawn where there is jitter.")] = 64
+    link_jitter: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Random variation of each node's network cards in each step.")
+    ] = 0.0
+    straggler: Annotated[
+        float, typer.Option(min=1.0, help="Factor by which one GPU computes longer than the others.")
+    ] = 1.0
+    slow_link: Annotated[
+        float, typer.Option(min=1.0, help="Factor by which one node's network cards take longer than the others.")
+    ] = 1.0
+    samples: Annotated[int, typer.Option(min=1, help="Number of random steps to simulate if there is jitter.")] = 64
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
 
 
 @expand_options
 def sim(options: SimOptions) -> None:
-    """Simulate a step: the program that the runtime would perform, priced by a cluster's published figures.
+    """Simulate a training step: the program that the runtime performs, timed with a cluster's published figures.
 
     [bold]Examples[/bold]
 

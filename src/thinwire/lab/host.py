@@ -18,10 +18,10 @@ class Host:
     """One host of a lab.
 
     Attributes:
-        index: from 0.
-        name: that it and the others resolve.
-        address: of its link.
-        spec: of the lab.
+        index: Index of the host, from 0.
+        name: Name of the host, which every host can resolve.
+        address: Address of its link.
+        spec: Specification of the lab.
     """
 
     index: int
@@ -37,7 +37,7 @@ class Host:
         directory and environment are the caller's.
 
         Args:
-            argv: program and arguments.
+            argv: Program and arguments.
 
         Returns:
             Program and arguments.
@@ -50,7 +50,7 @@ class Host:
         A bare ``torchrun train.py`` takes its defaults from them. Ranks need :meth:`rank_environment`.
 
         Args:
-            master_port: of rank 0's store.
+            master_port: Port of rank 0's store.
 
         Returns:
             Variables to set beside the caller's own.
@@ -79,8 +79,8 @@ class Host:
         """Variables of one rank of a job, as torchrun would set them.
 
         Args:
-            local_rank: index of the rank on this host.
-            master_port: of rank 0's store.
+            local_rank: Index of the rank on this host.
+            master_port: Port of rank 0's store.
 
         Returns:
             Variables to set beside the caller's own.

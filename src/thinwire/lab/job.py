@@ -42,9 +42,9 @@ class Outcome:
     """How a job ended.
 
     Attributes:
-        status: 0, or the exit status of the process that failed first; 128 + number where a signal ended it.
-        seconds: from the first start to the last end.
-        failure: which process failed first and how, in words; None if none did.
+        status: 0, or the exit status of the process that failed first; 128 + number if a signal ended it.
+        seconds: Seconds from the first start to the last end.
+        failure: Which process failed first and how, or None.
     """
 
     status: int
@@ -56,7 +56,7 @@ def starts_ranks(command: Sequence[str]) -> bool:
     """Whether a command is a launcher, which is started once per host and starts the ranks itself.
 
     Args:
-        command: program and arguments.
+        command: Program and arguments.
 
     Returns:
         True for ``torchrun ...`` and ``python -m torch.distributed.run ...``.
@@ -70,8 +70,8 @@ def default_environment(num_ranks: int, now: Mapping[str, str]) -> dict[str, str
     """Variables that a user may set and that a job gets if not.
 
     Args:
-        num_ranks: of the whole job, which share this machine's cores.
-        now: the user's variables.
+        num_ranks: Ranks of the whole job, which share this machine's cores.
+        now: The user's environment variables.
 
     Returns:
         Variables to add.
@@ -98,11 +98,11 @@ class Job:
     """One command in a lab. The first process owns the terminal; the others' output comes with their name before it.
 
     Args:
-        lab: open.
-        command: program and arguments.
-        per: what to start one process for.
-        grace: seconds that the others have to end by themselves after a process failed, or after a signal.
-        logs: directory for the output of all but the first process; None shows it on stderr.
+        lab: An open lab.
+        command: Program and arguments.
+        per: Unit for which one process starts, ``rank`` or ``host``.
+        grace: Seconds that the others have to exit by themselves after a process failed, or after a signal.
+        logs: Directory for the output of all but the first process; None shows it on stderr.
     """
 
     def __init__(self, lab: Lab, command: Sequence[str], per: Per, *, grace: float, logs: Path | None) -> None:

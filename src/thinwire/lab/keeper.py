@@ -76,7 +76,7 @@ def keep(request: dict[str, Any]) -> None:
     """Make the namespaces, say in one line of JSON where they are, hold them until standard input ends.
 
     Args:
-        request: ``hosts``: names of the hosts; ``file``: the text of their ``/etc/hosts``.
+        request: ``hosts``, the names of the hosts, and ``file``, the text of their ``/etc/hosts``.
     """
     inodes: set[int] = set()
     try:
@@ -186,8 +186,8 @@ def enter(namespaces: list[str], command: list[str]) -> None:
     """Become ``command`` inside namespaces, in the working directory of the caller.
 
     Args:
-        namespaces: their paths, the user namespace first.
-        command: program and arguments.
+        namespaces: Paths of the namespaces, the user namespace first.
+        command: Program and arguments.
     """
     directory = str(Path.cwd())
     _enter(namespaces)
@@ -205,7 +205,7 @@ def each(namespaces: list[str]) -> None:
     Standard input is a JSON list of steps: path of a network namespace, program and arguments, text for it to read.
 
     Args:
-        namespaces: paths of those that all steps share.
+        namespaces: Paths of the namespaces that all steps share.
     """
     steps = json.load(sys.stdin)
     _enter(namespaces)
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> None:
     """Run ``keep REQUEST``, ``each PATH ...`` or ``enter PATH ... -- COMMAND``.
 
     Args:
-        arguments: of the command line.
+        arguments: Arguments of the command line.
     """
     if arguments[0] == "keep":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))

@@ -23,7 +23,7 @@ class Lab:
     process, SIGKILL included, ends the lab and what runs in it.
 
     Args:
-        spec: what to build.
+        spec: The cluster to build.
     """
 
     def __init__(self, spec: LabSpec) -> None:
@@ -83,9 +83,9 @@ class Lab:
         What waits in a link's queue at that moment is lost; TCP sends it again.
 
         Args:
-            bandwidth: bits per second; None does not limit it.
-            latency: seconds that a packet takes from host to host.
-            loss: share of packets lost on the way from host to host, from 0 to below 1.
+            bandwidth: Bandwidth in bits per second; None sets no limit.
+            latency: Seconds that a packet takes from host to host.
+            loss: Share of packets that get lost from host to host, from 0 to below 1.
 
         Raises:
             SpecError: a value is out of range.
@@ -104,8 +104,8 @@ class Lab:
         """Pull the cable of a host out of the switch, or put it back. The host's own ranks still reach each other.
 
         Args:
-            node: index of the host.
-            up: whether the link is to work.
+            node: Index of the host.
+            up: Whether the link should work.
 
         Raises:
             UsageError: there is no such host.

@@ -30,9 +30,9 @@ class Step:
     """Commands for ``ip`` or ``tc``.
 
     Attributes:
-        tool: which.
-        lines: one command each.
-        host: index of the host to perform them in; None for where the switches are.
+        tool: The program to call.
+        lines: Commands, one per line.
+        host: Index of the host in which to run them; None for the namespace of the switches.
     """
 
     tool: Literal["ip", "tc"]
@@ -44,8 +44,8 @@ class Namespaces:
     """A switch's network namespace and one for each host, until :meth:`close` or until this process ends.
 
     Args:
-        hosts: names of the hosts.
-        hosts_file: the text of their ``/etc/hosts``.
+        hosts: Names of the hosts.
+        hosts_file: Text of their ``/etc/hosts``.
 
     Raises:
         UsageError: the machine does not allow it; says what is missing.
@@ -83,7 +83,7 @@ class Namespaces:
         """The path of a host's network namespace.
 
         Args:
-            host: index.
+            host: Index of the host.
 
         Returns:
             A path that is valid for as long as the lab is.
@@ -94,7 +94,7 @@ class Namespaces:
         """The words to put before a command that is to run inside.
 
         Args:
-            host: index; None for where the switches are.
+            host: Index of the host; None for the namespace of the switches.
 
         Returns:
             The beginning of an argument list.
@@ -106,7 +106,7 @@ class Namespaces:
         """Have ``ip`` and ``tc`` perform commands, step by step.
 
         Args:
-            steps: in order.
+            steps: Steps, in order.
 
         Raises:
             UsageError: a command was refused; says which, and why. The steps after it are not performed.
@@ -132,7 +132,7 @@ class Namespaces:
         """What ``ip -json`` tells.
 
         Args:
-            host: index; None for where the switches are.
+            host: Index of the host; None for the namespace of the switches.
             *arguments: of ``ip``.
 
         Returns:

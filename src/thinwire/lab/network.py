@@ -19,7 +19,7 @@ def host_name(node: int) -> str:
     """The name that a host answers to.
 
     Args:
-        node: its index.
+        node: Index of the host.
 
     Returns:
         The name; the switch's end of its link has the same.
@@ -31,7 +31,7 @@ def address(node: int) -> str:
     """A host's address. All are in 10.77.0.0/24, which exists inside of the lab alone.
 
     Args:
-        node: its index.
+        node: Index of the host.
 
     Returns:
         In dotted notation.
@@ -43,7 +43,7 @@ def hosts_file(spec: LabSpec) -> str:
     """The ``/etc/hosts`` of all hosts: every name and every address resolves at once and without a name server.
 
     Args:
-        spec: of the lab.
+        spec: Specification of the lab.
 
     Returns:
         Text of the file.
@@ -59,7 +59,7 @@ def switch_name(leaf: int) -> str:
     """The bridge of a leaf.
 
     Args:
-        leaf: its index.
+        leaf: Index of the leaf.
 
     Returns:
         Name of the device.
@@ -71,7 +71,7 @@ def spine_ends(leaf: int) -> tuple[str, str]:
     """The link between a leaf and the spine.
 
     Args:
-        leaf: its index.
+        leaf: Index of the leaf.
 
     Returns:
         Names of the leaf's end and of the spine's end.
@@ -83,8 +83,8 @@ def switch_lines(spec: LabSpec, namespaces: list[str]) -> list[str]:
     """What to tell ``ip -batch`` where the switches are.
 
     Args:
-        spec: of the lab.
-        namespaces: paths of the hosts' network namespaces.
+        spec: Specification of the lab.
+        namespaces: Paths of the hosts' network namespaces.
 
     Returns:
         One command per line.
@@ -114,7 +114,7 @@ def host_lines(node: int) -> list[str]:
     """What to tell ``ip -batch`` in a host.
 
     Args:
-        node: its index.
+        node: Index of the host.
 
     Returns:
         One command per line.

@@ -37,7 +37,7 @@ def max_packet(shape: LinkShape) -> int:
     small messages as smoothly as fast ones.
 
     Args:
-        shape: of the link.
+        shape: Shape of the link.
 
     Returns:
         Bytes.
@@ -51,7 +51,7 @@ def burst(bandwidth: float) -> int:
     """The size of the token bucket. The largest packet must fit, or the kernel takes it apart.
 
     Args:
-        bandwidth: bits per second.
+        bandwidth: Bandwidth in bits per second.
 
     Returns:
         Bytes.
@@ -63,9 +63,9 @@ def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = N
     """What to tell ``tc -batch`` about one end of a link.
 
     Args:
-        device: name of the end.
-        shape: wanted.
-        replaces: the shape that the device has, if it has one.
+        device: Name of the device at this end of the link.
+        shape: The new shape.
+        replaces: The shape that the device has now, if any.
 
     Returns:
         One command per line.
@@ -88,9 +88,9 @@ def loss_lines(device: str, loss: float, *, replaces: float = 0.0) -> list[str]:
     """What to tell ``tc -batch`` about packets that get lost before they arrive.
 
     Args:
-        device: where they would arrive.
-        loss: share of packets.
-        replaces: the share that the device loses already.
+        device: Name of the device at which the packets arrive.
+        loss: Share of packets to drop.
+        replaces: Share of packets that the device drops now.
 
     Returns:
         One command per line.

@@ -24,9 +24,9 @@ class LinkShape:
     """How a link treats packets, in each direction.
 
     Attributes:
-        bandwidth: bits per second; None leaves it as fast as the machine is.
-        latency: seconds that every packet takes from host to host.
-        loss: share of packets that get lost on the way from host to host, from 0 to below 1.
+        bandwidth: Bandwidth in bits per second; None sets no limit.
+        latency: Seconds that every packet takes from host to host.
+        loss: Share of packets that get lost from host to host, from 0 to below 1.
     """
 
     bandwidth: float | None = None
@@ -52,12 +52,12 @@ class LabSpec:
     """A cluster to emulate on this machine.
 
     Attributes:
-        nodes: hosts, each a network namespace with one link to a switch.
-        ranks: processes that a job starts on each host.
-        bandwidth: of every host's link, in each direction, bits per second; None does not limit it.
-        latency: seconds that a packet takes from host to host; there and back take twice as long.
-        loss: share of packets lost on the way from host to host.
-        leaf: hosts below one leaf switch; None puts all below one switch.
+        nodes: Hosts, each a network namespace with one link to a switch.
+        ranks: Processes that a job starts on each host.
+        bandwidth: Bandwidth of every host's link in each direction, in bits per second; None sets no limit.
+        latency: Seconds that a packet takes from host to host; a round trip takes twice as long.
+        loss: Share of packets that get lost from host to host.
+        leaf: Hosts below each leaf switch; None puts all hosts below one switch.
         spine_bandwidth: of the link from a leaf to the spine, in each direction, bits per second; with ``leaf``
             alone, half of ``bandwidth``.
         places: of every host below the switches: host ``i`` stands at ``places[i]``, where the first ``leaf`` places
@@ -117,7 +117,7 @@ class LabSpec:
         """The switch of a host.
 
         Args:
-            node: index of the host.
+            node: Index of the host.
 
         Returns:
             Index of its leaf switch, 0 where there is one switch only.
@@ -131,8 +131,8 @@ def bandwidth_problems(key: str, value: float) -> Iterator[str]:
     """What is wrong with a bandwidth.
 
     Args:
-        key: its name.
-        value: in bits per second.
+        key: Name of the key.
+        value: Bandwidth in bits per second.
 
     Yields:
         At most one sentence.

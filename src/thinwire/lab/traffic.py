@@ -15,11 +15,11 @@ class LinkTraffic:
     and than what the shaping counts.
 
     Attributes:
-        host: name of the host.
-        sent_bytes: by the host into its link.
-        received_bytes: by the host from its link.
-        sent_packets: by the host; up to 64 KiB each, as the kernel hands them over.
-        received_packets: by the host.
+        host: Name of the host.
+        sent_bytes: Bytes that the host sent.
+        received_bytes: Bytes that the host received.
+        sent_packets: Packets that the host sent, as the kernel hands them over, with up to 64 KiB each.
+        received_packets: Packets that the host received.
     """
 
     host: str
@@ -33,9 +33,9 @@ def utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> floa
     """How much of a link a transfer has used.
 
     Args:
-        num_bytes: that crossed it in one direction.
-        seconds: that it took.
-        bandwidth: of the link in bits per second.
+        num_bytes: Bytes that crossed the link in one direction.
+        seconds: Duration of the transfer.
+        bandwidth: Bandwidth of the link in bits per second; None for no limit.
 
     Returns:
         Share of the bandwidth; not a number for a link without limit.
@@ -47,8 +47,8 @@ def counted(host: str, counts: Mapping[str, Mapping[str, int]]) -> LinkTraffic:
     """The traffic of a host from the counts of the switch's end of its cable.
 
     Args:
-        host: its name.
-        counts: ``stats64`` of ``ip -json``; what the switch receives, the host has sent.
+        host: Name of the host.
+        counts: ``stats64`` of ``ip -json`` at the switch's end; the switch receives what the host sends.
 
     Returns:
         The traffic, from the host's side.
@@ -61,8 +61,8 @@ def difference(now: LinkTraffic, start: LinkTraffic) -> LinkTraffic:
     """What crossed a link between two counts.
 
     Args:
-        now: the later count.
-        start: the earlier count.
+        now: The later count.
+        start: The earlier count.
 
     Returns:
         The traffic between them.

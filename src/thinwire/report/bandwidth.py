@@ -18,8 +18,8 @@ def draw_bandwidth(profile: Profile, path: Path) -> None:
     """One panel for each shape of group, one line for each collective, quartiles shaded.
 
     Args:
-        profile: with collectives measured.
-        path: of the PNG.
+        profile: A profile with measured collectives.
+        path: The PNG file.
     """
     import matplotlib as mpl
     import matplotlib.pyplot as plt

@@ -20,8 +20,8 @@ def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str
     """What a report shows in numbers; seconds, bytes and nats per token.
 
     Args:
-        run: the run.
-        comparison: with its prediction, if there is one.
+        run: The run.
+        comparison: The run compared with its prediction, if there is one.
 
     Returns:
         Plain values; ``None`` for what the run has not measured.
@@ -75,7 +75,7 @@ def differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Keys of plans, recipes and software in which runs differ.
 
     Args:
-        runs: at least one.
+        runs: At least one run.
 
     Returns:
         Keys with each run's value, as text.
@@ -90,8 +90,8 @@ def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> 
     """Points for a picture, means of neighbours where there are too many.
 
     Args:
-        points: in order of their first coordinate.
-        most: how many may remain.
+        points: Points in order of their first coordinate.
+        most: Largest number of points to keep.
     """
     width = -(-len(points) // most)
     if width <= 1:
@@ -104,8 +104,8 @@ def smoothed(values: Sequence[float], keep: float = 0.9) -> list[float]:
     """Exponential mean, corrected for its start.
 
     Args:
-        values: to smooth.
-        keep: share of the mean before.
+        values: Values to smooth.
+        keep: Weight of the running mean; the new value has the rest.
     """
     result, total, weight = [], 0.0, 0.0
     for value in values:

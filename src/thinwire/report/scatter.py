@@ -14,11 +14,11 @@ def draw_agreement(
     """Published figures across, simulated ones up; what agrees lies on the diagonal, in a band.
 
     Args:
-        path: of the PNG.
-        title: above.
-        points: by kind, ``(published, simulated)``.
-        unit: of both.
-        band: how far from the diagonal it reaches, in the unit; ``None``: 10 %.
+        path: The PNG file.
+        title: Title above the picture.
+        points: Pairs ``(published, simulated)``, by kind.
+        unit: Unit of both figures.
+        band: Half-width of the band around the diagonal, in the unit; ``None`` draws 10 %.
     """
     import matplotlib as mpl
     import matplotlib.pyplot as plt

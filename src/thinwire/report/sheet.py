@@ -19,11 +19,11 @@ class Sheet:
     """One table as text.
 
     Attributes:
-        title: above it.
-        columns: their names; the first ones hold words, the others numbers.
-        words: how many hold words.
-        rows: cells.
-        faint: rows that are there for comparison.
+        title: Title above the table.
+        columns: Names of the columns; the first ones hold words, the others numbers.
+        words: Number of columns that hold words.
+        rows: Cells of each row.
+        faint: Indices of rows that are only shown for comparison.
     """
 
     title: str
@@ -48,7 +48,7 @@ def markdown_table(sheet: Sheet) -> list[str]:
     """For a page.
 
     Args:
-        sheet: the table.
+        sheet: The table.
 
     Returns:
         Lines, an empty one last.
@@ -61,9 +61,9 @@ def insert(page: str, text: str, command: str) -> str:
     """A page with its results replaced.
 
     Args:
-        page: holds the two marks between which results stand.
-        text: that comes between them.
-        command: that writes them, as the first mark names it.
+        page: Text of the page, with the two marks between which the results stand.
+        text: Text to put between them.
+        command: The command that the first mark names.
 
     Returns:
         The new page.

@@ -12,11 +12,11 @@ def draw_sweep(path: Path, x_name: str, x: Sequence[float], lines: Mapping[str, 
     """One panel for each line, all over the same axis.
 
     Args:
-        path: of the PNG.
-        x_name: what changes.
-        x: its values.
-        lines: by name, a figure for each value.
-        title: above all.
+        path: The PNG file.
+        x_name: Name of the quantity that changes.
+        x: Its values.
+        lines: A figure for each value, by the name of the line.
+        title: Title above the picture.
     """
     import matplotlib as mpl
     import matplotlib.pyplot as plt

@@ -19,9 +19,9 @@ def draw_timelines(path: Path, title: str, steps: Mapping[str, Sequence[Span]]) 
     """One panel for each step, all over the same seconds.
 
     Args:
-        path: of the PNG.
-        title: above all.
-        steps: by name, what ran when.
+        path: The PNG file.
+        title: Title above the picture.
+        steps: Spans of each step, by its name.
     """
     import matplotlib as mpl
     import matplotlib.pyplot as plt

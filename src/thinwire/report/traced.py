@@ -19,10 +19,10 @@ class TracedStep:
     """What every rank did in one step.
 
     Attributes:
-        name: of the step.
-        seconds: from its begin to its end on rank 0.
-        by_rank: spans of computation, waiting and lanes; time starts with the step.
-        path: of the whole trace.
+        name: Name of the step.
+        seconds: Seconds from its beginning to its end on rank 0.
+        by_rank: Spans of computation, waiting and lanes by rank; time 0 is the beginning of the step.
+        path: The file of the whole trace.
     """
 
     name: str
@@ -35,7 +35,7 @@ def read_step(path: Path) -> TracedStep:
     """The step in the middle of a trace, which shows what those before it left behind.
 
     Args:
-        path: a merged trace, as training writes it.
+        path: A merged trace, as training writes it.
 
     Raises:
         DataError: it is none.

@@ -1,4 +1,4 @@
-"""``thinwire bench codecs``: how exact and how fast each codec is, beside memcpy and other implementations."""
+"""``thinwire bench codecs``: how exact and how fast each codec is, compared with memcpy and other implementations."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ class CodecsOptions:
     """The options of ``thinwire bench codecs``."""
 
     names: Annotated[
-        str | None, typer.Option("--codecs", metavar="NAME,...", help="Which; 16 of them unless said.")
+        str | None, typer.Option("--codecs", metavar="NAME,...", help="Codecs to measure; by default 16 of them.")
     ] = None
-    dtypes: Annotated[str, typer.Option(metavar="fp32,bf16,fp16", help="Of the tensors.")] = "fp32,bf16"
+    dtypes: Annotated[str, typer.Option(metavar="fp32,bf16,fp16", help="Dtypes of the tensors.")] = "fp32,bf16"
     sizes: Annotated[
-        str, typer.Option(metavar="SIZE,...", help="Of the tensors. Peers are timed at the first one.")
+        str, typer.Option(metavar="SIZE,...", help="Sizes of the tensors. Peers are timed at the first size.")
     ] = "64MiB,512MiB"
     data: Annotated[
         str,
-        typer.Option(metavar="NAME,...", help="For errors: normal, student, gradients, weights, activations; or none."),
+        typer.Option(
+            metavar="NAME,...", help="Data sets for errors: normal, student, gradients, weights, activations; or none."
+        ),
     ] = "normal,student,gradients,weights,activations"
-    values: Annotated[int, typer.Option(min=2048, help="In each synthetic data set.")] = 1 << 24
+    values: Annotated[int, typer.Option(min=2048, help="Values per synthetic data set.")] = 1 << 24
     peers: Annotated[
         str,
         typer.Option(
@@ -48,16 +50,19 @@ class CodecsOptions:
             help="Other implementations: zfpy, eager, compile, torchao, bitsandbytes, zipnn, deepspeed-form.",
         ),
     ] = "zfpy,eager,compile,torchao,bitsandbytes,zipnn,deepspeed-form"
-    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Where the tensors are.")] = "cpu"
+    device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the tensors.")] = "cpu"
     backend: Annotated[
-        str | None, typer.Option(metavar="reference|cpp|triton", help="Of the codecs; the device's own unless said.")
+        str | None,
+        typer.Option(metavar="reference|cpp|triton", help="Backend of the codecs; by default the one of the device."),
     ] = None
-    threads: Annotated[int, typer.Option(min=1, help="Of codecs and peers on CPU; memcpy always has one.")] = 1
-    rounds: Annotated[int, typer.Option(min=1, help="Everything is timed once a round, in random order.")] = 9
+    threads: Annotated[int, typer.Option(min=1, help="Threads of codecs and peers on CPU; memcpy always has one.")] = 1
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds; every codec and peer is timed once per round, in random order.")
+    ] = 9
     json_path: JsonPath = None
-    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the shares of memcpy.")] = None
+    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the speeds as shares of memcpy.")] = None
     page: Page = None
-    read: Annotated[Path | None, typer.Option(metavar="RUN.json", help="Show an earlier run; nothing is measured.")] = (
+    read: Annotated[Path | None, typer.Option(metavar="RUN.json", help="Show an earlier run and measure nothing.")] = (
         None
     )
 
@@ -66,9 +71,9 @@ class CodecsOptions:
 def codecs(options: CodecsOptions) -> None:
     """Measure codecs: bits, error on five data sets, and speed as a share of memcpy in the same run.
 
-    Speeds count the bytes of the uncompressed tensor. A codec whose bytes are not the reference's, or which is not
-    lossless and should be, is refused: none of its figures count, and the command ends with status 1. Goals that are
-    missed are reported and are no error.
+    Speeds count the bytes of the uncompressed tensor. A codec whose bytes differ from the reference's, or which loses
+    information although it is lossless by name, is refused: its figures do not count, and the command exits with status
+    1. Missed goals are reported but are not an error.
 
     [bold]Examples[/bold]
 

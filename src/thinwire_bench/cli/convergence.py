@@ -1,4 +1,4 @@
-"""``thinwire bench convergence``: whether training ends where it would without codecs."""
+"""``thinwire bench convergence``: whether training with codecs reaches the loss of training without them."""
 
 from __future__ import annotations
 
@@ -22,37 +22,39 @@ if TYPE_CHECKING:
     from thinwire_bench.study.outcome import ArmOutcome
 
 RESULTS = Path("docs/results/convergence")
-"""Where the study of the documentation keeps its runs."""
+"""Directory of the runs of the documentation's study."""
 
 
 @dataclass(frozen=True)
 class ConvergenceOptions:
     """The options of ``thinwire bench convergence``."""
 
-    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="What is compared.")] = Path(
+    study: Annotated[Path, typer.Argument(metavar="STUDY.toml", help="File that says what to compare.")] = Path(
         "recipes/convergence/study.toml"
     )
     results: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Raw metrics of finished runs; docs/results/convergence unless said.",
+            help="Directory for raw metrics of finished runs; by default docs/results/convergence.",
             show_default=False,
         ),
     ] = None
-    work: Annotated[Path, typer.Option(metavar="DIR", help="Checkpoints and logs of the runs.")] = Path(
+    work: Annotated[Path, typer.Option(metavar="DIR", help="Directory for checkpoints and logs of the runs.")] = Path(
         "runs/convergence"
     )
-    tokens: Annotated[int | None, typer.Option(min=1, help="Of a run, instead of the study's.", show_default=False)] = (
-        None
-    )
-    seeds: Annotated[str | None, typer.Option(metavar="N,...", help="Instead of the study's.", show_default=False)] = (
-        None
-    )
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens per run, instead of the study's.", show_default=False)
+    ] = None
+    seeds: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Seeds, instead of the study's.", show_default=False)
+    ] = None
     settings: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the recipe of all runs.")
     ] = None
-    report_only: Annotated[bool, typer.Option("--report", help="Run nothing; show what the finished runs say.")] = False
+    report_only: Annotated[
+        bool, typer.Option("--report", help="Run nothing; show the results of the finished runs.")
+    ] = False
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write the table.")] = None
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the losses.")] = None
     page: Page = None
@@ -60,10 +62,10 @@ class ConvergenceOptions:
 
 @expand_options
 def convergence(options: ConvergenceOptions) -> None:
-    """Train the same model under several plans and seeds, and compare where they end.
+    """Train the same model under several plans and seeds, and compare the final losses.
 
-    Each run is a `thinwire train` of its own on real ranks. Finished runs are kept and not made again; Ctrl-C saves
-    the run at hand, and the same command continues. What is missing is said in the table.
+    Each run is a separate `thinwire train` on real ranks. Finished runs are kept. Ctrl-C saves a checkpoint of the
+    current run; rerun the command to resume. The table names the runs that are missing.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""``thinwire bench techniques``, ``kernels`` and ``stages``: what each part of compressed training is worth."""
+"""``thinwire bench techniques``, ``kernels`` and ``stages``: what each part of compressed training gains."""
 
 from __future__ import annotations
 
@@ -38,10 +38,12 @@ class TurnOptions:
 
     nodes: Hosts = 2
     ranks: Ranks = 2
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each plan runs under each setting once a round.")] = 5
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 2
-    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens of a step on each rank.")] = 128
-    model: Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds; each plan runs once under each setting in every round.")
+    ] = 5
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 2
+    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens per step of each rank.")] = 128
+    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     json_path: JsonPath = None
     page: Page = None
 
@@ -59,17 +61,20 @@ class TurnOptions:
 class TechniquesOptions:
     """The options of ``thinwire bench techniques``."""
 
-    slow: Annotated[str, typer.Option(metavar="RATE", help="Of each host's link.")] = "200mbit"
+    slow: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of each host's slow link.")] = "200mbit"
     fast: Annotated[
-        str, typer.Option(metavar="RATE", help="The same; zero3 on it is compared with zeropp on the slow one.")
+        str,
+        typer.Option(
+            metavar="RATE", help="Bandwidth of the fast link; zero3 on it is compared with zeropp on the slow one."
+        ),
     ] = "800mbit"
     turns: TurnOptions = TurnOptions()
 
 
 @expand_options
 def techniques(options: TechniquesOptions) -> None:
-    """Time ZeRO-3 with each technique of ZeRO++ alone and with all: do their gains multiply, and is it worth four times
-    the bandwidth?
+    """Time ZeRO-3 with each technique of ZeRO++ alone and with all of them. Do their gains multiply, and are they worth
+    four times the bandwidth?
 
     [bold]Examples[/bold]
 
@@ -100,15 +105,15 @@ def techniques(options: TechniquesOptions) -> None:
 class KernelsOptions:
     """The options of ``thinwire bench kernels``."""
 
-    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose codecs.")] = "zeropp"
-    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit"
+    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Plan whose codecs to compare.")] = "zeropp"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Bandwidth of each host's link.")] = "200mbit"
     turns: TurnOptions = TurnOptions()
 
 
 @expand_options
 def kernels(options: KernelsOptions) -> None:
-    """Time the same training step with codecs of plain PyTorch, with native ones whose fused forms are taken apart, and
-    with native ones. All three write the same bytes.
+    """Time the same training step with codecs in plain PyTorch, with native codecs without their fused forms, and with
+    native codecs. All three write the same bytes.
 
     [bold]Examples[/bold]
 
@@ -129,15 +134,15 @@ def kernels(options: KernelsOptions) -> None:
 class StagesOptions:
     """The options of ``thinwire bench stages``."""
 
-    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Whose collectives.")] = "zeropp"
-    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link.")] = "200mbit"
+    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Plan whose collectives to compare.")] = "zeropp"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Bandwidth of each host's link.")] = "200mbit"
     turns: TurnOptions = TurnOptions()
 
 
 @expand_options
 def stages(options: StagesOptions) -> None:
-    """Time the same training step with collectives one at a time, and with the hops and codecs of different buckets
-    side by side, in buckets of several sizes.
+    """Time the same training step with collectives one at a time, and with hops and codecs of different buckets
+    overlapping, for several bucket sizes.
 
     [bold]Examples[/bold]
 

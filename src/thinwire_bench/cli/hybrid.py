@@ -1,4 +1,4 @@
-"""``thinwire bench hybrid``: a codec for each parallel dimension, in speed and in loss."""
+"""``thinwire bench hybrid``: speed and loss of policies that give each parallel dimension its own codec."""
 
 from __future__ import annotations
 
@@ -41,33 +41,40 @@ class HybridOptions:
 
     policies: Annotated[
         str | None,
-        typer.Option(metavar="NAME,...", help="Those of the paper and ours unless said.", show_default=False),
+        typer.Option(
+            metavar="NAME,...", help="Policies; by default those of the paper and thinwire's.", show_default=False
+        ),
     ] = None
-    bandwidth: Annotated[str, typer.Option(metavar="RATE|none,...", help="Of each host's link, in each direction.")] = (
-        "200mbit,1gbit"
-    )
+    bandwidth: Annotated[
+        str, typer.Option(metavar="RATE|none,...", help="Bandwidth of each host's link in each direction.")
+    ] = "200mbit,1gbit"
     dtype: Annotated[
         Literal["float32", "bfloat16"],
-        typer.Option(help="Of messages. ZFP at rates 16 and 24 makes nothing of bfloat16 smaller."),
+        typer.Option(help="Dtype of messages. ZFP at rates 16 and 24 does not make bfloat16 smaller."),
     ] = "float32"
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each policy runs under each link once a round.")] = 5
-    steps: Annotated[int, typer.Option(min=1, help="Timed steps of a turn.")] = 2
-    seq: Annotated[int, typer.Option("--seq", min=2, help="Tokens of a sequence.")] = 128
-    micro_batches: Annotated[int, typer.Option(min=2, help="Of a step, one sequence each.")] = 2
-    model: Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each policy runs once on each link in every round.")] = 5
+    steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn.")] = 2
+    seq: Annotated[int, typer.Option("--seq", min=2, help="Sequence length in tokens.")] = 128
+    micro_batches: Annotated[int, typer.Option(min=2, help="Micro-batches per step, of one sequence each.")] = 2
+    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     loss: Annotated[
-        bool, typer.Option("--loss", help="Also make the missing runs of the loss study: an hour on two cores.")
+        bool,
+        typer.Option("--loss", help="Also train the missing runs of the loss study, which takes an hour on two cores."),
     ] = False
-    speed: Annotated[bool, typer.Option(help="Time steps in the lab; without, only losses.")] = True
+    speed: Annotated[bool, typer.Option(help="Time steps in the lab; --no-speed reports losses only.")] = True
     timed: Annotated[
         str | None,
-        typer.Option(metavar="FILE,...", help="Show the speeds of earlier --json files, and time nothing."),
+        typer.Option(metavar="FILE,...", help="Show the speeds of earlier --json files and time nothing."),
     ] = None
     study: Annotated[Path, typer.Option(metavar="STUDY.toml", help="The loss study.")] = Path(
         "recipes/hybrid/study.toml"
     )
-    results: Annotated[Path, typer.Option(metavar="DIR", help="Its finished runs.")] = Path("docs/results/hybrid")
-    work: Annotated[Path, typer.Option(metavar="DIR", help="Checkpoints and logs of its runs.")] = Path("runs/hybrid")
+    results: Annotated[Path, typer.Option(metavar="DIR", help="Directory of its finished runs.")] = Path(
+        "docs/results/hybrid"
+    )
+    work: Annotated[Path, typer.Option(metavar="DIR", help="Directory for checkpoints and logs of its runs.")] = Path(
+        "runs/hybrid"
+    )
     json_path: JsonPath = None
     png_path: Annotated[Path | None, typer.Option("--png", metavar="OUT.png", help="Draw gains and losses.")] = None
     page: Page = None
@@ -75,12 +82,13 @@ class HybridOptions:
 
 @expand_options
 def hybrid(options: HybridOptions) -> None:
-    """Train one model with tensor, pipeline and data parallelism under each policy: how fast, with which bytes on which
-    axis, and where its loss ends.
+    """Train one model with tensor, pipeline and data parallelism under each policy; report speed, bytes per axis and
+    final loss.
 
-    Speed is measured in the lab: four hosts of two ranks, tensor parallelism inside a host, stages and data-parallel
-    ranks across; every policy beside plain torch, rounds interleaved. Losses come from runs of `thinwire train` on
-    eight ranks, which are kept and not made again; Ctrl-C saves the run at hand, and the same command continues.
+    Speed is measured in the lab on four hosts of two ranks, with tensor parallelism inside a host and stages and
+    data-parallel ranks across hosts; policies and plain torch are interleaved. Losses come from runs of
+    `thinwire train` on eight ranks. Finished runs are kept. Ctrl-C saves a checkpoint of the current run; rerun the
+    command to resume.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""``thinwire bench overlap``: what each overlap switch of a plan brings."""
+"""``thinwire bench overlap``: what each overlap switch of a plan gains."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _LANES = ("gather", "reduce", "sync", "spread")
 class OverlapOptions:
     """The options of ``thinwire bench overlap``."""
 
-    plans: Annotated[str, typer.Option(metavar="7b,13b,30b", help="AMSP's plans for models of these sizes.")] = (
+    plans: Annotated[str, typer.Option(metavar="7b,13b,30b", help="AMSP's plans, by the size of their model.")] = (
         "7b,13b,30b"
     )
-    micro_batches: Annotated[str, typer.Option(metavar="M,...", help="Micro-batches of a step.")] = "1,2,4,8"
-    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Of each host's link, in each direction.")] = (
-        "200mbit"
-    )
+    micro_batches: Annotated[str, typer.Option(metavar="M,...", help="Micro-batches per step.")] = "1,2,4,8"
+    bandwidth: Annotated[
+        str, typer.Option(metavar="RATE|none", help="Bandwidth of each host's link in each direction.")
+    ] = "200mbit"
     nodes: Hosts = 2
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host; 13b shards P over half of them.")] = 4
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; everything runs once a round.")] = 3
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks per host; 13b shards P over half of them.")] = 4
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; every setting runs once per round.")] = 3
     steps: Steps = 3
-    seq: Annotated[int, typer.Option(min=1, help="Tokens of a micro-batch on each rank.")] = 128
-    model: Annotated[str, typer.Option(help="llama-5m, llama-17m or llama-1m.")] = "llama-5m"
+    seq: Annotated[int, typer.Option(min=1, help="Tokens per micro-batch of each rank.")] = 128
+    model: Annotated[str, typer.Option(help="Model: llama-5m, llama-17m or llama-1m.")] = "llama-5m"
     timeout: Timeout = 600.0
     json_path: Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write rows and steps.")] = None
     trace: Annotated[
@@ -49,10 +49,10 @@ class OverlapOptions:
 
 @expand_options
 def overlap(options: OverlapOptions) -> None:
-    """Turn the overlap switches on one after another, as AMSP's Table V does: tokens/s and exposed communication.
+    """Turn on the overlap switches one after another, as in AMSP's Table V; report tokens/s and exposed communication.
 
-    The settings: nothing overlaps; gathers and reductions do (AG/RS); synchronisation as well (AR); the spread of
-    updated parameters as well (BC). All settings of a plan train on the same data; a run in which a switch changes a
+    The settings are: nothing overlaps; gathers and reductions overlap (AG/RS); synchronization as well (AR); the spread
+    of updated parameters as well (BC). All settings of a plan train on the same data. A run in which a switch changes a
     loss is refused.
 
     [bold]Examples[/bold]
@@ -131,7 +131,7 @@ def _steps_table(steps: Sequence[SwitchEffect]) -> Table:
     from rich.table import Table
 
     table = Table(
-        title="what each switch did to the waiting it concerns", title_justify="left", box=None, pad_edge=False
+        title="effect of each switch on the waiting that it concerns", title_justify="left", box=None, pad_edge=False
     )
     for name in ("plan", "M", "turned on", "lanes"):
         table.add_column(name, no_wrap=True)

@@ -1,4 +1,4 @@
-"""``thinwire bench planner``: the planner's predictions beside measured steps, in the lab."""
+"""``thinwire bench planner``: compares the planner's predictions with steps measured in the lab."""
 
 from __future__ import annotations
 
@@ -33,21 +33,26 @@ class PlannerOptions:
     """The options of ``thinwire bench planner``."""
 
     models: Annotated[str, typer.Option(metavar="NAME,...", help="Models of the lab.")] = "llama-17m,llama-5m,llama-1m"
-    bandwidth: Annotated[str, typer.Option(metavar="RATE,...", help="Of each host's link.")] = "none,1gbit,200mbit"
-    seq: Annotated[int, typer.Option(min=8, help="Tokens of a sequence.")] = 128
-    nodes: Annotated[int, typer.Option(min=1, help="Hosts.")] = 2
-    ranks: Annotated[int, typer.Option(min=1, help="Ranks of each host.")] = 2
+    bandwidth: Annotated[str, typer.Option(metavar="RATE,...", help="Bandwidths of each host's link.")] = (
+        "none,1gbit,200mbit"
+    )
+    seq: Annotated[int, typer.Option(min=8, help="Sequence length in tokens.")] = 128
+    nodes: Annotated[int, typer.Option(min=1, help="Number of emulated hosts.")] = 2
+    ranks: Annotated[int, typer.Option(min=1, help="Ranks per host.")] = 2
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of the interleaved measurements.")] = 4
-    budget: Annotated[str, typer.Option(metavar="TIME", help="Of each profile.")] = "60s"
+    budget: Annotated[str, typer.Option(metavar="TIME", help="Time budget of each profile.")] = "60s"
     profiles: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Keep profiles there, and use those it has.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="Directory for profiles; profiles that it already holds are used.", show_default=False
+        ),
     ] = None
     again: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Measure nothing: what the model as it is now says of the pairs in an earlier --json, with the "
-            "--profiles of then.",
+            help="Measure nothing: predict the pairs of an earlier --json file with the current model, from the "
+            "--profiles of that time.",
             show_default=False,
         ),
     ] = None
@@ -56,13 +61,14 @@ class PlannerOptions:
         Path | None, typer.Option("--json", metavar="FILE", help="Write all pairs.", show_default=False)
     ] = None
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.", show_default=False),
     ] = None
 
 
 @expand_options
 def planner(options: PlannerOptions) -> None:
-    """Profile each link, predict the step of eight or more plans, the planner's choices among them, and measure them.
+    """Profile each link, predict the steps of eight or more plans, including the planner's choices, and measure them.
 
     [bold]Examples[/bold]
 

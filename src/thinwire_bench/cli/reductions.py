@@ -1,4 +1,4 @@
-"""``thinwire bench reductions``: ring, one hop and two hops with codecs, side by side."""
+"""``thinwire bench reductions``: compares reductions with codecs by ring, in one hop and in two hops."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from thinwire_bench.cli.shared import JsonPath, Page, insert_into, markdown, pro
 class ReductionsOptions:
     """The options of ``thinwire bench reductions``."""
 
-    nodes: Annotated[int, typer.Option(min=1, help="Nodes of the mesh; all ranks are on this machine.")] = 2
+    nodes: Annotated[int, typer.Option(min=1, help="Number of nodes of the mesh; all ranks run on this machine.")] = 2
     ranks: Annotated[int, typer.Option(min=1, help="Ranks of each node.")] = 4
-    codec: Annotated[str, typer.Option(help="Of all messages.")] = "int4:256"
-    inside: Annotated[str, typer.Option(help="Of messages inside a node, in one more row of two hops.")] = "int8:256"
+    codec: Annotated[str, typer.Option(help="Codec of all messages.")] = "int4:256"
+    inside: Annotated[str, typer.Option(help="Codec of messages inside a node, in an additional row of two hops.")] = (
+        "int8:256"
+    )
     json_path: JsonPath = None
     page: Page = None
 
 
 @expand_options
 def reductions(options: ReductionsOptions) -> None:
-    """Reduce the gradients of a small Llama on real ranks in several ways: how exact, and how many bytes cross nodes.
+    """Reduce the gradients of a small Llama on real ranks in several ways; report errors and bytes across nodes.
 
     [bold]Examples[/bold]
 

@@ -1,4 +1,4 @@
-"""``thinwire reproduce``: tables of publications beside the simulator's figures for the same steps."""
+"""``thinwire reproduce``: compares tables of publications with the simulator's figures for the same steps."""
 
 from __future__ import annotations
 
@@ -25,20 +25,24 @@ class ReproduceOptions:
     """The options of ``thinwire reproduce``."""
 
     name: Annotated[
-        str, typer.Argument(metavar="[amsp|internevo|zeropp|efa|hybrid|memory|all]", help="Whose tables.")
+        str,
+        typer.Argument(
+            metavar="[amsp|internevo|zeropp|efa|hybrid|memory|all]", help="Publication whose tables to simulate."
+        ),
     ] = "all"
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write the tables into a page.", show_default=False)
+        Path | None,
+        typer.Option(metavar="FILE", help="Replace the results between the two marks of a page.", show_default=False),
     ] = None
     pictures: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Draw a picture for each table.", show_default=False)
+        Path | None, typer.Option(metavar="DIR", help="Directory for a picture of each table.", show_default=False)
     ] = None
 
 
 @expand_options
 def reproduce(options: ReproduceOptions) -> None:
-    """Simulate what publications measured: published value, simulated value, error.
+    """Simulate what publications measured; report the published value, the simulated value and the error.
 
     [bold]Examples[/bold]
 

@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 JsonPath = Annotated[Path | None, typer.Option("--json", metavar="OUT.json", help="Write every figure.")]
 
 Page = Annotated[
-    Path | None, typer.Option(metavar="PAGE.md", help="Replace the results in a page, between its two marks.")
+    Path | None, typer.Option(metavar="PAGE.md", help="Replace the results between the two marks of a page.")
 ]
 
-Timeout = Annotated[float, typer.Option(help="Seconds a system may take to start, or for a turn.")]
+Timeout = Annotated[float, typer.Option(help="Seconds that a system may take to start, or for a turn.")]
 
-Steps = Annotated[int, typer.Option(min=1, help="Timed steps of a turn; one more comes before them.")]
+Steps = Annotated[int, typer.Option(min=1, help="Timed steps per turn; a warm-up step precedes them.")]
 
-Hosts = Annotated[int, typer.Option(min=1, help="Emulated hosts.")]
+Hosts = Annotated[int, typer.Option(min=1, help="Number of emulated hosts.")]
 
-Ranks = Annotated[int, typer.Option(min=1, help="Ranks of each host.")]
+Ranks = Annotated[int, typer.Option(min=1, help="Ranks per host.")]
 
 
 def progress(line: str) -> None:

@@ -1,4 +1,4 @@
-"""``thinwire bench spectra``: how close to low rank is what crosses each parallel axis."""
+"""``thinwire bench spectra``: how close to low rank the messages of each parallel axis are."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 class SpectraOptions:
     """The options of ``thinwire bench spectra``."""
 
-    at: Annotated[str, typer.Option(metavar="STEP,...", help="When to measure; training ends at the last.")] = (
-        "10,100,250"
-    )
-    layers: Annotated[int, typer.Option(help="Blocks of the Llama.")] = 6
-    hidden: Annotated[int, typer.Option(help="Its width, a multiple of 64.")] = 256
-    seq: Annotated[int, typer.Option(min=2, help="Tokens of a sequence.")] = 128
-    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, one after the other.")] = 2
-    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences of a rank.")] = 4
+    at: Annotated[
+        str, typer.Option(metavar="STEP,...", help="Steps at which to measure; training ends at the last one.")
+    ] = "10,100,250"
+    layers: Annotated[int, typer.Option(help="Number of blocks of the Llama.")] = 6
+    hidden: Annotated[int, typer.Option(help="Width of the Llama, a multiple of 64.")] = 256
+    seq: Annotated[int, typer.Option(min=2, help="Sequence length in tokens.")] = 128
+    ranks: Annotated[int, typer.Option(min=1, help="Data-parallel ranks, computed one after another.")] = 2
+    micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per rank.")] = 4
     json_path: JsonPath = None
     png_path: Annotated[Path | None, typer.Option("--png", metavar="OUT.png", help="Draw singular values.")] = None
     page: Page = None
@@ -38,11 +38,11 @@ class SpectraOptions:
 
 @expand_options
 def spectra(options: SpectraOptions) -> None:
-    """Train a small Llama in one process and take what would cross each parallel axis: singular values, and what
-    codecs leave.
+    """Train a small Llama in one process, and measure singular values and codec errors of the messages that would cross
+    each parallel axis.
 
     Policies such as zhybrid give gradients few bits because they are close to low rank, and activations many because
-    they are dense. This measures both, and what it means for codecs.
+    they are dense. This command measures both, and what they mean for codecs.
 
     [bold]Examples[/bold]
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class StepOptions:
     """The options of ``thinwire bench step``."""
 
-    plans: Annotated[str, typer.Option(metavar="NAME|FILE.toml,...", help="Our plans: presets or files.")] = (
+    plans: Annotated[str, typer.Option(metavar="NAME|FILE.toml,...", help="thinwire's plans: presets or files.")] = (
         "zero1-node,zero1,zero3"
     )
     peers: Annotated[
@@ -47,16 +47,18 @@ class StepOptions:
             "fsdp2, hsdp, hpz, deepspeed1, deepspeed2, deepspeed3.",
         ),
     ] = "local,ddp,zero1,fsdp2,hsdp,hpz"
-    bandwidth: Annotated[str, typer.Option(metavar="RATE|none,...", help="Of each host's link, in each direction.")] = (
-        "none,1gbit,200mbit"
-    )
+    bandwidth: Annotated[
+        str, typer.Option(metavar="RATE|none,...", help="Bandwidth of each host's link in each direction.")
+    ] = "none,1gbit,200mbit"
     clip: Annotated[str, typer.Option(metavar="NORM|none,...", help="Bounds on the gradient norm.")] = "none"
     nodes: Hosts = 2
     ranks: Ranks = 2
-    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each system runs under each setting once a round.")] = 5
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds; each system runs once under each setting in every round.")
+    ] = 5
     steps: Steps = 3
-    seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens of a step on each rank.")] = 128
-    model: Annotated[str, typer.Option(help="llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    seq: Annotated[int, typer.Option("--seq", "--tokens", min=1, help="Tokens per step of each rank.")] = 128
+    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
     timeout: Timeout = 600.0
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="OUT.json", help="Write rows, ratios and environment.")
@@ -66,10 +68,11 @@ class StepOptions:
 
 @expand_options
 def step(options: StepOptions) -> None:
-    """Time training steps of several systems: same model, data, dtype, seeds and optimizer, rounds interleaved.
+    """Time training steps of several systems with the same model, data, dtype, seeds and optimizer, in interleaved
+    rounds.
 
-    Every system has its own ranks on hosts of its own network; one system runs at a time. A system whose losses
-    leave the others' is refused, and the command ends with status 1.
+    Every system has its own ranks on the emulated hosts, and one system runs at a time. A system whose losses deviate
+    from the others' is refused, and the command exits with status 1.
 
     [bold]Examples[/bold]
 

@@ -25,12 +25,12 @@ class Accuracy:
     """The error of a codec or peer on a data set.
 
     Attributes:
-        subject: codec or peer.
-        dtype: of the values.
-        data: name of the data set.
-        values: in it.
+        subject: Codec or peer.
+        dtype: Dtype of the values.
+        data: Name of the data set.
+        values: Number of values in the data set.
         snr_db: 10 log10(sum x^2 / sum (x - y)^2), in float64; None where every value came back.
-        wire_bits: of the message for each value.
+        wire_bits: Bits of the message per value.
     """
 
     subject: str
@@ -46,11 +46,11 @@ class Blocking:
     """How much larger the error is without blocks.
 
     Attributes:
-        unblocked: codec with one scale.
-        blocked: codec of the same width.
-        dtype: of the values.
-        data: name of the data set.
-        ratio: root mean square error of the first over that of the second.
+        unblocked: Codec with a single scale.
+        blocked: Codec of the same width with a scale per block.
+        dtype: Dtype of the values.
+        data: Name of the data set.
+        ratio: Root mean square error of the unblocked codec over that of the blocked one.
     """
 
     unblocked: str

@@ -36,17 +36,17 @@ class Request:
     """What to measure.
 
     Attributes:
-        codecs: names.
-        dtypes: of the tensors.
-        sizes: of the tensors in bytes; peers are timed at the first.
-        data: names of data sets.
-        values: in each synthetic data set.
-        peers: groups of peers.
+        codecs: Names of codecs.
+        dtypes: Dtypes of the tensors.
+        sizes: Sizes of the tensors in bytes; peers are timed at the first size.
+        data: Names of data sets.
+        values: Values of each synthetic data set.
+        peers: Groups of peers.
         device: ``cpu`` or ``cuda``.
-        backend: of the codecs.
-        threads: of torch, which the codecs follow.
-        rounds: that count.
-        command: that was typed.
+        backend: Backend of the codecs.
+        threads: Threads of torch, which the codecs use as well.
+        rounds: Rounds that count.
+        command: The command line that the user typed.
     """
 
     codecs: Sequence[str]
@@ -66,8 +66,8 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
     """Measure.
 
     Args:
-        request: what.
-        report: told in one line what is being done.
+        request: What to measure.
+        report: Called with a line of text whenever something begins.
     """
     device = request.device
     codecs = [get(name, backend=request.backend) for name in request.codecs]

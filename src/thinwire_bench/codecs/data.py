@@ -36,9 +36,9 @@ def data_sets(
     """Data sets by name, 1-D fp32 on CPU.
 
     Args:
-        names: keys of :data:`DATA_SETS`.
-        num_values: of the distributions; the model's have as many as it has.
-        report: told in one line what takes long.
+        names: Keys of :data:`DATA_SETS`.
+        num_values: Values of each synthetic data set; those of the model have as many as the model.
+        report: Called with a line of text before anything that takes long.
     """
     makers: dict[str, Callable[[int], Tensor]] = {"normal": normal, "student": student}
     found = {name: makers[name](num_values) for name in names if name in makers}
@@ -66,8 +66,8 @@ def gradients_by_rank(ranks: int, report: Callable[[str], None] = lambda line: N
     """Gradients of one model on different samples: what that many ranks would add up.
 
     Args:
-        ranks: how many.
-        report: told in one line what takes long.
+        ranks: Number of ranks.
+        report: Called with a line of text before anything that takes long.
 
     Returns:
         1-D fp32 on CPU, one for each rank.

@@ -29,11 +29,11 @@ class CodecGoal:
     """One figure that was aimed at.
 
     Attributes:
-        goal: what is compared.
-        subject: of which codec, in which direction, on what.
-        measured: in this run.
-        wanted: at least.
-        met: whether it was reached.
+        goal: What is compared.
+        subject: Codec, direction, dtype and size.
+        measured: The measured value.
+        wanted: The smallest value that reaches the goal.
+        met: Whether the goal was reached.
     """
 
     goal: str
@@ -47,9 +47,9 @@ def goals(speeds: Sequence[CodecSpeed], accuracies: Sequence[Accuracy], *, on_cp
     """All goals that the run says something about.
 
     Args:
-        speeds: of a run, without refused codecs.
-        accuracies: of the same run.
-        on_cpu: whether the copies are libc's.
+        speeds: Speeds of a run, without refused codecs.
+        accuracies: Errors of the same run.
+        on_cpu: Whether codecs ran on CPU, where the copy is libc's memcpy.
     """
     shares = _host_shares(speeds) if on_cpu else _device_shares(speeds)
     return [*shares, *_zfpy(speeds), *_eager(speeds), *_snr(accuracies)]

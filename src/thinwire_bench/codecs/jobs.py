@@ -28,9 +28,9 @@ class Buffers:
     """What all jobs of a bench share; every byte has been written once.
 
     Attributes:
-        x: the tensor: N(0,1), repeated every 4 million values.
-        out: of the same shape and dtype.
-        total: fp32, to add to.
+        x: The tensor to encode: N(0,1), repeated every 4 million values.
+        out: Output of the same shape and dtype.
+        total: Accumulator in fp32.
     """
 
     x: Tensor
@@ -53,9 +53,9 @@ def codec_jobs(codec: Codec, buffers: Buffers, *, fused: bool) -> tuple[list[Tim
     """The directions of a codec.
 
     Args:
-        codec: of any backend.
-        buffers: of its bench.
-        fused: whether to time the fused forms too.
+        codec: Codec of any backend.
+        buffers: Buffers of the benchmark.
+        fused: Whether to time the fused forms as well.
 
     Returns:
         The jobs, and the bits of a message for each value.

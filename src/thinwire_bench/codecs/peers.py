@@ -33,17 +33,17 @@ class CodecPeer:
     """Another implementation.
 
     Attributes:
-        name: as the table has it.
-        group: as the command line names it and its like.
-        summary: what it is.
-        encode: a tensor to whatever the peer keeps.
-        decode: that and the tensor it came from, whose shape and dtype it may look at, to values.
-        num_bytes: of what the peer keeps.
-        package: to be installed, besides torch.
-        dtypes: that it takes.
-        on_cuda: whether it can be handed a tensor on a GPU.
-        timed: whether its speed means anything.
-        lossless: whether it must return what it got.
+        name: Name in the table.
+        group: Group that the command line names.
+        summary: Description of the peer.
+        encode: Encodes a tensor into the peer's own representation.
+        decode: Decodes the representation; gets the original tensor as well, for its shape and dtype.
+        num_bytes: Bytes of the representation.
+        package: Package that it needs besides torch, if any.
+        dtypes: Dtypes that it accepts.
+        on_cuda: Whether it accepts a tensor on a GPU.
+        timed: Whether its speed is meaningful.
+        lossless: Whether it must return exactly its input.
     """
 
     name: str
@@ -64,11 +64,11 @@ class PeerStatus:
     """Whether a peer took part.
 
     Attributes:
-        name: of the peer.
-        summary: what it is.
-        package: it needs, if any.
-        version: of that package, or of torch; None if it is not installed.
-        absent: why it took no part; None if it did.
+        name: Name of the peer.
+        summary: Description of the peer.
+        package: Package that it needs, if any.
+        version: Version of that package, or of torch; None if it is not installed.
+        absent: Why the peer took no part, or None.
     """
 
     name: str
@@ -82,8 +82,8 @@ def choose(groups: Sequence[str], device: torch.device) -> tuple[list[CodecPeer]
     """The peers of some groups that work here, and how all of them fared.
 
     Args:
-        groups: keys of :data:`GROUPS`.
-        device: of the tensors.
+        groups: Keys of :data:`GROUPS`.
+        device: Device of the tensors.
 
     Raises:
         SpecError: there is no such group.

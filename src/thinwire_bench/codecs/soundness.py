@@ -30,10 +30,10 @@ class CodecGate:
     """Whether a codec does on some tensor what the reference does.
 
     Attributes:
-        codec: its name.
-        dtype: of the tensor.
-        size: of the tensor in bytes; None for the sample that all of the reference is compared on.
-        problem: what differs; None where nothing does.
+        codec: Name of the codec.
+        dtype: Dtype of the tensor.
+        size: Size of the tensor in bytes; None for the sample on which everything is compared with the reference.
+        problem: What differs, or None.
     """
 
     codec: str
@@ -46,9 +46,9 @@ def check_sample(codec: Codec, dtype: torch.dtype, device: torch.device) -> str 
     """What a codec does otherwise than the reference on a sample of heavy tails, zeros, denormals and a NaN.
 
     Args:
-        codec: of any backend.
-        dtype: of the sample.
-        device: of the sample.
+        codec: Codec of any backend.
+        dtype: Dtype of the sample.
+        device: Device of the sample.
 
     Returns:
         The difference in words; None if there is none.
@@ -69,9 +69,9 @@ def check_timed(codec: Codec, x: Tensor, decoded: Tensor) -> str | None:
     """What is wrong with a tensor that was encoded and decoded for timing, as far as its two ends tell.
 
     Args:
-        codec: that did it.
-        x: normal values, many of them.
-        decoded: the same dtype.
+        codec: The codec that encoded and decoded.
+        x: The original tensor, many normal values.
+        decoded: The decoded tensor, of the same dtype.
 
     Returns:
         The problem in words; None if there is none.

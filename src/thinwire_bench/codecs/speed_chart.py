@@ -24,8 +24,8 @@ def draw(study: CodecStudy, path: Path) -> None:
     """Draw a panel for every dtype and size, a bar for every codec and direction; peers have none.
 
     Args:
-        study: of a run.
-        path: of the PNG file.
+        study: The study to draw.
+        path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -29,10 +29,10 @@ class TimedCall:
     """Something to be timed.
 
     Attributes:
-        subject: a codec, a peer, or :data:`COPY`.
-        direction: what it does.
-        num_bytes: of the uncompressed tensors, per call.
-        call: does it once; on CUDA it only enqueues.
+        subject: A codec, a peer, or :data:`COPY`.
+        direction: What the call does, for example ``encode``.
+        num_bytes: Bytes of the uncompressed tensors, per call.
+        call: The call to time; on CUDA it only enqueues work.
     """
 
     subject: str
@@ -46,20 +46,20 @@ class CodecSpeed:
     """What a job took.
 
     Attributes:
-        subject: a codec, a peer, or ``memcpy``.
+        subject: A codec, a peer, or ``memcpy``.
         direction: ``encode``, ``decode``, ``decode_add``, ``encode_slices``, ``decode_sum``, ``decode_sum_encode`` or
             ``copy``.
-        dtype: of the tensor.
-        size: of the tensor in bytes.
-        num_bytes: that a call counts for: ``size`` times the number of tensors that are read or written.
-        wire_bits: of a message for each value; None for ``memcpy``.
+        dtype: Dtype of the tensor.
+        size: Size of the tensor in bytes.
+        num_bytes: Bytes that a call counts for: ``size`` times the number of tensors that it reads or writes.
+        wire_bits: Bits of the message per value; None for ``memcpy``.
         gb_per_s: ``num_bytes`` over the median time, in 1e9 bytes.
-        gb_per_s_min: of the slowest round.
-        gb_per_s_max: of the fastest round.
-        share: of memcpy's speed: the ratio of medians.
-        share_min: smallest ratio within a round.
-        share_max: largest ratio within a round.
-        seconds: per call, of every round.
+        gb_per_s_min: Speed of the slowest round, in GB/s.
+        gb_per_s_max: Speed of the fastest round, in GB/s.
+        share: Share of memcpy's speed, as a ratio of medians.
+        share_min: Smallest share within a round.
+        share_max: Largest share within a round.
+        seconds: Seconds per call, of every round.
     """
 
     subject: str
@@ -96,10 +96,10 @@ def interleave(jobs: Sequence[TimedCall], *, rounds: int, device: torch.device, 
     each job has one turn, in a new random order.
 
     Args:
-        jobs: to be timed.
-        rounds: that count.
-        device: whose clock to use.
-        seed: of the order.
+        jobs: Calls to time.
+        rounds: Rounds that count.
+        device: Device whose clock is used.
+        seed: Seed of the random order.
     """
     clock = _cuda_seconds if device.type == "cuda" else _cpu_seconds
     for job in jobs:
@@ -131,11 +131,11 @@ def speeds(
     """Figures of a bench.
 
     Args:
-        jobs: one of them memcpy.
-        seconds: of :func:`interleave`.
-        dtype: of the tensor.
-        size: of the tensor in bytes.
-        wire_bits: by subject.
+        jobs: The timed calls, one of them memcpy.
+        seconds: What :func:`interleave` returned.
+        dtype: Dtype of the tensor.
+        size: Size of the tensor in bytes.
+        wire_bits: Bits of the message per value, by subject.
     """
     (copy,) = [index for index, job in enumerate(jobs) if job.subject == COPY]
     copied = [jobs[copy].num_bytes / taken for taken in seconds[copy]]

@@ -20,20 +20,20 @@ class CodecStudy:
     """Everything a run found.
 
     Attributes:
-        device: name of the processor or GPU.
-        backend: of the codecs.
-        threads: of the codecs; memcpy has one.
-        rounds: that every job was timed in.
-        codecs: in the order they were named.
-        speeds: of codecs, peers and memcpy; codecs on a red gate have none.
-        accuracies: of codecs and peers on data sets.
-        blockings: what one scale for everything costs.
-        peers: which took part.
-        gates: one for each codec, dtype and size.
-        goals: reached and missed.
-        notes: what a reader should know before believing the figures.
-        environment: machine, versions, date.
-        command: that was typed.
+        device: Name of the processor or GPU.
+        backend: Backend of the codecs.
+        threads: Threads of the codecs; memcpy has one.
+        rounds: Rounds in which every call was timed.
+        codecs: Names of the codecs, in the order of the command.
+        speeds: Speeds of codecs, peers and memcpy; a refused codec has none.
+        accuracies: Errors of codecs and peers on data sets.
+        blockings: What a single scale costs in accuracy.
+        peers: Whether each peer took part.
+        gates: Checks against the reference, one for each codec, dtype and size.
+        goals: Goals, reached or missed.
+        notes: What a reader should know about the reliability of the figures.
+        environment: Machine, versions and date.
+        command: The command line that the user typed.
     """
 
     device: str

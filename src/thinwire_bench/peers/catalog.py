@@ -31,11 +31,11 @@ class Peer:
     """A system that is not ours.
 
     Attributes:
-        builder: ``module:function`` that makes it on a rank.
-        summary: what it is.
-        package: that must be installed, besides torch.
-        options: for the builder.
-        kind: its part in comparisons.
+        builder: ``module:function`` that builds the system on a rank.
+        summary: Description of the system.
+        package: Package that it needs besides torch, if any.
+        options: Options of the builder.
+        kind: Its role in comparisons.
     """
 
     builder: str
@@ -73,8 +73,8 @@ def peer_systems(names: Sequence[str], workload: Mapping[str, Any]) -> list[Syst
     """Peers by name.
 
     Args:
-        names: keys of ``PEERS``.
-        workload: options of every builder.
+        names: Keys of ``PEERS``.
+        workload: Options of every builder.
 
     Raises:
         SpecError: a name is unknown.
@@ -94,10 +94,10 @@ def plan_systems(names: Sequence[str], workload: Mapping[str, Any], *, nodes: in
     """Plans by preset name or path, labelled ``tw:NAME`` so that a peer may have the same name.
 
     Args:
-        names: presets, or paths of ``.toml`` files.
-        workload: options of every builder.
-        nodes: of the mesh.
-        ranks: of each node.
+        names: Presets, or paths of ``.toml`` files.
+        workload: Options of every builder.
+        nodes: Nodes of the mesh.
+        ranks: Ranks of each node.
 
     Raises:
         SpecError: a plan is invalid, or its mesh is another.

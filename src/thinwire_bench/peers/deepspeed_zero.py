@@ -28,10 +28,10 @@ class DeepSpeedSystem(System):
     """A model in DeepSpeed's engine.
 
     Args:
-        model: whole, on this rank.
+        model: The whole model, on this rank.
         config: DeepSpeed's.
-        place: of this rank.
-        options: of the workload.
+        place: Place of this rank.
+        options: Options of the workload.
     """
 
     def __init__(self, model: nn.Module, config: dict[str, Any], place: Place, options: Mapping[str, Any]) -> None:
@@ -55,8 +55,8 @@ def deepspeed(place: Place, options: Mapping[str, Any]) -> System:
     """Build DeepSpeed's ZeRO.
 
     Args:
-        place: of this rank.
-        options: those of the workload, and ``stage``, 1 to 3.
+        place: Place of this rank.
+        options: Options of the workload, and ``stage``, from 1 to 3.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     # It looks for ninja, which lies beside the interpreter, whenever it loads the module that it has compiled.

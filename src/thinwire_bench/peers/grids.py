@@ -52,8 +52,8 @@ def grid(place: Place, options: Mapping[str, Any]) -> System:
     """Build the system of a plan with ``tp`` or ``pp``.
 
     Args:
-        place: of this rank.
-        options: those of the workload; ``plan``, as TOML; ``encoded``, whether its axes go through thinwire at all.
+        place: Place of this rank.
+        options: Options of the workload; ``plan`` as TOML; ``encoded``, whether its axes use thinwire at all.
     """
     chosen = tw.Plan.from_toml(options["plan"])
     model = tw.parallelize(make_model(options), chosen, loss=cross_entropy, encoded=options["encoded"])

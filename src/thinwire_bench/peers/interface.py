@@ -28,9 +28,9 @@ class SystemSpec:
     Attributes:
         label: names it in results; unique in a run.
         builder: ``module:function``; called on every rank with a ``Place`` and the options, returns a ``System``.
-        options: picklable.
-        kind: its part in a comparison.
-        joined: whether its ranks join a gloo job before they are built.
+        options: Options of the builder; they have to be picklable.
+        kind: Its role in a comparison.
+        joined: Whether its ranks join a gloo job before the builder is called.
     """
 
     label: str
@@ -45,9 +45,9 @@ class Place:
     """Where a rank stands.
 
     Attributes:
-        rank: of all.
-        nodes: hosts.
-        local: ranks on each host; hosts hold consecutive ranks.
+        rank: Rank among all ranks.
+        nodes: Number of hosts.
+        local: Ranks on each host; a host holds consecutive ranks.
     """
 
     rank: int
@@ -73,7 +73,7 @@ class System(ABC):
         """Train one step on the rank's next batch.
 
         Args:
-            options: of the turn; ``clip`` is the bound on the gradient norm, or None.
+            options: Options of the turn; ``clip`` is the bound on the gradient norm, or None.
 
         Returns:
             The loss on this rank's batch, in nats per token.

@@ -46,8 +46,8 @@ def plan(place: Place, options: Mapping[str, Any]) -> System:
     """Build the system of a plan.
 
     Args:
-        place: of this rank.
-        options: those of the workload; ``plan``, the plan as TOML; ``codec_backend``, if not the device's own.
+        place: Place of this rank.
+        options: Options of the workload; ``plan`` as TOML; ``codec_backend``, if not that of the device.
     """
     chosen = tw.Plan.from_toml(options["plan"])
     model = tw.shard(make_model(options), chosen, codec_backend=options.get("codec_backend"))

@@ -74,7 +74,7 @@ def switches(place: Place, options: Mapping[str, Any]) -> System:
     """Build the variants of a plan.
 
     Args:
-        place: of this rank.
-        options: those of the workload; ``plan``, as TOML; ``settings``, overlap switches by the name of a setting.
+        place: Place of this rank.
+        options: Options of the workload; ``plan`` as TOML; ``settings``, overlap switches by the name of a setting.
     """
     return SwitchSystem(place, options)

@@ -15,7 +15,7 @@ def make_model(options: Mapping[str, Any]) -> Llama:
     """The model that ``options`` name, in fp32 with the weights of seed 0.
 
     Args:
-        options: ``model``, one of ``MODELS``, and ``seq``, the longest sequence in tokens.
+        options: ``model``, a key of ``MODELS``, and ``seq``, the longest sequence in tokens.
     """
     fields: dict[str, Any] = dict(MODELS[options["model"]])
     return Llama(LlamaConfig(**fields, seq=options["seq"]), seed=0)
@@ -25,8 +25,8 @@ def batches(options: Mapping[str, Any], rank: int) -> Iterator[torch.Tensor]:
     """One sequence a step, learnable: tokens of a narrow, skewed range. The same for a rank in every system.
 
     Args:
-        options: ``seq``, tokens of a sequence.
-        rank: seeds the data.
+        options: ``seq``, the sequence length in tokens.
+        rank: Rank, which seeds the data.
 
     Yields:
         int64 ids of shape [1, seq + 1].

@@ -16,18 +16,18 @@ class PublishedRow:
     """One published figure.
 
     Attributes:
-        source: paper, page or repository.
-        where: in it.
-        system: what was run, in the source's words.
-        model: name.
-        gpus: accelerators.
-        gpu_type: which, in the source's words.
-        gpus_per_node: of them in a node.
-        internode_gbps: Gbit/s of a node's cards together; ``None`` where the source does not say.
-        micro_batch_tokens: of a rank; ``None`` likewise.
-        micro_batches: of a step; ``None`` likewise.
-        metric: what ``value`` is.
-        value: the figure.
+        source: Paper, page or repository that published it.
+        where: Table, figure or section of the source.
+        system: System that was measured, in the source's words.
+        model: Name of the model.
+        gpus: Number of accelerators.
+        gpu_type: Type of accelerator, in the source's words.
+        gpus_per_node: Accelerators per node.
+        internode_gbps: Gbit/s of all network cards of a node together; ``None`` where the source does not say.
+        micro_batch_tokens: Tokens per micro-batch of a rank; ``None`` where the source does not say.
+        micro_batches: Micro-batches per step; ``None`` where the source does not say.
+        metric: The quantity that ``value`` measures.
+        value: The published figure.
     """
 
     source: str
@@ -58,10 +58,10 @@ class Fit:
     """How a system's constants were fitted; ``benchmarks/fit_engines.py`` finds and writes it.
 
     Attributes:
-        date: on which.
-        constants: what was fitted.
-        left_out: by table, the mean error of what was predicted from a fit without it.
-        by: what was left out at a time: a publication, a table, or rows of an only table.
+        date: Date of the fit.
+        constants: Names of the fitted constants.
+        left_out: By table, the mean error of predictions by a fit that left the table out.
+        by: What each fit left out: a publication, a table, or rows of the only table.
     """
 
     date: str

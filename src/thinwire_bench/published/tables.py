@@ -18,9 +18,9 @@ class RowComparison:
     """One figure.
 
     Attributes:
-        row: as published.
-        simulated: the same figure of the simulated step.
-        in_points: whether figures are percentages, whose errors are in points.
+        row: The published figure.
+        simulated: The same figure for the simulated step.
+        in_points: Whether figures are percentages, whose errors are in points.
     """
 
     row: PublishedRow
@@ -39,14 +39,14 @@ class Table:
     """Figures that were published together.
 
     Attributes:
-        name: as ``thinwire reproduce`` takes it.
-        title: for people.
-        system: whose constants its steps depend on; empty: none that are fitted.
-        goal: the mean error that the simulator should stay within; ``None``: shown for what it is.
-        wanted: whether a row belongs to it.
-        cases: the steps of a row.
-        value: the figure of their answers that the row publishes.
-        in_points: whether figures are percentages, whose errors are in points.
+        name: Name of the publication, as ``thinwire reproduce`` takes it.
+        title: Title of the table.
+        system: System whose fitted constants its steps depend on; empty if they depend on none.
+        goal: The largest mean error that counts as reached; ``None`` where there is no goal.
+        wanted: Whether a row belongs to the table.
+        cases: The steps to simulate for a row.
+        value: The figure of their answers that the row publishes.
+        in_points: Whether figures are percentages, whose errors are in points.
     """
 
     name: str

@@ -71,10 +71,10 @@ class StudyRun:
     """One run of a study.
 
     Attributes:
-        arm: its name.
-        seed: of weights and samples.
-        recipe: everything it is made of, but what a preset stands for.
-        plan: what the recipe's plan stands for now.
+        arm: Name of the arm.
+        seed: Seed of weights and samples.
+        recipe: The recipe of the run; a preset is not resolved in it.
+        plan: The resolved plan of the recipe.
     """
 
     arm: str
@@ -98,7 +98,7 @@ class LossStudy:
     """A study and its runs.
 
     Attributes:
-        spec: as in its file, with the options of the command.
+        spec: Specification from the file, changed by the options of the command.
         runs: all of them, the first seed of every arm before the second of any: an interrupted study has
             whole comparisons.
     """
@@ -111,9 +111,9 @@ class LossStudy:
         """Read a study.
 
         Args:
-            path: of its TOML file.
-            changes: keys of the study to replace.
-            settings: ``dotted.key=value`` each, keys of the recipe.
+            path: The TOML file.
+            changes: Keys of the study to replace.
+            settings: Keys of the recipe to replace, each as ``dotted.key=value``.
 
         Returns:
             The study.

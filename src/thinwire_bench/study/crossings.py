@@ -33,8 +33,8 @@ class CrossingKind(NamedTuple):
     """What crosses an axis.
 
     Attributes:
-        axis: the field of a policy that gives it its codec.
-        meaning: in words.
+        axis: Field of a policy that sets its codec.
+        meaning: Description of the tensors.
     """
 
     axis: str
@@ -58,9 +58,9 @@ class Crossing(NamedTuple):
     """A tensor that would cross an axis.
 
     Attributes:
-        kind: a key of :data:`KINDS`.
-        part: of a block, or of the model: a module's name.
-        tensor: 2-D, fp32.
+        kind: A key of :data:`KINDS`.
+        part: Name of the module of a block, or of the model.
+        tensor: The tensor, 2-D, fp32.
     """
 
     kind: str
@@ -72,9 +72,9 @@ class Moment(NamedTuple):
     """A step at which all of it was taken.
 
     Attributes:
-        step: updates made with this one.
-        loss: mean of the step, nats per token.
-        crossings: the tensors.
+        step: Number of the update, from 1.
+        loss: Mean loss of the step, in nats per token.
+        crossings: The tensors that would cross an axis.
     """
 
     step: int
@@ -87,13 +87,13 @@ class Training:
     """A short training.
 
     Attributes:
-        at: steps at which to take tensors, from 1, rising; the last one ends the training.
-        layers: blocks, at least 2.
-        hidden: width of the residual stream, a multiple of 64.
-        seq: tokens of a sequence.
-        ranks: data-parallel ranks; their micro-batches are computed one after the other.
-        micro_batch: sequences of a rank.
-        lr: highest learning rate.
+        at: Steps at which to take tensors, from 1, in rising order; training ends with the last one.
+        layers: Number of blocks, at least 2.
+        hidden: Width of the residual stream, a multiple of 64.
+        seq: Sequence length in tokens.
+        ranks: Data-parallel ranks; their micro-batches are computed one after another.
+        micro_batch: Sequences per rank.
+        lr: Peak learning rate.
 
     Raises:
         UsageError: a value is none of these.
@@ -133,8 +133,8 @@ def train(training: Training, report: Callable[[str], None] = lambda line: None)
     """Train on the source of the standard library.
 
     Args:
-        training: how.
-        report: told in one line what takes long.
+        training: Model, lengths and steps.
+        report: Called with a line of text before anything that takes long.
 
     Yields:
         Every step of ``training.at``. The tensors are copies.
@@ -165,10 +165,10 @@ def observe(model: Llama, optimizer: torch.optim.Optimizer, batches: Sequence[Ba
     """Make one update and take everything that would cross an axis.
 
     Args:
-        model: without gradients; it has none after it either.
-        optimizer: of all its parameters.
-        batches: of each rank.
-        step: number of the update, from 1.
+        model: The model, without gradients; it has none afterwards either.
+        optimizer: Optimizer of all its parameters.
+        batches: The batch of each rank.
+        step: Number of the update, from 1.
 
     Returns:
         Copies; activations and their gradients are those of the first rank.

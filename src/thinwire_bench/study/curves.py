@@ -25,14 +25,14 @@ class Curve:
     """A finished run.
 
     Attributes:
-        arm: its name.
-        seed: of weights and samples.
-        recipe: everything it was made of, but what a preset stands for.
-        plan: what the recipe's plan stood for.
-        dataset: fingerprint of its tokens.
-        versions: of the software.
-        diverged: whether it ended because its loss or gradients were no longer finite.
-        records: of every step.
+        arm: Name of the arm.
+        seed: Seed of weights and samples.
+        recipe: The recipe of the run; a preset is not resolved in it.
+        plan: The resolved plan of the recipe.
+        dataset: Fingerprint of the tokens.
+        versions: Versions of the software.
+        diverged: Whether the run ended because its loss or gradients were no longer finite.
+        records: Metrics of every step.
     """
 
     arm: str
@@ -63,8 +63,8 @@ class Curve:
         """The curve of a run that has ended by itself.
 
         Args:
-            run: which.
-            directory: of the run.
+            run: The run of the study.
+            directory: Directory of the run.
 
         Returns:
             The curve; None where the run has neither reached its last step nor diverged.
@@ -114,7 +114,7 @@ class Curves:
     """The finished runs of a study, in a directory of files.
 
     Args:
-        directory: holds one file for each run; need not exist.
+        directory: Directory with one file for each run; it need not exist.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -128,7 +128,7 @@ class Curves:
         """The curves that are there.
 
         Args:
-            runs: of the study.
+            runs: Runs of the study.
 
         Returns:
             Those of `runs` that have finished, in that order.

@@ -38,13 +38,13 @@ class Gain:
     """One system's speed over the baseline's under one setting.
 
     Attributes:
-        system: label.
-        bandwidth: of the links.
-        tokens_per_second: of all ranks, at the median step.
-        internode_bytes: of a step, of the busiest host in its busier direction.
-        gain: the baseline's time over the system's; median over rounds.
-        smallest: of the rounds.
-        largest: of the rounds.
+        system: Label of the system.
+        bandwidth: Bandwidth of the links, as the user wrote it.
+        tokens_per_second: Tokens per second of all ranks, at the median step.
+        internode_bytes: Bytes per step of the busiest host in its busier direction.
+        gain: The baseline's time over the system's, median over rounds.
+        smallest: Smallest gain within a round.
+        largest: Largest gain within a round.
     """
 
     system: str
@@ -88,7 +88,7 @@ def gains(rows: Sequence[SystemRow]) -> list[Gain]:
     """Gains over the first system, under each setting.
 
     Args:
-        rows: of a benchmark whose first system is the baseline.
+        rows: Rows of a benchmark whose first system is the baseline.
     """
     found = []
     for bandwidth in dict.fromkeys(row.bandwidth for row in rows):
@@ -107,9 +107,9 @@ def across_bandwidths(rows: Sequence[SystemRow], slow: str, fast: str) -> tuple[
     """How fast all techniques together on a slow link are, over the baseline on a fast one.
 
     Args:
-        rows: of a benchmark under both settings.
-        slow: bandwidth of ours.
-        fast: bandwidth of the baseline.
+        rows: Rows of a benchmark under both settings.
+        slow: Bandwidth of the link for all techniques together.
+        fast: Bandwidth of the link for the baseline.
 
     Returns:
         Median over rounds, smallest, largest; above 1 ours is faster.
@@ -124,9 +124,9 @@ def sheet(found: Sequence[Gain], title: str, *, product: bool) -> Sheet:
     """Gains as a table.
 
     Args:
-        found: of a benchmark.
-        title: above it.
-        product: whether to add what the techniques would give if their gains multiplied.
+        found: Gains of a benchmark.
+        title: Title above the table.
+        product: Whether to add the product of the gains of the single techniques.
     """
     rows = []
     for bandwidth in dict.fromkeys(gain.bandwidth for gain in found):

@@ -60,15 +60,15 @@ class PolicySpeed:
     """One policy under one link.
 
     Attributes:
-        policy: its name, or ``PLAIN``.
-        bandwidth: of the links.
-        samples_per_second: sequences, of all ranks, at the median step.
-        tflops: of each rank, forward and backward as published figures count them.
-        gain: time of plain torch over the policy's; median over rounds.
-        smallest: of the rounds.
-        largest: of the rounds.
-        by_axis: bytes of a step, of all ranks, by axis and codec.
-        across: bytes of a step that the busiest host sends or receives, as its link counts them.
+        policy: Name of the policy, or ``PLAIN``.
+        bandwidth: Bandwidth of the links, as the user wrote it.
+        samples_per_second: Sequences per second of all ranks, at the median step.
+        tflops: TFLOPS of each rank; forward and backward are counted as in published figures.
+        gain: Time of plain torch over that of the policy, median over rounds.
+        smallest: Smallest gain within a round.
+        largest: Largest gain within a round.
+        by_axis: Bytes per step that all ranks send, by axis and codec.
+        across: Bytes per step of the busiest host in its busier direction, as its link counts them.
     """
 
     policy: str
@@ -145,9 +145,9 @@ def speeds(rows: Sequence[SystemRow], model: str, seq: int) -> list[PolicySpeed]
     """Rows of a benchmark, read as gains over plain torch.
 
     Args:
-        rows: of :func:`systems`, plain torch first.
-        model: as there.
-        seq: as there.
+        rows: Rows of the :func:`systems`, plain torch first.
+        model: A key of the benchmarks' models.
+        seq: Sequence length in tokens.
     """
     fields: dict[str, Any] = {"name": model, "kind": "llama", "seq": seq, **MODELS[model]}
     shape = ModelSpec(**fields)
@@ -175,8 +175,8 @@ def sheets(found: Sequence[PolicySpeed], dtype: str) -> list[Sheet]:
     """A table for each link, and one of bytes by axis.
 
     Args:
-        found: of a benchmark.
-        dtype: of messages.
+        found: Speeds of a benchmark.
+        dtype: Dtype of messages.
     """
     made = []
     for bandwidth in dict.fromkeys(speed.bandwidth for speed in found):
@@ -206,7 +206,7 @@ def goals(found: Mapping[str, Sequence[PolicySpeed]]) -> list[Sheet]:
     """Ours beside the best of the paper's that keeps the loss, link by link.
 
     Args:
-        found: of benchmarks, by the dtype of their messages.
+        found: Speeds of benchmarks, by the dtype of their messages.
     """
     rows = []
     for dtype, speeds in found.items():
@@ -232,9 +232,9 @@ def draw(found: Sequence[PolicySpeed], losses: Mapping[str, Sequence[float]], pa
     """Gains by policy and link, with their spread, and what the same policy does to the loss.
 
     Args:
-        found: of a benchmark.
-        losses: percent over the baseline's, seed by seed, by policy; empty where it was not measured.
-        path: of the PNG file.
+        found: Speeds of a benchmark.
+        losses: By policy, how far the loss of each seed lies above the baseline's, in percent; empty if not measured.
+        path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -22,10 +22,10 @@ def draw(spec: StudySpec, curves: Sequence[Curve], found: Sequence[ArmOutcome], 
     """Draw validation losses over tokens, and final losses over the baseline's, seed by seed.
 
     Args:
-        spec: of the study.
-        curves: of its finished runs.
-        found: where the arms end.
-        path: of the PNG file.
+        spec: Specification of the study.
+        curves: Curves of its finished runs.
+        found: The outcome of each arm.
+        path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

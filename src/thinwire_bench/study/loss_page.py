@@ -14,9 +14,9 @@ def markdown(study: LossStudy, curves: Sequence[Curve], found: Sequence[ArmOutco
     """The answer as Markdown, with what a reader needs to judge it.
 
     Args:
-        study: which.
-        curves: of its finished runs.
-        found: where the arms end.
+        study: The study.
+        curves: Curves of its finished runs.
+        found: The outcome of each arm.
 
     Returns:
         Markdown.

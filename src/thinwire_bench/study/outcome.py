@@ -17,11 +17,11 @@ class ArmOutcome:
     """Where one arm ends.
 
     Attributes:
-        arm: its name.
-        about: in a few words.
-        losses: final validation loss in nats per token by seed; None where the run diverged.
-        missing: seeds that have not finished.
-        excess: loss over the baseline's with the same seed, in percent, by seed; for seeds that both have ended.
+        arm: Name of the arm.
+        about: Short description of the arm.
+        losses: Final validation loss in nats per token, by seed; None where the run diverged.
+        missing: Seeds whose runs have not finished.
+        excess: By seed, how far the loss lies above the baseline's, in percent; only for seeds that both have finished.
     """
 
     arm: str
@@ -53,8 +53,8 @@ class Verdict:
     """Whether a goal is reached.
 
     Attributes:
-        goal: in words.
-        measured: in words; says so where runs are missing.
+        goal: Description of the goal.
+        measured: Description of the measured value, or of the runs that are missing.
         reached: None where nothing can be said yet.
     """
 
@@ -67,8 +67,8 @@ def outcomes(spec: StudySpec, curves: Sequence[Curve]) -> list[ArmOutcome]:
     """Where each arm ends.
 
     Args:
-        spec: of the study.
-        curves: of its finished runs.
+        spec: Specification of the study.
+        curves: Curves of its finished runs.
 
     Returns:
         One for each arm, in the study's order.

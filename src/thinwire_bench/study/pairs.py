@@ -17,18 +17,18 @@ class Pair:
     """One plan on one link, predicted and measured.
 
     Attributes:
-        model: name.
-        bandwidth: of the links.
-        cap: bytes that a rank may use; ``None``: all there is.
-        plan: preset, or whose choice it is.
-        factors: what the plan is.
-        local_ms: of a step of the same ranks without communication, in the same rounds.
-        pace: how many times slower the ranks computed than when the profile was measured.
-        predicted_ms: of a step, at that pace.
-        measured_ms: of a step, median over rounds.
-        spread_ms: between the slowest and the fastest round.
-        predicted_bytes: of a rank's memory.
-        measured_bytes: the most that a rank ever had resident, on all links together.
+        model: Name of the model.
+        bandwidth: Bandwidth of the links, as the user wrote it.
+        cap: Bytes that a rank may use; ``None`` sets no limit.
+        plan: Preset, or the link for which the planner chose the plan.
+        factors: Description of the plan.
+        local_ms: Milliseconds per step of the same ranks without communication, in the same rounds.
+        pace: Factor by which the ranks computed slower than when the profile was measured.
+        predicted_ms: Predicted milliseconds per step, at that pace.
+        measured_ms: Measured milliseconds per step, median over rounds.
+        spread_ms: Milliseconds per step between the slowest and the fastest round.
+        predicted_bytes: Predicted memory of a rank, in bytes.
+        measured_bytes: Peak resident memory of any rank on any link, in bytes.
     """
 
     model: str
@@ -55,13 +55,13 @@ class Choice:
     """The planner's choice on one link beside the plans that were fastest in the first rounds, all measured anew.
 
     Attributes:
-        model: name.
-        bandwidth: of the links.
-        cap: bytes that a rank may use; ``None``: all there is.
-        plan: what was chosen.
-        best: the fastest; maybe the choice itself.
-        ratio: the choice's step over the best one's, median of the rounds' ratios.
-        memory: bytes that a rank of the choice ever had resident.
+        model: Name of the model.
+        bandwidth: Bandwidth of the links, as the user wrote it.
+        cap: Bytes that a rank may use; ``None`` sets no limit.
+        plan: The plan that was chosen.
+        best: The fastest plan, which may be the choice itself.
+        ratio: The choice's step over that of the fastest plan, median of the ratios within rounds.
+        memory: Peak resident memory of any rank under the chosen plan, in bytes.
     """
 
     model: str

@@ -55,15 +55,15 @@ class Setup:
     """What is compared, and how long.
 
     Attributes:
-        models: names of the lab's models.
-        settings: bandwidths, without clipping.
-        seq: tokens of a sequence; every rank has one a step.
-        nodes: hosts.
-        ranks: of each.
-        rounds: of an interleaved measurement, besides a first one that does not count.
-        timeout: seconds a system may take to start, or for a turn.
-        cores: of this machine.
-        report: told what is going on.
+        models: Names of the lab's models.
+        settings: Bandwidths of the links, without clipping.
+        seq: Sequence length in tokens; every rank trains on one sequence per step.
+        nodes: Emulated hosts.
+        ranks: Ranks of each host.
+        rounds: Rounds of an interleaved measurement that count; one more precedes them.
+        timeout: Seconds that a system may take to start, or for a turn.
+        cores: Cores of this machine.
+        report: Called with a line of text whenever something begins.
     """
 
     models: Sequence[str]
@@ -86,8 +86,8 @@ class Known:
     """What is known of a link before any plan is measured.
 
     Attributes:
-        profile: of the link and of the models' parts.
-        alone: milliseconds of a step without communication at its pace, by model.
+        profile: Profile of the link and of the models' parts.
+        alone: Milliseconds per step without communication at the pace of the profile, by model.
     """
 
     profile: Profile
@@ -98,9 +98,9 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Kno
     """A profile of every link, all models' parts included; those that the directory has are read.
 
     Args:
-        setup: models and links.
-        budget: seconds of each measurement.
-        directory: for the files.
+        setup: Models and links.
+        budget: Seconds of each measurement.
+        directory: Directory of the profiles.
 
     Returns:
         By bandwidth.
@@ -184,8 +184,8 @@ def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[
     """Predict and measure every plan for every model on every link, and again under a cap on memory.
 
     Args:
-        setup: models and links.
-        known: by bandwidth.
+        setup: Models and links.
+        known: What is known of each link, by bandwidth.
     """
     pairs: list[Pair] = []
     choices: list[Choice] = []
@@ -204,10 +204,10 @@ class _Field:
     """Plans that are measured side by side.
 
     Attributes:
-        model: name.
-        cap: bytes that a rank may use, ``None``: all there is.
-        plans: by label.
-        picks: label of the planner's choice, by bandwidth.
+        model: Name of the model.
+        cap: Bytes that a rank may use; ``None`` sets no limit.
+        plans: Plans by label.
+        picks: Label of the planner's choice, by bandwidth.
     """
 
     model: str
@@ -326,9 +326,9 @@ def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair
     """What the model as it is now says of pairs that were measured before.
 
     Args:
-        setup: models and links, as then.
-        known: by bandwidth, from the profiles of then.
-        pairs: of that time.
+        setup: The same models and links as in the earlier measurement.
+        known: What was known of each link, by bandwidth, from the profiles of that time.
+        pairs: Pairs of the earlier measurement.
 
     Raises:
         UsageError: a plan is not what it was: a preset has changed, or the planner chooses another.

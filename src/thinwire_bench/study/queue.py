@@ -34,10 +34,10 @@ class Queue:
     """The runs of a study that are not finished.
 
     Args:
-        study: what to run.
-        curves: where finished runs go, and which there are.
-        work: directory of the runs themselves (checkpoints, logs).
-        console: for progress.
+        study: The study to run.
+        curves: The finished runs; new ones are added.
+        work: Directory for checkpoints and logs of the runs.
+        console: Console for progress.
     """
 
     def __init__(self, study: LossStudy, curves: Curves, work: Path, console: Console) -> None:

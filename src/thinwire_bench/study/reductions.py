@@ -41,9 +41,9 @@ class Way:
     """A way to reduce.
 
     Attributes:
-        algorithm: a key of :data:`ALGORITHMS`.
-        inside: codec of messages inside a node; the others use it for all messages.
-        across: codec of messages between nodes, of the two hops.
+        algorithm: A key of :data:`ALGORITHMS`.
+        inside: Codec of messages inside a node; algorithms other than two hops use it for all messages.
+        across: Codec of messages between nodes, with two hops.
     """
 
     algorithm: str
@@ -61,10 +61,10 @@ class Reduced:
     """What a way leads to.
 
     Attributes:
-        way: which.
-        snr_db: of the mean gradient, signal to noise.
-        across_bytes: that one node sent to others, counted; mean over nodes.
-        predicted_bytes: the same from the formula.
+        way: Algorithm and codecs.
+        snr_db: Signal-to-noise ratio of the mean gradient, in dB.
+        across_bytes: Bytes that a node sent to others, as counted; mean over nodes.
+        predicted_bytes: The same by the formula.
     """
 
     way: Way
@@ -77,9 +77,9 @@ def ring(mine: Tensor, local: int, way: Way) -> tuple[int, Tensor, int]:
     """Each piece goes once around all ranks, which add theirs: it is encoded anew at each.
 
     Args:
-        mine: this rank's gradient, fp32.
-        local: ranks of a node.
-        way: its codecs.
+        mine: This rank's gradient, fp32.
+        local: Ranks per node.
+        way: Algorithm and codecs.
 
     Returns:
         Number and sum of the piece that ends at this rank, and the bytes it sent to another node.
@@ -137,10 +137,10 @@ def study(nodes: int, local: int, ways: Sequence[Way], report: Callable[[str], N
     """Reduce the gradients of a small model in several ways.
 
     Args:
-        nodes: of the mesh.
-        local: ranks of a node.
-        ways: what to compare.
-        report: told in one line what takes long.
+        nodes: Nodes of the mesh.
+        local: Ranks per node.
+        ways: Algorithms and codecs to compare.
+        report: Called with a line of text before anything that takes long.
 
     Returns:
         One result for each way.

@@ -51,11 +51,11 @@ class TensorSpectrum:
     """One tensor.
 
     Attributes:
-        step: the update that it belongs to, from 1.
-        kind: a key of :data:`~thinwire_bench.study.crossings.KINDS`.
-        part: of the model.
-        numbers: as :func:`spectrum` gives them.
-        curve: singular values over the largest, at even distances from the first to the last.
+        step: Number of the update that it belongs to, from 1.
+        kind: A key of :data:`~thinwire_bench.study.crossings.KINDS`.
+        part: Part of the model that it belongs to.
+        numbers: The figures that :func:`spectrum` returns, by name.
+        curve: Singular values over the largest one, at even distances from the first to the last.
     """
 
     step: int
@@ -70,12 +70,12 @@ class Summary:
     """Tensors of a kind at a step.
 
     Attributes:
-        step: as of :class:`TensorSpectrum`.
-        kind: likewise.
-        part: likewise; empty: all of them.
-        tensors: how many.
-        quartiles: lower quartile, median and upper quartile of each number.
-        curve: median of the curves, point by point.
+        step: Number of the update, from 1.
+        kind: A key of :data:`~thinwire_bench.study.crossings.KINDS`.
+        part: Part of the model; empty for all parts together.
+        tensors: Number of tensors.
+        quartiles: Lower quartile, median and upper quartile of each figure.
+        curve: Median of the curves, point by point.
     """
 
     step: int
@@ -103,9 +103,9 @@ class Trends:
     """What the SNR of a codec goes along with, as rank correlations (Spearman) over tensors.
 
     Attributes:
-        codec: which.
-        effective_rank: with the effective rank.
-        crest: with the crest factor.
+        codec: The codec.
+        effective_rank: Correlation of its SNR with the effective rank.
+        crest: Correlation of its SNR with the crest factor.
     """
 
     codec: str
@@ -117,7 +117,7 @@ def singular_values(matrix: Tensor) -> Tensor:
     """Singular values, largest first, scaled to a sum of squares of 1.
 
     Args:
-        matrix: 2-D, any float dtype, not all 0.
+        matrix: 2-D matrix of any float dtype, not all zeros.
 
     Returns:
         fp64 on CPU, as many as the smaller dimension. From the eigenvalues of the smaller Gram matrix: exact to 1e-8
@@ -142,7 +142,7 @@ def spectrum(matrix: Tensor) -> tuple[dict[str, float], tuple[float, ...]]:
     - ``snr CODEC``: in dB, encoded and decoded as one message.
 
     Args:
-        matrix: 2-D, fp32, not all 0.
+        matrix: 2-D matrix in fp32, not all zeros.
 
     Returns:
         Numbers by name, and singular values over the largest at even distances.
@@ -171,7 +171,7 @@ def crest_factors(x: Tensor) -> Tensor:
     """Largest magnitude over the root mean square, of every block of 256 values that is not all 0.
 
     Args:
-        x: any shape, at least one block.
+        x: Tensor of any shape, with at least one block of values.
 
     Returns:
         1-D: 1 where all magnitudes are equal, 16 where a block has one value; about 2.9 of normal values.

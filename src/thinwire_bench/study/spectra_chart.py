@@ -22,8 +22,8 @@ def draw(summaries: Sequence[Summary], path: Path) -> None:
     """Draw medians over all tensors of a kind.
 
     Args:
-        summaries: those of parts of the model are left out.
-        path: of the PNG file.
+        summaries: Summaries; those of parts of the model are left out.
+        path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

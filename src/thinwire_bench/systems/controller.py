@@ -26,7 +26,7 @@ from thinwire_bench.systems.protocol import (
     Ready,
     Settled,
     Sleep,
-    Turn,
+    TurnRequest,
     Wake,
     Warm,
 )
@@ -67,22 +67,22 @@ class TurnResult:
     """One turn of one system; everything per step.
 
     Attributes:
-        label: the system.
-        turn: what it was asked for.
-        seconds: from the word to the end of the slowest rank.
+        label: Label of the system.
+        turn: The turn that was asked for.
+        seconds: Seconds per step, from the start signal to the end of the slowest rank.
         cpu_seconds: of all threads of all ranks.
-        waited: seconds that computation waited, by lane, mean over ranks.
+        waited: Seconds that computation waited, by lane, mean over ranks.
         sent: bytes each host sent to others, counted on its link by the kernel; mean over all steps, those of the
             warm-up included, because a step may send on while the next one runs.
-        received: bytes each host received, likewise.
-        values: what each step returned, mean over ranks, those of the warm-up first.
-        peak_rss: bytes, of the rank that ever had most resident; pages shared between ranks count in each.
-        predicted: bytes each host should send to others; empty where the system does not tell.
-        by_axis: bytes that all ranks sent, by axis and codec, as the system counts them; empty where it does not.
+        received: Bytes that each host received, counted in the same way.
+        values: What each step returned, mean over ranks, the warm-up steps first.
+        peak_rss: Peak resident memory of any rank in bytes; pages that ranks share count in each of them.
+        predicted: Bytes that each host should send to others; empty where the system predicts none.
+        by_axis: Bytes that all ranks sent, by axis and codec, as the system counts them; empty where it does not count.
     """
 
     label: str
-    turn: Turn
+    turn: TurnRequest
     seconds: float
     cpu_seconds: float
     waited: Mapping[str, float]
@@ -98,9 +98,9 @@ class Controller:
     """Systems on the hosts of a network; a context manager that ends all their processes.
 
     Args:
-        network: a running lab.
-        ranks: of each host.
-        timeout: seconds a system may take to start, or for a turn.
+        network: An open lab.
+        ranks: Ranks of each host.
+        timeout: Seconds that a system may take to start, or for a turn.
     """
 
     def __init__(self, network: Network, ranks: int, *, timeout: float = 600.0) -> None:
@@ -162,12 +162,12 @@ class Controller:
         self._collect(system.label, Ready)
         self._order(Sleep(system.label))
 
-    def run(self, label: str, turn: Turn) -> TurnResult:
+    def run(self, label: str, turn: TurnRequest) -> TurnResult:
         """Let one system train while all others sleep.
 
         Args:
-            label: of a system that was started.
-            turn: how many steps and how.
+            label: Label of a system that was started.
+            turn: Number of steps, and their options.
 
         Raises:
             BenchError: a rank failed, died or took too long.

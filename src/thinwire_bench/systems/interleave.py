@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire_bench.systems.controller import TurnResult
-from thinwire_bench.systems.protocol import Turn
+from thinwire_bench.systems.protocol import TurnRequest
 
 __all__ = ["Runner", "Sample", "Session", "Setting", "interleave"]
 
@@ -18,7 +18,7 @@ STARTUP_STEPS = 3
 class Runner(Protocol):
     """What lets one system train; see ``Controller``."""
 
-    def run(self, label: str, turn: Turn) -> TurnResult: ...
+    def run(self, label: str, turn: TurnRequest) -> TurnResult: ...
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,10 @@ class Setting:
     """What changes between turns.
 
     Attributes:
-        bandwidth: of the links between hosts, as the user wrote it.
-        rate: the same in bits per second; None leaves the links as fast as they are.
-        clip: bound on the gradient norm; None does not clip.
-        steps: timed ones of a turn; None: as many as everywhere.
+        bandwidth: Bandwidth of the links between hosts, as the user wrote it.
+        rate: The same in bits per second; None does not shape the links.
+        clip: Bound on the gradient norm; None does not clip.
+        steps: Timed steps of a turn; None takes the session's number.
     """
 
     bandwidth: str
@@ -69,9 +69,9 @@ class Sample:
     """One turn of one system.
 
     Attributes:
-        round: counted from 0; None for the start-up, which no time is taken from.
-        setting: of links and step.
-        result: what was measured.
+        round: Round, counted from 0; None for the start-up, which is not measured.
+        setting: Bandwidth and bound on the gradient norm.
+        result: The measurement.
     """
 
     round: int | None
@@ -92,27 +92,27 @@ def interleave(
     """Run every system under every setting, round by round.
 
     Args:
-        runner: lets a system train.
-        shape: sets the bandwidth of all links, in bits per second.
-        labels: of the systems; which is first rotates with the rounds.
-        settings: visited in this order in every round; neighbours of equal rate share their links.
-        rounds: how many.
-        steps: timed ones of a turn, where the setting does not say; each turn has one more before them.
-        report: told of every sample.
+        runner: Lets a system train.
+        shape: Sets the bandwidth of all links, in bits per second.
+        labels: Labels of the systems; the first one rotates with the rounds.
+        settings: Settings in the order of every round; links are shaped only where the rate changes.
+        rounds: Number of rounds.
+        steps: Timed steps of a turn, where the setting has no number of its own; a warm-up step precedes them.
+        report: Called with every sample.
 
     Returns:
         Samples in the order they were taken. Every system has taken the same steps in the same order.
     """
     samples: list[Sample] = []
 
-    def take(number: int | None, setting: Setting, label: str, turn: Turn) -> None:
+    def take(number: int | None, setting: Setting, label: str, turn: TurnRequest) -> None:
         samples.append(Sample(number, setting, runner.run(label, turn)))
         report(samples[-1])
 
     rate = settings[0].rate
     shape(rate)
     for label in labels:
-        take(None, settings[0], label, Turn(1, STARTUP_STEPS - 1, {"clip": settings[0].clip}))
+        take(None, settings[0], label, TurnRequest(1, STARTUP_STEPS - 1, {"clip": settings[0].clip}))
     for number in range(rounds):
         first = number % len(labels)
         for setting in settings:
@@ -120,5 +120,5 @@ def interleave(
                 rate = setting.rate
                 shape(rate)
             for label in [*labels[first:], *labels[:first]]:
-                take(number, setting, label, Turn(setting.steps or steps, 1, {"clip": setting.clip}))
+                take(number, setting, label, TurnRequest(setting.steps or steps, 1, {"clip": setting.clip}))
     return samples

@@ -29,8 +29,8 @@ def refusals(losses: Mapping[str, Sequence[float]], exempt: frozenset[str] = fro
     """Systems that did not train as the others did.
 
     Args:
-        losses: by label, step by step, equally many.
-        exempt: systems that train by themselves; they are neither judged nor do they judge.
+        losses: Losses of every step by label, the same number for each system.
+        exempt: Systems that train differently on purpose; they are not compared with the others.
 
     Returns:
         Why, by label of the refused.

@@ -17,7 +17,7 @@ from thinwire.spec import Plan
 from thinwire_bench.peers.interface import SystemKind, SystemSpec
 from thinwire_bench.systems.controller import Controller, TurnResult
 from thinwire_bench.systems.interleave import Session
-from thinwire_bench.systems.protocol import BenchError, Turn
+from thinwire_bench.systems.protocol import BenchError, TurnRequest
 
 __all__ = ["PLANS", "SETTINGS", "Cases", "OverlapStudy", "SwitchEffect", "SwitchRow", "ladder", "run_overlap"]
 
@@ -47,18 +47,18 @@ class SwitchRow:
 
     Attributes:
         plan: ``7b``, ``13b`` or ``30b``.
-        factors: the plan in words.
-        micro_batches: of a step.
-        setting: one of ``SETTINGS``.
-        step_ms: milliseconds per step.
-        step_ms_min: of the fastest round.
-        step_ms_max: of the slowest round.
-        tokens_per_second: of all ranks, at the median step.
-        exposed_ms: milliseconds per step that computation waited for all lanes, mean over ranks.
-        waited_ms: the same by lane.
-        waited_ms_min: of the round with least.
-        waited_ms_max: of the round with most.
-        internode_bytes: per step, of the busiest host in its busier direction.
+        factors: Description of the plan.
+        micro_batches: Micro-batches per step.
+        setting: A key of ``SETTINGS``.
+        step_ms: Milliseconds per step, median over rounds.
+        step_ms_min: Milliseconds per step of the fastest round.
+        step_ms_max: Milliseconds per step of the slowest round.
+        tokens_per_second: Tokens per second of all ranks, at the median step.
+        exposed_ms: Milliseconds per step that computation waited for all lanes, mean over ranks.
+        waited_ms: The same by lane.
+        waited_ms_min: The same by lane, in the round with the least waiting.
+        waited_ms_max: The same by lane, in the round with the most waiting.
+        internode_bytes: Bytes per step of the busiest host in its busier direction.
     """
 
     plan: str
@@ -81,14 +81,14 @@ class SwitchEffect:
     """From one setting to the next: what turning a switch on did to the waiting it is meant to shorten.
 
     Attributes:
-        plan, micro_batches: which rows.
-        setting: what was turned on.
-        lanes: those it concerns.
-        off_ms: waited for these lanes before.
-        on_ms: and after.
-        step_ratio: median step after, over before.
-        traffic: whether these lanes send anything under this plan.
-        apart: whether the slowest round after is faster than the fastest before.
+        plan, micro_batches: The rows that are compared.
+        setting: The later of the two settings.
+        lanes: Lanes whose waiting the switch should shorten.
+        off_ms: Milliseconds per step waited for these lanes with the switch off.
+        on_ms: Milliseconds per step waited for these lanes with the switch on.
+        step_ratio: Median step with the switch on, over the median step with it off.
+        traffic: Whether these lanes send anything under this plan.
+        apart: Whether every round with the switch on waits less than every round with it off.
     """
 
     plan: str
@@ -188,7 +188,7 @@ def _take(controller: Controller, cases: Cases, session: Session) -> list[_Sampl
         when = "start-up" if starting else f"round {number + 1}/{session.rounds}"
         for name, count, setting in cases.in_order(max(number, 0)):
             options = {"setting": setting, "micro_batches": count}
-            result = controller.run(name, Turn(session.steps, 2 if starting else 1, options))
+            result = controller.run(name, TurnRequest(session.steps, 2 if starting else 1, options))
             samples.append(_Sample((name, count, setting), result))
             session.report(f"{when} {name} M={count} {setting}: {1e3 * result.seconds:.1f} ms/step")
     return samples
@@ -198,8 +198,8 @@ def ladder(rows: Sequence[SwitchRow], plan_of: Mapping[str, Plan]) -> Iterator[S
     """What each setting did compared with the one before.
 
     Args:
-        rows: settings of one plan and number of micro-batches side by side, in the order of ``SETTINGS``.
-        plan_of: plans by name.
+        rows: Rows; the settings of one plan and number of micro-batches are adjacent, in the order of ``SETTINGS``.
+        plan_of: Plans by name.
     """
     for before, after in pairwise(rows):
         if (before.plan, before.micro_batches) != (after.plan, after.micro_batches):
@@ -249,7 +249,7 @@ def _record(
         for setting in SETTINGS:
             with tempfile.TemporaryDirectory() as scratch:
                 options = {"setting": setting, "micro_batches": count, "trace": scratch}
-                controller.run(name, Turn(1, 1, options))
+                controller.run(name, TurnRequest(1, 1, options))
                 spans = {
                     int(path.stem.removeprefix("rank-")): [Span(**span) for span in json.loads(path.read_text())]
                     for path in Path(scratch).glob("rank-*.json")

@@ -10,7 +10,7 @@ from thinwire.errors import ThinwireError
 from thinwire_bench.peers.interface import SystemSpec
 
 __all__ = [
-    "BenchError", "Ended", "Failed", "Hello", "Launch", "Ready", "Settled", "Sleep", "Turn", "Wake", "Warm",
+    "BenchError", "Ended", "Failed", "Hello", "Launch", "Ready", "Settled", "Sleep", "TurnRequest", "Wake", "Warm",
 ]  # fmt: skip
 
 
@@ -23,13 +23,13 @@ class Launch:
     """To a server: start this host's ranks of a system.
 
     Attributes:
-        system: which.
-        nodes: hosts of the run.
-        local: ranks of each host.
-        host: index of this one.
-        environment: variables of the job, for all ranks.
-        log: path of the file that takes what the ranks print.
-        timeout: seconds until a collective fails.
+        system: The system to start.
+        nodes: Hosts of the run.
+        local: Ranks of each host.
+        host: Index of this host.
+        environment: Environment variables of the job, the same for all ranks.
+        log: Path of the file for the output of the ranks.
+        timeout: Seconds until a collective fails.
     """
 
     system: SystemSpec
@@ -46,7 +46,7 @@ class Sleep:
     """To a server: stop this host's ranks of a system, threads that poll included.
 
     Attributes:
-        label: of the system.
+        label: Label of the system.
     """
 
     label: str
@@ -57,20 +57,20 @@ class Wake:
     """To a server: let this host's ranks of a system go on.
 
     Attributes:
-        label: of the system.
+        label: Label of the system.
     """
 
     label: str
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnRequest:
     """To a rank: train some steps.
 
     Attributes:
-        steps: timed ones.
-        warmup: steps before them, not timed.
-        options: passed to every step.
+        steps: Timed steps.
+        warmup: Steps before them that are not timed.
+        options: Options of every step.
     """
 
     steps: int
@@ -83,9 +83,9 @@ class Hello:
     """The first message of a process.
 
     Attributes:
-        host: index of its host.
-        label: of its system, for a rank.
-        rank: of its system, for a rank.
+        host: Index of its host.
+        label: Label of its system, for a rank.
+        rank: Its rank in the system, for a rank.
     """
 
     host: int
@@ -108,13 +108,13 @@ class Settled:
     """From a rank: the turn is over and nothing is under way.
 
     Attributes:
-        finished: when its last step ended, in seconds of the machine's monotonic clock.
-        cpu_seconds: of all its threads, during the timed steps.
-        waited: seconds that computation waited during the timed steps, by lane.
-        values: what each step returned, those of the warm-up first.
-        peak_rss: bytes, the most it ever had resident.
-        predicted: bytes that it should send to other hosts in a step; None where its system does not tell.
-        sent: bytes that it sent during the timed steps, by axis and codec.
+        finished: When its last step ended, in seconds of the machine's monotonic clock.
+        cpu_seconds: Processor time of all its threads during the timed steps, in seconds.
+        waited: Seconds that computation waited during the timed steps, by lane.
+        values: What each step returned, the warm-up steps first.
+        peak_rss: Its peak resident memory in bytes.
+        predicted: Bytes per step that it should send to other hosts; None where its system predicts none.
+        sent: Bytes that it sent during the timed steps, by axis and codec.
     """
 
     finished: float
@@ -131,7 +131,7 @@ class Failed:
     """From a rank: an exception ended it.
 
     Attributes:
-        sentence: the exception in a line.
+        sentence: The exception as one line.
     """
 
     sentence: str
@@ -142,9 +142,9 @@ class Ended:
     """From a server: a rank's process is no more.
 
     Attributes:
-        label: of its system.
-        rank: which.
-        how: for example ``was killed by SIGKILL``.
+        label: Label of its system.
+        rank: Its rank.
+        how: How it ended, for example ``was killed by SIGKILL``.
     """
 
     label: str

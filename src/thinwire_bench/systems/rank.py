@@ -17,7 +17,7 @@ from typing import Any
 from thinwire.collectives import group
 from thinwire.errors import ThinwireError
 from thinwire_bench.peers.interface import Place, System
-from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, Turn, Warm
+from thinwire_bench.systems.protocol import Failed, Hello, Launch, Ready, Settled, TurnRequest, Warm
 
 __all__ = ["serve"]
 
@@ -26,9 +26,9 @@ def serve(address: str, launch: Launch, local_rank: int) -> None:
     """Be one rank until the controller closes the connection.
 
     Args:
-        address: of the controller's socket.
-        launch: the order to start.
-        local_rank: this rank's number on its host.
+        address: Address of the controller's socket.
+        launch: What to start.
+        local_rank: Index of this rank on its host.
     """
     place = Place(launch.host * launch.local + local_rank, launch.nodes, launch.local)
     _redirect_output(launch.log)
@@ -78,7 +78,7 @@ def _receive(pipe: Connection[Any, Any]) -> Any:
         return None
 
 
-def _take(turn: Turn, system: System, pipe: Connection[Any, Any]) -> None:
+def _take(turn: TurnRequest, system: System, pipe: Connection[Any, Any]) -> None:
     values = [system.step(turn.options) for _ in range(turn.warmup)]
     pipe.send(Warm())
     pipe.recv()

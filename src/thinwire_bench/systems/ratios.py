@@ -20,14 +20,14 @@ class Ratio:
     """Our time over a peer's under one setting; below 1 we are faster.
 
     Attributes:
-        bandwidth: of the links, as the user wrote it.
-        clip: bound on the gradient norm, or None.
-        plan: our system.
-        peer: theirs.
-        of_medians: median step over median step.
-        median: of the ratios of single rounds, whose turns were minutes apart at most.
-        smallest: of them.
-        largest: of them.
+        bandwidth: Bandwidth of the links, as the user wrote it.
+        clip: Bound on the gradient norm; None does not clip.
+        plan: Label of thinwire's plan.
+        peer: Label of the other system.
+        of_medians: Median step of the plan over that of the peer.
+        median: Median of the ratios within rounds.
+        smallest: Smallest ratio within a round.
+        largest: Largest ratio within a round.
     """
 
     bandwidth: str
@@ -61,9 +61,9 @@ def pair_ratios(rows: Sequence[SystemRow], plan: str, peer: str) -> list[Ratio]:
     """One plan against one peer under each setting in which neither is missing or refused.
 
     Args:
-        rows: of a run.
-        plan: label.
-        peer: label.
+        rows: Rows of a run.
+        plan: Label of thinwire's plan.
+        peer: Label of the other system.
     """
     found = []
     for here in _by_setting(rows):

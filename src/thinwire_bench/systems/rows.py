@@ -19,30 +19,30 @@ class SystemRow:
     """One system under one setting; medians over rounds where nothing else is said.
 
     Attributes:
-        system: label.
-        kind: plan, peer or bound.
-        bandwidth: of the links, as the user wrote it.
-        clip: bound on the gradient norm, or None.
-        step_ms: milliseconds per step.
-        step_ms_min: of the fastest round.
-        step_ms_max: of the slowest round.
-        samples: milliseconds per step of every round.
-        tokens_per_second: of all ranks, at the median step.
+        system: Label of the system.
+        kind: Its role in the comparison.
+        bandwidth: Bandwidth of the links, as the user wrote it.
+        clip: Bound on the gradient norm; None does not clip.
+        step_ms: Milliseconds per step.
+        step_ms_min: Milliseconds per step of the fastest round.
+        step_ms_max: Milliseconds per step of the slowest round.
+        samples: Milliseconds per step of every round.
+        tokens_per_second: Tokens per second of all ranks, at the median step.
         exposed_ms: the median step less that of the system without communication under the same setting; None where
             that did not run.
-        waited_ms: milliseconds per step that computation waited for each lane, mean over ranks, as our runtime counts.
-        internode_bytes: per step, of the busiest host in its busier direction, counted by the kernel.
+        waited_ms: Milliseconds per step that computation waited for each lane, mean over ranks; thinwire's plans only.
+        internode_bytes: Bytes per step of the busiest host in its busier direction, counted by the kernel.
         predicted_bytes: what the program predicts for ``internode_bytes``, without headers; None where the system does
             not tell.
-        internode_bytes_sum: per step, sent by all hosts.
-        cpu_seconds: per step, of all threads of all ranks.
+        internode_bytes_sum: Bytes per step that all hosts send.
+        cpu_seconds: Processor time per step of all threads of all ranks, in seconds.
         bound_ms: no step can be faster on these cores and links: the longer of ``cpu_seconds`` over the cores and
             ``internode_bytes`` over the rate of a link.
         bound_ratio: ``step_ms`` over ``bound_ms``.
-        peak_rss: bytes, of the rank that ever had most resident.
-        loss: mean over the first steps, in nats per token.
-        refused: why the row does not count; None where it does.
-        by_axis: bytes per step that all ranks sent, by axis and codec; empty where the system does not tell.
+        peak_rss: Peak resident memory of any rank, in bytes.
+        loss: Mean loss over the first steps, in nats per token.
+        refused: Why the row does not count, or None.
+        by_axis: Bytes per step that all ranks sent, by axis and codec; empty where the system does not count them.
     """
 
     system: str
@@ -76,10 +76,10 @@ def make_rows(samples: Sequence[Sample], systems: Sequence[SystemSpec], *, token
     """A row for every system and setting, settings in the order they were visited, systems in the given one.
 
     Args:
-        samples: of ``interleave``.
-        systems: all that ran.
-        tokens: of a step, of all ranks.
-        cores: that all ranks share.
+        samples: Samples of ``interleave``.
+        systems: All systems that ran.
+        tokens: Tokens per step, of all ranks.
+        cores: Cores that all ranks share.
     """
     losses = early_losses(samples)
     bounds = [system.label for system in systems if system.kind is SystemKind.BOUND]

@@ -35,8 +35,8 @@ def draw(rows: Sequence[SystemRow], path: Path) -> None:
     """Draw medians with whiskers from the fastest to the slowest round, and each system's own bound.
 
     Args:
-        rows: of a run; refused ones get no bar.
-        path: of the PNG file.
+        rows: Rows of a run; a refused row gets no bar.
+        path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -39,7 +39,7 @@ def goals_table(ratios: Mapping[str, Sequence[Ratio]]) -> Table:
     """Comparisons, one line for each setting.
 
     Args:
-        ratios: by the name of the comparison.
+        ratios: Ratios by the name of their comparison.
     """
     table = Table(title="ours / theirs, below 1 is faster", title_justify="left", box=None, pad_edge=False)
     for name in ("goal", "link", "clip", "plan", "peer"):
