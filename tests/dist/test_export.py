@@ -19,13 +19,15 @@ import thinwire as tw
 from thinwire.cli.main import app
 from thinwire.errors import CheckpointError, DataError, UsageError
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.testing import run_ranks
 from thinwire.train.data.packing import prepare
 from thinwire.train.data.tokens import TokenWriter
 from thinwire.train.directory import RunDirectory
 from thinwire.train.export.files import export
 from thinwire.train.export.kept import keep_sources
-from thinwire.train.trainer import Job, make_trainer
+from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.trainer import make_trainer
 
 OURS: dict[str, dict[str, Any]] = {
     "our-llama": {"kind": "llama", "kv_heads": 2},
@@ -64,12 +66,12 @@ def train(directories: list[str]) -> list[torch.Tensor | None]:
         run = RunDirectory(Path(name))
         recipe, plan = Recipe.load(run.recipe), tw.Plan.load(run.plan)
         dataset = prepare(recipe.data)
-        trainer = make_trainer(Job(recipe, plan, run, dataset, torch.device("cpu"), False, 2))
+        trainer = make_trainer(ResolvedRun(recipe, plan, run, node_ranks=2), dataset, torch.device("cpu"))
         for _ in range(2):
             trainer.step(False)
         trainer.save()
         if trainer.ranks.rank == 0:
-            keep_sources(run, recipe, dataset)
+            keep_sources(run, recipe, dataset, trainer.config)
         logits = None
         if plan.ranks == plan.world:
             chunk = trainer.model.chunks[0].eval()
@@ -82,7 +84,7 @@ def train(directories: list[str]) -> list[torch.Tensor | None]:
 
 def prepared(parent: Path, name: str, recipe: Recipe, *, nodes: int = 1, local: int = 2) -> str:
     run = RunDirectory(parent / name)
-    run.open(recipe, recipe.resolved_plan(tw.Factor(local=local, nodes=nodes)), {})
+    run.open(recipe, PlanTemplate.read(recipe).resolve(tw.Factor(local=local, nodes=nodes)), {})
     return str(run.path)
 
 

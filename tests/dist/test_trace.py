@@ -18,13 +18,14 @@ from thinwire.record import read_run
 from thinwire.report.page import Subject, write_page
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.testing import run_ranks
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
+from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import run
+from thinwire.train.loop import train_rank
 from thinwire.train.observing.tracing import Clocks, longest
-from thinwire.train.trainer import Job
 
 RECIPE = f"""
 plan = {{ preset = "zero3", compute_dtype = "float32" }}
@@ -51,10 +52,10 @@ timeout = "60s"
 def trains(recipe: Path, directory: Path) -> None:
     """Be one rank of a run."""
     chosen = Recipe.load(recipe)
-    plan = chosen.resolved_plan(Factor(local=2))
-    job = Job(chosen, plan, RunDirectory(directory), prepare(chosen.data), torch.device("cpu"), False, 2)
-    with StopRequest(job.directory.stop_file, launched=True) as stop:
-        assert run(job, stop, "none").step == 6
+    plan = PlanTemplate.read(chosen).resolve(Factor(local=2))
+    run = ResolvedRun(chosen, plan, RunDirectory(directory), node_ranks=2)
+    with StopRequest(run.directory.stop_file, launched=True) as stop:
+        assert train_rank(run, prepare(chosen.data), torch.device("cpu"), stop).step == 6
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +67,7 @@ def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = Recipe.read(directory / "recipe.toml")
     prepare(recipe.data)
     opened = RunDirectory(directory / "run")
-    opened.open(recipe, recipe.resolved_plan(Factor(local=2)), {"thinwire": "0"}, command="thinwire train")
+    opened.open(recipe, PlanTemplate.read(recipe).resolve(Factor(local=2)), {"thinwire": "0"}, command="thinwire train")
     run_ranks(2, trains, opened.recipe, opened.path)
     return opened.path
 

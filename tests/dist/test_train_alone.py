@@ -16,12 +16,14 @@ from thinwire.collectives import group
 from thinwire.errors import DataError, NonFiniteError
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Batch
 from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
-from thinwire.train.trainer import Job, Trainer, make_trainer
+from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.trainer import Trainer, make_trainer
 
 RECIPE = """
 plan = { preset = "ddp", compute_dtype = "float32" }
@@ -56,10 +58,8 @@ def make(directory: Path, *settings: str, fingerprint: str = "x") -> Trainer:
     tokens = np.random.default_rng(0).integers(0, 50, 2000).astype(np.uint16)
     stream = TokenBin(path=directory / "t.bin", tokens=tokens, vocab=50)
     dataset = Dataset(stream, stream, 50, 3.9, fingerprint, None)
-    plan = recipe.resolved_plan(Factor())
-    return make_trainer(
-        Job(recipe, plan, RunDirectory(directory), dataset, torch.device("cpu"), resume=False, node_ranks=1)
-    )
+    plan = PlanTemplate.read(recipe).resolve(Factor())
+    return make_trainer(ResolvedRun(recipe, plan, RunDirectory(directory), node_ranks=1), dataset, torch.device("cpu"))
 
 
 def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:

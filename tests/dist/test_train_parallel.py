@@ -20,14 +20,15 @@ import thinwire as tw
 from thinwire.cli.main import app
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.testing import RankPool, run_ranks
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
+from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import run
+from thinwire.train.loop import train_rank
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.llama import Block, Llama, LlamaConfig
-from thinwire.train.trainer import Job
 
 THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
 STEPS, SAVED = 4, 2
@@ -84,10 +85,10 @@ def records(directory: Path) -> list[dict[str, Any]]:
 def goes_on(recipe: Path, directory: Path, mesh: Factor, settings: tuple[str, ...], node_ranks: int) -> None:
     """Be one rank of a run that continues on another grid."""
     chosen = Recipe.read(recipe, settings)
-    plan = chosen.resolved_plan(mesh)
-    job = Job(chosen, plan, RunDirectory(directory), prepare(chosen.data), torch.device("cpu"), True, node_ranks)
-    with StopRequest(job.directory.stop_file, launched=True) as stop:
-        assert run(job, stop, "none").step == STEPS
+    plan = PlanTemplate.read(chosen).resolve(mesh)
+    run = ResolvedRun(chosen, plan, RunDirectory(directory), node_ranks, resume=True)
+    with StopRequest(run.directory.stop_file, launched=True) as stop:
+        assert train_rank(run, prepare(chosen.data), torch.device("cpu"), stop).step == STEPS
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from thinwire.cli.summary import summary_table
 from thinwire.cli.train import default_directory
 from thinwire.spec.plan import Plan
 from thinwire.train.directory import RunDirectory
-from thinwire.train.launching.launch import RankError, _cause, _next_attempt
+from thinwire.train.launching.launch import LostRankError, _cause, _next_attempt
 
 RECIPE = """
 [model]
@@ -165,12 +165,12 @@ def test_only_what_a_restart_can_cure_restarts(tmp_path: Path) -> None:
     (directory.checkpoints / "step-00000020").mkdir(parents=True)
     out_of_memory = said("OutOfMemoryError", "OutOfMemoryError: 3 GiB", expected=False)
     assert "from step 20 (2 of 3)" in _next_attempt(_cause({0: out_of_memory}), directory, 1, 3)
-    with pytest.raises(RankError, match=r"killed by SIGKILL after 3 restarts; see .* --resume"):
+    with pytest.raises(LostRankError, match=r"killed by SIGKILL after 3 restarts; see .* --resume"):
         _next_attempt(_cause({1: failure(-9)}), directory, 3, 3)
-    with pytest.raises(RankError, match=r"^no text$"):
+    with pytest.raises(LostRankError, match=r"^no text$"):
         _next_attempt(_cause({1: said("DataError", "no text")}), directory, 0, 3)
     directory.stop_file.write_text("")
-    with pytest.raises(RankError, match="while the run was stopping"):
+    with pytest.raises(LostRankError, match="while the run was stopping"):
         _next_attempt(_cause({1: failure(-9)}), directory, 0, 3)
 
 

@@ -10,6 +10,7 @@ import pytest
 from thinwire.errors import SpecError
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import Started
 from thinwire.train.launching.elastic import Continued, continued, global_batch
@@ -26,18 +27,22 @@ def torchrun(world: int, local: int) -> Started:
     return Started("torchrun", 0, world, 0, local)
 
 
+def fit(wanted: Recipe, run: RunDirectory, ranks: Started) -> Continued:
+    return continued(PlanTemplate.read(wanted), run, ranks, num_gpus=0)
+
+
 def turns(directory: Path, wanted: Recipe, *worlds: tuple[int, int]) -> list[Continued]:
     """The run on one set of ranks after the other."""
     run, found = RunDirectory(directory), []
     for world, local in worlds:
-        found.append(continued(wanted, run, torchrun(world, local)))
-        again = continued(wanted, run, torchrun(world, local))
+        found.append(fit(wanted, run, torchrun(world, local)))
+        again = fit(wanted, run, torchrun(world, local))
         run.path.mkdir(exist_ok=True)
-        found[-1].recipe.save(run.recipe)
+        found[-1].template.recipe.save(run.recipe)
         found[-1].plan.save(run.plan)
         # A rank that looks when rank 0 has written already finds the same.
-        late = continued(wanted, run, torchrun(world, local))
-        assert (late.recipe, late.plan) == (again.recipe, again.plan)
+        late = fit(wanted, run, torchrun(world, local))
+        assert (late.template.recipe, late.plan) == (again.template.recipe, again.plan)
     return found
 
 
@@ -62,8 +67,8 @@ def test_a_run_that_began_otherwise_keeps_its_batch(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     recipe(cluster={"elastic": False}).save(run.recipe)
     Plan.preset("zero1", nodes=2, local=2, micro_batch=4).save(run.plan)
-    assert global_batch(continued(recipe(), run, torchrun(2, 2)).plan) == 16
-    chosen = continued(recipe(train={"micro_batches": None, "global_batch": 8}), run, torchrun(2, 2))
+    assert global_batch(fit(recipe(), run, torchrun(2, 2)).plan) == 16
+    chosen = fit(recipe(train={"micro_batches": None, "global_batch": 8}), run, torchrun(2, 2))
     assert global_batch(chosen.plan) == 8
 
 
@@ -81,4 +86,4 @@ def test_stages_stay_busy_or_the_ranks_are_refused(tmp_path: Path) -> None:
     _, two = turns(tmp_path / "run", wanted, (4, 2), (2, 2))
     assert (two.plan.world, two.plan.pp, global_batch(two.plan)) == (1, 2, 16)
     with pytest.raises(SpecError, match="do not fit nodes = 1, nproc = 3"):
-        continued(wanted, RunDirectory(tmp_path / "run"), torchrun(3, 3))
+        fit(wanted, RunDirectory(tmp_path / "run"), torchrun(3, 3))

@@ -12,6 +12,7 @@ from thinwire.parallel import Grid
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.train.environment import (
     Started,
     device_kind,
@@ -157,46 +158,46 @@ MESH = Factor(local=2, nodes=2)
 
 
 def test_plans_by_preset_table_and_file(path: Path, tmp_path: Path) -> None:
-    assert Recipe.read(path).resolved_plan(MESH) == Plan.preset("zero1-node", nodes=2, local=2)
+    assert PlanTemplate.read(Recipe.read(path)).resolve(MESH) == Plan.preset("zero1-node", nodes=2, local=2)
     recipe = Recipe.read(path, ["plan.bucket_bytes=1MiB", "plan.overlap.sync=false"], plan="preset:zero3")
-    plan = recipe.resolved_plan(MESH)
+    plan = PlanTemplate.read(recipe).resolve(MESH)
     assert plan == Plan.preset("zero3", nodes=2, local=2, bucket_bytes=2**20, overlap={"sync": False})
     file = tmp_path / "plan.toml"
     plan.save(file)
-    assert Recipe.read(path, plan=str(file)).resolved_plan(MESH) == plan
-    assert Recipe.read(path, plan=str(file)).plan_mesh() == MESH
+    assert PlanTemplate.read(Recipe.read(path, plan=str(file))).resolve(MESH) == plan
+    assert PlanTemplate.read(Recipe.read(path, plan=str(file))).mesh == MESH
     free = ["plan.params=1x1", "plan.grads=1x1", "plan.optimizer=2x2"]
-    assert Recipe.read(path, free).resolved_plan(MESH).optimizer == MESH
+    assert PlanTemplate.read(Recipe.read(path, free)).resolve(MESH).optimizer == MESH
     path.write_text("[plan]\nprefetch = 2\n" + BASE)
-    assert Recipe.read(path, free).resolved_plan(MESH).optimizer == MESH
+    assert PlanTemplate.read(Recipe.read(path, free)).resolve(MESH).optimizer == MESH
 
 
 def test_unknown_plan_keys_and_presets_are_refused(path: Path) -> None:
     with pytest.raises(SpecError, match=r"bucket_byte .*did you mean bucket_bytes"):
-        Recipe.read(path, ["plan.bucket_byte=1"]).resolved_plan(MESH)
+        PlanTemplate.read(Recipe.read(path, ["plan.bucket_byte=1"])).resolve(MESH)
     with pytest.raises(SpecError, match=r"no preset 'zero9'.*valid are ddp"):
-        Recipe.read(path, plan="preset:zero9").resolved_plan(MESH)
+        PlanTemplate.read(Recipe.read(path, plan="preset:zero9")).resolve(MESH)
     with pytest.raises(SpecError, match="exclude each other"):
-        Recipe.read(path, ["plan.file=x.toml"], plan="preset:ddp").resolved_plan(MESH)
+        PlanTemplate.read(Recipe.read(path, ["plan.file=x.toml"], plan="preset:ddp")).resolve(MESH)
 
 
 def test_a_plan_for_another_mesh_says_how_to_start_it(path: Path, tmp_path: Path) -> None:
     Plan.preset("zero1", nodes=3, local=2).save(tmp_path / "plan.toml")
     recipe = Recipe.read(path, plan=str(tmp_path / "plan.toml"))
     with pytest.raises(SpecError, match=r"--nodes 3 --nproc 2"):
-        recipe.resolved_plan(MESH)
+        PlanTemplate.read(recipe).resolve(MESH)
 
 
 def test_the_recipes_batch_wins_and_a_global_batch_fits_any_world(path: Path) -> None:
     recipe = Recipe.read(path, ["train.micro_batch=3", "train.recompute=true"])
-    plan = recipe.resolved_plan(MESH)
+    plan = PlanTemplate.read(recipe).resolve(MESH)
     assert (plan.micro_batch, plan.micro_batches, plan.recompute) == (3, 1, True)
     recipe = Recipe.read(path, ["train.micro_batch=4", "train.global_batch=24"])
-    plans = [recipe.resolved_plan(Factor(local=ranks)) for ranks in (1, 2, 4, 12, 24)]
+    plans = [PlanTemplate.read(recipe).resolve(Factor(local=ranks)) for ranks in (1, 2, 4, 12, 24)]
     batches = [(plan.micro_batch, plan.micro_batches) for plan in plans]
     assert batches == [(4, 6), (4, 3), (3, 2), (2, 1), (1, 1)]
     with pytest.raises(SpecError, match=r"global_batch = 24 should be a multiple of the 5 ranks"):
-        recipe.resolved_plan(Factor(local=5))
+        PlanTemplate.read(recipe).resolve(Factor(local=5))
     with pytest.raises(SpecError, match="leave one out"):
         Recipe.read(path, ["train.micro_batches=2", "train.global_batch=24"])
 
@@ -205,15 +206,15 @@ def test_what_the_recipe_replaces_of_a_plan_file_is_said(path: Path, tmp_path: P
     file = tmp_path / "plan.toml"
     Plan.preset("zero1", nodes=2, local=2, micro_batch=4, micro_batches=2).save(file)
     recipe = Recipe.read(path, ["train.micro_batch=8"], plan=str(file))
-    assert recipe.resolved_plan(MESH).micro_batches == 2
-    assert recipe.replaced(MESH) == ["the recipe's micro_batch = 8 replaces the plan file's 4"]
-    assert Recipe.read(path, plan=str(file)).replaced(MESH) == []
-    assert Recipe.read(path, ["train.micro_batch=8"]).replaced(MESH) == []
+    assert PlanTemplate.read(recipe).resolve(MESH).micro_batches == 2
+    assert PlanTemplate.read(recipe).replaced(MESH) == ("the recipe's micro_batch = 8 replaces the plan file's 4",)
+    assert PlanTemplate.read(Recipe.read(path, plan=str(file))).replaced(MESH) == ()
+    assert PlanTemplate.read(Recipe.read(path, ["train.micro_batch=8"])).replaced(MESH) == ()
 
 
 def test_auto_dtype(path: Path) -> None:
     recipe = Recipe.read(path, ["plan.compute_dtype=auto"])
-    assert recipe.resolved_plan(MESH, auto_dtype="float32").compute_dtype == "float32"
+    assert PlanTemplate.read(recipe).resolve(MESH, auto_dtype="float32").compute_dtype == "float32"
 
 
 def torchrun(world: int, local: int) -> Started:
@@ -237,7 +238,7 @@ def torchrun(world: int, local: int) -> Started:
     ],
 )
 def test_the_mesh(path: Path, settings: list[str], ranks: Started | None, num_gpus: int, mesh: str) -> None:
-    assert str(resolve_mesh(Recipe.read(path, settings), ranks, num_gpus)) == mesh
+    assert str(resolve_mesh(PlanTemplate.read(Recipe.read(path, settings)), ranks, num_gpus)) == mesh
 
 
 @pytest.mark.parametrize(
@@ -256,7 +257,7 @@ def test_the_mesh(path: Path, settings: list[str], ranks: Started | None, num_gp
 def test_the_mesh_is_what_stages_and_tensor_parallel_ranks_leave(
     path: Path, settings: list[str], ranks: Started | None, mesh: str
 ) -> None:
-    assert str(resolve_mesh(Recipe.read(path, settings), ranks, 0)) == mesh
+    assert str(resolve_mesh(PlanTemplate.read(Recipe.read(path, settings)), ranks, 0)) == mesh
 
 
 @pytest.mark.parametrize(
@@ -279,22 +280,22 @@ def test_a_grid_that_does_not_fit_comes_with_one_that_does(
 
 def test_a_pipeline_gets_enough_micro_batches(path: Path) -> None:
     settings = ["plan.pp=4", "train.micro_batch=8", "train.global_batch=32"]
-    plan = Recipe.read(path, settings).resolved_plan(Factor(local=2))
+    plan = PlanTemplate.read(Recipe.read(path, settings)).resolve(Factor(local=2))
     assert (plan.micro_batch, plan.micro_batches) == (4, 4)
     interleaved = [*settings[:2], "plan.schedule=interleaved", "train.global_batch=12"]
-    plan = Recipe.read(path, interleaved).resolved_plan(Factor(local=1))
+    plan = PlanTemplate.read(Recipe.read(path, interleaved)).resolve(Factor(local=1))
     assert (plan.micro_batch, plan.micro_batches) == (3, 4)
     with pytest.raises(SpecError, match=r"global_batch = 4 gives each data-parallel rank 2 .* a multiple of 8"):
-        Recipe.read(path, [*settings[:2], "train.global_batch=4"]).resolved_plan(Factor(local=2))
+        PlanTemplate.read(Recipe.read(path, [*settings[:2], "train.global_batch=4"])).resolve(Factor(local=2))
     with pytest.raises(SpecError, match=r"micro_batches = 3 leaves stages .* idle; set it to 4"):
-        Recipe.read(path, ["plan.pp=4", "train.micro_batches=3"]).resolved_plan(Factor(local=2))
+        PlanTemplate.read(Recipe.read(path, ["plan.pp=4", "train.micro_batches=3"])).resolve(Factor(local=2))
 
 
 def test_a_plan_file_for_a_grid_says_how_to_start_it(path: Path, tmp_path: Path) -> None:
     Plan.preset("zero1", nodes=1, local=2, tp=2, pp=3, micro_batches=3).save(tmp_path / "plan.toml")
     recipe = Recipe.read(path, plan=str(tmp_path / "plan.toml"))
     with pytest.raises(SpecError, match=r"4 data-parallel ranks .* --nodes 3 --nproc 4"):
-        recipe.resolved_plan(MESH)
+        PlanTemplate.read(recipe).resolve(MESH)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +315,7 @@ def test_messages_between_stages_that_cross_nodes(grid: Grid, chunks: int, node_
 
 def test_ranks_that_do_not_form_the_mesh(path: Path) -> None:
     with pytest.raises(SpecError, match=r"4 ranks, but torchrun started 3"):
-        resolve_mesh(Recipe.read(path, ["cluster.nodes=2", "cluster.nproc=2"]), torchrun(3, 3), 0)
+        resolve_mesh(PlanTemplate.read(Recipe.read(path, ["cluster.nodes=2", "cluster.nproc=2"])), torchrun(3, 3), 0)
 
 
 def test_the_environment() -> None:
@@ -369,7 +370,8 @@ def test_a_demand_for_the_cpu_holds_where_there_are_gpus(monkeypatch: pytest.Mon
 
 def test_the_quickstart_shards_parameters_and_optimizer_differently() -> None:
     recipe = Recipe.read(QUICKSTART)
-    plan = recipe.resolved_plan(resolve_mesh(recipe, None, 0))
+    template = PlanTemplate.read(recipe)
+    plan = template.resolve(resolve_mesh(template, None, 0))
     assert plan.world == 4
     assert plan.mesh == MESH
     assert plan.params != plan.optimizer

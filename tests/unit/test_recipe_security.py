@@ -18,6 +18,7 @@ from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, verify, write
 from thinwire.errors import CheckpointError, DataError, SpecError, ThinwireError
 from thinwire.spec.io import apply_settings
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.data.tokens import TokenBin
 from thinwire.train.models.build import build
@@ -59,7 +60,7 @@ def test_text_that_looks_like_code_stays_text(sprung: Path, key: str) -> None:
         value = [code] if key == "data.paths" else code
         changed = {**RECIPE.get(section, {}), name: value} if name else value
         with contextlib.suppress(ThinwireError):
-            Recipe.parse({**RECIPE, section: changed}).plan_mesh()
+            _ = PlanTemplate.read(Recipe.parse({**RECIPE, section: changed})).mesh
     assert not sprung.exists()
 
 

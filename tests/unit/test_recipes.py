@@ -24,6 +24,7 @@ from thinwire.spec import ClusterSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "recipes/launch"
@@ -47,16 +48,15 @@ def name(path: Path) -> str:
 
 @pytest.mark.parametrize("path", RECIPES, ids=name)
 def test_it_is_valid(path: Path) -> None:
-    recipe = Recipe.read(path)
-    mesh = recipe.plan_mesh() or Factor(local=4)
-    recipe.resolved_plan(mesh.data_parallel(*recipe.model_parallel()) if recipe.plan_mesh() is None else mesh)
+    template = PlanTemplate.read(Recipe.read(path))
+    template.resolve(template.mesh or Factor(local=4).data_parallel(*template.model_parallel))
 
 
 @pytest.mark.parametrize("path", LARGE, ids=name)
 def test_its_plan_fits_the_cluster_that_it_names(path: Path) -> None:
     (named,) = re.findall(r"^# Cluster: ([^\s,]+)", path.read_text(), re.MULTILINE)
     cluster, recipe = ClusterSpec.named(named), Recipe.read(path)
-    plan = recipe.resolved_plan(Factor(local=cluster.gpus_per_node, nodes=cluster.nodes))
+    plan = PlanTemplate.read(recipe).resolve(Factor(local=cluster.gpus_per_node, nodes=cluster.nodes))
     train, vocab = recipe.train, recipe.data.vocab
     assert train.global_batch is not None
     assert vocab is not None
@@ -74,7 +74,7 @@ def test_the_plan_file_is_for_its_recipe() -> None:
     """The header says how it was made; what the recipe changes of it is nothing."""
     (path,) = (ROOT / "recipes/pretrain").glob(f"*{PLANS}")
     recipe = Recipe.read(path.with_name(path.name.replace(PLANS, ".toml")))
-    assert recipe.replaced(Plan.load(path).mesh) == []
+    assert PlanTemplate.read(recipe).replaced(Plan.load(path).mesh) == ()
 
 
 # -- launchers ---------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def test_the_kubernetes_job_is_consistent() -> None:
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     assert (ROOT / container["command"][0]).is_file()
     (recipe,) = container["args"]
-    assert Recipe.read(ROOT / recipe).plan_mesh() == Factor(local=int(variables["NPROC"]), nodes=nodes)
+    assert PlanTemplate.read(Recipe.read(ROOT / recipe)).mesh == Factor(local=int(variables["NPROC"]), nodes=nodes)
 
 
 def test_the_slurm_script_asks_for_a_task_for_each_gpu() -> None:

@@ -13,16 +13,16 @@ from tests.families import FAMILIES, LENGTH, VOCABULARY, random_model, token_ids
 
 from thinwire.errors import DataError, SpecError
 from thinwire.spec.recipe import ModelRecipe
-from thinwire.train.models.build import Draft, build, draft
+from thinwire.train.models.build import DraftedModel, build, draft
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
 
 
-def drafted(recipe: dict[str, Any], seed: int = 0) -> Draft:
+def drafted(recipe: dict[str, Any], seed: int = 0) -> DraftedModel:
     return draft(ModelRecipe(**recipe), vocab=VOCABULARY, seq=LENGTH, seed=seed, recompute=False)
 
 
-def read(draft: Draft, name: str, *bounds: tuple[int, int]) -> torch.Tensor:
+def read(draft: DraftedModel, name: str, *bounds: tuple[int, int]) -> torch.Tensor:
     return draft.values.read(name, tuple(slice(*pair) for pair in bounds))
 
 

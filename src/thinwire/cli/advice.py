@@ -1,4 +1,4 @@
-"""After a rank has run out of memory: which plan would have fitted."""
+"""Advice after a rank has run out of memory: a plan that would have fitted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from thinwire.plan import Candidate, TrainingJob
     from thinwire.spec import Plan
     from thinwire.spec.recipe import Recipe
-    from thinwire.train.directory import RunDirectory
+    from thinwire.train.launching.resolved import ResolvedRun
 
 __all__ = ["advised", "fitting"]
 
@@ -23,20 +23,18 @@ says that the failed plan fits, it says so of plans that hardly differ as well."
 
 
 @contextlib.contextmanager
-def advised(path: Path, recipe: Recipe, plan: Plan, directory: RunDirectory) -> Iterator[None]:
-    """Add to a rank's last words on exhausted memory what would fit.
+def advised(path: Path, run: ResolvedRun) -> Iterator[None]:
+    """Add to the error of a rank that ran out of memory which plan would fit.
 
     Args:
-        path: of the recipe, as the user named it.
-        recipe: of the run.
-        plan: that did not fit.
-        directory: of the run; a plan that fits is left there.
+        path: The recipe's file, as the user named it.
+        run: The run; a plan that fits is written to its directory.
 
     Yields:
         Nothing.
 
     Raises:
-        OutOfMemoryError: with the advice.
+        OutOfMemoryError: The rank's error, with the advice.
     """
     from thinwire.errors import OutOfMemoryError, SpecError
 
@@ -44,26 +42,26 @@ def advised(path: Path, recipe: Recipe, plan: Plan, directory: RunDirectory) -> 
         yield
     except OutOfMemoryError as error:
         try:
-            words = _advice(path, recipe, plan, directory, error.room)
+            words = _advice(path, run, error.room)
         except SpecError as problem:
             words = f"what would fit is not known, as the planner cannot count this model ({problem.problems[0]})"
         raise OutOfMemoryError(f"{error}. {words}", error.room) from error
 
 
 def fitting(recipe: Recipe, plan: Plan, vocab: int, room: Room) -> tuple[TrainingJob, Candidate | None, int]:
-    """Search for a plan that leaves room.
+    """Search for a plan that fits into the memory of a rank.
 
     Args:
-        recipe: of the run.
-        plan: that did not fit.
-        vocab: tokens of the vocabulary.
-        room: of a rank.
+        recipe: The recipe of the run.
+        plan: The plan that did not fit.
+        vocab: Tokens of the vocabulary.
+        room: Memory of the rank that ran out of it.
 
     Returns:
-        What was asked of the planner; its answer, if anything fits; and the bytes that it counts for ``plan``.
+        The planner's job; its best candidate, if anything fits; and the bytes that it predicts for ``plan``.
 
     Raises:
-        SpecError: the model's shape is none that the planner knows.
+        SpecError: The planner cannot model the model's shape.
     """
     import thinwire.plan as planner
     from thinwire.cost import NominalRates
@@ -107,24 +105,25 @@ def _with_memory(job: TrainingJob, memory: int) -> TrainingJob:
     return replace(job, cluster=job.cluster.with_(memory=memory))
 
 
-def _advice(path: Path, recipe: Recipe, plan: Plan, directory: RunDirectory, room: Room) -> str:
+def _advice(path: Path, run: ResolvedRun, room: Room) -> str:
     import thinwire.plan as planner
     from thinwire.cli.summary import shown
     from thinwire.train.data.packing import prepare
     from thinwire.units import format_bytes
 
-    job, found, needed = fitting(recipe, plan, prepare(recipe.data).vocab, room)
+    recipe, directory = run.recipe, run.directory
+    job, candidate, needed = fitting(recipe, run.plan, prepare(recipe.data).vocab, room)
     counted = f"By the planner's count this plan needs {format_bytes(needed)} of a rank"
-    if found is None:
+    if candidate is None:
         smallest, _ = planner.shortage(job)
         remedies = "; ".join(remedy.change for remedy in planner.remedies(job)) or "more ranks, or a smaller model"
         return f"{counted}, and the smallest ({planner.summary(smallest)}) does not fit: {remedies} would do"
     file = directory.path / "fitting-plan.toml"
-    found.plan.with_(name="fitting").save(file)
+    candidate.plan.with_(name="fitting").save(file)
     command = ["thinwire", "train", str(path), "--out", shown(directory.path), "--resume", "--plan", shown(file)]
-    command += [word for setting in _overruled(recipe, found.plan) for word in ("--set", setting)]
+    command += [word for setting in _overruled(recipe, candidate.plan) for word in ("--set", setting)]
     return (
-        f"{counted}; {planner.summary(found.plan)} needs {format_bytes(found.memory.total)}: continue with "
+        f"{counted}; {planner.summary(candidate.plan)} needs {format_bytes(candidate.memory.total)}: continue with "
         f"{shlex.join(command)}"
     )
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -18,8 +18,6 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.model import ModelSpec
-from thinwire.spec.pipeline import keeps_busy
-from thinwire.spec.plan import Dtype, Plan
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
 
@@ -419,153 +417,6 @@ class Recipe(Spec):
                 f'= "bpe" trains a new one, but the weights in model.path = {self.model.path} know the ids of theirs; '
                 'set it to a directory with that tokenizer.json, or model.weights = "random"',
             )
-
-    def resolved_plan(self, mesh: Factor, *, auto_dtype: Dtype = "bfloat16") -> Plan:
-        """The plan of this recipe on a mesh.
-
-        Args:
-            mesh: nodes and ranks per node.
-            auto_dtype: what ``compute_dtype = "auto"`` stands for on this machine.
-
-        Returns:
-            The plan, with this recipe's batch and recomputation where it sets them.
-
-        Raises:
-            SpecError: the preset or file does not exist, breaks a rule, or is for another mesh; or the batch or the
-                sequences do not fit the plan.
-        """
-        plan = self._with_batch(self._bare_plan(mesh, auto_dtype))
-        if self.train.seq % plan.tp:
-            raise SpecError(
-                "train",
-                [f"seq = {self.train.seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"],
-            )
-        return plan
-
-    def on_mesh(self, mesh: Factor) -> Self:
-        """The same recipe for other ranks: presets fit themselves to them, any other plan is fitted.
-
-        Args:
-            mesh: nodes and data-parallel ranks per node.
-
-        Returns:
-            With :meth:`Plan.fitted` of a plan that names its mesh.
-        """
-        named = self.plan_mesh()
-        if named is None:
-            return self
-        return self.with_(plan={**self._bare_plan(named, "bfloat16").fitted(mesh).to_dict(), **self._automatic_dtype()})
-
-    def _automatic_dtype(self) -> dict[str, str]:
-        """The compute dtype, where each machine chooses it by itself."""
-        return {"compute_dtype": "auto"} if self.plan.get("compute_dtype") == "auto" else {}
-
-    def replaced(self, mesh: Factor) -> list[str]:
-        """What this recipe changes of a plan file's batch and recomputation, one sentence each.
-
-        Args:
-            mesh: nodes and ranks per node.
-        """
-        if "file" not in self.plan:
-            return []
-        bare = self._bare_plan(mesh, "bfloat16")
-        plan = self._with_batch(bare)
-        return [
-            f"the recipe's {key} = {getattr(plan, key)} replaces the plan file's {getattr(bare, key)}"
-            for key in ("micro_batch", "micro_batches", "recompute")
-            if getattr(plan, key) != getattr(bare, key)
-        ]
-
-    def plan_mesh(self) -> Factor | None:
-        """The mesh that the recipe's plan itself names, if it does.
-
-        Returns:
-            The mesh of a plan file or an inline plan; None for a preset.
-        """
-        if "file" in self.plan:
-            return Plan.load(self.plan["file"]).mesh
-        return Factor.parse(self.plan["mesh"], "plan.mesh") if "mesh" in self.plan else None
-
-    def model_parallel(self) -> tuple[int, int]:
-        """Tensor-parallel ranks and pipeline stages of the recipe's plan."""
-        file = Plan.load(self.plan["file"]) if "file" in self.plan else None
-        ways = [self.plan.get(axis, 1 if file is None else getattr(file, axis)) for axis in ("tp", "pp")]
-        # What is no number is reported with the rest of the plan.
-        tp, pp = (way if isinstance(way, int) and way > 0 else 1 for way in ways)
-        return tp, pp
-
-    def _bare_plan(self, mesh: Factor, auto_dtype: Dtype) -> Plan:
-        """The plan before this recipe's batch; see :meth:`resolved_plan`."""
-        keys = dict(self.plan)
-        preset, file = keys.pop("preset", None), keys.pop("file", None)
-        if keys.get("compute_dtype") == "auto":
-            keys["compute_dtype"] = auto_dtype
-        if preset is not None and file is not None:
-            raise SpecError("plan", [f"preset = {preset!r} and file = {file!r} exclude each other; leave one out"])
-        if file is not None:
-            plan = Plan.load(file).with_(**keys)
-        elif preset is not None:
-            plan = Plan.preset(preset, nodes=mesh.nodes, local=mesh.local, **keys)
-        else:
-            plan = Plan.parse({"mesh": mesh, **keys}, "plan")
-        if plan.mesh != mesh:
-            kind = "ranks" if plan.ranks == plan.world else "data-parallel ranks"
-            raise SpecError(
-                "plan",
-                [
-                    f"mesh = {plan.mesh} ({plan.world} ranks) does not fit the {mesh.ranks} {kind} of this "
-                    f"run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes {plan.mesh.nodes * plan.pp} "
-                    f"--nproc {plan.mesh.local * plan.tp}, or choose a preset, which fits itself to the mesh"
-                ],
-            )
-        return plan
-
-    def _with_batch(self, plan: Plan) -> Plan:
-        train = self.train
-        changes: dict[str, Any] = {
-            "micro_batch": train.micro_batch,
-            "micro_batches": train.micro_batches,
-            "recompute": train.recompute,
-        }
-        plan = plan.with_(**{key: value for key, value in changes.items() if value is not None})
-        if train.global_batch is None:
-            if not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
-                raise SpecError(
-                    "train",
-                    [
-                        f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
-                        f"{_busy_count(plan)} or another multiple of plan.pp = {plan.pp}, or set global_batch instead"
-                    ],
-                )
-            return plan
-        share, rest = divmod(train.global_batch, plan.world)
-        if rest:
-            kind = "ranks" if plan.ranks == plan.world else "data-parallel ranks"
-            raise SpecError(
-                "train",
-                [f"global_batch = {train.global_batch} should be a multiple of the {plan.world} {kind} of this run"],
-            )
-        sizes = [
-            size
-            for size in range(1, plan.micro_batch + 1)
-            if share % size == 0 and keeps_busy(plan.pp, plan.schedule, share // size)
-        ]
-        if not sizes:
-            raise SpecError(
-                "train",
-                [
-                    f"global_batch = {train.global_batch} gives each data-parallel rank {share} sequences, which make "
-                    f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
-                    f"{plan.world * plan.pp}, or lower plan.pp"
-                ],
-            )
-        largest = max(sizes)
-        return plan.with_(micro_batch=largest, micro_batches=share // largest)
-
-
-def _busy_count(plan: Plan) -> int:
-    """The smallest multiple of the stages that is not less than the plan's micro-batches."""
-    return -(-plan.micro_batches // plan.pp) * plan.pp
 
 
 def _with_tokenizer(table: dict[str, Any]) -> dict[str, Any]:

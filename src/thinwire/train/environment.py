@@ -14,6 +14,7 @@ from thinwire.errors import SpecError, UsageError
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Dtype, Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 
 DeviceKind = Literal["cpu", "cuda"]
 Demand = Literal["auto", "cpu", "cuda"]
@@ -197,43 +198,44 @@ def shares_cores(device: torch.device) -> bool:
     return device.type == "cpu" and ranks_of_machine() > num_cores()
 
 
-def resolve_mesh(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:
-    """The data-parallel mesh of a run: its ranks without those of tensor and pipeline parallelism.
+def resolve_mesh(template: PlanTemplate, ranks: Started | None, num_gpus: int) -> Factor:
+    """The data-parallel mesh of a run: its ranks divided by tensor and pipeline parallelism.
 
     Args:
-        recipe: of the run.
-        ranks: what is running already.
-        num_gpus: usable on this host.
+        template: The plan of the run's recipe.
+        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
+        num_gpus: Number of usable GPUs of this host.
 
     Returns:
-        The mesh.
+        Data-parallel ranks of a node, and nodes.
 
     Raises:
-        SpecError: the ranks cannot be shared out so, or not be had at all.
+        SpecError: Tensor and pipeline parallelism do not divide the ranks, or the started ranks do not form the nodes
+            that the recipe asks for.
     """
-    return resolve_ranks(recipe, ranks, num_gpus).data_parallel(*recipe.model_parallel())
+    return resolve_ranks(template, ranks, num_gpus).data_parallel(*template.model_parallel)
 
 
-def resolve_ranks(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Factor:
+def resolve_ranks(template: PlanTemplate, ranks: Started | None, num_gpus: int) -> Factor:
     """All ranks of a run, and how they form nodes.
 
     The recipe's (or the command line's) ``cluster.nodes`` and ``nproc`` come first, then what has been started already,
     then the mesh of a plan that names one, then one rank per GPU, then ``cluster.without_gpu``.
 
     Args:
-        recipe: of the run.
-        ranks: what is running already.
-        num_gpus: usable on this host.
+        template: The plan of the run's recipe.
+        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
+        num_gpus: Number of usable GPUs of this host.
 
     Returns:
         Ranks of a node, and nodes.
 
     Raises:
-        SpecError: the started ranks cannot form the nodes that the recipe asks for.
+        SpecError: The started ranks do not form the nodes that the recipe asks for.
     """
-    cluster = recipe.cluster
-    tp, pp = recipe.model_parallel()
-    named = recipe.plan_mesh()
+    cluster = template.recipe.cluster
+    tp, pp = template.model_parallel
+    named = template.mesh
     default = None if named is None else Factor(local=named.local * tp, nodes=named.nodes * pp)
     if ranks is not None and (default is None or default.ranks != ranks.world):
         default = Factor(local=ranks.local_world, nodes=max(1, ranks.world // ranks.local_world))
@@ -242,16 +244,16 @@ def resolve_ranks(recipe: Recipe, ranks: Started | None, num_gpus: int) -> Facto
     if ranks is None:
         return Factor(local=cluster.nproc or default.local, nodes=cluster.nodes or default.nodes)
     nodes = cluster.nodes or (ranks.world // cluster.nproc if cluster.nproc else default.nodes)
-    found = Factor(local=cluster.nproc or max(1, ranks.world // nodes), nodes=max(1, nodes))
-    if found.ranks != ranks.world:
+    layout = Factor(local=cluster.nproc or max(1, ranks.world // nodes), nodes=max(1, nodes))
+    if layout.ranks != ranks.world:
         raise SpecError(
             "cluster",
             [
-                f"nodes = {found.nodes} x nproc = {found.local} is {found.ranks} ranks, but {ranks.by} started "
-                f"{ranks.world}; start {found.ranks}, or make the product of nodes and nproc {ranks.world}"
+                f"nodes = {layout.nodes} x nproc = {layout.local} is {layout.ranks} ranks, but {ranks.by} started "
+                f"{ranks.world}; start {layout.ranks}, or make the product of nodes and nproc {ranks.world}"
             ],
         )
-    return found
+    return layout
 
 
 def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
@@ -267,8 +269,8 @@ def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
     Raises:
         SpecError: the plan does not fit.
     """
-    num_gpus = usable_gpus(recipe)
-    return recipe.resolved_plan(resolve_mesh(recipe, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
+    template, num_gpus = PlanTemplate.read(recipe), usable_gpus(recipe)
+    return template.resolve(resolve_mesh(template, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
 
 
 def usable_gpus(recipe: Recipe) -> int:

@@ -15,15 +15,17 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, CollectiveError
 from thinwire.profile import memory_in_use
 from thinwire.train.checkpoint import Checkpoint, checkpoints, newest
+from thinwire.train.data.packing import Dataset
 from thinwire.train.directory import write_json
 from thinwire.train.export.kept import keep_sources
+from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.launching.versions import versions
 from thinwire.train.observing.metrics import MetricsLog
-from thinwire.train.observing.progress import ProgressReport, Stream
+from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.room import explained_exhaustion, measure_room
 from thinwire.train.observing.tracing import StepTracer
-from thinwire.train.trainer import Job, Trainer, make_trainer
+from thinwire.train.trainer import Trainer, make_trainer
 
 
 @dataclass(frozen=True)
@@ -39,32 +41,33 @@ class Result:
     stopped: str | None
 
 
-def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
-    """Train one rank; all ranks of the job call it.
+def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: StopRequest) -> Result:
+    """Train as one rank. Every rank of the run calls it.
 
     Args:
-        job: what to do.
-        stop: notices requests to stop.
-        stream: where rank 0 shows progress.
+        run: The run.
+        dataset: The run's tokens.
+        device: The device of this rank.
+        stop: Notices requests to stop.
 
     Returns:
-        How it ended, the same on all ranks.
+        How the run ended, the same on all ranks.
     """
     import torch._dynamo  # noqa: F401 - the first update would load it: it is there without a model
 
-    rank, room, base = control().rank, measure_room(job.device), memory_in_use(job.device)
+    rank, room, base = control().rank, measure_room(device), memory_in_use(device)
     with explained_exhaustion(rank, "building the model", room):
-        trainer = make_trainer(job)
-        notes = resume(trainer) if job.resume else []
+        trainer = make_trainer(run, dataset, device)
+        notes = resume(trainer) if run.resume else []
     leads = trainer.ranks.rank == 0
-    start, steps = trainer.position.step, job.recipe.train.steps
-    log = _open_log(job, start, notes) if leads else None
+    start, steps = trainer.position.step, run.recipe.train.steps
+    log = _open_log(trainer, notes) if leads else None
     if leads:
-        job.directory.note_start(start, _place(job) | {"base_memory": base})
-    traced = job.recipe.train.trace_steps
+        run.directory.note_start(start, _place(trainer) | {"base_memory": base})
+    traced = run.recipe.train.trace_steps
     if traced is not None and traced[0] <= start:
         notes.append(f"steps {traced[0]} to {traced[1]} are not all traced: the run continues after step {start}")
-    with ProgressReport(steps, start, stream if leads else "none") as progress:
+    with ProgressReport(steps, start, run.stream if leads else "none") as progress:
         for note in notes:
             progress.note(note)
         try:
@@ -74,7 +77,7 @@ def run(job: Job, stop: StopRequest, stream: Stream) -> Result:
             if log is not None:
                 log.close()
     if leads and stopped is None:
-        write_json(job.directory.summary, _summary(trainer))
+        write_json(run.directory.summary, _summary(trainer))
     trainer.ranks.barrier()
     return Result(trainer.position.step, stopped)
 
@@ -88,7 +91,7 @@ def resume(trainer: Trainer) -> list[str]:
     Returns:
         What a person should know about it, one line each.
     """
-    directory = trainer.job.directory.checkpoints
+    directory = trainer.run.directory.checkpoints
     found: Checkpoint | None = None
     error: Exception | None = None
     if trainer.ranks.rank == 0:
@@ -123,25 +126,26 @@ def _what_is_usable(trainer: Trainer, directory: Path) -> str | None:
     return said
 
 
-def _open_log(job: Job, step: int, notes: list[str]) -> MetricsLog:
-    directory = job.directory
-    keep_sources(directory, job.recipe, job.dataset)
-    events = directory.tensorboard if job.recipe.train.tensorboard else None
+def _open_log(trainer: Trainer, notes: list[str]) -> MetricsLog:
+    directory, recipe = trainer.run.directory, trainer.run.recipe
+    keep_sources(directory, recipe, trainer.dataset, trainer.config)
+    events = directory.tensorboard if recipe.train.tensorboard else None
     if events is not None and util.find_spec("tensorboard") is None:
         notes.append("no TensorBoard events: tensorboard is not installed (pip install tensorboard)")
         events = None
-    return MetricsLog(directory.metrics, events, step)
+    return MetricsLog(directory.metrics, events, trainer.position.step)
 
 
-def _place(job: Job) -> dict[str, object]:
-    """Where and as what a run starts."""
-    device = "CPU" if job.device.type == "cpu" else torch.cuda.get_device_name(job.device)
-    return {"host": socket.gethostname(), "device": device, "ranks": job.plan.ranks, "plan": job.plan.describe()}
+def _place(trainer: Trainer) -> dict[str, object]:
+    """The host, device and plan of a start."""
+    device, plan = trainer.device, trainer.run.plan
+    name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    return {"host": socket.gethostname(), "device": name, "ranks": plan.ranks, "plan": plan.describe()}
 
 
 def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport) -> str | None:
     """Step to the end of the recipe; returns the reason of an early end."""
-    position, steps = trainer.position, trainer.job.recipe.train.steps
+    position, steps = trainer.position, trainer.run.recipe.train.steps
     tracer = StepTracer(trainer)
     while position.step < steps:
         reason = stop.reason
@@ -173,24 +177,24 @@ def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
     try:
         trainer.save()
     except CheckpointError as error:
-        saved = checkpoints(trainer.job.directory.checkpoints)
+        saved = checkpoints(trainer.run.directory.checkpoints)
         found = f"step {saved[-1].step} is saved" if saved else "no step is saved"
-        if last or trainer.job.recipe.checkpoint.on_failure == "stop":
+        if last or trainer.run.recipe.checkpoint.on_failure == "stop":
             raise CheckpointError(f"{error}; {found}") from error
         progress.note(f"{error}; {found}, training goes on")
 
 
 def _summary(trainer: Trainer) -> dict[str, object]:
-    job, position, total = trainer.job, trainer.position, trainer.total
+    position, total = trainer.position, trainer.total
     tokens = total.steps * trainer.samples_per_step * trainer.train.seq
     return {
         "final_train_loss": position.loss,
         "final_val_loss": position.val_loss,
-        "unigram_entropy": job.dataset.unigram_entropy,
-        "dataset": job.dataset.fingerprint,
+        "unigram_entropy": trainer.dataset.unigram_entropy,
+        "dataset": trainer.dataset.fingerprint,
         "tokens_per_second": tokens / total.seconds if total.steps else None,
         "steps": position.step,
         "parameters": trainer.num_parameters,
-        "plan": job.plan.to_dict(),
+        "plan": trainer.run.plan.to_dict(),
         "versions": versions(),
     }

@@ -20,13 +20,12 @@ from thinwire.collectives.group import Control, control
 from thinwire.errors import DataError, NonFiniteError
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.spec.plan import Plan
-from thinwire.spec.recipe import Recipe
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, checkpoints, delete_old
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Samples, step_batches, validation_batches
-from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import shares_cores
 from thinwire.train.launching.agreement import agree
+from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.versions import versions
 from thinwire.train.models.build import draft
 from thinwire.train.models.common import IGNORED, cross_entropy
@@ -38,29 +37,6 @@ from thinwire.train.schedule import learning_rate_share
 
 MOST_SKIPPED: Final = 20
 """So many steps in a row that are not finite will not recover."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """What one rank is asked to do.
-
-    Attributes:
-        recipe: of the run.
-        plan: of the run.
-        directory: of the run.
-        dataset: the tokens.
-        device: of this rank.
-        resume: continue from the newest valid checkpoint, if there is one.
-        node_ranks: ranks of a node, for what is counted as sent across nodes.
-    """
-
-    recipe: Recipe
-    plan: Plan
-    directory: RunDirectory
-    dataset: Dataset
-    device: torch.device
-    resume: bool
-    node_ranks: int
 
 
 @dataclass
@@ -86,12 +62,12 @@ def _finite(value: float | None) -> float | None:
 
 
 @dataclass
-class Clock:
+class StepTime:
     """Time spent in steps, without validation and saving.
 
     Attributes:
-        seconds: wall time.
-        steps: how many.
+        seconds: Wall time in seconds.
+        steps: Number of steps.
     """
 
     seconds: float = 0.0
@@ -125,24 +101,30 @@ class Trainer:
     """One rank's model, optimizer, data and position.
 
     Attributes:
-        job: what to do.
-        model: this rank's parts of it, sharded.
-        optimizer: over this rank's shares.
-        train: training samples.
-        validation: validation samples.
-        ranks: the control group.
-        pace: compares how fast ranks are; None where nothing follows from it.
-        num_parameters: of the whole model; tied ones count once.
+        run: The run that this rank is a part of.
+        dataset: The run's tokens.
+        device: The device of this rank.
+        model: This rank's parts of the model, sharded.
+        config: What the ``config.json`` of a Hugging Face model holds; ``None`` for models of our own.
+        optimizer: The optimizer of this rank's shards.
+        train: The training samples.
+        validation: The validation samples.
+        ranks: The control group of all ranks.
+        pace: Compares the speed of the ranks; ``None`` where a comparison means nothing.
+        num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
-        peak_flops: FLOP/s of one device, if known.
-        position: how far the run is.
-        recent: since the last record.
-        total: since this process started.
-        num_skipped: updates left out in a row.
+        peak_flops: Peak FLOP/s of one device; ``None`` if unknown.
+        position: The progress of the run.
+        recent: Steps since the last record, and their time.
+        total: Steps since this process started, and their time.
+        num_skipped: Updates skipped in a row, up to the last step.
     """
 
-    job: Job
+    run: ResolvedRun
+    dataset: Dataset
+    device: torch.device
     model: ParallelModel
+    config: Mapping[str, Any] | None
     optimizer: ParallelOptimizer
     train: Samples
     validation: Samples
@@ -152,34 +134,34 @@ class Trainer:
     token_flops: float
     peak_flops: float | None
     position: Position = field(default_factory=Position)
-    recent: Clock = field(default_factory=Clock)
-    total: Clock = field(default_factory=Clock)
+    recent: StepTime = field(default_factory=StepTime)
+    total: StepTime = field(default_factory=StepTime)
     num_skipped: int = 0
 
     @property
     def samples_per_step(self) -> int:
         """Sequences of one step over all ranks."""
-        plan = self.job.plan
+        plan = self.run.plan
         return plan.world * plan.micro_batch * plan.micro_batches
 
     @property
     def loss_share(self) -> float:
         """What a loss of this rank counts, so that a mean over all ranks is one over those that know it."""
-        return float(self.job.plan.pp) if self.model.knows_loss else 0.0
+        return float(self.run.plan.pp) if self.model.knows_loss else 0.0
 
     @property
     def validates(self) -> bool:
         """Whether the run validates after the step just made."""
-        train = self.job.recipe.train
+        train = self.run.recipe.train
         step = self.position.step
         return step == train.steps or (train.validate_every > 0 and step % train.validate_every == 0)
 
     @property
     def saves(self) -> bool:
         """Whether the run saves after the step just made."""
-        every = self.job.recipe.checkpoint.every
+        every = self.run.recipe.checkpoint.every
         step = self.position.step
-        return step == self.job.recipe.train.steps or (every > 0 and step % every == 0)
+        return step == self.run.recipe.train.steps or (every > 0 and step % every == 0)
 
     def step(self, wants_stop: bool) -> tuple[StepRecord | None, bool]:
         """Make one update and compare notes with the other ranks.
@@ -199,12 +181,12 @@ class Trainer:
         seconds = time.perf_counter() - started
         self.recent.add(seconds)
         self.total.add(seconds)
-        train = self.job.recipe.train
+        train = self.run.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         world = self.ranks.size
         words = []
         if logged:
-            rank, device, node_ranks = self.ranks.rank, self.job.device, self.job.node_ranks
+            rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
         told = update.loss * self.loss_share if self.loss_share else 0.0
         loss, stop, *rest = self.ranks.all_reduce_mean([told, float(wants_stop), *words])
@@ -224,10 +206,10 @@ class Trainer:
         total, num_labels = 0.0, 0
         batches = validation_batches(
             self.validation,
-            number=self.job.recipe.train.validation_samples,
-            micro_batch=self.job.plan.micro_batch,
+            number=self.run.recipe.train.validation_samples,
+            micro_batch=self.run.plan.micro_batch,
             rank=self.model.grid.data,
-            world=self.job.plan.world,
+            world=self.run.plan.world,
         )
         self.model.train(False)
         for batch in batches:
@@ -247,13 +229,13 @@ class Trainer:
         Returns:
             The checkpoint's directory.
         """
-        directory = self.job.directory.checkpoints
+        directory = self.run.directory.checkpoints
         path = checkpoint_path(directory, self.position.step)
         position = {name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
-        extra = {"position": position, "dataset": self.job.dataset.fingerprint, "versions": versions()}
+        extra = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         self.model.save(self.optimizer, path, extra=extra)
         if self.ranks.rank == 0:
-            delete_old(directory, self.job.recipe.checkpoint.keep)
+            delete_old(directory, self.run.recipe.checkpoint.keep)
         return path
 
     def load(self, checkpoint: Checkpoint) -> None:
@@ -266,7 +248,7 @@ class Trainer:
             DataError: it was made with other tokens.
         """
         extra: Mapping[str, Any] = self.model.load(self.optimizer, checkpoint.path)
-        if extra.get("dataset") != self.job.dataset.fingerprint:
+        if extra.get("dataset") != self.dataset.fingerprint:
             raise DataError(
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
@@ -275,8 +257,8 @@ class Trainer:
 
     def _update(self) -> Update:
         rate = self._set_learning_rate()
-        self.model.progress(self.position.step / self.job.recipe.train.steps)
-        plan = self.job.plan
+        self.model.progress(self.position.step / self.run.recipe.train.steps)
+        plan = self.run.plan
         loss = self.model.step(
             step_batches(
                 self.train,
@@ -287,7 +269,7 @@ class Trainer:
                 world=plan.world,
             )
         )
-        clip = self.job.recipe.optimizer.clip
+        clip = self.run.recipe.optimizer.clip
         # One host synchronisation per step: nothing may be applied before the norm is known to be finite.
         norm = self.model.clip_grad_norm_(clip or math.inf)
         update = Update(loss=float(loss), norm=norm, lr=rate, skipped=not math.isfinite(norm))
@@ -296,7 +278,7 @@ class Trainer:
             self.num_skipped = 0
         else:
             self.num_skipped += 1
-            if self.job.recipe.train.on_nonfinite == "stop" or self.num_skipped > MOST_SKIPPED:
+            if self.run.recipe.train.on_nonfinite == "stop" or self.num_skipped > MOST_SKIPPED:
                 self._raise_nonfinite(update)
         self.optimizer.zero_grad()
         self.position.step += 1
@@ -304,11 +286,11 @@ class Trainer:
         return update
 
     def _set_learning_rate(self) -> float:
-        settings = self.job.recipe.optimizer
+        settings = self.run.recipe.optimizer
         rate = settings.lr * learning_rate_share(
             self.position.step,
             warmup=settings.warmup,
-            steps=self.job.recipe.train.steps,
+            steps=self.run.recipe.train.steps,
             final=settings.final_lr_share,
         )
         for group in self.optimizer.param_groups:
@@ -321,7 +303,7 @@ class Trainer:
         speed = tokens * self.recent.steps / self.recent.seconds
         per_device = speed / self.ranks.size
         own = [seconds / self.recent.steps for seconds in measured.own]
-        log_every = self.job.recipe.train.log_every
+        log_every = self.run.recipe.train.log_every
         record = StepRecord(
             step=self.position.step,
             samples=self.position.samples,
@@ -342,7 +324,7 @@ class Trainer:
             own=summarized(own),
             slow=None if self.pace is None else self.pace.add(own),
         )
-        self.recent = Clock()
+        self.recent = StepTime()
         return record
 
     def _raise_nonfinite(self, update: Update) -> None:
@@ -351,7 +333,7 @@ class Trainer:
         what = f"the loss of rank {', '.join(guilty)}" if guilty else "the gradient"
         remedy = (
             "continue from the last checkpoint with --resume"
-            if checkpoints(self.job.directory.checkpoints)
+            if checkpoints(self.run.directory.checkpoints)
             else "start again; no checkpoint has been saved yet (checkpoint.every)"
         )
         raise NonFiniteError(
@@ -360,28 +342,30 @@ class Trainer:
         )
 
 
-def make_trainer(job: Job) -> Trainer:
-    """Build the model, shard it and attach optimizer and data; every rank of the job calls it.
+def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Trainer:
+    """Build the model, shard it, and attach optimizer and data. Every rank of the run calls it.
 
     Args:
-        job: what to do.
+        run: The run.
+        dataset: The run's tokens.
+        device: The device of this rank.
 
     Returns:
         A trainer at step 0.
 
     Raises:
-        MismatchError: on every rank, when ranks have different versions, recipes or tokens.
+        MismatchError: On every rank, if ranks have different versions, recipes or tokens.
     """
-    recipe, plan, seq = job.recipe, job.plan, job.recipe.train.seq
-    hosts = agree(control(), recipe, job.dataset.fingerprint)
-    train = Samples(job.dataset.train, seq, recipe.train.seed)
-    validation = Samples(job.dataset.validation, seq, 0)
+    recipe, plan, seq = run.recipe, run.plan, run.recipe.train.seq
+    hosts = agree(control(), recipe, dataset.fingerprint)
+    train = Samples(dataset.train, seq, recipe.train.seed)
+    validation = Samples(dataset.validation, seq, 0)
     # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
-    drafted = draft(recipe.model, vocab=job.dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=False)
+    drafted = draft(recipe.model, vocab=dataset.vocab, seq=seq, seed=recipe.train.seed, recompute=False)
     model = drafted.model
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     token_flops, undecayed = flops_per_token(model, seq), undecayed_names(model)
-    parallel = parallelize(model, plan, loss=cross_entropy, values=drafted.values, device=job.device)
+    parallel = parallelize(model, plan, loss=cross_entropy, values=drafted.values, device=device)
     settings = recipe.optimizer
     optimizer = parallel.optimizer(
         torch.optim.AdamW,
@@ -393,27 +377,30 @@ def make_trainer(job: Job) -> Trainer:
         param_groups=[{"params": undecayed, "weight_decay": 0.0}],
     )
     return Trainer(
-        job=job,
+        run=run,
+        dataset=dataset,
+        device=device,
         model=parallel,
+        config=drafted.config,
         optimizer=optimizer,
         train=train,
         validation=validation,
         ranks=control(),
-        pace=Pace(hosts) if _is_comparable(job) else None,
+        pace=Pace(hosts) if _is_comparable(plan, device) else None,
         num_parameters=num_parameters,
         token_flops=token_flops,
-        peak_flops=_peak_flops(job),
+        peak_flops=_peak_flops(run, device),
     )
 
 
-def _is_comparable(job: Job) -> bool:
-    """Whether a rank that takes longer than others is a slow one.
+def _is_comparable(plan: Plan, device: torch.device) -> bool:
+    """Whether a rank that takes longer than the others is slow.
 
     Stages of a pipeline have unlike work; how long tensor-parallel ranks wait for each other is known on CPUs alone;
     where ranks share cores, the scheduler decides who is behind.
     """
-    waits_are_known = job.plan.tp == 1 or job.device.type == "cpu"
-    return job.plan.pp == 1 and waits_are_known and not shares_cores(job.device)
+    waits_are_known = plan.tp == 1 or device.type == "cpu"
+    return plan.pp == 1 and waits_are_known and not shares_cores(device)
 
 
 def undecayed_names(model: nn.Module) -> list[str]:
@@ -432,8 +419,8 @@ def undecayed_names(model: nn.Module) -> list[str]:
     ]
 
 
-def _peak_flops(job: Job) -> float | None:
-    tflops = job.recipe.train.peak_tflops
-    if tflops is None and job.device.type == "cuda":
-        tflops = known_peak_tflops(torch.cuda.get_device_name(job.device), job.plan.compute_dtype)
+def _peak_flops(run: ResolvedRun, device: torch.device) -> float | None:
+    tflops = run.recipe.train.peak_tflops
+    if tflops is None and device.type == "cuda":
+        tflops = known_peak_tflops(torch.cuda.get_device_name(device), run.plan.compute_dtype)
     return None if tflops is None else tflops * 1e12

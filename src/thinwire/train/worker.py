@@ -27,15 +27,12 @@ import torch
 
 from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
-from thinwire.spec.plan import Plan
-from thinwire.spec.recipe import Recipe
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import rank_backend, rank_device, threads_per_rank
-from thinwire.train.launching.request import RunRequest
+from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
-from thinwire.train.loop import Result, run
-from thinwire.train.trainer import Job
+from thinwire.train.loop import Result, train_rank
 
 _LAST_WORDS: Final = 8192
 """Bytes of the file in which a rank says why it ended."""
@@ -44,31 +41,30 @@ _SET_DEATH_SIGNAL: Final = 1
 """``PR_SET_PDEATHSIG`` of Linux."""
 
 
-def train(request: RunRequest, *, launched: bool) -> Result:
-    """Join the job as one rank, train, and leave it.
+def train(run: ResolvedRun, *, launched: bool) -> Result:
+    """Join the run as one rank, train, and leave it.
 
     Args:
-        request: what to do; rank 0 has opened the directory.
-        launched: whether our launcher started this process.
+        run: The run, whose directory rank 0 has opened.
+        launched: Whether our launcher started this process.
 
     Returns:
         How the run ended.
     """
-    recipe, plan, directory = request.recipe, request.plan, request.directory
+    recipe = run.recipe
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = rank_device(recipe.cluster.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dataset = prepare(recipe.data)
     torch.set_num_threads(threads_per_rank())
-    backend = rank_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", plan.ranks)))
+    backend = rank_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.ranks)))
     group.init(backend, datetime.timedelta(seconds=recipe.cluster.timeout))
     try:
-        # Rank 0 knows: it has opened the directory, in which the others may see its work already.
-        resume = bool(group.control().all_gather_object(request.resume)[0])
-        job = Job(recipe, plan, directory, dataset, device, resume, request.node_ranks)
-        with StopRequest(directory.stop_file, launched=launched) as stop:
-            return run(job, stop, request.stream)
+        # Rank 0 decides: it has opened the directory, and the others may already see its work in there.
+        run = dataclasses.replace(run, resume=bool(group.control().all_gather_object(run.resume)[0]))
+        with StopRequest(run.directory.stop_file, launched=launched) as stop:
+            return train_rank(run, dataset, device, stop)
     finally:
         group.shutdown()
 
@@ -151,9 +147,10 @@ def main() -> int:
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
         with recorded_failure(directory.logs):
-            recipe, plan = Recipe.load(directory.recipe), Plan.load(directory.plan)
-            request = RunRequest(recipe, plan, directory, arguments.node_ranks, arguments.resume, arguments.stream)
-            train(request, launched=True)
+            run = ResolvedRun.read(
+                directory, node_ranks=arguments.node_ranks, resume=arguments.resume, stream=arguments.stream
+            )
+            train(run, launched=True)
     except Exception:
         return 1
     return 0

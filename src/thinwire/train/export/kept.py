@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,7 +14,6 @@ from thinwire.spec.recipe import Recipe
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.train.directory import RunDirectory, write_json
-from thinwire.train.models.huggingface import read_config
 
 __all__ = ["TOKENIZER_FILES", "keep_sources", "kept_config", "write_tokenizer"]
 
@@ -29,19 +29,20 @@ TOKENIZER_FILES: Final = (
 _GENERATION: Final = "generation_config.json"
 
 
-def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset) -> None:
-    """Copy what is small and needed later; called by one process.
+def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, config: Mapping[str, Any] | None) -> None:
+    """Copy the small files that an export needs. One process of the run calls it.
 
     Args:
-        directory: of the run.
-        recipe: of the run.
-        dataset: its tokens.
+        directory: Where the run keeps its files.
+        recipe: The recipe of the run.
+        dataset: The tokens that it trains on.
+        config: The configuration of its Hugging Face model; ``None`` for models of our own.
     """
     model = recipe.model
     directory.model.mkdir(exist_ok=True)
     home = None
-    if model.kind == "huggingface":
-        write_json(directory.model / "config.json", read_config(model))
+    if config is not None:
+        write_json(directory.model / "config.json", config)
         source = model.path if model.config is None else model.config
         home = Path(source).expanduser() if isinstance(source, str) else None
         home = home.parent if home is not None and home.is_file() else home

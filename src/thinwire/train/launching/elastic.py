@@ -1,7 +1,7 @@
-"""A run that goes on with other ranks than it had: the same kind of plan, the same global batch.
+"""A run that continues on a different number of ranks: the same kind of plan, the same global batch.
 
-Checkpoints can be read under any plan on any number of ranks, and the order of samples depends on neither. What is left
-is to say what the plan becomes, and to share the same global batch out among the ranks there are.
+Checkpoints can be read under any plan on any number of ranks, and the order of samples depends on neither. This module
+fits the plan to the ranks and divides the global batch among them.
 """
 
 from __future__ import annotations
@@ -14,81 +14,78 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.pipeline import keeps_busy
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
-from thinwire.train.environment import Started, fast_dtype, resolve_mesh, usable_gpus
+from thinwire.train.environment import Started, fast_dtype, resolve_mesh
 
 __all__ = ["Continued", "continued", "global_batch"]
 
 
 @dataclass(frozen=True)
 class Continued:
-    """A run on the ranks there are.
+    """A run, fitted to the ranks that there are.
 
     Attributes:
-        recipe: with a plan for these ranks, and with the global batch that the run is meant to have.
-        plan: for these ranks.
-        notes: what differs from how the run was before, one sentence each.
+        template: The recipe's plan, fitted to these ranks; its recipe has the global batch that the run should have.
+        plan: The plan for these ranks.
+        notes: What differs from the run so far, one sentence each.
     """
 
-    recipe: Recipe
+    template: PlanTemplate
     plan: Plan
     notes: tuple[str, ...]
 
 
-def continued(recipe: Recipe, directory: RunDirectory, ranks: Started | None) -> Continued:
+def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | None, num_gpus: int) -> Continued:
     """Fit a recipe, and the run that it may have begun already, to the ranks there are.
 
-    Every rank calls it and finds the same, whether rank 0 has opened the directory meanwhile or not.
+    Every rank calls it and gets the same result, whether or not rank 0 has opened the directory in the meantime.
 
     Args:
-        recipe: as it was written; its ``cluster.nodes`` and ``nproc`` are how many ranks it would like.
-        directory: of the run; need not exist.
-        ranks: what is running already.
+        template: The plan of the recipe as it was written; the recipe's ``cluster.nodes`` and ``nproc`` are the ranks
+            that it would like to have.
+        directory: Where the run keeps its files; it need not exist.
+        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
+        num_gpus: Number of usable GPUs of this host.
 
     Returns:
         Recipe and plan for these ranks.
 
     Raises:
-        SpecError: tensor and pipeline parallelism of the plan cannot share these ranks.
+        SpecError: Tensor and pipeline parallelism of the plan do not divide these ranks.
     """
-    if ranks is not None and recipe.cluster.nproc is not None:
-        wanted = (recipe.cluster.nodes or 1) * recipe.cluster.nproc
-        if wanted != ranks.world:
-            recipe = recipe.with_(cluster={"nodes": None, "nproc": None})
-    num_gpus = usable_gpus(recipe)
-    mesh = resolve_mesh(recipe, ranks, num_gpus)
-    recipe = recipe.on_mesh(mesh)
+    cluster = template.recipe.cluster
+    if ranks is not None and cluster.nproc is not None and (cluster.nodes or 1) * cluster.nproc != ranks.world:
+        template = template.with_recipe(cluster={"nodes": None, "nproc": None})
+    mesh = resolve_mesh(template, ranks, num_gpus)
+    template = template.fitted(mesh)
     before = Plan.load(directory.plan) if directory.plan.is_file() else None
-    batch = recipe.train.global_batch or _batch_before(directory, before)
+    batch = template.recipe.train.global_batch or _batch_before(directory, before)
     if batch is None:
-        batch = global_batch(recipe.resolved_plan(mesh))
-    recipe = recipe.with_(train={"global_batch": batch, "micro_batches": None})
-    possible = _nearest(batch, recipe, mesh)
-    plan = recipe.with_(train={"global_batch": possible}).resolved_plan(mesh, auto_dtype=fast_dtype(num_gpus))
-    return Continued(recipe, plan, tuple(_notes(plan, before, batch)))
+        batch = global_batch(template.resolve(mesh))
+    template = template.with_recipe(train={"global_batch": batch, "micro_batches": None})
+    shareable = template.with_recipe(train={"global_batch": _nearest(batch, template, mesh)})
+    plan = shareable.resolve(mesh, auto_dtype=fast_dtype(num_gpus))
+    return Continued(template, plan, tuple(_notes(plan, before, batch)))
 
 
 def global_batch(plan: Plan) -> int:
-    """Sequences of a step over all ranks.
-
-    Args:
-        plan: any.
-    """
+    """The number of sequences of a step under a plan, over all ranks."""
     return plan.world * plan.micro_batch * plan.micro_batches
 
 
 def _batch_before(directory: RunDirectory, before: Plan | None) -> int | None:
-    """The global batch that the run is meant to have; ranks that could not share it may have trained with another."""
+    """The global batch that the run should have. Ranks that could not share it evenly have trained with another."""
     if before is None:
         return None
     return Recipe.load(directory.recipe).train.global_batch or global_batch(before)
 
 
-def _nearest(batch: int, recipe: Recipe, mesh: Factor) -> int:
+def _nearest(batch: int, template: PlanTemplate, mesh: Factor) -> int:
     """The global batch, or the next larger one that data-parallel ranks can share evenly and that keeps all stages
     busy."""
-    _, pp = recipe.model_parallel()
-    schedule = recipe.plan.get("schedule", "1f1b")
+    _, pp = template.model_parallel
+    schedule = template.recipe.plan.get("schedule", "1f1b")
     shares = itertools.count(math.ceil(batch / mesh.ranks))
     return mesh.ranks * next(share for share in shares if keeps_busy(pp, schedule, share))
 

@@ -26,7 +26,7 @@ from thinwire.errors import OutOfMemoryError, Room, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import num_cores
-from thinwire.train.launching.request import RunRequest
+from thinwire.train.launching.resolved import ResolvedRun
 
 Report = Callable[[str], None]
 
@@ -40,7 +40,7 @@ _SHUTDOWN: Final = 10
 """Seconds that ranks have to leave before they are killed; torch 2.11 gives them 30 and does not ask."""
 
 
-class RankError(ThinwireError, RuntimeError):
+class LostRankError(ThinwireError, RuntimeError):
     """A rank failed and no restart was left, or none could help."""
 
 
@@ -78,26 +78,26 @@ class Failure:
         return 3 if self.signal == signal.SIGTERM else 0 if self.expected else 1
 
 
-def launch(request: RunRequest, report: Report) -> None:
+def launch(run: ResolvedRun, report: Report) -> None:
     """Run all ranks until the run is complete or was asked to stop.
 
     Args:
-        request: what to do; its directory has been opened.
+        run: The run, whose directory has been opened.
         report: told of every restart, in one line.
 
     Raises:
-        RankError: a rank failed for good; says which and why.
+        LostRankError: a rank failed for good; says which and why.
         OutOfMemoryError: a rank had too little memory.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
-    directory, max_restarts = request.directory, request.recipe.cluster.max_restarts
-    with _environment(_worker_environment(request.plan.ranks)), _stop_on_signal(directory, report), _quiet():
+    directory, max_restarts = run.directory, run.recipe.cluster.max_restarts
+    with _environment(_worker_environment(run.plan.ranks)), _stop_on_signal(directory, report), _quiet():
         for restart in range(max_restarts + 1):
             try:
-                failure = _attempt(request, resume=request.resume or restart > 0)
+                failure = _attempt(run, resume=run.resume or restart > 0)
             except SignalException as error:
-                raise RankError("ended at once; continue from the last checkpoint with --resume") from error
+                raise LostRankError("ended at once; continue from the last checkpoint with --resume") from error
             if failure is None:
                 return
             report(_next_attempt(failure, directory, restart, max_restarts))
@@ -108,24 +108,24 @@ def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_r
     if failure.room is not None:
         raise OutOfMemoryError(failure.sentence, failure.room)
     if not failure.curable:
-        raise RankError(failure.sentence)
+        raise LostRankError(failure.sentence)
     lost = f"rank {failure.rank} {failure.sentence}"
     if directory.stop_file.exists():
-        raise RankError(f"{lost} while the run was stopping; continue with --resume")
+        raise LostRankError(f"{lost} while the run was stopping; continue with --resume")
     if restart == max_restarts:
         times = f" after {restart} restart{'s' if restart > 1 else ''}" if restart else ""
-        raise RankError(f"{lost}{times}; see {directory.logs}, then continue with --resume")
+        raise LostRankError(f"{lost}{times}; see {directory.logs}, then continue with --resume")
     saved = checkpoints(directory.checkpoints)
     origin = f"step {saved[-1].step}" if saved else "the beginning"
     return f"{lost}; restarting all ranks from {origin} ({restart + 1} of {max_restarts})"
 
 
-def _attempt(request: RunRequest, *, resume: bool) -> Failure | None:
+def _attempt(run: ResolvedRun, *, resume: bool) -> Failure | None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    directory, num_ranks = request.directory, request.plan.ranks
+    directory, num_ranks = run.directory, run.plan.ranks
     meeting = Path(tempfile.mkdtemp(prefix="thinwire-"))
     patience: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN}
     config = LaunchConfig(
@@ -145,8 +145,8 @@ def _attempt(request: RunRequest, *, resume: bool) -> Failure | None:
         signals_to_handle="SIGHUP,SIGQUIT",
         **{name: value for name, value in patience.items() if name in LaunchConfig.__dataclass_fields__},
     )
-    arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", request.stream]
-    arguments += ["--launcher", str(os.getpid()), "--node-ranks", str(request.node_ranks)]
+    arguments = ["-u", "-m", "thinwire.train.worker", str(directory.path), "--stream", run.stream]
+    arguments += ["--launcher", str(os.getpid()), "--node-ranks", str(run.node_ranks)]
     try:
         elastic_launch(config, sys.executable)(*arguments, *(["--resume"] if resume else []))
     except ChildFailedError as error:

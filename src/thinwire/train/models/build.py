@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,21 +16,23 @@ from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.cutting import Decoder
 from thinwire.train.models.fresh import DrawnValues
 from thinwire.train.models.gpt import GPT, GPTConfig
-from thinwire.train.models.huggingface import draft_huggingface
+from thinwire.train.models.huggingface import draft_huggingface, read_config
 from thinwire.train.models.llama import Llama, LlamaConfig
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftedModel:
     """A model without memory.
 
     Attributes:
-        model: its parameters are on the meta device.
-        values: what they will be.
+        model: The module; its parameters are on the meta device.
+        values: The values that its parameters start from.
+        config: What the ``config.json`` of a Hugging Face model holds; ``None`` for models of our own.
     """
 
     model: nn.Module
     values: InitialValues
+    config: Mapping[str, Any] | None = None
 
     def materialize(self) -> nn.Module:
         """Read all values, in this process.
@@ -49,7 +53,7 @@ def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bo
     return draft(recipe, vocab=vocab, seq=seq, seed=seed, recompute=recompute).materialize()
 
 
-def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bool) -> Draft:
+def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bool) -> DraftedModel:
     """Build a model on the meta device.
 
     Args:
@@ -66,15 +70,16 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bo
         SpecError: the model's vocabulary or longest sequence is too small for the data.
     """
     if recipe.kind == "huggingface":
-        wrapped, values = draft_huggingface(recipe, seed=seed, recompute=recompute)
+        table = read_config(recipe)
+        wrapped, values = draft_huggingface(recipe, table, seed=seed, recompute=recompute)
         config = wrapped.model.config.get_text_config()  # type: ignore[union-attr, operator]
         _check_fits(int(config.vocab_size), getattr(config, "max_position_embeddings", None), vocab, seq)
-        return Draft(wrapped, values)
+        return DraftedModel(wrapped, values, table)
     shape = recipe.shape(vocab=vocab, seq=seq)
     _check_fits(shape.vocab, shape.seq, vocab, seq)
     with parameters_on_meta():
         model = (_llama if shape.kind == "llama" else _gpt)(shape, recipe, recompute)
-    return Draft(model, DrawnValues(model, seed))
+    return DraftedModel(model, DrawnValues(model, seed))
 
 
 def _llama(shape: ModelSpec, recipe: ModelRecipe, recompute: bool) -> Decoder:

@@ -78,41 +78,42 @@ def _enable_recomputation(model: nn.Module) -> None:
 
 
 def draft_huggingface(
-    recipe: ModelRecipe, *, seed: int, recompute: bool = False
+    recipe: ModelRecipe, config: Mapping[str, Any], *, seed: int, recompute: bool = False
 ) -> tuple[HuggingFaceCausal, InitialValues]:
     """Build a model on the meta device, and find its values.
 
     Args:
-        recipe: of ``kind = "huggingface"``.
-        seed: of random values.
-        recompute: whether backward recomputes each block.
+        recipe: A model recipe of ``kind = "huggingface"``.
+        config: The model's configuration; see :func:`read_config`.
+        seed: Seed of random values.
+        recompute: Whether the backward recomputes each block.
 
     Returns:
         The model, parameters on the meta device, and where their values are: in the directory's safetensors files, or
         made by the model's own initialiser.
 
     Raises:
-        DataError: the configuration is missing or describes no causal language model.
+        DataError: The configuration describes no causal language model.
     """
-    model = on_meta(recipe)
+    model = on_meta(recipe, config)
     values: InitialValues
     if recipe.starts_from_files:
         assert recipe.path is not None, "a rule of the recipe"
         values = LoadedValues(Path(recipe.path).expanduser(), model, PREFIX)
     else:
-        skeleton = on_meta(recipe)
+        skeleton = on_meta(recipe, config)
         values = InitializedValues(skeleton, skeleton._init_weights, PREFIX, seed)
     return HuggingFaceCausal(model, recompute), values
 
 
-def on_meta(recipe: ModelRecipe) -> Any:
+def on_meta(recipe: ModelRecipe, config: Mapping[str, Any]) -> Any:
     """The ``transformers`` model of a recipe, with its parameters on the meta device and buffers on CPU.
 
     Raises:
-        DataError: the configuration is missing or describes no causal language model.
+        DataError: The configuration describes no causal language model.
     """
     what = "model.config" if recipe.path is None else f"model.path = {recipe.path}"
-    return causal_on_meta(read_config(recipe), what)
+    return causal_on_meta(config, what)
 
 
 def read_config(recipe: ModelRecipe) -> dict[str, Any]:

@@ -89,7 +89,7 @@ class StepTracer:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._range = trainer.job.recipe.train.trace_steps
+        self._range = trainer.run.recipe.train.trace_steps
         self._session: _Session | None = None
 
     def begin(self, step: int) -> None:
@@ -140,8 +140,8 @@ class _Session:
     """Steps that follow each other at once, on one rank."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self._device = trainer, trainer.job.device
-        self._directory = trainer.job.directory.traces
+        self._trainer, self._device = trainer, trainer.device
+        self._directory = trainer.run.directory.traces
         self._clocks = _compare_clocks(trainer)
         self._marks: list[tuple[int, float, float]] = []
         # The profiler tells stderr that it starts and stops, as an error of the highest severity.
@@ -233,7 +233,7 @@ class _Session:
     def _merged(self, by_rank: Sequence[Sequence[Span]]) -> dict[str, Any]:
         about = {
             "steps": [step for step, _, _ in self._marks],
-            "plan": self._trainer.job.plan.describe(),
+            "plan": self._trainer.run.plan.describe(),
             "clock_offsets_seconds": list(self._clocks.offsets),
             "clock_spread_seconds": self._clocks.spread,
         }

@@ -1,0 +1,208 @@
+"""The plan of a recipe before the run's ranks are known: a preset or a plan file, and the keys that change it.
+
+A recipe names its plan; :meth:`PlanTemplate.read` reads the file behind that name, once. Everything else here is
+arithmetic on what has been read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+from thinwire.errors import SpecError
+from thinwire.spec.factor import Factor
+from thinwire.spec.pipeline import keeps_busy
+from thinwire.spec.plan import Dtype, Plan
+from thinwire.spec.recipe import Recipe
+
+__all__ = ["PlanTemplate"]
+
+
+@dataclass(frozen=True)
+class PlanTemplate:
+    """The plan of a recipe, ready to be resolved on any mesh without reading anything else.
+
+    Attributes:
+        recipe: The recipe whose ``plan`` table this is.
+        file: The plan that the table's ``file`` holds; ``None`` where the table names a preset or is a whole plan.
+    """
+
+    recipe: Recipe
+    file: Plan | None
+
+    @classmethod
+    def read(cls, recipe: Recipe) -> Self:
+        """Read the plan file of a recipe, if it names one.
+
+        Args:
+            recipe: Any recipe.
+
+        Returns:
+            The template of its plan.
+
+        Raises:
+            SpecError: The file cannot be read or holds no valid plan, or the recipe names a preset as well.
+        """
+        preset, file = recipe.plan.get("preset"), recipe.plan.get("file")
+        if preset is not None and file is not None:
+            raise SpecError("plan", [f"preset = {preset!r} and file = {file!r} exclude each other; leave one out"])
+        return cls(recipe, None if file is None else Plan.load(file))
+
+    @property
+    def mesh(self) -> Factor | None:
+        """The data-parallel mesh that a plan file or an inline plan names; ``None`` for a preset."""
+        if self.file is not None:
+            return self.file.mesh
+        keys = self.recipe.plan
+        return Factor.parse(keys["mesh"], "plan.mesh") if "mesh" in keys else None
+
+    @property
+    def model_parallel(self) -> tuple[int, int]:
+        """The number of tensor-parallel ranks and of pipeline stages."""
+        keys = self.recipe.plan
+        ways = [keys.get(axis, 1 if self.file is None else getattr(self.file, axis)) for axis in ("tp", "pp")]
+        # A value that is not a number is reported with the other problems of the plan.
+        tp, pp = (way if isinstance(way, int) and way > 0 else 1 for way in ways)
+        return tp, pp
+
+    def with_recipe(self, **changes: Any) -> Self:
+        """The template of the same plan in a changed recipe.
+
+        Args:
+            **changes: Keys of the recipe as :meth:`Recipe.with_` takes them, except ``plan``.
+        """
+        assert "plan" not in changes, "another plan needs another template"
+        return replace(self, recipe=self.recipe.with_(**changes))
+
+    def resolve(self, mesh: Factor, *, auto_dtype: Dtype = "bfloat16") -> Plan:
+        """The plan on a mesh.
+
+        Args:
+            mesh: Data-parallel ranks of a node, and nodes.
+            auto_dtype: The compute dtype that ``compute_dtype = "auto"`` stands for on this machine.
+
+        Returns:
+            The plan, with the recipe's batch and recomputation where the recipe sets them.
+
+        Raises:
+            SpecError: The preset does not exist, the plan breaks a rule or is for another mesh, or the batch or the
+                sequence length does not fit the plan.
+        """
+        plan = self._with_batch(self._without_batch(mesh, auto_dtype))
+        seq = self.recipe.train.seq
+        if seq % plan.tp:
+            raise SpecError(
+                "train", [f"seq = {seq} should be a multiple of plan.tp = {plan.tp}, which cuts sequences, too"]
+            )
+        return plan
+
+    def fitted(self, mesh: Factor) -> Self:
+        """The template for other ranks. A preset fits itself to them; any other plan is fitted.
+
+        Args:
+            mesh: Data-parallel ranks of a node, and nodes.
+
+        Returns:
+            A template whose recipe holds :meth:`Plan.fitted` of a plan that names its mesh.
+        """
+        named = self.mesh
+        if named is None:
+            return self
+        table = self._without_batch(named, "bfloat16").fitted(mesh).to_dict()
+        if self.recipe.plan.get("compute_dtype") == "auto":
+            table["compute_dtype"] = "auto"  # each machine chooses for itself
+        return type(self)(self.recipe.with_(plan=table), file=None)
+
+    def replaced(self, mesh: Factor) -> tuple[str, ...]:
+        """The keys of a plan file that the recipe's batch and recomputation replace, one sentence each.
+
+        Args:
+            mesh: Data-parallel ranks of a node, and nodes.
+        """
+        if self.file is None:
+            return ()
+        written = self._without_batch(mesh, "bfloat16")
+        plan = self._with_batch(written)
+        return tuple(
+            f"the recipe's {key} = {getattr(plan, key)} replaces the plan file's {getattr(written, key)}"
+            for key in ("micro_batch", "micro_batches", "recompute")
+            if getattr(plan, key) != getattr(written, key)
+        )
+
+    def _without_batch(self, mesh: Factor, auto_dtype: Dtype) -> Plan:
+        """The plan with its own batch and recomputation; see :meth:`resolve`."""
+        keys = {key: value for key, value in self.recipe.plan.items() if key not in ("preset", "file")}
+        preset = self.recipe.plan.get("preset")
+        if keys.get("compute_dtype") == "auto":
+            keys["compute_dtype"] = auto_dtype
+        if self.file is not None:
+            plan = self.file.with_(**keys)
+        elif preset is not None:
+            plan = Plan.preset(preset, nodes=mesh.nodes, local=mesh.local, **keys)
+        else:
+            plan = Plan.parse({"mesh": mesh, **keys}, "plan")
+        if plan.mesh != mesh:
+            raise SpecError(
+                "plan",
+                [
+                    f"mesh = {plan.mesh} ({plan.world} ranks) does not fit the {mesh.ranks} {_rank_kind(plan)} of this "
+                    f"run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes {plan.mesh.nodes * plan.pp} "
+                    f"--nproc {plan.mesh.local * plan.tp}, or choose a preset, which fits itself to the mesh"
+                ],
+            )
+        return plan
+
+    def _with_batch(self, plan: Plan) -> Plan:
+        train = self.recipe.train
+        changes: dict[str, Any] = {
+            "micro_batch": train.micro_batch,
+            "micro_batches": train.micro_batches,
+            "recompute": train.recompute,
+        }
+        plan = plan.with_(**{key: value for key, value in changes.items() if value is not None})
+        if train.global_batch is not None:
+            return _with_global_batch(plan, train.global_batch)
+        if not keeps_busy(plan.pp, plan.schedule, plan.micro_batches):
+            raise SpecError(
+                "train",
+                [
+                    f"micro_batches = {plan.micro_batches} leaves stages of the pipeline idle; set it to "
+                    f"{_busy_count(plan)} or another multiple of plan.pp = {plan.pp}, or set global_batch instead"
+                ],
+            )
+        return plan
+
+
+def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
+    """The plan with ``global_batch`` sequences per step, in the largest micro-batches that it allows."""
+    share, rest = divmod(global_batch, plan.world)
+    if rest:
+        raise SpecError(
+            "train",
+            [f"global_batch = {global_batch} should be a multiple of the {plan.world} {_rank_kind(plan)} of this run"],
+        )
+    sizes = [
+        size
+        for size in range(1, plan.micro_batch + 1)
+        if share % size == 0 and keeps_busy(plan.pp, plan.schedule, share // size)
+    ]
+    if not sizes:
+        raise SpecError(
+            "train",
+            [
+                f"global_batch = {global_batch} gives each data-parallel rank {share} sequences, which make "
+                f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
+                f"{plan.world * plan.pp}, or lower plan.pp"
+            ],
+        )
+    largest = max(sizes)
+    return plan.with_(micro_batch=largest, micro_batches=share // largest)
+
+
+def _rank_kind(plan: Plan) -> str:
+    return "ranks" if plan.ranks == plan.world else "data-parallel ranks"
+
+
+def _busy_count(plan: Plan) -> int:
+    """The smallest multiple of the stages that is not less than the plan's micro-batches."""
+    return -(-plan.micro_batches // plan.pp) * plan.pp

@@ -1,0 +1,105 @@
+"""A run with every decision made: what the command hands to the ranks.
+
+:func:`resolve_run` is the one place where the command reads the plan file and looks at the machine. The ranks read what
+the command has written into the run's directory, each file once, with :meth:`ResolvedRun.read`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Self
+
+from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import Recipe
+from thinwire.spec.template import PlanTemplate
+from thinwire.train.directory import RunDirectory
+from thinwire.train.environment import Started, fast_dtype, resolve_mesh, resolve_ranks, usable_gpus
+from thinwire.train.launching.elastic import continued
+from thinwire.train.observing.progress import Stream
+
+__all__ = ["ResolvedRun", "resolve_run"]
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run to start or to continue.
+
+    Attributes:
+        recipe: What to train, with absolute paths.
+        plan: How to shard it, on the mesh of this run.
+        directory: Where the run keeps its files.
+        node_ranks: Number of ranks of a node; traffic between ranks of different nodes is counted apart.
+        resume: Whether to continue from the newest valid checkpoint, if there is one.
+        stream: Where rank 0 shows progress.
+        notes: What differs from the run so far, one sentence each.
+        replaced: Keys of the plan file that the recipe replaces, one sentence each.
+    """
+
+    recipe: Recipe
+    plan: Plan
+    directory: RunDirectory
+    node_ranks: int
+    resume: bool = False
+    stream: Stream = "none"
+    notes: tuple[str, ...] = ()
+    replaced: tuple[str, ...] = ()
+
+    @classmethod
+    def read(cls, directory: RunDirectory, *, node_ranks: int, resume: bool, stream: Stream) -> Self:
+        """Read the run that a command has written into its directory.
+
+        Args:
+            directory: Where the run keeps its files.
+            node_ranks: Number of ranks of a node.
+            resume: Whether to continue from the newest valid checkpoint.
+            stream: Where rank 0 shows progress.
+
+        Raises:
+            SpecError: The recipe or the plan cannot be read.
+        """
+        recipe, plan = Recipe.load(directory.recipe), Plan.load(directory.plan)
+        return cls(recipe, plan, directory, node_ranks, resume, stream)
+
+    def with_plan(self, plan: Plan) -> Self:
+        """The same run under a plan for the same mesh, which the recipe then holds in full."""
+        return dataclasses.replace(self, recipe=self.recipe.with_(plan=plan.to_dict()), plan=plan, replaced=())
+
+
+def resolve_run(
+    recipe: Recipe, directory: RunDirectory, ranks: Started | None, *, resume: bool, stream: Stream
+) -> ResolvedRun:
+    """Decide everything that the plan file, the machine and an elastic run's past have a say in.
+
+    Args:
+        recipe: What to train, with the changes of the command line.
+        directory: Where the run keeps its files; it need not exist.
+        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
+        resume: Whether to continue from the newest valid checkpoint. An elastic run also does so unasked.
+        stream: Where rank 0 shows progress.
+
+    Returns:
+        The run, the same on every rank.
+
+    Raises:
+        SpecError: The plan file cannot be read, or the plan does not fit the ranks.
+    """
+    template = PlanTemplate.read(recipe)
+    num_gpus = usable_gpus(recipe)
+    notes: tuple[str, ...] = ()
+    if recipe.cluster.elastic:
+        resume = resume or directory.recipe.is_file()
+        fitted = continued(template, directory, ranks, num_gpus)
+        template, plan, notes = fitted.template, fitted.plan, fitted.notes
+    else:
+        plan = template.resolve(resolve_mesh(template, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
+    return ResolvedRun(
+        recipe=template.recipe,
+        plan=plan,
+        directory=directory,
+        node_ranks=resolve_ranks(template, ranks, num_gpus).local,
+        resume=resume,
+        stream=stream,
+        notes=notes,
+        replaced=template.replaced(plan.mesh),
+    )
