@@ -1,4 +1,4 @@
-"""The directory of a run: who writes what where."""
+"""The directory of a run: its files, its lock, and how files are written."""
 
 from __future__ import annotations
 
@@ -22,107 +22,89 @@ _UNSEEN: Final = (
     "kind", "heads", "kv_heads", "norm_eps", "rope_theta", "positions", "rotary_share", "parallel_residual",
     "tied_embedding",
 )  # fmt: skip
-"""Keys of a model that change what it computes, though not always the shapes of its parameters."""
+"""Keys of a model that change its computation, but not always the shapes of its parameters."""
+
+
+class _Within:
+    """A path below the run's directory, as an attribute of :class:`RunDirectory`.
+
+    Args:
+        name: The file's or directory's name.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, owner: type[RunDirectory]) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths of one run.
+    """The paths of one run, and the rules for writing to them.
 
     Attributes:
-        path: the directory.
+        path: The run's directory.
     """
 
     path: Path
 
-    @property
-    def recipe(self) -> Path:
-        """The recipe with every key, TOML."""
-        return self.path / "recipe.toml"
+    recipe = _Within("recipe.toml")
+    """The recipe with every key, TOML."""
 
-    @property
-    def plan(self) -> Path:
-        """The plan with every key, TOML."""
-        return self.path / "plan.toml"
+    plan = _Within("plan.toml")
+    """The plan with every key, TOML."""
 
-    @property
-    def versions(self) -> Path:
-        """Versions, JSON."""
-        return self.path / "versions.json"
+    versions = _Within("versions.json")
+    """Versions of the software by package, JSON."""
 
-    @property
-    def command(self) -> Path:
-        """The command that started the run, or continued it last."""
-        return self.path / "command.txt"
+    command = _Within("command.txt")
+    """The command that started the run or continued it last."""
 
-    @property
-    def starts(self) -> Path:
-        """One JSON object for every start: the first, those that continue it, and restarts after a lost rank."""
-        return self.path / "starts.jsonl"
+    starts = _Within("starts.jsonl")
+    """One JSON object for each start: the first one, continuations, and restarts after a lost rank."""
 
-    @property
-    def profile(self) -> Path:
-        """What ``--plan auto`` measured of the cluster, JSON."""
-        return self.path / "profile.json"
+    profile = _Within("profile.json")
+    """The profile of the cluster that ``--plan auto`` measured, JSON."""
 
-    @property
-    def traces(self) -> Path:
-        """Traces of the steps that the recipe names."""
-        return self.path / "traces"
+    traces = _Within("traces")
+    """Traces of the steps that the recipe names."""
 
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per logged step."""
-        return self.path / "metrics.jsonl"
+    metrics = _Within("metrics.jsonl")
+    """One JSON object for each logged step."""
 
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard events."""
-        return self.path / "tensorboard"
+    tensorboard = _Within("tensorboard")
+    """TensorBoard events."""
 
-    @property
-    def summary(self) -> Path:
-        """The result, JSON."""
-        return self.path / "summary.json"
+    summary = _Within("summary.json")
+    """The result of a complete run, JSON."""
 
-    @property
-    def picture(self) -> Path:
-        """The loss curve."""
-        return self.path / "loss.png"
+    picture = _Within("loss.png")
+    """The loss curve, PNG."""
 
-    @property
-    def tokenizer(self) -> Path:
-        """A copy of the tokenizer."""
-        return self.path / "tokenizer.json"
+    tokenizer = _Within("tokenizer.json")
+    """A copy of the tokenizer."""
 
-    @property
-    def model(self) -> Path:
-        """What was kept of a Hugging Face model's configuration and of the tokenizer, beside ``tokenizer``."""
-        return self.path / "model"
+    model = _Within("model")
+    """The configuration of a Hugging Face model, and the files that belong to the tokenizer."""
 
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints, one directory each."""
-        return self.path / "checkpoints"
+    checkpoints = _Within("checkpoints")
+    """Checkpoints, one directory each."""
 
-    @property
-    def logs(self) -> Path:
-        """Output of the ranks that do not own the terminal, and tracebacks."""
-        return self.path / "logs"
+    logs = _Within("logs")
+    """Tracebacks, and the output of every rank but rank 0."""
 
-    @property
-    def stop_file(self) -> Path:
-        """Exists while someone asks the run to save and leave."""
-        return self.path / "stop"
+    stop_file = _Within("stop")
+    """Exists while someone asks the run to save and stop."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the directory to this process: two that train into it would mix their metrics and checkpoints.
+        """Lock the directory: two processes that train into it would mix their metrics and checkpoints.
 
-        The lock ends with the process, however that ends. A file system that knows no locks keeps nobody out.
+        The operating system releases the lock when the process ends. A file system without locks is not protected.
 
         Raises:
-            UsageError: another process holds it, or it cannot be made.
+            UsageError: Another process holds the lock, or the directory cannot be made.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -137,19 +119,19 @@ class RunDirectory:
                     f"another process trains into {self.path}; wait for it, end it, or choose another --out"
                 ) from error
             except OSError:
-                pass  # no locks here
+                pass  # a file system without locks
             yield
         finally:
             os.close(descriptor)
 
     def check(self, *, resume: bool) -> None:
-        """Refuse to write over a run, or to resume one that is not there.
+        """Refuse to overwrite a run, or to resume a run that does not exist.
 
         Args:
-            resume: whether the directory should hold a run.
+            resume: Whether the directory should hold a run.
 
         Raises:
-            UsageError: it holds something and should not, or the other way round.
+            UsageError: The directory holds files and should be empty, or holds no run and should.
         """
         if self.path.exists() and not self.path.is_dir():
             raise UsageError(f"{self.path} is a file; choose another --out")
@@ -161,16 +143,16 @@ class RunDirectory:
             raise UsageError(f"{self.path} holds no run to resume; leave out --resume to start one there")
 
     def check_same(self, recipe: Recipe) -> None:
-        """Refuse to continue a run as another one.
+        """Refuse to continue a run with a recipe that computes something else.
 
-        Shapes of parameters and tokens of the data are compared where a checkpoint is loaded; here is what shows in
-        neither.
+        Loading a checkpoint compares the shapes of the parameters and the tokens of the data. This method compares the
+        keys that show in neither.
 
         Args:
-            recipe: to continue with.
+            recipe: The recipe to continue with.
 
         Raises:
-            UsageError: it computes something else, or takes other samples.
+            UsageError: The recipe changes the model's computation or the order of the samples.
         """
         before = Recipe.load(self.recipe)
         pairs = [("train.seed", before.train.seed, recipe.train.seed)]
@@ -185,8 +167,10 @@ class RunDirectory:
 
     @contextlib.contextmanager
     def unless_refused(self) -> Iterator[None]:
-        """Around :meth:`open` and what follows: if that fails before the run has begun (:meth:`note_start`), what
-        described the run before is put back."""
+        """Restore the description of the previous start if this one fails before its first step (:meth:`note_start`).
+
+        Enter it before :meth:`open`.
+        """
         described = (self.recipe, self.plan, self.versions, self.command, self.profile, self.summary, self.picture)
         before = {path: path.read_bytes() for path in described if path.is_file()}
         starts = self._num_starts()
@@ -209,17 +193,17 @@ class RunDirectory:
         command: str = "",
         profile: Profile | None = None,
     ) -> None:
-        """Make the directory and write what the run is made of; called by one process.
+        """Make the directory and write the description of the run. One process of the run calls it.
 
         Args:
-            recipe: of the run.
-            plan: of the run.
-            versions: of the software.
-            command: that a person gave, as for a shell.
-            profile: by which the plan was chosen, if it was.
+            recipe: The recipe, with absolute paths.
+            plan: The plan.
+            versions: Versions of the software by package.
+            command: The command line, quoted for a shell.
+            profile: The profile that ``--plan auto`` used; ``None`` leaves the file of an earlier start alone.
 
         Raises:
-            UsageError: it cannot be written.
+            UsageError: A file cannot be written.
         """
         try:
             for directory in (self.path, self.checkpoints, self.logs):
@@ -239,20 +223,20 @@ class RunDirectory:
         return len(self.starts.read_bytes().splitlines()) if self.starts.is_file() else 0
 
     def _never_began(self) -> bool:
-        """Whether it is left from a run that was refused before its first step: a better one may take its place."""
+        """Whether the directory is left from a run that was refused before its first step; a new run may replace it."""
         known = {self.checkpoints, self.logs, self.recipe, self.plan, self.versions, self.command, self.profile}
-        found = set(self.path.iterdir())
-        return self.recipe in found and found <= known and not any(self.checkpoints.glob("*"))
+        present = set(self.path.iterdir())
+        return self.recipe in present and present <= known and not any(self.checkpoints.glob("*"))
 
     def note_start(self, step: int, about: Mapping[str, Any]) -> None:
-        """Add a start to the list of starts.
+        """Append a line to the list of starts.
 
         Args:
-            step: updates made before.
-            about: what else to keep, as JSON.
+            step: Number of updates made before this start.
+            about: Further keys of the line, values that JSON can hold.
 
         Raises:
-            UsageError: there is no room.
+            UsageError: The line cannot be written, for example because the disk is full.
         """
         command = self.command.read_text().strip() if self.command.is_file() else ""
         with writing(self.starts), self.starts.open("a") as file:
@@ -260,24 +244,24 @@ class RunDirectory:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object so that a reader sees the old file or the new one, never a part.
+    """Write a JSON object so that a reader sees either the old file or the new one, never a part of it.
 
     Args:
-        path: the file.
-        value: the object.
+        path: The file.
+        value: The object.
     """
     write_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never a part.
+    """Write a file so that a reader sees either the old one or the new one, never a part of it.
 
     Args:
-        path: the file.
-        text: its content.
+        path: The file.
+        text: Its content.
 
     Raises:
-        UsageError: it cannot be written; the old one is as it was.
+        UsageError: The file cannot be written; the old one is unchanged.
     """
     with writing(path):
         handle, draft = tempfile.mkstemp(prefix=path.name, dir=path.parent)
@@ -293,16 +277,16 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Say in a sentence that a file of the run cannot be written.
+    """Turn an error of the operating system into a sentence about the file that cannot be written.
 
     Args:
-        path: the file.
+        path: The file.
 
     Yields:
         Nothing.
 
     Raises:
-        UsageError: in place of the system's error.
+        UsageError: In place of the operating system's error.
     """
     try:
         yield
