@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from thinwire.codecs.cpp import _native
+from thinwire.spec.codec_plugin import forget_plugins
 
 
 @pytest.fixture(params=_native.targets())
@@ -16,3 +19,16 @@ def target(request: pytest.FixtureRequest) -> Iterator[str]:
     _native.use_target(request.param)
     yield request.param
     _native.use_target(before)
+
+
+PLANTED = Path(__file__).with_name("planted")
+
+
+@pytest.fixture
+def planted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The codecs of ``planted/`` are installed, in this process and in those that it starts."""
+    monkeypatch.syspath_prepend(str(PLANTED))
+    monkeypatch.setenv("PYTHONPATH", str(PLANTED), prepend=os.pathsep)
+    forget_plugins()
+    yield
+    forget_plugins()

@@ -11,37 +11,17 @@ from thinwire import codecs
 from thinwire.codecs.cpp import _native
 from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
+from thinwire.spec.codec import FAMILIES, encodable_dtypes
 
-FIXED = [
-    "none",
-    "bf16",
-    "fp16",
-    "int8:256",
-    "int4:256",
-    "int4:256,hadamard",
-    "int8:8,hadamard",
-    "int4:256,stochastic",
-    "int8:256,hadamard,stochastic",
-    "int8:tensor",
-    "int4:tensor",
-    "int2:32",
-    "int3:64",
-    "int5:128",
-    "int6:256",
-    "int7:24",
-    "int4:2048",
-    "int8:8192,hadamard",
-    "zfp:8",
-    "zfp:24",
-]
-EVERY = [*FIXED, "mpc", "exp3"]
+EVERY = [text for family in FAMILIES.values() for text in family.examples]
+FIXED = [text for text in EVERY if not CodecSpec(text).is_variable_length]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 7, 64, 255, 257, 1000, 9001]
 
 
 def dtypes_of(name: str) -> list[torch.dtype]:
     """What a codec takes."""
-    return [torch.bfloat16] if name == "exp3" else DTYPES
+    return [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in encodable_dtypes(CodecSpec(name))]
 
 
 def each_target() -> Iterator[str]:

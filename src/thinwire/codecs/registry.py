@@ -8,8 +8,8 @@ import importlib
 import torch
 
 from thinwire.codecs.codec import Codec
-from thinwire.errors import UsageError
-from thinwire.spec import CodecSpec
+from thinwire.errors import SpecError, UsageError
+from thinwire.spec import CodecPlugin, CodecSpec
 
 __all__ = ["BACKENDS", "default_backend", "get"]
 
@@ -23,11 +23,12 @@ def get(spec: str | CodecSpec, *, backend: str | None = None, device: str | torc
 
     Args:
         spec: for example ``"int8:256"``; see :data:`thinwire.spec.codec.NOTATION`.
-        backend: one of :data:`BACKENDS`; the device's own unless said.
-        device: where the tensors live, to choose the backend by.
+        backend: one of :data:`BACKENDS`; by default the device's own. A codec of another package has one
+            implementation, which every backend but ``unfused`` returns.
+        device: device of the tensors; it decides the default backend.
 
     Raises:
-        SpecError: if the text names no codec.
+        SpecError: if the text names no codec, or a codec of another package cannot be loaded.
         UsageError: if there is no such backend, or it cannot work here.
     """
     codec = CodecSpec(spec) if isinstance(spec, str) else spec
@@ -43,5 +44,20 @@ def default_backend(device: str | torch.device) -> str:
 def _make(spec: CodecSpec, backend: str) -> Codec:
     if backend not in BACKENDS:
         raise UsageError(f"codec backend {backend!r} does not exist, valid are {', '.join(BACKENDS)}")
+    if spec.plugin is not None and backend != "unfused":
+        return _of_plugin(spec, spec.plugin)
     codec: Codec = importlib.import_module(f"thinwire.codecs.{backend}").make(spec)
+    return codec
+
+
+def _of_plugin(spec: CodecSpec, plugin: CodecPlugin) -> Codec:
+    """A codec of another package has one implementation, which serves every device it can."""
+    module, _, name = plugin.implementation.partition(":")
+    try:
+        made = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SpecError("codec", [f"{spec}: {plugin.implementation} cannot be loaded: {error}"]) from error
+    if not (isinstance(made, type) and issubclass(made, Codec)):
+        raise SpecError("codec", [f"{spec}: {plugin.implementation} should be a subclass of thinwire.codecs.Codec"])
+    codec: Codec = made(spec)
     return codec

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.anatomy import ModelPart
-from thinwire.cost.rates import ALONE, Beside, Work
+from thinwire.cost.rates import ALONE, Beside, Work, declared_seconds
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.spec import ModelSpec, Plan
@@ -150,6 +150,8 @@ class ProfiledRates:
         line = self._codecs.get((str(work.codec), work.dtype, way))
         if line is None:
             self._outside = True
+            if work.codec.plugin is not None:
+                return self._plugin_seconds(work, way, values)
             family = [
                 line
                 for (name, _, known), line in self._codecs.items()
@@ -164,6 +166,18 @@ class ProfiledRates:
             return max(line.at(values) for line in family)
         self._outside |= values > 4 * line.sizes[-1]
         return line.at(values)
+
+    def _plugin_seconds(self, work: Work, way: str, values: float) -> float:
+        """As the slowest measured codec of the same name, or at the speed that the package declares: built-in codecs
+        say nothing about it."""
+        same_name = [
+            line
+            for (name, _, known), line in self._codecs.items()
+            if known == way and str(name).partition(":")[0] == work.codec.family
+        ]
+        if not same_name:
+            return declared_seconds(work.codec, work.dtype, values)
+        return max(line.at(values) for line in same_name)
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """As measured for a part of this shape; parts of other shapes are scaled by their FLOPs."""

@@ -13,6 +13,7 @@ from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ClusterSpec, CodecSpec, Fabric, Link, Plan, Route
+from thinwire.spec.codec import typical_ratio
 
 __all__ = [
     "ALONE",
@@ -21,6 +22,7 @@ __all__ = [
     "NominalRates",
     "Rates",
     "Work",
+    "declared_seconds",
     "hop_route",
     "largest_bytes_per_value",
     "wire_bytes_per_value",
@@ -195,7 +197,10 @@ class NominalRates:
         return hop_route(self._fabric, kind, ranks, stride)
 
     def codec(self, work: Work) -> float:
-        """Bound by memory: values and messages are read and written once each."""
+        """At its declared speed, if another package adds the codec. Built-in codecs are bound by memory: they read and
+        write values and messages once each."""
+        if work.codec.plugin is not None:
+            return declared_seconds(work.codec, work.dtype, work.encoded + work.decoded)
         return (
             (work.encoded + work.decoded)
             * (ITEMSIZE[work.dtype] + wire_bytes_per_value(work.codec, work.dtype))
@@ -239,13 +244,29 @@ def hop_route(fabric: Fabric, kind: Kind, ranks: int, stride: int) -> Route:
     return fabric.route(ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
 
 
-_TYPICAL_RATIO = {("exp3", "bfloat16"): 1.42, ("mpc", "bfloat16"): 1.28, ("mpc", "float32"): 1.10}
-"""Raw over encoded bytes of codecs of variable length, as measured on trained weights (docs/codecs.md)."""
+def declared_seconds(codec: CodecSpec, dtype: str, values: float) -> float:
+    """How long a codec of another package takes to encode or decode so many values, by the speed that it declares.
+
+    Raises:
+        SpecError: if it declares none.
+    """
+    assert codec.plugin is not None
+    speed = codec.plugin.bytes_per_second
+    if speed is None:
+        raise SpecError(
+            "codec",
+            [
+                f"{codec} has no price: it declares no bytes_per_second and the profile has no measurement of it; "
+                f"run `thinwire profile`, which measures {', '.join(codec.plugin.examples)}, and plan with its file, "
+                "or declare the speed"
+            ],
+        )
+    return values * ITEMSIZE[dtype] / speed
 
 
 def wire_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
     """Bytes of a long message per value; for codecs of variable length, as they usually come out."""
-    typical = _TYPICAL_RATIO.get((codec.family, dtype))
+    typical = typical_ratio(codec, dtype)
     return ITEMSIZE[dtype] / typical if typical else largest_bytes_per_value(codec, dtype)
 
 

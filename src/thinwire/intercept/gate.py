@@ -12,6 +12,7 @@ from thinwire import codecs
 from thinwire.codecs import Codec
 from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
+from thinwire.spec.codec import encodable_dtypes
 
 __all__ = ["MIN_NUMEL", "AxisCodecs", "Gate", "scale_of"]
 
@@ -107,7 +108,7 @@ class Gate:
         """What keeps so many values from this codec at any time."""
         if self._size == 1:
             return "alone"
-        if dtype not in _FLOATS or (codec.spec.family == "exp3" and dtype != torch.bfloat16):
+        if dtype not in _FLOATS or str(dtype).removeprefix("torch.") not in encodable_dtypes(codec.spec):
             return str(dtype).removeprefix("torch.")
         if numel < self._min_numel:
             return "tiny"

@@ -10,12 +10,10 @@ from thinwire import codecs
 from thinwire.collectives.group import Control
 from thinwire.profile.exchanging import COPIES
 from thinwire.profile.timing import in_turn, timed
+from thinwire.spec.codec import encodable_dtypes
 from thinwire.spec.profile import CodecRow
 
-__all__ = ["CODECS", "NUMELS", "measure_codec"]
-
-CODECS = ("int8:256", "int4:256", "int6:256", "int3:256", "exp3", "mpc")
-"""What the planner chooses from."""
+__all__ = ["NUMELS", "measure_codec"]
 
 NUMELS = (1 << 16, 1 << 20, 1 << 22)
 """Values of a message."""
@@ -39,9 +37,10 @@ def measure_codec(
     Yields:
         A row for each, the same on every rank; none where the codec does not take the dtype.
     """
-    if name == "exp3" and dtype != "bfloat16":
-        return
     codec = codecs.get(name, device=device)
+    if dtype not in encodable_dtypes(codec.spec):
+        return
+    seed = 0 if codec.spec.needs_seed else None
     generator = torch.Generator().manual_seed(0)
 
     def values() -> torch.Tensor:
@@ -50,20 +49,20 @@ def measure_codec(
     def encode() -> Callable[[], None]:
         source = values()
         room = torch.empty(codec.max_wire_bytes(numel, source.dtype), dtype=torch.uint8, device=device)
-        return _without_result(lambda: codec.encode(source, out=room))
+        return _without_result(lambda: codec.encode(source, seed=seed, out=room))
 
     def decode() -> Callable[[], None]:
         out = values()
-        message = codec.encode(out)
+        message = codec.encode(out, seed=seed)
         return _without_result(lambda: codec.decode(message, numel, out.dtype, out=out))
 
     def feedback() -> Callable[[], None]:
         source, lost = values(), torch.zeros(numel, device=device)
         room = torch.empty(codec.max_wire_bytes(numel, torch.float32), dtype=torch.uint8, device=device)
-        return _without_result(lambda: codec.encode_feedback(source, lost, gain=0.1, out=room))
+        return _without_result(lambda: codec.encode_feedback(source, lost, gain=0.1, seed=seed, out=room))
 
     works = {"encode": encode, "decode": decode}
-    if not codec.spec.is_lossless:
+    if not codec.spec.is_lossless and "float32" in encodable_dtypes(codec.spec):
         works["feedback"] = feedback
     for work, make in works.items():
         body = in_turn(make, COPIES)

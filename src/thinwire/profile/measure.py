@@ -12,7 +12,7 @@ import torch
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
 from thinwire.errors import ThinwireError, UsageError
-from thinwire.profile.coding import CODECS, NUMELS, measure_codec
+from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
 from thinwire.profile.crowding import measure_crowding
 from thinwire.profile.exchanging import SIZES, Exchange, Groups, exchanges, measure_exchange, sent_bytes
@@ -20,6 +20,7 @@ from thinwire.profile.meeting import Meeting, measure_meetings
 from thinwire.profile.timing import FEWEST, Deadline, timed
 from thinwire.program import Scope
 from thinwire.spec import Factor, ModelSpec
+from thinwire.spec.codec import profiled_codecs
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
 from thinwire.units import format_bytes
 
@@ -56,7 +57,7 @@ class Settings:
     budget: float
     pieces: Sequence[ModelPiece]
     memory: int
-    codecs: Sequence[str] = CODECS
+    codecs: Sequence[str] = field(default_factory=profiled_codecs)
 
 
 @dataclass

@@ -16,7 +16,14 @@ from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
 from thinwire.sharding import hooks
 from thinwire.sharding.discover import Selection, UnitModules, discover
-from thinwire.sharding.encoding import PlanCodecs, check_exclusions, codec_problems, is_excluded, rounds_parameters
+from thinwire.sharding.encoding import (
+    PlanCodecs,
+    agreed_codecs,
+    check_exclusions,
+    codec_problems,
+    is_excluded,
+    rounds_parameters,
+)
 from thinwire.sharding.gradient import Topology, UnitGradient
 from thinwire.sharding.initial import InitialValues, is_on_meta, place_model, read_shard
 from thinwire.sharding.lanes import Lanes
@@ -80,8 +87,10 @@ def build(
     problem: ThinwireError | None = None
     modules: list[UnitModules] = []
     source = ""
+    versions: tuple[str, ...] = ()
     try:
         check_supported(plan, control.size, whole=alone)
+        versions = agreed_codecs(plan)
         if values is not None:
             source = _place_on(device, model, values)
         _check_parameters(model, whole=alone)
@@ -89,7 +98,7 @@ def build(
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:
         problem = error  # the other ranks are waiting to compare
-    _check_agreement(plan, model, modules, source, problem, control)
+    _check_agreement(plan, model, modules, source, versions, problem, control)
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
         give_back_freed_memory()
@@ -242,6 +251,7 @@ def _check_agreement(
     model: nn.Module,
     modules: Sequence[UnitModules],
     source: str,
+    versions: tuple[str, ...],
     problem: ThinwireError | None,
     control: Control,
 ) -> None:
@@ -253,7 +263,7 @@ def _check_agreement(
     ]
     buffers = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()]
     digest = hashlib.sha256(repr((shapes, buffers)).encode()).hexdigest()[:12]
-    mine = (plan.fingerprint(), plan.describe(), digest, len(shapes), source)
+    mine = (plan.fingerprint(), plan.describe(), digest, len(shapes), source, versions)
     everyone = control.all_gather_object((mine, None if problem is None else str(problem)))
     if problem is not None:
         raise problem
@@ -266,6 +276,11 @@ def _check_agreement(
             raise MismatchError(
                 f"rank {rank} and rank 0 have different plans: [{other[1]}; {other[0]}] against [{everyone[0][1]}; "
                 f"{everyone[0][0]}]. Give every rank the same plan file"
+            )
+        if other[5] != everyone[0][5]:
+            raise MismatchError(
+                f"rank {rank} and rank 0 have different codecs: {', '.join(other[5])} against "
+                f"{', '.join(everyone[0][5])}. Install the same version of the codec's package on every rank"
             )
         if other[4] != everyone[0][4]:
             raise MismatchError(

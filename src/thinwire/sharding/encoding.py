@@ -16,7 +16,7 @@ from thinwire.program import Axis
 from thinwire.program.wire import axis_shape, is_excluded, sums_dtype
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["PlanCodecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
+__all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,19 @@ class PlanCodecs:
         wire = plan.wire
         hops = HopCodecs(made(wire.reduce_intra), made(wire.reduce_inter))
         return cls(made(wire.gather), hops, made(wire.spread))
+
+
+def agreed_codecs(plan: Plan) -> tuple[str, ...]:
+    """The plan's codecs of other packages, each with the version that all ranks must share. Imports them.
+
+    Raises:
+        SpecError: if one cannot be loaded.
+    """
+    named = [*plan.wire.codecs().values(), *(unit.codec for unit in plan.units if unit.codec is not None)]
+    specs = {spec for spec in named if spec.plugin is not None}
+    for spec in specs:
+        codecs.get(spec)
+    return tuple(sorted(f"{spec} version {spec.plugin.version}" for spec in specs if spec.plugin is not None))
 
 
 def check_exclusions(plan: Plan, names: Sequence[str]) -> None:

@@ -3,6 +3,7 @@
 from thinwire.spec.base import Problem, Spec, rule
 from thinwire.spec.cluster import ClusterSpec, Link, Links
 from thinwire.spec.codec import CodecSpec
+from thinwire.spec.codec_plugin import CodecPlugin
 from thinwire.spec.fabric import Fabric, Route
 from thinwire.spec.factor import Factor
 from thinwire.spec.io import apply_settings, read_toml, read_toml_file, write_toml
@@ -11,6 +12,7 @@ from thinwire.spec.plan import Overlap, Plan, Residence, UnitOverride, Wire
 
 __all__ = [
     "ClusterSpec",
+    "CodecPlugin",
     "CodecSpec",
     "Fabric",
     "Factor",

@@ -1,31 +1,93 @@
-"""Codecs by name: what a tensor becomes on the wire, as text. The notation is :data:`NOTATION`."""
+"""Codecs by name: what a tensor becomes on the wire, as text. The notation is :data:`NOTATION`.
+
+:data:`FAMILIES` is the one place that lists the built-in codecs. Codecs of other packages come from
+:mod:`thinwire.spec.codec_plugin`.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Final, Self
 
 from pydantic import GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
 from thinwire.errors import SpecError
+from thinwire.spec.codec_plugin import CodecPlugin, clash_of, installed_plugins, plugin_of
 
-Family = Literal["none", "bf16", "fp16", "int", "zfp", "mpc", "exp3"]
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-NOTATION = (
-    ("none", "the tensor's own bytes"),
-    ("bf16", "a cast to bfloat16"),
-    ("fp16", "a cast to float16"),
-    ("intN:BLOCK", "N bits (2 to 8) per value and one scale per BLOCK values; BLOCK is a multiple of 8"),
-    ("intN:tensor", "N bits per value and one scale for the whole message"),
-    ("intN:BLOCK,hadamard", "each block is rotated before it is rounded; BLOCK is a power of two"),
-    ("intN:BLOCK,stochastic", "values are rounded up or down at random, without bias"),
-    ("zfp:RATE", "ZFP fixed rate: RATE bits per fp32 value, at most 32"),
-    ("mpc", "MPC: lossless, variable length"),
-    ("exp3", "lossless for bfloat16, variable length"),
-)
-"""What a codec may be called, and what it means."""
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Built-in codecs of one wire format, whatever their parameters.
+
+    Attributes:
+        notation: how plans write the codec, each with its meaning.
+        examples: texts that tests check: every option, small and large parameters.
+        dtypes: names of the dtypes that the codec encodes.
+        lossless: whether decoding returns exactly what was encoded.
+        variable_length: whether the size of a message depends on the values.
+        typical_ratio: for a codec of variable length, bytes of the tensor over bytes of its message, by dtype, as
+            measured on trained weights (docs/codecs.md).
+        profiled: texts that ``thinwire profile`` measures.
+    """
+
+    notation: tuple[tuple[str, str], ...]
+    examples: tuple[str, ...]
+    dtypes: tuple[str, ...] = tuple(_ITEM_BYTES)
+    lossless: bool = False
+    variable_length: bool = False
+    typical_ratio: Mapping[str, float] = field(default_factory=dict)
+    profiled: tuple[str, ...] = ()
+
+
+FAMILIES: Final[Mapping[str, Family]] = {
+    "none": Family((("none", "the tensor's own bytes"),), ("none",), lossless=True),
+    "bf16": Family((("bf16", "a cast to bfloat16"),), ("bf16",)),
+    "fp16": Family((("fp16", "a cast to float16"),), ("fp16",)),
+    "int": Family(
+        (
+            ("intN:BLOCK", "N bits (2 to 8) per value and one scale per BLOCK values; BLOCK is a multiple of 8"),
+            ("intN:tensor", "N bits per value and one scale for the whole message"),
+            ("intN:BLOCK,hadamard", "each block is rotated before it is rounded; BLOCK is a power of two"),
+            ("intN:BLOCK,stochastic", "values are rounded up or down at random, without bias"),
+        ),
+        (
+            *("int8:256", "int4:256", "int4:256,hadamard", "int8:8,hadamard", "int4:256,stochastic"),
+            *("int8:256,hadamard,stochastic", "int8:tensor", "int4:tensor", "int2:32", "int3:64", "int5:128"),
+            *("int6:256", "int7:24", "int4:2048", "int8:8192,hadamard"),
+        ),
+        profiled=("int8:256", "int4:256", "int6:256", "int3:256"),
+    ),
+    "zfp": Family((("zfp:RATE", "ZFP fixed rate: RATE bits per fp32 value, at most 32"),), ("zfp:8", "zfp:24")),
+    "mpc": Family(
+        (("mpc", "MPC: lossless, variable length"),),
+        ("mpc",),
+        lossless=True,
+        variable_length=True,
+        typical_ratio={"bfloat16": 1.28, "float32": 1.10},
+        profiled=("mpc",),
+    ),
+    "exp3": Family(
+        (("exp3", "lossless for bfloat16, variable length"),),
+        ("exp3",),
+        dtypes=("bfloat16",),
+        lossless=True,
+        variable_length=True,
+        typical_ratio={"bfloat16": 1.42},
+        profiled=("exp3",),
+    ),
+}
+"""The built-in codecs. Planner, profile, reference pages and tests take their lists from here."""
+
+NOTATION = tuple(row for family in FAMILIES.values() for row in family.notation)
+"""Names of the built-in codecs, and what they mean."""
+
+_PLAIN = frozenset(notation for notation, _ in NOTATION) & FAMILIES.keys()
+"""Built-in codecs without parameters."""
 
 OPTIONS = ("hadamard", "stochastic")
 VALID = "none, bf16, fp16, mpc, exp3, zfp:RATE, intN:BLOCK and intN:tensor (N from 2 to 8)"
@@ -33,8 +95,6 @@ VALID = "none, bf16, fp16, mpc, exp3, zfp:RATE, intN:BLOCK and intN:tensor (N fr
 _INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
 _ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
 _SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 13
-
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -49,13 +109,18 @@ class CodecSpec:
     """
 
     text: str = "none"
-    family: Family = field(init=False, compare=False, default="none")
+    family: str = field(init=False, compare=False, default="none")
+    """Key of :data:`FAMILIES`, or the name of a codec of another package."""
     bits: int | None = field(init=False, compare=False, default=None)
     """Bits per value of ``intN``."""
     block: int | None = field(init=False, compare=False, default=None)
     """Values per scale of ``intN``; ``None`` with ``intN:tensor``."""
     rate: float | None = field(init=False, compare=False, default=None)
     """Bits per value of ``zfp``."""
+    zfp_block_bits: int = field(init=False, compare=False, default=0)
+    """Bits that ``zfp:RATE`` gives to a block of four values: at least the 9 of the block's exponent."""
+    parameters: str = field(init=False, compare=False, default="")
+    """Text after the colon of a codec of another package, in its canonical spelling."""
     options: frozenset[str] = field(init=False, compare=False, default=frozenset())
 
     def __post_init__(self) -> None:
@@ -79,7 +144,7 @@ class CodecSpec:
         Raises:
             SpecError: if the codec does not take this dtype, or ``numel`` is negative.
         """
-        itemsize = self._item_bytes(dtype)
+        itemsize = _item_bytes(self, dtype)
         if numel < 0:
             raise SpecError("codec", [f"a message of {numel} values: expected 0 or more"])
         raw = numel * itemsize
@@ -99,27 +164,22 @@ class CodecSpec:
                 return 4 * (2 + words + -(-words // 32)) if numel else 0
             case "exp3":
                 return 8 + 4 * -(-raw // 4) if numel else 0
+            case _:
+                assert self.plugin is not None
+                return self.plugin.wire_bytes(self.parameters, numel, itemsize)
 
     def slot_bytes(self, numel: int, dtype: object) -> int:
         """Room for a message among others: :meth:`max_wire_bytes`, rounded up so that the next one stays aligned."""
         return _aligned(self.max_wire_bytes(numel, dtype))
 
     @property
-    def zfp_block_bits(self) -> int:
-        """Bits that ``zfp:RATE`` gives to a block of four values: at least the 9 of the block's exponent."""
-        assert self.rate is not None
-        return max(9, int(4 * self.rate + 0.5))
+    def plugin(self) -> CodecPlugin | None:
+        """The codec of another package that this names; ``None`` for a built-in codec."""
+        return None if self.family in FAMILIES else plugin_of(self.family)
 
     def check_dtype(self, dtype: object) -> None:
         """Raise :class:`SpecError` unless tensors of this dtype can be encoded."""
-        self._item_bytes(dtype)
-
-    def _item_bytes(self, dtype: object) -> int:
-        name = str(dtype).removeprefix("torch.")
-        valid = ("bfloat16",) if self.family == "exp3" else tuple(_ITEM_BYTES)
-        if name not in valid:
-            raise SpecError("codec", [f"{self.text} cannot encode {name}, valid are {', '.join(valid)}"])
-        return _ITEM_BYTES[name]
+        _item_bytes(self, dtype)
 
     @property
     def searches_clip(self) -> bool:
@@ -135,22 +195,22 @@ class CodecSpec:
     @property
     def needs_seed(self) -> bool:
         """Whether encoding takes a seed."""
-        return "stochastic" in self.options
+        return "stochastic" in self.options or (self.plugin is not None and self.plugin.needs_seed)
 
     @property
     def is_none(self) -> bool:
-        """Whether messages travel as they are."""
+        """Whether tensors are sent unencoded."""
         return self.family == "none"
 
     @property
     def is_lossless(self) -> bool:
         """Whether decoding returns exactly what was encoded (``exp3`` for bf16, ``mpc`` for any words)."""
-        return self.family in {"none", "mpc", "exp3"}
+        return _rules(self).lossless
 
     @property
     def is_variable_length(self) -> bool:
         """Whether the number of bytes depends on the values, so that sizes must travel too."""
-        return self.family in {"mpc", "exp3"}
+        return _rules(self).variable_length
 
     @property
     def per_tensor(self) -> bool:
@@ -172,19 +232,74 @@ class CodecSpec:
         )
 
 
+def encodable_dtypes(codec: CodecSpec) -> tuple[str, ...]:
+    """Names of the dtypes that a codec encodes."""
+    return _rules(codec).dtypes
+
+
+def typical_ratio(codec: CodecSpec, dtype: str) -> float | None:
+    """Bytes of a tensor over bytes of its message, as they usually come out; ``None`` for a codec of fixed length."""
+    plugin = codec.plugin
+    return FAMILIES[codec.family].typical_ratio.get(dtype) if plugin is None else plugin.typical_ratio
+
+
+def profiled_codecs() -> tuple[str, ...]:
+    """Texts of the codecs that ``thinwire profile`` measures: built-in ones, then those of other packages."""
+    own = tuple(text for family in FAMILIES.values() for text in family.profiled)
+    plugins = [plugin for name in installed_plugins() if (plugin := plugin_of(name)) is not None]
+    return own + tuple(text for plugin in plugins for text in plugin.examples)
+
+
+def _rules(codec: CodecSpec) -> Family | CodecPlugin:
+    return codec.plugin or FAMILIES[codec.family]
+
+
+def _item_bytes(codec: CodecSpec, dtype: object) -> int:
+    name = str(dtype).removeprefix("torch.")
+    valid = _rules(codec).dtypes
+    if name not in valid:
+        raise SpecError("codec", [f"{codec.text} cannot encode {name}, valid are {', '.join(valid)}"])
+    return _ITEM_BYTES[name]
+
+
 def _aligned(nbytes: int) -> int:
     """Messages laid one after the other stay aligned for the widest load of a GPU."""
     return -(-nbytes // 16) * 16
 
 
 def _parse(text: str) -> dict[str, Any]:
-    if text in {"none", "bf16", "fp16", "mpc", "exp3"}:
+    if text == "none":  # the default of every field: no package needs to be looked for
         return {"family": text, "text": text}
-    if match := _INT.fullmatch(text):
-        return _parse_int(text, match)
-    if match := _ZFP.fullmatch(text):
-        return _parse_zfp(text, match)
-    raise _bad(text, f"valid are {VALID}")
+    if text in _PLAIN:
+        parsed: dict[str, Any] = {"family": text, "text": text}
+    elif match := _INT.fullmatch(text):
+        parsed = _parse_int(text, match)
+    elif match := _ZFP.fullmatch(text):
+        parsed = _parse_zfp(text, match)
+    else:
+        return _parse_plugin(text)
+    if packages := clash_of(parsed["family"]):
+        raise _bad(text, f"{packages} registers a codec under the built-in name {parsed['family']!r}; uninstall it")
+    return parsed
+
+
+def _parse_plugin(text: str) -> dict[str, Any]:
+    name, colon, parameters = text.partition(":")
+    plugin = plugin_of(name)
+    if plugin is None:
+        plugins = [f"{name} of {package}" for name, package in installed_plugins().items()]
+        raise _bad(
+            text,
+            f"valid are {VALID}; installed packages add {', '.join(plugins) or 'none'} (a package adds one by an entry "
+            "point of the group thinwire.codecs, see docs/add-a-codec.md)",
+        )
+    try:
+        if colon and not parameters.strip():
+            raise ValueError("nothing follows the colon")
+        canonical = plugin.canonical(parameters.strip())
+    except ValueError as error:
+        raise _bad(text, f"{error}; for example {', '.join(plugin.examples)}") from None
+    return {"family": name, "parameters": canonical, "text": f"{name}:{canonical}" if canonical else name}
 
 
 def _parse_int(text: str, match: re.Match[str]) -> dict[str, Any]:
@@ -218,7 +333,8 @@ def _parse_zfp(text: str, match: re.Match[str]) -> dict[str, Any]:
         raise _bad(text, "say how many bits a value gets: zfp:8, zfp:16 or zfp:24") from None
     if not 0 < rate <= 32:
         raise _bad(text, "the rate should be above 0 and at most 32 bits per value")
-    return {"family": "zfp", "rate": rate, "text": f"zfp:{int(rate) if rate.is_integer() else rate}"}
+    canonical = f"zfp:{int(rate) if rate.is_integer() else rate}"
+    return {"family": "zfp", "rate": rate, "zfp_block_bits": max(9, int(4 * rate + 0.5)), "text": canonical}
 
 
 def _bad(text: str, why: str) -> SpecError:

@@ -8,8 +8,10 @@ from typing import ClassVar, final
 import torch
 from torch import Tensor
 
-from thinwire.codecs.codec import Codec, slice_seed
+from thinwire.codecs.codec import Codec
+from thinwire.codecs.coder import Coder
 from thinwire.codecs.cpp import _native
+from thinwire.codecs.seeds import slice_seed
 from thinwire.errors import UsageError
 from thinwire.spec import CodecSpec
 
@@ -89,7 +91,7 @@ class FixedCodec(Codec):
         )
 
     def _decode_sum_encode(
-        self, wires: Tensor, numel: int, to: Codec, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
+        self, wires: Tensor, numel: int, to: Coder, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
     ) -> int:
         if not isinstance(to, FixedCodec):
             return super()._decode_sum_encode(wires, numel, to, wire, scale, seed, encoded)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
+from thinwire.codecs.coder import Coder
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
 from thinwire.codecs.triton.transcode import Form, largest_keys, transcode
 
@@ -62,7 +63,7 @@ class ValueCodec(Codec):
         transcode(rows, source, out, target, out.numel(), scale=scale, add=add)
 
     def _decode_sum_encode(
-        self, wires: Tensor, numel: int, to: Codec, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
+        self, wires: Tensor, numel: int, to: Coder, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
     ) -> int:
         check_device(wires)
         source, target = Form.of_message(self.spec, encoded), Form.of_message(to.spec, torch.float32)

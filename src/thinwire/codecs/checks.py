@@ -1,0 +1,104 @@
+"""What a caller of a codec can get wrong, checked once and before any memory is touched."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.codecs.seeds import fold_seed
+from thinwire.errors import UsageError, WireError
+from thinwire.spec import CodecSpec
+from thinwire.spec.codec import encodable_dtypes
+
+__all__ = ["checked_room", "checked_seed", "checked_values", "check_out", "check_rows", "check_wire", "encoded_dtype"]
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def checked_values(spec: CodecSpec, x: Tensor) -> Tensor:
+    """The values as a contiguous 1-D tensor.
+
+    Raises:
+        SpecError: if the codec does not encode this dtype.
+    """
+    spec.check_dtype(x.dtype)
+    return x.detach().contiguous().view(-1)
+
+
+def checked_seed(spec: CodecSpec, seed: int | None) -> int:
+    """The seed as 32 bits; 0 for codecs that need none.
+
+    Raises:
+        UsageError: if the codec needs a seed and there is none.
+    """
+    if not spec.needs_seed:
+        return 0
+    if seed is None:
+        raise UsageError(f"{spec} rounds at random: pass seed=, a number that differs from step to step")
+    return fold_seed(seed)
+
+
+def encoded_dtype(spec: CodecSpec, encoded: torch.dtype | None) -> torch.dtype:
+    """The dtype that was encoded: fp32 by default, or the first that the codec encodes if it does not encode fp32.
+
+    Raises:
+        SpecError: if the codec does not encode it.
+    """
+    if encoded is None:
+        names = encodable_dtypes(spec)
+        encoded = torch.float32 if "float32" in names else getattr(torch, names[0])
+    spec.check_dtype(encoded)
+    return encoded
+
+
+def check_rows(spec: CodecSpec, wires: Tensor, numel: int, encoded: torch.dtype | None) -> torch.dtype:
+    """Check messages that are to be added, uint8 (messages, bytes), and return the dtype that was encoded."""
+    if wires.dim() != 2 or len(wires) == 0:
+        raise UsageError(f"messages to be added should be rows of a matrix, this is {tuple(wires.shape)}")
+    encoded = encoded_dtype(spec, encoded)
+    # A row of fixed length may be longer than its message; one of variable length says where it ends.
+    row = wires[0] if spec.is_variable_length else wires[0, : spec.max_wire_bytes(numel, encoded)]
+    check_wire(spec, row, numel, encoded)
+    return encoded
+
+
+def check_wire(spec: CodecSpec, wire: Tensor, numel: int, encoded: torch.dtype) -> None:
+    """Check one message of ``numel`` values.
+
+    Raises:
+        UsageError: if it is no contiguous 1-D uint8 tensor.
+        WireError: if its length is not that of such a message.
+    """
+    if wire.dtype != torch.uint8 or wire.dim() != 1 or not wire.is_contiguous():
+        raise UsageError(
+            f"a message should be a contiguous 1-D uint8 tensor, this one is {tuple(wire.shape)} {wire.dtype}"
+        )
+    expected = spec.max_wire_bytes(numel, encoded)
+    if not spec.is_variable_length and wire.numel() != expected:
+        raise WireError(
+            f"{spec}: a message of {numel} values has {expected} bytes, this one has {wire.numel()}; "
+            "decode with the codec and the number of values that it was encoded with"
+        )
+
+
+def check_out(out: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Check a tensor that values are written to."""
+    if dtype not in _FLOATS:
+        raise UsageError(f"messages decode to float32, bfloat16 or float16, not to {dtype}")
+    if out.dtype != dtype or out.numel() != numel or not out.is_contiguous() or out.device != device:
+        raise UsageError(
+            f"out should be contiguous, of {numel} values of {dtype} on {device}; it is "
+            f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+
+
+def checked_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
+    """The first ``nbytes`` of ``out``, or new memory: uint8, 1-D."""
+    if out is None:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    if out.dtype != torch.uint8 or not out.is_contiguous() or out.numel() < nbytes or out.device != device:
+        raise UsageError(
+            f"out should be contiguous uint8 of at least {nbytes} bytes on {device}; it is "
+            f"{tuple(out.shape)} {out.dtype} on {out.device}"
+        )
+    return out.view(-1)[:nbytes]

@@ -1,0 +1,26 @@
+"""Seeds of codecs that round at random."""
+
+from __future__ import annotations
+
+__all__ = ["fold_seed", "slice_seed"]
+
+
+def fold_seed(seed: int) -> int:
+    """A seed of any size as 32 bits, so that seeds which differ rarely collide."""
+    folded = 0
+    remaining = seed % (1 << 64)
+    while remaining:
+        folded = _mix(folded ^ (remaining & 0xFFFFFFFF))
+        remaining >>= 32
+    return folded
+
+
+def slice_seed(seed: int, index: int) -> int:
+    """The folded seed of slice ``index`` of a tensor whose folded seed is ``seed``."""
+    return seed if index == 0 else _mix(seed ^ _mix(index))
+
+
+def _mix(value: int) -> int:
+    value = ((value ^ (value >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    value = ((value ^ (value >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return value ^ (value >> 15)
