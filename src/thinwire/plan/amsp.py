@@ -1,4 +1,4 @@
-"""``--objective amsp``: the plan that AMSP's own model picks, beside the plan its paper printed."""
+"""``--objective amsp``: the plan that AMSP's own cost model picks, and the plan that its paper printed."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from thinwire.units import format_bandwidth, format_bytes
 __all__ = ["PAPER_PLANS", "AmspPlan", "amsp_flips", "amsp_search"]
 
 PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
-"""The presets that hold AMSP's Table IV, by model."""
+"""Presets of the plans in AMSP's Table IV, by model."""
 
 TIE = 0.001
-"""Sums that differ by less are a tie: s_g = s_p is preferred, then a larger s_os (section 4.3)."""
+"""Relative difference below which two sums tie. A tie goes to s_g = s_p, then to the larger s_os (section 4.3)."""
 
 
 @dataclass(frozen=True)
@@ -25,11 +25,11 @@ class AmspPlan:
     """One plan under AMSP's objective.
 
     Attributes:
-        plan: factors, batch and recomputation; whole tensors are dealt.
-        times: communication, in sequence.
-        recomputing: seconds of computation that recomputation adds to a step.
-        memory: bytes of a rank, as AMSP counts states.
-        fits: whether that is within the accelerator's.
+        plan: Factors, batch and recomputation; whole tensors are dealt to ranks.
+        times: Seconds of communication, which runs in sequence.
+        recomputing: Seconds of computation that recomputation adds to a step.
+        memory: Bytes on a rank, with states counted as AMSP counts them.
+        fits: Whether these bytes fit into an accelerator's memory.
         label: ``amsp-paper`` for the plan of Table IV.
     """
 
@@ -42,47 +42,49 @@ class AmspPlan:
 
     @property
     def objective(self) -> float:
-        """What is minimised: communication, and the price of recomputation where the search may choose it."""
+        """The sum to minimise, in seconds: communication, and recomputation if the plan recomputes."""
         return self.times.total + self.recomputing
 
 
 def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
-    """Every plan that fits, best first by AMSP's objective; the paper's own is labelled, whether it fits or not.
+    """Every plan that fits, best first by AMSP's objective.
+
+    The paper's plan is labelled, and it is listed even if it does not fit.
 
     Args:
-        job: model, cluster and batch; codecs do not exist here.
-        contention: whether groups that cross nodes at the same time share a node's cards.
+        job: Model, cluster and batch; codecs do not apply.
+        contention: Whether groups that cross nodes at the same time share a node's network cards.
     """
     flat = FlatCollectives(job.cluster, contention=contention)
     base = Plan(mesh=job.mesh, params=Factor(), grads=Factor(), optimizer=Factor(), partition="inter")
-    found = [_priced(job, flat, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes]
+    priced = [_priced(job, flat, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes]
     paper = _paper_chain(job)
-    ranked = _ranked([plan for plan in found if plan.fits])
+    ranked = _ranked([plan for plan in priced if plan.fits])
     marked = [_labelled(plan) if _chain_of(plan.plan) == paper else plan for plan in ranked]
-    # One row of the paper's plan: with the recomputation that suits it better.
+    # The paper's plan gets one row, with the better choice of recomputation.
     first = next((plan for plan in marked if plan.label), None)
     rows = [plan if plan is first or not plan.label else _labelled(plan, None) for plan in marked]
     if paper is not None and first is None:
-        rows += [_labelled(min((p for p in found if _chain_of(p.plan) == paper), key=lambda p: p.memory.total))]
+        rows += [_labelled(min((p for p in priced if _chain_of(p.plan) == paper), key=lambda p: p.memory.total))]
     return rows
 
 
 def amsp_flips(job: TrainingJob) -> list[str]:
-    """Circumstances under which the paper's plan is the optimum, each tried; one line for each condition.
+    """Circumstances under which the paper's plan is the optimum, found by trying each; one line for each condition.
 
     Args:
-        job: what the search is for.
+        job: The job that the search is for.
     """
-    found: dict[str, list[str]] = {}
+    circumstances: dict[str, list[str]] = {}
     for what, changed, contention in _circumstances(job):
         condition = _condition(changed, amsp_search(changed, contention=contention))
         if condition:
-            found.setdefault(condition, []).append(what)
-    return [f"{', '.join(where)}: {condition}" for condition, where in found.items()]
+            circumstances.setdefault(condition, []).append(what)
+    return [f"{', '.join(where)}: {condition}" for condition, where in circumstances.items()]
 
 
 def _circumstances(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
-    """As it is, other bandwidths, and fewer nodes: the paper prints one plan for 8 to 1024 GPUs."""
+    """The job itself, other bandwidths, and fewer nodes: the paper prints one plan for 8 to 1024 GPUs."""
     yield f"{job.cluster.gpus} GPUs", job, True
     links = job.cluster.links
     for key, where, link in (("nic", "between nodes", links.nic), ("inside", "inside a node", links.inside)):
@@ -102,7 +104,7 @@ def _circumstances(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
 
 
 def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
-    """When the paper's plan is the optimum of these rows: as they are, or with less memory."""
+    """Whether the paper's plan is the optimum of these rows, or would be with less memory; ``None`` if neither."""
     paper = next((row for row in rows if row.label), None)
     if paper is None or not paper.fits:
         return None
@@ -111,7 +113,7 @@ def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
     tightest = min(row.memory.total for row in rows[: rows.index(paper)])
     if tightest > paper.memory.total:
         room = f"{format_bytes(paper.memory.total)} to {format_bytes(tightest)}"
-        return f"it is with {room} of memory, where nothing better fits"
+        return f"it is the optimum with {room} of memory, where no better plan fits"
     return None
 
 
@@ -141,7 +143,7 @@ def _priced(job: TrainingJob, flat: FlatCollectives, base: Plan, chain: Chain, r
 
 
 def _ranked(plans: list[AmspPlan]) -> list[AmspPlan]:
-    """Best first. What ties with the best of what is left goes by s_g = s_p, then by the larger s_os."""
+    """Best first. Plans that tie with the best of the rest are sorted by s_g = s_p, then by the larger s_os."""
     left = sorted(plans, key=lambda plan: plan.objective)
     ranked = []
     while left:

@@ -1,4 +1,4 @@
-"""After a run: what was predicted beside what was measured, and a profile that predicts it better."""
+"""After a run: predicted against measured figures, and a profile that fits the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.spec.profile import Profile
 __all__ = ["RunComparison", "Quantity", "compare", "refit"]
 
 Rows = Sequence[tuple[Record, int]]
-"""Records, each with its number of steps."""
+"""Records, each with the number of steps that it covers."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Quantity:
     """One figure of a step.
 
     Attributes:
-        name: what it is.
-        unit: ``"s"`` or ``"B"``.
-        predicted: from the plan, the model and the profile.
-        measured: median over the steps of the run.
+        name: What was measured, for example ``"step"`` or ``"gather across"``.
+        unit: ``"s"`` for seconds, ``"B"`` for bytes.
+        predicted: The prediction from the plan, the model and the profile.
+        measured: The median over the steps of the run.
     """
 
     name: str
@@ -44,53 +44,55 @@ class Quantity:
 
     @property
     def error(self) -> float | None:
-        """Predicted over measured, less 1; ``None`` where nothing was measured."""
+        """Predicted over measured, minus 1; ``None`` if the measured value is 0."""
         return self.predicted / self.measured - 1 if self.measured else None
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    """A run beside its prediction.
+    """A run and its prediction.
 
     Attributes:
-        quantities: step time, waiting by lane and axis, bytes by lane and hop, memory.
-        steps: how many were measured.
+        quantities: Step time, waiting by lane and axis, bytes by lane and hop, and memory.
+        steps: Number of measured steps.
     """
 
     quantities: tuple[Quantity, ...]
     steps: int
 
     def of(self, name: str) -> Quantity:
-        """The quantity of a name."""
+        """The quantity with this name."""
         return next(quantity for quantity in self.quantities if quantity.name == name)
 
 
 def compare(run: Path, profile: Profile) -> RunComparison:
-    """Price a run's plan and put its metrics beside it.
+    """Predict a run's step from its plan and a profile, and compare the prediction with the run's metrics.
 
     Args:
-        run: directory of a run of ``thinwire train``.
-        profile: of the cluster on which it ran.
+        run: Directory of a run of ``thinwire train``.
+        profile: Profile of the cluster on which it ran.
 
     Raises:
-        UsageError: the directory is no run's.
-        DataError: it holds too few steps, or no tokenizer.
-        SpecError: its plan or recipe cannot be read, or the profile is of another cluster.
+        UsageError: The directory does not hold a run.
+        DataError: The run has too few steps, or no tokenizer.
+        SpecError: The plan or the recipe cannot be read, or the profile is of another cluster.
     """
-    told = read_run(run)
-    rows = _measured(told)
-    job = _job(told, profile)
-    priced = candidate(job, told.plan)
-    quantities = (*_times(priced, rows), *_bytes(job, told.plan, rows), *_memory(priced, rows))
+    record = read_run(run)
+    rows = _measured(record)
+    job = _job(record, profile)
+    priced = candidate(job, record.plan)
+    quantities = (*_times(priced, rows), *_bytes(job, record.plan, rows), *_memory(priced, rows))
     return RunComparison(quantities, sum(count for _, count in rows))
 
 
 def refit(profile: Profile, comparison: RunComparison) -> Profile:
-    """A profile by which computation takes as long as in the run: what neither waits nor is predicted to wait.
+    """Scale a profile so that computation takes as long as in the run.
+
+    The scale is the measured step time without waiting, over the predicted step time without waiting.
 
     Args:
-        profile: to change.
-        comparison: of a run on its cluster.
+        profile: The profile to scale.
+        comparison: Comparison of a run on the same cluster with this profile's prediction.
     """
     step = comparison.of("step")
     waiting = [q for q in comparison.quantities if q.name.startswith("waiting")]
@@ -100,7 +102,7 @@ def refit(profile: Profile, comparison: RunComparison) -> Profile:
 
 
 def _measured(run: RunRecord) -> Rows:
-    """Records of the run's present plan, each with its number of steps."""
+    """Records made under the run's current plan, each with the number of steps that it covers."""
     before_plan = began(run.starts)
     present = [record for record in run.records if record["step"] > before_plan]
     if len(present) <= WARM_UP:
@@ -130,13 +132,13 @@ def _job(run: RunRecord, profile: Profile) -> TrainingJob:
 
 
 def _base_memory(run: RunRecord) -> int | None:
-    """Bytes of a rank before it had a model, as the run noted it when it started last."""
-    noted = run.starts[-1].get("base_memory") if run.starts else None
-    return noted if isinstance(noted, int) else None
+    """Bytes in use on a rank before it had a model, as recorded at the last start of the run."""
+    recorded = run.starts[-1].get("base_memory") if run.starts else None
+    return recorded if isinstance(recorded, int) else None
 
 
 def _vocab(run: Path) -> int:
-    """Ids of the run's tokenizer."""
+    """Size of the run's vocabulary: the largest id of its tokenizer, plus 1."""
     path = run / "tokenizer.json"
     try:
         ids = json.loads(path.read_text(encoding="utf-8"))["model"]["vocab"].values()
@@ -146,9 +148,9 @@ def _vocab(run: Path) -> int:
 
 
 def _times(priced: Candidate, rows: Rows) -> list[Quantity]:
-    found = [Quantity("step", "s", priced.seconds, _median(rows, lambda record, _: record["step_seconds"]))]
+    quantities = [Quantity("step", "s", priced.seconds, _median(rows, lambda record, _: record["step_seconds"]))]
     waiting = {str(lane): priced.simulated.exposed[lane] for lane in Lane}
-    # A stage waits for the others' messages while the pipeline fills and drains: the run cannot tell these apart.
+    # While the pipeline fills and drains, a stage waits for messages too: the run cannot tell the two apart.
     waiting |= {"tp": priced.axes.sums, "pp": priced.axes.messages + priced.axes.idle}
     for kind, predicted in waiting.items():
 
@@ -157,23 +159,25 @@ def _times(priced: Candidate, rows: Rows) -> list[Quantity]:
 
         measured = _median(rows, waited)
         if predicted or measured:
-            found.append(Quantity(f"waiting for {kind}", "s", predicted, measured))
-    return found
+            quantities.append(Quantity(f"waiting for {kind}", "s", predicted, measured))
+    return quantities
 
 
 def _bytes(job: TrainingJob, plan: Plan, rows: Rows) -> list[Quantity]:
     traffic = lower(plan, job.units(plan), micro_batches=plan.micro_batches).traffic()
-    found = []
+    quantities = []
     for lane in Lane:
         for scope in Scope:
 
             def sent(record: Record, steps: int, lane: str = str(lane), scope: str = str(scope)) -> float:
-                return float(record["bytes"].get(lane, {}).get(scope, 0)) / steps / plan.ranks  # it adds up all ranks
+                return (
+                    float(record["bytes"].get(lane, {}).get(scope, 0)) / steps / plan.ranks
+                )  # records sum over all ranks
 
             predicted, measured = float(traffic[lane][scope]), _median(rows, sent)
             if predicted or measured:
-                found.append(Quantity(f"{lane} {scope}", "B", predicted, measured))
-    return found
+                quantities.append(Quantity(f"{lane} {scope}", "B", predicted, measured))
+    return quantities
 
 
 def _memory(priced: Candidate, rows: Rows) -> list[Quantity]:
@@ -181,6 +185,6 @@ def _memory(priced: Candidate, rows: Rows) -> list[Quantity]:
     return [Quantity("memory of a rank", "B", float(priced.memory.total), float(max(peaks)))] if peaks else []
 
 
-def _median(rows: Rows, of: Callable[[Record, int], float]) -> float:
-    """Of a figure of a step, from records and their numbers of steps."""
-    return statistics.median(of(record, steps) for record, steps in rows)
+def _median(rows: Rows, figure: Callable[[Record, int], float]) -> float:
+    """Median of a figure per step, which ``figure`` computes from a record and the number of steps that it covers."""
+    return statistics.median(figure(record, steps) for record, steps in rows)

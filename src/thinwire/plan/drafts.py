@@ -1,7 +1,7 @@
-"""Closed-form estimates of every valid plan: drafts, with the seconds that a step takes at least.
+"""Closed-form estimates of every valid plan: drafts, each with a lower bound of its step time.
 
-One :class:`Drafts` is for one cut of the model: so many tensor-parallel ranks and pipeline stages. Within it, plans
-differ in factors, codecs and batches, and what they cost adds up from parts that are priced once.
+One :class:`Drafts` covers one cut of the model, that is, one number of tensor-parallel ranks and pipeline stages. Its
+plans differ in factors, codecs and batches. Their costs are sums of terms that are priced only once.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _WIRE = ("gather", "reduce_intra", "reduce_inter", "spread", "tp", "pp")
 
 @dataclass(frozen=True, slots=True)
 class PlanDraft:
-    """A plan before it is written out.
+    """A plan in compact form, with a lower bound of its step time.
 
     Attributes:
-        bound: seconds that its step takes at least.
-        knobs: codecs, secondary shard, recomputation and further axes that it uses.
-        cut: tensor and pipeline parallelism.
-        chain: factors.
-        secondary: of the secondary shard.
-        codecs: of gather, reduce_intra, reduce_inter, spread, tp and pp.
-        micro_batch: sequences.
-        recompute: whether blocks are recomputed.
+        bound: Lower bound of the step time in seconds.
+        knobs: Number of codecs, secondary shards, recomputation and further axes that the plan uses.
+        cut: Tensor and pipeline parallelism.
+        chain: Factors of ``P``, ``G`` and ``OS``.
+        secondary: Factor of the secondary shard; ``None`` without one.
+        codecs: Codecs of gather, reduce_intra, reduce_inter, spread, tp and pp, in this order.
+        micro_batch: Sequences per micro-batch.
+        recompute: Whether blocks are recomputed in the backward.
     """
 
     bound: float
@@ -56,16 +56,16 @@ class PlanDraft:
 
 @dataclass(frozen=True, slots=True)
 class BatchChoice:
-    """A choice of batch and of the codecs of activations, and what it costs.
+    """A choice of the batch and of the codecs of activations, with its costs.
 
     Attributes:
-        micro_batch: sequences.
-        micro_batches: of a step.
-        recompute: whether blocks are recomputed.
-        codecs: of tp and pp.
-        computing: seconds of forward and backward, with sums over tensor-parallel ranks.
-        standing: seconds that a pipeline stands still.
-        working: bytes that depend on the batch, of every stage that may need most, and the overhead.
+        micro_batch: Sequences per micro-batch.
+        micro_batches: Micro-batches per step.
+        recompute: Whether blocks are recomputed in the backward.
+        codecs: Codecs of tp and pp.
+        computing: Seconds of all forwards and backwards of a step, including sums over tensor-parallel ranks.
+        standing: Seconds during which a pipeline rank idles or waits for messages.
+        working: Bytes that depend on the batch, plus the overhead, for each stage that may need the most memory.
     """
 
     micro_batch: int
@@ -78,13 +78,21 @@ class BatchChoice:
 
     @property
     def knobs(self) -> int:
-        """That it turns."""
+        """Number of knobs that the choice turns."""
         return self.recompute + sum(codec != "none" for codec in self.codecs)
 
 
 @dataclass(frozen=True, slots=True)
 class _Communication:
-    """A choice of codecs, and what it costs in each micro-batch, in each step, and out in the open."""
+    """A choice of codecs with its costs.
+
+    Attributes:
+        codecs: Codecs of gather, reduce_intra, reduce_inter and spread.
+        knobs: Number of these that are not ``none``.
+        every: Work of every micro-batch.
+        once: Work of every step, in addition.
+        exposed: Seconds per step that no computation hides.
+    """
 
     codecs: tuple[str, ...]
     knobs: int
@@ -94,7 +102,7 @@ class _Communication:
 
 
 def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
-    """The job's rates, with the sums over a plan's tensor-parallel ranks."""
+    """The job's rates, including sums over the plan's tensor-parallel ranks."""
     if plan.tp == 1:
         return job.rates
     calls = HopCalls(job.rates)
@@ -102,7 +110,7 @@ def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
 
 
 def stage_message(job: TrainingJob, plan: Plan) -> float:
-    """Seconds of sending a micro-batch from one stage to the next; every tensor-parallel rank sends its tokens."""
+    """Seconds of sending a micro-batch to the next stage; every tensor-parallel rank sends its share of the tokens."""
     calls, crosses = HopCalls(job.rates), job.cluster.nodes > 1
     return sent_seconds(
         plan, job.seq, job.model.hidden, job.rates, calls, crosses=crosses, sharers=plan.tp, gathered=False
@@ -113,13 +121,13 @@ class Drafts:
     """All plans of one cut.
 
     Args:
-        job: model, cluster, batch and what is allowed.
-        cut: tensor and pipeline parallelism.
-        pricer: of collectives.
+        job: Model, cluster, batch and the choices that are allowed.
+        cut: Tensor and pipeline parallelism.
+        pricer: Prices collectives.
 
     Attributes:
-        considered: plans that :meth:`drafts` has gone through.
-        fitting: of these, how many fit into memory without codecs, and need not take longer than the limit.
+        considered: Number of plans that :meth:`drafts` has gone through.
+        fitting: Number of these that fit into memory without codecs and may stay below the limit.
     """
 
     def __init__(self, job: TrainingJob, cut: Cut, pricer: Pricer) -> None:
@@ -148,22 +156,22 @@ class Drafts:
         self.considered = self.fitting = 0
 
     def drafts(self, limit: float = math.inf) -> Iterator[PlanDraft]:
-        """Every valid plan that fits into memory without codecs, with its estimate; none that takes longer than a limit
-        is missing a faster one.
+        """Every valid plan that fits into memory without codecs, with its estimate.
 
         Args:
-            limit: seconds beyond which no plan is of interest; some of those that take longer may be missing.
+            limit: Step time in seconds above which plans are of no interest. Every plan below it is generated; some of
+                those above it are not.
         """
         job, room = self.job, self.job.cluster.memory
-        # a (+) b = max(a, b) + (gamma - 1) min(a, b): what computation and transfers take together, at best.
+        # a (+) b = max(a, b) + (gamma - 1) min(a, b) bounds computation and transfers that overlap from below.
         slowing, strided = job.rates.least_slowing - 1, job.cluster.links.spine is not None
         promising = [batch for batch in self.batches if batch.computing + batch.standing <= limit]
         for params, optimizer in chain_ends(self.mesh):
-            if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather them anew
+            if self.cut.pp > 1 and params.ranks > 1:  # every micro-batch would gather the parameters again
                 continue
             update = job.rates.update(self._parameters // optimizer.ranks)
             for secondary in secondaries(self.mesh, params):
-                # Cutting G like OS saves memory and never time: only where it does not fit otherwise.
+                # Cutting G like OS saves memory but never time: it is tried only if G cut like P does not always fit.
                 for grads in dict.fromkeys((params, optimizer)):
                     chain = (params, grads, optimizer)
                     traffic = Traffic.of(self.mesh, *chain, secondary, strided=strided)
@@ -182,7 +190,7 @@ class Drafts:
                             busy = choice.once.plus(choice.every, batch.micro_batches)
                             computing = batch.computing + update + busy.codec
                             beside = slowing * min(computing, busy.transferring - choice.exposed)
-                            # What is exposed includes its sending.
+                            # Exposed seconds already include the processor time of their transfers.
                             besides = max(beside + choice.exposed, busy.sending)
                             bound = max(computing + besides, busy.transferring) + batch.standing
                             yield PlanDraft(
@@ -199,7 +207,7 @@ class Drafts:
                         break
 
     def plan(self, draft: PlanDraft) -> Plan:
-        """The plan of a draft, written out."""
+        """The full plan of a draft."""
         params, grads, optimizer = draft.chain
         return self._base.with_(
             params=params,
@@ -213,7 +221,7 @@ class Drafts:
         )
 
     def smallest(self) -> PlanDraft:
-        """The plan that needs least memory; where several do, the one with least sharding."""
+        """The plan that needs the least memory; among several, the one with the least sharding."""
         batch = min(self.batches, key=lambda batch: max(batch.working))
         chains = [
             (params, optimizer, optimizer)
@@ -225,19 +233,19 @@ class Drafts:
         return PlanDraft(0.0, 0, self.cut, chain, None, codecs, batch.micro_batch, batch.recompute)
 
     def states(self, chain: Chain, secondary: Factor | None) -> tuple[int, ...]:
-        """Bytes that do not depend on the batch, of every stage that may need most."""
+        """Bytes that do not depend on the batch, for each stage that may need the most memory."""
         params, grads, optimizer = chain
         plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, secondary=secondary)
-        found = []
+        sizes = []
         for stage, held in self._stages:
-            # Padding depends on the world alone, so that all plans have the same units, cut evenly.
+            # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
             numel = sum(buffer.numel for unit in held for buffer in unit.buffers)
             model, share = stage_model(self.job.model, stage.blocks), numel // optimizer.ranks
             needed = memory(
                 model, plan, held, seq=1, overhead=0, touched_only=self.job.on_host, share=share
             )  # fmt: skip
-            found.append(needed.total - needed.activations - needed.logits)
-        return tuple(found)
+            sizes.append(needed.total - needed.activations - needed.logits)
+        return tuple(sizes)
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +263,7 @@ class Drafts:
                     yield BatchChoice(size, count, recompute, (tp, pp), computing, standing, working)
 
     def _computing(self, plan: Plan) -> float:
-        """Seconds of forward and backward of one step."""
+        """Seconds of all forwards and backwards of one step."""
         rates, seq = axis_rates(self.job, plan), self.job.seq
         total = 0.0
         for part in self.job.parts(plan):
@@ -265,7 +273,7 @@ class Drafts:
         return plan.micro_batches * total + rates.step
 
     def _standing(self, plan: Plan) -> float:
-        """Seconds that a pipeline stands still."""
+        """Seconds during which a pipeline rank idles or waits for messages."""
         if plan.pp == 1:
             return 0.0
         message, rates = stage_message(self.job, plan), axis_rates(self.job, plan)
@@ -285,7 +293,7 @@ class Drafts:
     # -- communication -----------------------------------------------------------------------------------------------
 
     def _levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
-        """Codecs that make a difference, by field of ``wire``, those of activations left out."""
+        """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
         level = CODEC_LEVELS[self.job.codecs]
         reductions = [mesh for mesh in (traffic.params, traffic.shard, traffic.replica) if mesh]
         used = (
@@ -297,7 +305,7 @@ class Drafts:
         return [level[name] if needed else ("none",) for name, needed in zip(_WIRE[:4], used, strict=True)]
 
     def _communication(self, traffic: Traffic, levels: list[tuple[str, ...]]) -> Iterator[_Communication]:
-        """Every choice of codecs, priced."""
+        """Every choice of codecs with its costs."""
         gathers, intras, inters, spreads = map(_codecs, levels)
         pricer, kinds, first = self._pricer, self._kinds, self._first
         gathered = [(pricer.gathers(traffic, kinds, c), pricer.first_gathers(traffic, first, c)) for c in gathers]
@@ -319,20 +327,23 @@ class Drafts:
 
 
 def fits(states: tuple[int, ...], batch: BatchChoice, room: int) -> bool:
-    """Whether every stage fits, codecs left out."""
+    """Whether every stage fits into memory, without the messages of codecs."""
     return all(kept + working <= room for kept, working in zip(states, batch.working, strict=True))
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:
-    """A power of two: so large that a bucket's latency across all nodes is a fifth of its time, so small that the last
-    one, which nothing hides, is an eighth of all gradients at most."""
+    """The bucket size in bytes, a power of two.
+
+    It is large enough that latency is a fifth of a bucket's time across all nodes. It is small enough that the last
+    bucket, which nothing hides, is at most an eighth of all gradients.
+    """
     local, nodes = mesh.local, mesh.nodes
     if nodes == 1:
         return _SMALLEST_BUCKET
     sent = 1 << 20
     latency, whole = (job.rates.hop(Kind.ALL_GATHER, Scope.ACROSS, nodes, size, encoded=False) for size in (1, sent))
     per_byte = (whole - latency) / sent
-    wanted = 4 * latency / per_byte / (nodes - 1) * nodes * local  # each rank sends its share of a bucket
+    wanted = 4 * latency / per_byte / (nodes - 1) * nodes * local  # each rank sends only its share of a bucket
     largest = min(_LARGEST_BUCKET, ITEMSIZE[job.compute_dtype] * parameters // 8)
     return 1 << max(_SMALLEST_BUCKET, min(int(wanted), largest)).bit_length() - 1
 
@@ -343,11 +354,11 @@ def _codecs(texts: tuple[str, ...]) -> tuple[CodecSpec, ...]:
 
 
 def _kinds(job: TrainingJob, plan: Plan) -> list[UnitKind]:
-    """A rank's units, those that are alike together."""
+    """A rank's units, grouped by size and by whether they stay gathered."""
     units = job.units(plan)
     kept = default_trace(units).tail
-    found: dict[tuple[int, bool], int] = {}
+    counts: dict[tuple[int, bool], int] = {}
     for index, unit in enumerate(units):
         key = sum(buffer.numel for buffer in unit.buffers), index in kept
-        found[key] = found.get(key, 0) + 1
-    return [UnitKind(count, numel, stays) for (numel, stays), count in found.items()]
+        counts[key] = counts.get(key, 0) + 1
+    return [UnitKind(count, numel, stays) for (numel, stays), count in counts.items()]

@@ -1,4 +1,4 @@
-"""Why a plan was chosen: what binds it, what its step consists of, who came second, what would change the choice."""
+"""Why a plan was chosen: its bottleneck, the parts of its step, the runner-up, and what would change the choice."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = ["Explanation", "Flip", "Remedy", "binding", "critical_path", "explain
 
 @dataclass(frozen=True)
 class Flip:
-    """A change of the circumstances, and the plan that would be chosen under it.
+    """A change of the circumstances that leads to another choice.
 
     Attributes:
-        change: in words.
-        plan: the choice, in words.
-        seconds: of its step; ``None`` where nothing fits.
+        change: The change in words.
+        plan: The plan that would be chosen, in words.
+        seconds: Its step time in seconds; ``None`` if no plan fits.
     """
 
     change: str
@@ -35,15 +35,15 @@ class Flip:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Of a search's first place.
+    """Why a search's best plan is the best.
 
     Attributes:
-        binding: what the step is bound by, in one sentence.
-        path: seconds of the step by cause; they add up to it.
-        noise: seconds of the step with the lower and with the upper quartiles of a profile; ``None`` without one.
-        runner_up: the best plan with other factors, in one sentence; ``None`` if there is none.
-        flips: circumstances under which another plan would be chosen.
-        steady: changes that were tried and change nothing.
+        binding: The bottleneck of the step, in one sentence.
+        path: Seconds of the step by cause; they add up to the step time.
+        noise: Step times in seconds with the lower and the upper quartiles of a profile; ``None`` without a profile.
+        runner_up: The best plan with other factors, in one sentence; ``None`` if there is none.
+        flips: Changes of the circumstances that lead to another choice.
+        steady: Changes that were tried and do not change the choice.
     """
 
     binding: str
@@ -56,11 +56,11 @@ class Explanation:
 
 @dataclass(frozen=True)
 class Remedy:
-    """A relaxation under which something fits.
+    """A change under which some plan fits.
 
     Attributes:
-        change: what to change, as one would type it.
-        result: what fits then.
+        change: The change, as command-line options where there are any.
+        result: The plan that then fits, and its memory, in words.
     """
 
     change: str
@@ -68,7 +68,7 @@ class Remedy:
 
 
 def summary(plan: Plan) -> str:
-    """Factors and codecs in a few words."""
+    """Factors, codecs and batch of a plan in a few words."""
     words = [f"P {plan.params}, G {plan.grads}, OS {plan.optimizer}"]
     if plan.secondary is not None:
         words.append(f"secondary {plan.secondary}")
@@ -84,8 +84,11 @@ def summary(plan: Plan) -> str:
 
 
 def critical_path(candidate: Candidate) -> dict[str, float]:
-    """Seconds of a step by cause: computation, what slows it down, waiting for each lane, and what tensor and pipeline
-    parallelism add."""
+    """Seconds of a step by cause.
+
+    The causes are computation, its slowdown by codecs and transfers, waiting for each lane, and the additions of tensor
+    and pipeline parallelism.
+    """
     simulated, axes = candidate.simulated, candidate.axes
     waiting = {f"waiting for {lane}": seconds for lane, seconds in simulated.exposed.items() if seconds > 0}
     slowed = simulated.seconds - simulated.computing - sum(waiting.values()) - axes.idle - axes.messages
@@ -103,11 +106,11 @@ def critical_path(candidate: Candidate) -> dict[str, float]:
 
 
 def explain(job: TrainingJob, searched: Searched) -> Explanation:
-    """Explain a search's first place.
+    """Explain why a search's best plan is the best.
 
     Args:
-        job: what it was for.
-        searched: what it found; at least one plan fits.
+        job: The job that was searched for.
+        searched: The result of the search; at least one plan fits.
     """
     chosen = searched.candidates[0]
     flips, steady = [], []
@@ -130,11 +133,13 @@ def explain(job: TrainingJob, searched: Searched) -> Explanation:
 
 
 def remedies(job: TrainingJob) -> list[Remedy]:
-    """What would make something fit where nothing does: of every kind the smallest change that does, and if none does,
-    recomputation on more nodes; each was tried.
+    """Find changes under which some plan fits.
+
+    For every kind of change, this is the smallest one that suffices. If none does, recomputation is combined with more
+    nodes. Every change that is returned was tried.
 
     Args:
-        job: for which no plan fits.
+        job: A job for which no plan fits.
     """
     kinds = (
         _computing_again(job),
@@ -144,23 +149,23 @@ def remedies(job: TrainingJob) -> list[Remedy]:
         _shorter_sequences(job),
         _more_nodes(job),
     )
-    found = [remedy for kind in kinds if (remedy := _first_that_fits(kind))]
-    if not found and job.recompute is False:
+    changes = [remedy for kind in kinds if (remedy := _first_that_fits(kind))]
+    if not changes and job.recompute is False:
         recomputed = ((f"--recompute on and {change}", changed) for change, changed in _more_nodes(_recomputing(job)))
-        found = [remedy for remedy in (_first_that_fits(recomputed),) if remedy]
-    return found
+        changes = [remedy for remedy in (_first_that_fits(recomputed),) if remedy]
+    return changes
 
 
 def _first_that_fits(changes: Iterator[tuple[str, TrainingJob]]) -> Remedy | None:
     for change, changed in changes:
         best = Search(changed).smallest()
         if best.fits:
-            return Remedy(change, f"{summary(best.plan)}: {format_bytes(best.memory.total)} of a rank")
+            return Remedy(change, f"{summary(best.plan)}: {format_bytes(best.memory.total)} per rank")
     return None
 
 
 def shortage(job: TrainingJob) -> tuple[Plan, int]:
-    """The plan that needs least memory, and how many bytes it lacks."""
+    """The plan that needs the least memory, and the number of bytes by which it exceeds an accelerator's memory."""
     smallest = Search(job).smallest()
     return smallest.plan, smallest.memory.total - job.cluster.memory
 
@@ -173,7 +178,7 @@ _LINKS = {
 
 
 def binding(job: TrainingJob, chosen: Candidate) -> str:
-    """What a plan's step is bound by, in one sentence."""
+    """The bottleneck of a plan's step, in one sentence."""
     busy, seconds = chosen.simulated.busy, chosen.seconds
     shares = {resource: work / seconds for resource, work in busy.items()}
     waiting = sum(chosen.simulated.exposed.values()) / seconds
@@ -184,13 +189,13 @@ def binding(job: TrainingJob, chosen: Candidate) -> str:
     memory = f"{format_bytes(room)} of memory are left"
     axes = chosen.axes
     if (axes.idle + axes.messages) / seconds > max(0.1, waiting):
-        standing = f"ranks stand idle for {axes.idle / seconds:.0%} of the step and wait for messages for"
-        return f"the pipeline: {standing} {axes.messages / seconds:.0%}; {memory}"
+        idle = f"ranks idle for {axes.idle / seconds:.0%} of the step and wait for messages for"
+        return f"the pipeline: {idle} {axes.messages / seconds:.0%}; {memory}"
     if shares[busiest] > max(0.9, computing):
         return f"{link}: they are busy for {shares[busiest]:.0%} of the step; {memory}"
     if waiting > 0.1:
         lane = max(chosen.simulated.exposed, key=lambda lane: chosen.simulated.exposed[lane])
-        limit = f", which {link} limit: busy for {shares[busiest]:.0%}" if busiest is Resource.SPINE else ""
+        limit = f", which is limited by {link}: busy for {shares[busiest]:.0%}" if busiest is Resource.SPINE else ""
         return f"waiting: {waiting:.0%} of the step, most of it for the {lane} lane{limit}; {memory}"
     sums = f" ({axes.sums / seconds:.0%} are sums over tensor-parallel ranks)" if axes.sums else ""
     return f"computation: {computing:.0%} of the step{sums}; {link} are busy for {shares[busiest]:.0%}; {memory}"
@@ -217,7 +222,7 @@ def _runner_up(searched: Searched, tie: float) -> str | None:
     best = min(others, key=lambda c: c.seconds)
     ratio = best.seconds / chosen.seconds - 1
     if abs(ratio) < tie:
-        return f"{summary(best.plan)}: a tie within {tie:.0%}, with more knobs"
+        return f"{summary(best.plan)}: a tie within {tie:.0%}, but with more knobs"
     return f"{summary(best.plan)}: {ratio:+.1%}"
 
 
@@ -226,7 +231,7 @@ def _factors(plan: Plan) -> tuple[object, ...]:
 
 
 def _same(one: Plan, other: Plan, job: TrainingJob) -> bool:
-    """Whether two choices are the same; batches differ where the job's do."""
+    """Whether two choices are the same. Micro-batches may differ if the job's batch forces them to."""
     alike = _factors(one) == _factors(other) and one.wire == other.wire and one.recompute == other.recompute
     return alike and (one.micro_batch == other.micro_batch or one.micro_batch == job.sequences(one.mesh))
 
@@ -278,7 +283,7 @@ def _smaller_batches(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def _sharing(job: TrainingJob) -> Iterator[Iterator[tuple[str, TrainingJob]]]:
-    """Tensor-parallel ranks, pipeline stages, and both, where they were not among the choices."""
+    """Tensor-parallel ranks, pipeline stages, and both, if the job did not allow them."""
     if job.tp is None or job.pp is None or (job.tp, job.pp) != ((1,), (1,)):
         return
     all_cuts = cuts(powers_of_two(job.cluster.gpus_per_node), powers_of_two(job.model.layers))
@@ -293,7 +298,7 @@ def _sharing(job: TrainingJob) -> Iterator[Iterator[tuple[str, TrainingJob]]]:
 
 
 def _padded_vocabulary(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    """A vocabulary that tensor-parallel ranks divide, alone and on more nodes, where it is what keeps them away."""
+    """A vocabulary padded for tensor parallelism, alone and with more nodes, if only the vocabulary rules that out."""
     model, ways = job.model, job.cluster.gpus_per_node
     padded = model.with_(vocab=-(-model.vocab // ways) * ways)
     largest = Cut(tp=powers_of_two(ways)[-1])
@@ -317,7 +322,7 @@ def _shorter_sequences(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def _more_nodes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
-    """Twice as many, and again, with a sequence for every rank at least."""
+    """Doubled numbers of nodes, each with enough tokens for at least one sequence per rank."""
     for doublings in range(1, 11):
         nodes = job.cluster.nodes << doublings
         cluster = _times(job.cluster, 1 << doublings)
@@ -330,7 +335,7 @@ def _more_nodes(job: TrainingJob) -> Iterator[tuple[str, TrainingJob]]:
 
 
 def _times(cluster: ClusterSpec, times: int) -> ClusterSpec:
-    """A cluster with so many times the nodes, and the leaves above them."""
+    """A cluster with ``times`` as many nodes and leaf switches."""
     leaves = cluster.leaves
     if leaves is not None:
         leaves = tuple(leaf + copy * (max(leaves) + 1) for copy in range(times) for leaf in leaves)

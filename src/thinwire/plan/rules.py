@@ -1,4 +1,4 @@
-"""Which plans are valid at all: chains of factors, secondary shards, cuts of the model, and the knobs a plan turns."""
+"""Which plans are valid: chains of factors, secondary shards, cuts of the model; and how many knobs a plan turns."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = [
 ]  # fmt: skip
 
 Chain = tuple[Factor, Factor, Factor]
-"""``P``, ``G`` and ``OS``."""
+"""Factors of ``P``, ``G`` and ``OS``."""
 
 
 class Cut(NamedTuple):
-    """How the model is cut beside the data-parallel mesh.
+    """How tensor and pipeline parallelism cut the model.
 
     Attributes:
-        tp: ranks that share every matrix.
-        pp: ranks that share the blocks.
-        schedule: of the pipeline.
+        tp: Number of ranks that share every matrix.
+        pp: Number of ranks that share the blocks.
+        schedule: Schedule of the pipeline.
     """
 
     tp: int = 1
@@ -33,26 +33,26 @@ class Cut(NamedTuple):
 
     @property
     def ways(self) -> int:
-        """Ranks that hold the model together, whatever is sharded."""
+        """Ranks that hold one copy of the model together, before any sharding."""
         return self.tp * self.pp
 
     @property
     def knobs(self) -> int:
-        """Those that it turns."""
+        """How many knobs the cut turns."""
         return (self.tp > 1) + (self.pp > 1) + (self.schedule != "1f1b")
 
     @classmethod
     def of(cls, plan: Plan) -> Cut:
-        """A plan's."""
+        """The cut of a plan."""
         return cls(plan.tp, plan.pp, plan.schedule)
 
 
 UNCUT = Cut()
-"""Data-parallel ranks only."""
+"""Data parallelism only."""
 
 
 def cuts(tps: tuple[int, ...], pps: tuple[int, ...]) -> Iterator[Cut]:
-    """Every combination; pipelines in both schedules."""
+    """Every combination of ``tps`` and ``pps``; pipelines come in both schedules."""
     for tp in tps:
         for pp in pps:
             yield Cut(tp, pp)
@@ -66,7 +66,7 @@ def powers_of_two(most: int) -> tuple[int, ...]:
 
 
 def divided(ranks: Factor, cut: Cut) -> Factor | None:
-    """The data-parallel mesh that is left of all ranks, as the runtime deals them out; ``None`` if they do not go."""
+    """The data-parallel mesh that a cut leaves; ``None`` if the ranks cannot be divided this way."""
     try:
         return ranks.data_parallel(cut.tp, cut.pp)
     except SpecError:
@@ -74,12 +74,15 @@ def divided(ranks: Factor, cut: Cut) -> Factor | None:
 
 
 def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
-    """Why the runtime would refuse to cut a model so, whatever its mesh and its batch; nothing if it would not.
+    """Why the runtime would refuse a cut, whatever the mesh and the batch.
 
     Args:
-        model: its shape.
-        seq: tokens of a sequence, which tensor-parallel ranks cut as well.
-        cut: the cut.
+        model: Dimensions of the model.
+        seq: Tokens per sequence, which tensor-parallel ranks divide too.
+        cut: The cut.
+
+    Returns:
+        One sentence for each broken rule; an empty list if the runtime supports the cut.
     """
     sizes = {"heads": model.heads, "kv_heads": model.kv_heads, "ffn": model.ffn, "vocab": model.vocab, "seq": seq}
     problems = [f"tp = {cut.tp} does not divide {name} = {size}" for name, size in sizes.items() if size % cut.tp]
@@ -87,28 +90,30 @@ def cut_problems(model: ModelSpec, seq: int, cut: Cut) -> list[str]:
     if stages > model.layers:
         problems.append(f"pp = {cut.pp} ({cut.schedule}) makes {stages} stages of {model.layers} blocks")
     if cut.pp > 1 and model.tied_embedding:
-        problems.append(f"pp = {cut.pp} would part the embedding from the head, which share one weight")
+        problems.append(
+            f"pp = {cut.pp} would put the embedding and the head on different ranks, but they share one weight"
+        )
     return problems
 
 
 def factors(mesh: Factor) -> list[Factor]:
-    """Every factor of a mesh that fills a node before it crosses to the next, smallest first."""
+    """Every factor that fills a node before it spans several nodes, smallest first."""
     inside = [Factor(local=d) for d in _divisors(mesh.local)]
     across = [Factor(local=mesh.local, nodes=d) for d in _divisors(mesh.nodes) if d > 1]
     return inside + across
 
 
 def chain_ends(mesh: Factor) -> Iterator[tuple[Factor, Factor]]:
-    """``P`` and ``OS`` of every valid chain; ``G`` equals one of them."""
-    found = factors(mesh)
-    for params in found:
-        for optimizer in found:
+    """``P`` and ``OS`` of every valid chain; ``G`` equals one of the two."""
+    candidates = factors(mesh)
+    for params in candidates:
+        for optimizer in candidates:
             if params.divides(optimizer):
                 yield params, optimizer
 
 
 def secondaries(mesh: Factor, params: Factor) -> list[Factor | None]:
-    """No secondary shard, and every one that is smaller than ``P``'s factor but still shared."""
+    """``None``, and every factor of a secondary shard: above 1 and below the factor of ``P``."""
     if params.ranks == 1:
         return [None]
     inner = [f for f in factors(mesh) if f.divides(params) and 1 < f.ranks < params.ranks]
@@ -116,7 +121,7 @@ def secondaries(mesh: Factor, params: Factor) -> list[Factor | None]:
 
 
 def knobs(plan: Plan) -> int:
-    """How many things a plan does that plain data parallelism does not: ties go to the plan with fewer."""
+    """How many things a plan does that plain data parallelism does not. A tie goes to the plan with fewer."""
     turned = [not codec.is_none for codec in plan.wire.codecs().values()]
     turned += [plan.secondary is not None, plan.recompute, plan.partition == "inter", plan.wire.error_feedback]
     turned += [plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]

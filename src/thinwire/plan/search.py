@@ -1,10 +1,10 @@
-"""Exhaustive search: every valid plan is estimated, the best are simulated until none that is left can win.
+"""Exhaustive search: estimate every valid plan, then simulate the most promising ones.
 
-An estimate is what a plan's busiest resource has to do, so no step is shorter. Plans are simulated in the order of
-their estimates, and the search ends when the best simulated time is within the model's resolution of the next estimate:
-no plan of the whole space is better by more than that. Where tensor and pipeline parallelism may be chosen, cuts of the
-model are gone through one by one, and batches that compute and stand still for longer than the best plan so far takes
-need no other estimate.
+An estimate is the time that a plan's busiest resource needs, so it is a lower bound of the step. The search simulates
+plans in the order of their estimates. It ends when the best simulated time is within the resolution of the next
+estimate: no plan of the whole space is better by more than that. If the job allows tensor and pipeline parallelism, the
+search goes through the cuts of the model one by one. It drops a batch early if its computation and idle time alone
+exceed the step of the best plan so far.
 """
 
 from __future__ import annotations
@@ -28,29 +28,30 @@ from thinwire.spec import ClusterSpec, Plan
 __all__ = ["CLASSICS", "RESOLUTION", "Search", "Searched", "candidate", "elsewhere", "search"]
 
 CLASSICS = ("zero1", "zero2", "zero3", "mics", "zeropp")
-"""Presets that every table shows, so that one sees what is gained."""
+"""Presets that every table shows for comparison."""
 
 RESOLUTION = 0.01
-"""The search is complete when no plan that was not simulated can be better by more."""
+"""The search is complete when no plan that was not simulated can be better by more than this share."""
 
 MOST_BLOCKS = 1200
-"""Blocks that are simulated at most, over all plans: about a third of a second. Beyond that the answer says that others
-might still win."""
+"""Blocks to simulate at most, over all plans: about a third of a second. If the search stops here, its result says that
+other plans might still be better."""
 
 
 @dataclass(frozen=True)
 class Searched:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-        candidates: simulated plans that fit, best first; ties within the job's own go to fewer knobs.
-        classics: the classic systems, each with its best micro-batch and recomputation; some may not fit. None where
-            the batch has no work for so many data-parallel ranks.
-        cuts: combinations of tensor and pipeline parallelism; 1 is plain data parallelism.
-        considered: plans that were estimated.
-        fitting: of these, how many fit into memory; those that compute for too long by themselves are not asked.
-        simulated: how many were simulated.
-        complete: whether no plan that was not simulated can be better.
+        candidates: Simulated plans that fit into memory, best first. Among plans that tie, the one with the fewest
+            knobs comes first.
+        classics: The classic systems, each with its best micro-batch and recomputation. Some may not fit. Empty if the
+            batch is too small for that many data-parallel ranks.
+        cuts: Number of combinations of tensor and pipeline parallelism; 1 for plain data parallelism.
+        considered: Number of plans that were estimated.
+        fitting: Number of these that fit into memory. Plans whose computation alone takes too long are not counted.
+        simulated: Number of plans that were simulated.
+        complete: Whether no plan that was not simulated can be better.
     """
 
     candidates: tuple[Candidate, ...]
@@ -63,22 +64,22 @@ class Searched:
 
 
 def search(job: TrainingJob, *, top: int = 10) -> Searched:
-    """The best plans for a job.
+    """Find the best plans for a job.
 
     Args:
-        job: model, cluster, batch and what is allowed.
-        top: how many to simulate at least, where so many fit.
+        job: Model, cluster, batch and the choices that are allowed.
+        top: Number of plans to simulate at least, if that many fit.
     """
     return Search(job).run(top)
 
 
 def candidate(job: TrainingJob, plan: Plan, label: str | None = None) -> Candidate:
-    """A plan as it stands, priced.
+    """Predict the step time and the memory of one plan.
 
     Args:
-        job: what it is for.
-        plan: with its micro-batch, micro-batches and recomputation.
-        label: what to call it.
+        job: The job that the plan is for.
+        plan: The plan, including micro-batch, micro-batches and recomputation.
+        label: Name of the plan in tables.
     """
     workload, rates = job.workload(plan), axis_rates(job, plan)
     simulated = simulate(plan, workload, rates, micro_batches=plan.micro_batches)
@@ -97,7 +98,7 @@ def candidate(job: TrainingJob, plan: Plan, label: str | None = None) -> Candida
 
 
 def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> TrainingJob:
-    """A job on another cluster, with other changes: published figures become that cluster's, a profile stays."""
+    """The job on another cluster, with further changes. Published rates follow the cluster; a profile is kept."""
     nominal = isinstance(job.rates, NominalRates)
     rates = NominalRates(cluster, job.compute_dtype) if nominal else job.rates
     return replace(job, cluster=cluster, rates=rates, **changes)
@@ -108,10 +109,10 @@ def _memory(job: TrainingJob, plan: Plan) -> Memory:
 
 
 class Search:
-    """The search, in parts: estimates, memory, simulation.
+    """A search in steps: estimates, memory, simulation.
 
     Args:
-        job: model, cluster, batch and what is allowed.
+        job: Model, cluster, batch and the choices that are allowed.
     """
 
     def __init__(self, job: TrainingJob) -> None:
@@ -120,9 +121,9 @@ class Search:
         self._cuts = {cut: Drafts(job, cut, self._pricer) for cut in job.cuts}
 
     def run(self, top: int) -> Searched:
-        """Estimate all, simulate the best."""
+        """Estimate all plans, and simulate the best."""
         drafts, simulated = self._promising()
-        best = min((found.seconds for found in simulated.values() if found.fits), default=math.inf)
+        best = min((priced.seconds for priced in simulated.values() if priced.fits), default=math.inf)
         complete, most = True, max(top, 16 + MOST_BLOCKS // self.job.model.layers)
         for draft in drafts:
             if len(simulated) >= top and draft.bound * (1 + RESOLUTION) > best:
@@ -135,9 +136,9 @@ class Search:
             if self._fits(draft):
                 simulated[draft] = candidate(self.job, self.plan(draft))
                 best = min(best, simulated[draft].seconds)
-        # The plainest plans that may tie with the best.
+        # The plans with the fewest knobs among those that may tie with the best.
         tying = (draft for draft in drafts if draft.bound <= best * (1 + self.job.tie) and draft not in simulated)
-        # Whether one fits is asked last: thousands may tie, and what a plan needs takes longest to find out.
+        # Memory is checked last: thousands of plans may tie, and computing the memory of a plan is the slowest step.
         plainest = filter(self._fits, sorted(tying, key=lambda draft: (draft.knobs, draft.bound)))
         for draft in list(itertools.islice(plainest, top)):
             simulated[draft] = candidate(self.job, self.plan(draft))
@@ -152,22 +153,24 @@ class Search:
         )
 
     def _promising(self) -> tuple[list[PlanDraft], dict[PlanDraft, Candidate]]:
-        """Drafts by their estimates, and of every cut but the last the best, simulated: what takes longer than it in
-        the cuts that follow need not be written down."""
-        found: list[PlanDraft] = []
+        """All drafts sorted by their estimates, and the simulated best of every cut but the last.
+
+        That best time is a limit for the following cuts: drafts that take longer are not generated.
+        """
+        promising: list[PlanDraft] = []
         simulated: dict[PlanDraft, Candidate] = {}
         best = math.inf
         for number, cut in enumerate(self._cuts.values(), start=1):
             drafts = sorted(cut.drafts(best * (1 + self.job.tie)), key=lambda draft: (draft.bound, draft.knobs))
-            found += drafts
+            promising += drafts
             first = next((draft for draft in drafts[:_TRIED] if self._fits(draft)), None)
             if number < len(self._cuts) and first is not None and first.bound < best:
                 simulated[first] = candidate(self.job, self.plan(first))
                 best = min(best, simulated[first].seconds)
-        return sorted(found, key=lambda draft: (draft.bound, draft.knobs)), simulated
+        return sorted(promising, key=lambda draft: (draft.bound, draft.knobs)), simulated
 
     def _fits(self, draft: PlanDraft) -> bool:
-        """Whether a draft fits into memory with the messages of its codecs."""
+        """Whether a draft fits into memory, including the messages of its codecs."""
         return self._needed(self.plan(draft)) <= self.job.cluster.memory
 
     def _needed(self, plan: Plan) -> int:
@@ -175,7 +178,7 @@ class Search:
 
     @property
     def considered(self) -> int:
-        """Plans that were estimated so far."""
+        """Number of plans that were estimated so far."""
         return sum(part.considered for part in self._cuts.values())
 
     def drafts(self) -> Iterator[PlanDraft]:
@@ -184,11 +187,11 @@ class Search:
             yield from part.drafts()
 
     def plan(self, draft: PlanDraft) -> Plan:
-        """The plan of a draft, written out."""
+        """The full plan of a draft."""
         return self._cuts[draft.cut].plan(draft)
 
     def classics(self) -> Iterator[Candidate]:
-        """Every classic system, all ranks data-parallel, with the micro-batch and recomputation that suit it best."""
+        """Every classic system with its best micro-batch and recomputation; all ranks are data-parallel."""
         if not self.job.allows(UNCUT):
             return
         drafts = self._cuts.get(UNCUT) or Drafts(self.job, UNCUT, self._pricer)
@@ -203,13 +206,13 @@ class Search:
             yield self._best_batch(drafts, preset, name)
 
     def _best_batch(self, drafts: Drafts, plan: Plan, label: str) -> Candidate:
-        """A plan with the micro-batch and recomputation that make it fastest, or smallest if nothing fits."""
+        """A plan with the batch that makes it fastest, or with the smallest batch if none fits."""
         states = drafts.states((plan.params, plan.grads, plan.optimizer), plan.secondary)
         fitting = [batch for batch in drafts.batches if fits(states, batch, self.job.cluster.memory)]
         tried = sorted(fitting, key=lambda batch: batch.computing)[:2] if fitting else []
         if not tried:
             tried = [min(drafts.batches, key=lambda batch: max(batch.working))]
-        found = [
+        priced = [
             candidate(
                 self.job,
                 plan.with_(micro_batch=batch.micro_batch, micro_batches=batch.micro_batches, recompute=batch.recompute),
@@ -217,22 +220,25 @@ class Search:
             )
             for batch in tried
         ]
-        return min(found, key=lambda c: c.seconds)
+        return min(priced, key=lambda c: c.seconds)
 
     def smallest(self) -> Candidate:
-        """The plan that needs least memory; where several do, the one with fewest ranks that hold the model together,
-        and of these the one with least sharding."""
+        """The plan that needs the least memory.
+
+        Among several, it is the one with the fewest tensor-parallel ranks and stages, then the one with the least
+        sharding.
+        """
         plans = [drafts.plan(drafts.smallest()) for drafts in self._cuts.values()]
         return candidate(self.job, min(plans, key=self._needed))
 
 
 _TRIED = 8
-"""Drafts of a cut that are tried for one that fits with its codecs' messages, before the next cut's turn."""
+"""Drafts of a cut to check at most for one that fits with its codecs' messages, before the search goes on."""
 
 
-def _ranked(found: list[Candidate], tie: float) -> list[Candidate]:
-    """Best first; the first place goes to the plan with the fewest knobs among those that tie with the best."""
-    by_time = sorted((c for c in found if c.fits), key=lambda c: (c.seconds, knobs(c.plan)))
+def _ranked(candidates: list[Candidate], tie: float) -> list[Candidate]:
+    """Fitting candidates, fastest first; among those that tie with the fastest, the one with the fewest knobs leads."""
+    by_time = sorted((c for c in candidates if c.fits), key=lambda c: (c.seconds, knobs(c.plan)))
     if not by_time:
         return []
     tied = [c for c in by_time if c.seconds <= by_time[0].seconds * (1 + tie)]
