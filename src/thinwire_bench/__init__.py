@@ -1,4 +1,4 @@
-"""The evidence: benchmarks beside other systems, studies, and published tables beside the simulator.
+"""The evidence: benchmarks against other systems, studies, and the simulator against published tables.
 
 Nothing of ``thinwire`` imports this package. It plugs its commands, ``thinwire bench`` and ``thinwire reproduce``, into
 the command line by entry points.

@@ -134,7 +134,7 @@ def _show(found: dict[str, Any], checks: Sequence[Check], console: Console) -> N
     console.print("", table)
     remedies = [check for check in checks if check.remedy is not None]
     if remedies:
-        console.print("\nwhat would mend it:")
+        console.print("\nhow to fix it:")
         for check in remedies:
             console.print(f"  {check.name}: {check.remedy}", markup=False, soft_wrap=True)
     fatal = [check.name for check in checks if check.fatal]

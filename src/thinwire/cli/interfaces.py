@@ -57,9 +57,9 @@ def interfaces() -> list[Interface]:
         Interface(
             name,
             tuple(
-                found.address
-                for found in addresses.get(name, ())
-                if found.family in (socket.AF_INET, socket.AF_INET6) and not found.address.startswith("fe80")
+                entry.address
+                for entry in addresses.get(name, ())
+                if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
             ),
             # psutil says 0 where the driver says nothing.
             states[name].speed * 1e6 or None,
@@ -70,11 +70,11 @@ def interfaces() -> list[Interface]:
     ]
 
 
-def gloo_choice(found: Sequence[Interface]) -> tuple[list[str], str]:
+def gloo_choice(all_interfaces: Sequence[Interface]) -> tuple[list[str], str]:
     """The interfaces that gloo takes: those of ``GLOO_SOCKET_IFNAME``, or the one whose address this host's name has.
 
     Args:
-        found: All interfaces.
+        all_interfaces: All interfaces that are up.
 
     Returns:
         Their names, and why these.
@@ -84,10 +84,12 @@ def gloo_choice(found: Sequence[Interface]) -> tuple[list[str], str]:
         return [name.strip() for name in named.split(",")], "GLOO_SOCKET_IFNAME"
     host = socket.gethostname()
     for address in _own_addresses(host):
-        names = [interface.name for interface in found if address in interface.addresses]
+        names = [interface.name for interface in all_interfaces if address in interface.addresses]
         # Debian gives hosts an address like 127.0.1.1, which belongs to the loopback without being listed.
-        return names or [interface.name for interface in found if interface.is_loopback], f"{host} is {address}"
-    return [interface.name for interface in found if interface.is_loopback], f"{host} resolves to no address"
+        return names or [
+            interface.name for interface in all_interfaces if interface.is_loopback
+        ], f"{host} is {address}"
+    return [interface.name for interface in all_interfaces if interface.is_loopback], f"{host} resolves to no address"
 
 
 def _own_addresses(host: str) -> Iterator[str]:
@@ -105,16 +107,16 @@ def _own_addresses(host: str) -> Iterator[str]:
         yield str(where[0])
 
 
-def nccl_choice(found: Sequence[Interface]) -> tuple[list[str], str]:
+def nccl_choice(all_interfaces: Sequence[Interface]) -> tuple[list[str], str]:
     """The interfaces that NCCL's sockets take.
 
     Args:
-        found: All interfaces.
+        all_interfaces: All interfaces that are up.
 
     Returns:
         Their names, and why these.
     """
-    names = [interface.name for interface in found if interface.addresses]
+    names = [interface.name for interface in all_interfaces if interface.addresses]
     named = os.environ.get("NCCL_SOCKET_IFNAME")
     if named:
         return _matching(names, named), "NCCL_SOCKET_IFNAME"
@@ -165,44 +167,51 @@ def rdma_devices(root: Path = _INFINIBAND) -> list[RdmaDevice]:
 
 
 def _rdma_device(path: Path) -> RdmaDevice:
-    def said(port: Path, name: str) -> str:
+    def read(port: Path, name: str) -> str:
         file = port / name
         return file.read_text(encoding="utf-8").strip() if file.exists() else ""
 
     ports = sorted((path / "ports").iterdir()) if (path / "ports").is_dir() else []
-    told = (
-        " ".join(word for name in ("state", "rate", "link_layer") if (word := said(port, name).rpartition(": ")[2]))
+    described = (
+        " ".join(word for name in ("state", "rate", "link_layer") if (word := read(port, name).rpartition(": ")[2]))
         for port in ports
     )
     driver = path / "device" / "driver"
-    return RdmaDevice(path.name, driver.resolve().name if driver.exists() else "unknown driver", tuple(told))
+    return RdmaDevice(path.name, driver.resolve().name if driver.exists() else "unknown driver", tuple(described))
 
 
 # -- checks ------------------------------------------------------------------------------------------------------
 
 
-def network_checks(found: Sequence[Interface], devices: Sequence[RdmaDevice], *, has_gpu: bool) -> Iterator[Check]:
+def network_checks(
+    all_interfaces: Sequence[Interface], devices: Sequence[RdmaDevice], *, has_gpu: bool
+) -> Iterator[Check]:
     """The network as ranks will see it.
 
     Args:
-        found: All interfaces.
+        all_interfaces: All interfaces that are up.
         devices: Devices with RDMA.
         has_gpu: Whether NCCL will be used.
 
     Yields:
         One check after the other.
     """
-    for interface in found:
+    for interface in all_interfaces:
         if not interface.is_loopback:
             yield _interface(interface)
-    yield _gloo(found)
+    yield _gloo(all_interfaces)
     if has_gpu:
-        names, why = nccl_choice(found)
+        names, why = nccl_choice(all_interfaces)
         if names:
             yield Check("NCCL's network", f"{', '.join(names)} ({why})", "ranks with a GPU on several nodes")
         else:
             yield Check(
-                "NCCL's network", f"no interface ({why})", "ranks with a GPU", "broken", _choose("NCCL", found), True
+                "NCCL's network",
+                f"no interface ({why})",
+                "ranks with a GPU",
+                "broken",
+                _choose("NCCL", all_interfaces),
+                True,
             )
     yield from _rdma(devices)
 
@@ -218,7 +227,7 @@ def _interface(interface: Interface) -> Check:
     )
 
 
-def _gloo(found: Sequence[Interface]) -> Check:
+def _gloo(all_interfaces: Sequence[Interface]) -> Check:
     """Whether gloo can open what it takes, and whether other nodes could reach it."""
     try:
         import torch.distributed as dist
@@ -228,7 +237,7 @@ def _gloo(found: Sequence[Interface]) -> Check:
     if not (dist.is_available() and dist.is_gloo_available()):
         remedy = 'python -m pip install "torch>=2.11"'
         return Check(name, "not part of this build of torch", use, "missing", remedy, essential=True)
-    names, why = gloo_choice(found)
+    names, why = gloo_choice(all_interfaces)
     try:
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             for interface in names:
@@ -236,17 +245,19 @@ def _gloo(found: Sequence[Interface]) -> Check:
         else:
             dist.ProcessGroupGloo.create_default_device()
     except RuntimeError as error:
-        return Check(name, str(error).splitlines()[0], use, "broken", _choose("GLOO", found), essential=True)
-    loopback = {interface.name for interface in found if interface.is_loopback}
-    told = f"{', '.join(names)} ({why})"
+        return Check(name, str(error).splitlines()[0], use, "broken", _choose("GLOO", all_interfaces), essential=True)
+    loopback = {interface.name for interface in all_interfaces if interface.is_loopback}
+    description = f"{', '.join(names)} ({why})"
     if not set(names) - loopback:
-        return Check(name, f"{told}: other nodes cannot reach it", use, "limits", _choose("GLOO", found))
-    return Check(name, told, use, essential=True)
+        return Check(
+            name, f"{description}: other nodes cannot reach it", use, "limits", _choose("GLOO", all_interfaces)
+        )
+    return Check(name, description, use, essential=True)
 
 
-def _choose(library: str, found: Sequence[Interface]) -> str:
+def _choose(library: str, all_interfaces: Sequence[Interface]) -> str:
     """How to name an interface."""
-    usable = [interface.name for interface in found if interface.addresses and not interface.is_loopback]
+    usable = [interface.name for interface in all_interfaces if interface.addresses and not interface.is_loopback]
     return f"export {library}_SOCKET_IFNAME={usable[0] if usable else 'NAME'}"
 
 
@@ -257,26 +268,30 @@ def _rdma(devices: Sequence[RdmaDevice]) -> Iterator[Check]:
     if not others:
         yield Check("RDMA", "no device", use, "none")
     else:
-        told = "; ".join(f"{device.name} ({device.driver}): {', '.join(device.ports)}" for device in others)
+        description = "; ".join(f"{device.name} ({device.driver}): {', '.join(device.ports)}" for device in others)
         active = any("ACTIVE" in port for device in others for port in device.ports)
         yield (
-            _reachable("RDMA", told, use)
+            _reachable("RDMA", description, use)
             if active
             else Check(
-                "RDMA", f"{told}: no port is active", use, "limits", "ibstat; check cables and the subnet manager"
+                "RDMA",
+                f"{description}: no port is active",
+                use,
+                "limits",
+                "ibstat; check cables and the subnet manager",
             )
         )
     if not elastic:
         yield Check("EFA", "no device", f"{use}, on AWS", "none")
     else:
-        told = ", ".join(device.name for device in elastic)
-        check = _reachable("EFA", told, f"{use}, on AWS")
+        description = ", ".join(device.name for device in elastic)
+        check = _reachable("EFA", description, f"{use}, on AWS")
         yield (
             check
             if check.verdict != "ok" or _has_plugin()
             else Check(
                 "EFA",
-                f"{told}, but no libnccl-net.so",
+                f"{description}, but no libnccl-net.so",
                 f"{use}, on AWS",
                 "missing",
                 "install aws-ofi-nccl (part of the EFA installer) and put it on LD_LIBRARY_PATH",
@@ -284,13 +299,13 @@ def _rdma(devices: Sequence[RdmaDevice]) -> Iterator[Check]:
         )
 
 
-def _reachable(name: str, told: str, use: str) -> Check:
+def _reachable(name: str, description: str, use: str) -> Check:
     """Whether this process may open the devices; containers often hide them."""
     verbs = sorted(_VERBS.glob("uverbs*")) if _VERBS.is_dir() else []
     if any(os.access(path, os.R_OK | os.W_OK) for path in verbs):
-        return Check(name, told, use)
+        return Check(name, description, use)
     remedy = f"docker run --device {_VERBS} --cap-add IPC_LOCK; or give this user access to {_VERBS}"
-    return Check(name, f"{told}: {_VERBS} cannot be opened", use, "limits", remedy)
+    return Check(name, f"{description}: {_VERBS} cannot be opened", use, "limits", remedy)
 
 
 def _has_plugin() -> bool:

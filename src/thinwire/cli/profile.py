@@ -245,7 +245,7 @@ def _sheets(measured: Profile) -> Iterator[Sheet]:
         ],
     )
     yield Sheet(
-        "Side by side: how many times longer each takes, and how late a transfer is besides",
+        "Overlapping: factor by which each takes longer, and additional delay of a transfer",
         ["transfer", "computation", "the transfer", "and late by"],
         1,
         [

@@ -76,7 +76,11 @@ def report(options: ReportOptions) -> None:
         console.print(rich_table(final_sheet(numbers)))
         for note in _missing(subjects, options.profile):
             console.print(note, markup=False, soft_wrap=True)
-        console.print(f"wrote {shown(written[0])} and {len(written) - 1} files beside it", markup=False, soft_wrap=True)
+        console.print(
+            f"wrote {shown(written[0])} and {len(written) - 1} more files in its directory",
+            markup=False,
+            soft_wrap=True,
+        )
         if options.as_json:
             print(json.dumps({"page": str(written[0]), "files": [str(path) for path in written], "runs": numbers}))
 

@@ -1,4 +1,4 @@
-"""One host of a lab: how to run something in it, and what it has to be told to find the others."""
+"""One host of a lab: how to run a command in it, and the variables by which its ranks find the others."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Host:
             master_port: Port of rank 0's store.
 
         Returns:
-            Variables to set beside the caller's own.
+            Variables to set in addition to the caller's own.
         """
         master = network.address(0)
         spec = self.spec
@@ -83,7 +83,7 @@ class Host:
             master_port: Port of rank 0's store.
 
         Returns:
-            Variables to set beside the caller's own.
+            Variables to set in addition to the caller's own.
         """
         spec = self.spec
         return self.environment(master_port) | {

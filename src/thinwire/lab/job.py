@@ -83,7 +83,7 @@ def default_environment(num_ranks: int, now: Mapping[str, str]) -> dict[str, str
         # `thinwire train` wants one directory for all ranks.
         "THINWIRE_OUT": str(Path("runs") / time.strftime("lab-%Y%m%d-%H%M%S")),
     }
-    # Programs that were installed beside this interpreter, torchrun for one.
+    # Programs that are installed next to this interpreter, such as torchrun.
     path = os.pathsep.join((str(Path(sys.executable).parent), now.get("PATH", os.defpath)))
     return {name: value for name, value in wanted.items() if name not in now} | {"PATH": path}
 

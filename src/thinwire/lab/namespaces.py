@@ -167,25 +167,25 @@ def _tool(name: str) -> str:
 def _refusal(answer: dict[str, Any]) -> str:
     """Why the keeper could not make namespaces, from the step that failed and its error number."""
     what, number = str(answer.get("what", "its keeper")), answer.get("errno")
-    said = f"lab: {what}: {answer.get('error', 'ended without a word')}"
+    failure = f"lab: {what}: {answer.get('error', 'ended without a message')}"
     if "user namespace" in what:
         who = "root without CAP_SYS_ADMIN" if os.geteuid() == 0 else f"user {os.geteuid()}"
         return (
-            f"{said}: as {who} a lab needs user namespaces, and this kernel or container does not allow them; run it "
-            "as root, give the container CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged), or allow them: "
+            f"{failure}: as {who} a lab needs user namespaces, and this kernel or container does not allow them; run "
+            "it as root, give the container CAP_SYS_ADMIN and CAP_NET_ADMIN (docker run --privileged), or allow them: "
             "sysctl user.max_user_namespaces=10000 kernel.unprivileged_userns_clone=1 "
             "kernel.apparmor_restrict_unprivileged_userns=0 (those of them that this system has)"
         )
     if number in {errno.EPERM, errno.EACCES}:
         return (
-            f"{said}: a lab needs the rights to make network and mount namespaces; run it as root with CAP_SYS_ADMIN "
-            "and CAP_NET_ADMIN (in a container: docker run --privileged)"
+            f"{failure}: a lab needs the rights to make network and mount namespaces; run it as root with "
+            "CAP_SYS_ADMIN and CAP_NET_ADMIN (in a container: docker run --privileged)"
         )
     if number in {errno.EINVAL, errno.ENOSYS}:
-        return f"{said}: this kernel was built without it (CONFIG_NET_NS, CONFIG_UTS_NS); use another kernel"
+        return f"{failure}: this kernel was built without it (CONFIG_NET_NS, CONFIG_UTS_NS); use another kernel"
     if number == errno.ENOSPC:
-        return f"{said}: the limit is reached; raise it: sysctl user.max_net_namespaces=10000"
-    return f"{said}; this machine cannot hold a lab"
+        return f"{failure}: the limit is reached; raise it: sysctl user.max_net_namespaces=10000"
+    return f"{failure}; this machine cannot hold a lab"
 
 
 _FEATURES: Final = (
@@ -201,10 +201,10 @@ _FEATURES: Final = (
 
 def _unsupported(step: Step, errors: str) -> str:
     tool, lines = step.tool, step.lines
-    said = [line.strip() for line in errors.splitlines() if line.strip()]
-    number = next((int(line.rsplit(":", 1)[1]) for line in said if line.startswith("Command failed")), None)
+    messages = [line.strip() for line in errors.splitlines() if line.strip()]
+    number = next((int(line.rsplit(":", 1)[1]) for line in messages if line.startswith("Command failed")), None)
     line = lines[number - 1] if number else "; ".join(lines)
-    why = next(iter(said), "no reason given").removeprefix("Error: ").rstrip(".")
+    why = next(iter(messages), "no reason given").removeprefix("Error: ").rstrip(".")
     for word, meaning, option, module in _FEATURES:
         if word in line and any(hint in errors for hint in ("unknown", "Unknown", "not supported", "No such file")):
             advice = f"load it (modprobe {module}) or use a kernel with {option}"

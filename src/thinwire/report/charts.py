@@ -94,7 +94,7 @@ def timeline_chart(step: TracedStep) -> Chart:
         more = f" Ranks {ranks[0]} to {ranks[-1]} of {len(step.by_rank)} are shown."
     caption = (
         f"{step.name.capitalize()}, {format_duration(step.seconds)} on rank 0: computation, the time it stood still "
-        "(waiting), and the lanes on which communication ran beside it. Strong: across nodes; weaker: inside a node; "
+        "(waiting), and the lanes of communication that overlapped it. Strong: across nodes; weaker: inside a node; "
         f"weakest: encoding and decoding. Clocks of ranks are aligned.{more}"
     )
     return Chart("timeline", "Timeline of a step", caption, figure)

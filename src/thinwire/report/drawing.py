@@ -1,4 +1,4 @@
-"""How pictures of a report are drawn: figures of matplotlib, shown as SVG inside the page and kept as PNG beside it.
+"""How pictures of a report are drawn: figures of matplotlib, shown as SVG inside the page and also written as PNG.
 
 A page may be read on white or on black, so the colours of an SVG are names that the page's style sheet defines. A PNG
 has the light colours on white.

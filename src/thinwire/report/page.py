@@ -85,7 +85,7 @@ def write_page(directory: Path, subjects: Sequence[Subject]) -> list[Path]:
 
 
 class _Pictures:
-    """The pictures of a page, and the files beside it.
+    """The pictures of a page, and the other files in its directory.
 
     Args:
         directory: Directory of the page.
@@ -275,7 +275,7 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
     if trace is None:
         notes.append("No timeline: no step was traced; train with --trace-steps FIRST:LAST to have one.")
     else:
-        notes.append(f"The whole trace is in {trace.name} beside this page; https://ui.perfetto.dev shows it.")
+        notes.append(f"{trace.name}, next to this page, holds the whole trace; https://ui.perfetto.dev shows it.")
     return notes
 
 

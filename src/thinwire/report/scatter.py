@@ -1,4 +1,4 @@
-"""A picture of predictions beside what they predict."""
+"""A picture of simulated figures over published ones."""
 
 from __future__ import annotations
 

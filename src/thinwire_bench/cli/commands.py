@@ -31,14 +31,14 @@ _COMMANDS: Final = {
 bench = typer.Typer(
     name="bench",
     cls=lazy_group(_COMMANDS),
-    help="Measure plans and codecs beside other systems.",
+    help="Compare plans and codecs with other systems.",
     **APP_SETTINGS,
 )
 
 
 @bench.callback()
 def _group() -> None:
-    """Measure plans and codecs beside other systems."""
+    """Compare plans and codecs with other systems."""
     if "--help" not in sys.argv:
         with explained():
             require("bench", "thinwire bench")

@@ -1,4 +1,4 @@
-"""What the codecs should achieve, beside what a run measured."""
+"""The goals of the codecs, and whether a run reached them."""
 
 from __future__ import annotations
 

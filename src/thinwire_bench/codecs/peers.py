@@ -1,7 +1,7 @@
-"""What others offer for the same purpose, each as it is meant to be called. Each is optional.
+"""Other implementations, each called as its authors intend. All of them are optional.
 
-A peer allocates what it returns, since none of them takes buffers. Where a peer's options matter, the faster ones are
-used: zfpy's rate mode without a header, ZipNN with its bf16 byte layout and one thread.
+A peer allocates its results, because none of them accepts buffers. Where a peer has options, the fastest are used:
+zfpy's rate mode without a header, ZipNN with its bf16 byte layout and one thread.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _absent(peer: CodecPeer, device: torch.device) -> str | None:
         return "works on CPU only"
     x = normal(_TRIAL).to(device)
     for dtype in peer.dtypes:
-        # Whatever stops another project's code is told, and stops neither us nor its neighbours.
+        # A failure in another project's code is reported; it must not stop this benchmark or the other peers.
         try:
             values = x.to(dtype)
             decoded = peer.decode(peer.encode(values), values).view(-1)

@@ -59,7 +59,7 @@ def deepspeed(place: Place, options: Mapping[str, Any]) -> System:
         options: Options of the workload, and ``stage``, from 1 to 3.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
-    # It looks for ninja, which lies beside the interpreter, whenever it loads the module that it has compiled.
+    # DeepSpeed looks for ninja, which is installed next to the interpreter, each time it loads its compiled module.
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     return DeepSpeedSystem(make_model(options), _configuration(options["stage"]), place, options)
 

@@ -43,8 +43,8 @@ class GridSystem(System):
 
     def sent(self) -> dict[str, int]:
         by_axis = {"dp": sum(sum(hops.values()) for c in self._model.chunks for hops in tw.traffic(c).values())}
-        for axis, told in self._model.axis_traffic().items():
-            by_axis[f"{axis} {' and '.join(sorted(told.codecs)) or 'none'}"] = told.sent
+        for axis, traffic in self._model.axis_traffic().items():
+            by_axis[f"{axis} {' and '.join(sorted(traffic.codecs)) or 'none'}"] = traffic.sent
         return by_axis
 
 

@@ -1,4 +1,4 @@
-"""Published figures, each with where it was published."""
+"""Published figures, each with its source."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PublishedRow:
 
 @cache
 def rows() -> tuple[PublishedRow, ...]:
-    """All of them, in the file's order."""
+    """All published figures, in the order of the file."""
     text = (files("thinwire_bench.published") / "calibration.json").read_text(encoding="utf-8")
     return tuple(
         PublishedRow(**{key: row[key] for key in PublishedRow.__dataclass_fields__}) for row in json.loads(text)
@@ -72,9 +72,9 @@ class Fit:
 
 @cache
 def fits() -> dict[str, Fit]:
-    """By system."""
+    """The fits, by system."""
     text = (files("thinwire_bench.published") / "fits.json").read_text(encoding="utf-8")
     return {
-        name: Fit(found["date"], tuple(found["constants"]), found["left_out"], found["by"])
-        for name, found in json.loads(text).items()
+        name: Fit(fit["date"], tuple(fit["constants"]), fit["left_out"], fit["by"])
+        for name, fit in json.loads(text).items()
     }

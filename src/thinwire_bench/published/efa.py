@@ -22,7 +22,7 @@ _ISSUE_TOKENS = 8 * 512
 
 
 def is_throughput(row: PublishedRow) -> bool:
-    """TFLOPS; the samples/s beside them follow from these."""
+    """Whether a row gives TFLOPS; the samples/s of the source follow from them."""
     named = ("Amazon Science", "DeepSpeed PR #1453", "DeepSpeed issue #1069")
     return row.source.startswith(named) and row.metric.startswith("TFLOPS")
 

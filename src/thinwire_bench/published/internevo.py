@@ -11,7 +11,7 @@ __all__ = ["case", "is_throughput"]
 
 
 def is_throughput(row: PublishedRow) -> bool:
-    """Tokens a second; the TFLOPS beside them follow from these."""
+    """Whether a row gives tokens per second; the TFLOPS of the source follow from them."""
     return row.source.startswith("InternLM") and row.metric == "TGS_tokens_per_gpu_s"
 
 

@@ -1,4 +1,4 @@
-"""Tables of publications beside what the simulator makes of the same steps."""
+"""Tables of publications, compared with simulations of the same steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TABLES", "RowComparison", "Table", "mean_error", "reproduce"]
 
 @dataclass(frozen=True)
 class RowComparison:
-    """One figure.
+    """A published figure and the simulated one.
 
     Attributes:
         row: The published figure.
@@ -29,7 +29,7 @@ class RowComparison:
 
     @property
     def error(self) -> float:
-        """Simulated over published, less 1; of percentages their difference over 100."""
+        """Simulated over published, minus 1; for percentages, their difference over 100."""
         published = float(self.row.value)
         return (self.simulated - published) / (100 if self.in_points else published)
 
@@ -60,7 +60,7 @@ class Table:
 
     @property
     def rows(self) -> list[PublishedRow]:
-        """Its figures as published."""
+        """The published figures of the table."""
         return [row for row in rows() if self.wanted(row)]
 
     def compare(self, row: PublishedRow, answered: Callable[[Case], Answer] = answer) -> RowComparison:
@@ -68,14 +68,14 @@ class Table:
         return RowComparison(row, self.value(row, [answered(case) for case in self.cases(row)]), self.in_points)
 
 
-def _tgs(row: PublishedRow, found: Sequence[Answer]) -> float:
+def _tgs(row: PublishedRow, answers: Sequence[Answer]) -> float:
     del row
-    return found[0].tgs
+    return answers[0].tgs
 
 
-def _mfu(row: PublishedRow, found: Sequence[Answer]) -> float:
+def _mfu(row: PublishedRow, answers: Sequence[Answer]) -> float:
     del row
-    return found[0].mfu
+    return answers[0].mfu
 
 
 def _amsp(row: PublishedRow) -> list[Case]:
@@ -123,7 +123,7 @@ TABLES: tuple[Table, ...] = (
     ),
     Table("memory", "Memory: GB, ratios, 1 for too much", "", 0.10, memory.is_memory, memory.cases, memory.figure),
 )
-"""What is reproduced."""
+"""The tables that ``thinwire reproduce`` simulates."""
 
 
 def reproduce(table: Table) -> list[RowComparison]:

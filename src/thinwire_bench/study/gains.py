@@ -90,17 +90,17 @@ def gains(rows: Sequence[SystemRow]) -> list[Gain]:
     Args:
         rows: Rows of a benchmark whose first system is the baseline.
     """
-    found = []
+    measured = []
     for bandwidth in dict.fromkeys(row.bandwidth for row in rows):
         here = [row for row in rows if row.bandwidth == bandwidth]
-        found += [_gain(row, here[0]) for row in here]
-    return found
+        measured += [_gain(row, here[0]) for row in here]
+    return measured
 
 
-def product_of_single(found: Sequence[Gain], bandwidth: str) -> float:
+def product_of_single(measured: Sequence[Gain], bandwidth: str) -> float:
     """What the techniques would give together if their gains multiplied."""
     names = {f"tw:{name}" for name in TECHNIQUES}
-    return math.prod(gain.gain for gain in found if gain.bandwidth == bandwidth and gain.system in names)
+    return math.prod(gain.gain for gain in measured if gain.bandwidth == bandwidth and gain.system in names)
 
 
 def across_bandwidths(rows: Sequence[SystemRow], slow: str, fast: str) -> tuple[float, float, float]:
@@ -120,16 +120,16 @@ def across_bandwidths(rows: Sequence[SystemRow], slow: str, fast: str) -> tuple[
     return statistics.median(ratios), min(ratios), max(ratios)
 
 
-def sheet(found: Sequence[Gain], title: str, *, product: bool) -> Sheet:
+def sheet(measured: Sequence[Gain], title: str, *, product: bool) -> Sheet:
     """Gains as a table.
 
     Args:
-        found: Gains of a benchmark.
+        measured: Gains of a benchmark.
         title: Title above the table.
         product: Whether to add the product of the gains of the single techniques.
     """
     rows = []
-    for bandwidth in dict.fromkeys(gain.bandwidth for gain in found):
+    for bandwidth in dict.fromkeys(gain.bandwidth for gain in measured):
         rows += [
             [
                 gain.system,
@@ -140,11 +140,11 @@ def sheet(found: Sequence[Gain], title: str, *, product: bool) -> Sheet:
                 f"{gain.smallest:.2f}",
                 f"{gain.largest:.2f}",
             ]
-            for gain in found
+            for gain in measured
             if gain.bandwidth == bandwidth
         ]
         if product:
-            single = product_of_single(found, bandwidth)
+            single = product_of_single(measured, bandwidth)
             rows.append([f"product of {', '.join(TECHNIQUES)}", bandwidth, "", "", f"{single:.2f}", "", ""])
     columns = ["plan", "link", "tokens/s", "link/step", "gain", "least", "most"]
     return Sheet(title, columns, 2, rows)

@@ -1,4 +1,4 @@
-"""What a codec for each parallel dimension is worth: speed of every policy in the lab, beside plain torch.
+"""What a codec for each parallel dimension gains: the speed of every policy in the lab, compared with plain torch.
 
 The study of arXiv 2409.02423 (Figures 7 to 13) on a grid of two stages, two data-parallel and two tensor-parallel
 ranks: tensor parallelism inside a node, data parallelism and the pipeline across. What the policies do to the loss is a
@@ -151,11 +151,11 @@ def speeds(rows: Sequence[SystemRow], model: str, seq: int) -> list[PolicySpeed]
     """
     fields: dict[str, Any] = {"name": model, "kind": "llama", "seq": seq, **MODELS[model]}
     shape = ModelSpec(**fields)
-    found = []
+    results = []
     for row in rows:
         base = next(other for other in rows if other.system == PLAIN and other.bandwidth == row.bandwidth)
         ratios = [theirs / ours for theirs, ours in zip(base.samples, row.samples, strict=True)]
-        found.append(
+        results.append(
             PolicySpeed(
                 policy=row.system,
                 bandwidth=row.bandwidth,
@@ -168,19 +168,19 @@ def speeds(rows: Sequence[SystemRow], model: str, seq: int) -> list[PolicySpeed]
                 across=row.internode_bytes,
             )
         )
-    return found
+    return results
 
 
-def sheets(found: Sequence[PolicySpeed], dtype: str) -> list[Sheet]:
+def sheets(results: Sequence[PolicySpeed], dtype: str) -> list[Sheet]:
     """A table for each link, and one of bytes by axis.
 
     Args:
-        found: Speeds of a benchmark.
+        results: Speeds of a benchmark.
         dtype: Dtype of messages.
     """
     made = []
-    for bandwidth in dict.fromkeys(speed.bandwidth for speed in found):
-        here = [speed for speed in found if speed.bandwidth == bandwidth]
+    for bandwidth in dict.fromkeys(speed.bandwidth for speed in results):
+        here = [speed for speed in results if speed.bandwidth == bandwidth]
         rows = [
             [
                 speed.policy,
@@ -196,20 +196,20 @@ def sheets(found: Sequence[PolicySpeed], dtype: str) -> list[Sheet]:
         columns = ["policy", "samples/s", "GFLOPS/rank", "gain", "least", "most", "link/step"]
         title = f"Links of {bandwidth}, messages in {dtype}: gain over plain torch, median of rounds, least, most"
         made.append(Sheet(title, columns, 1, rows, frozenset({0})))
-    first = [speed for speed in found if speed.bandwidth == found[0].bandwidth and speed.by_axis]
+    first = [speed for speed in results if speed.bandwidth == results[0].bandwidth and speed.by_axis]
     rows = [[speed.policy, *(_of_axis(speed, axis) for axis in ("dp", "tp", "pp"))] for speed in first]
     title = f"Bytes of a step that all ranks send, by axis, and the codecs that made them; messages in {dtype}"
     return [*made, Sheet(title, ["policy", "dp", "tp", "pp"], 1, rows)]
 
 
-def goals(found: Mapping[str, Sequence[PolicySpeed]]) -> list[Sheet]:
-    """Ours beside the best of the paper's that keeps the loss, link by link.
+def goals(results: Mapping[str, Sequence[PolicySpeed]]) -> list[Sheet]:
+    """thinwire's policy compared with the best policy of the paper that keeps the loss, link by link.
 
     Args:
-        found: Speeds of benchmarks, by the dtype of their messages.
+        results: Speeds of benchmarks, by the dtype of their messages.
     """
     rows = []
-    for dtype, speeds in found.items():
+    for dtype, speeds in results.items():
         for bandwidth in dict.fromkeys(speed.bandwidth for speed in speeds):
             rate = {speed.policy: speed.samples_per_second for speed in speeds if speed.bandwidth == bandwidth}
             if {OURS, RIVAL} <= rate.keys():
@@ -228,34 +228,34 @@ def _of_axis(speed: PolicySpeed, axis: str) -> str:
     return ""
 
 
-def draw(found: Sequence[PolicySpeed], losses: Mapping[str, Sequence[float]], path: Path) -> None:
+def draw(results: Sequence[PolicySpeed], losses: Mapping[str, Sequence[float]], path: Path) -> None:
     """Gains by policy and link, with their spread, and what the same policy does to the loss.
 
     Args:
-        found: Speeds of a benchmark.
+        results: Speeds of a benchmark.
         losses: By policy, how far the loss of each seed lies above the baseline's, in percent; empty if not measured.
         path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    names = [name for name in dict.fromkeys(speed.policy for speed in found) if name != PLAIN]
+    names = [name for name in dict.fromkeys(speed.policy for speed in results) if name != PLAIN]
     figure = Figure(figsize=(13, 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    _draw_gains(left, found, names)
+    _draw_gains(left, results, names)
     _draw_losses(right, losses, names)
     for axes in (left, right):
         axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=130)
 
 
-def _draw_gains(axes: Axes, found: Sequence[PolicySpeed], names: Sequence[str]) -> None:
+def _draw_gains(axes: Axes, results: Sequence[PolicySpeed], names: Sequence[str]) -> None:
     """A group of bars for each policy, a bar for each link, with the spread over rounds."""
-    links = list(dict.fromkeys(speed.bandwidth for speed in found))
+    links = list(dict.fromkeys(speed.bandwidth for speed in results))
     height = 0.8 / len(links)
     for number, link in enumerate(links):
-        by_policy = {speed.policy: speed for speed in found if speed.bandwidth == link}
+        by_policy = {speed.policy: speed for speed in results if speed.bandwidth == link}
         places = [index + (number - (len(links) - 1) / 2) * height for index in range(len(names))]
         gains = [by_policy[name].gain for name in names]
         spread = [

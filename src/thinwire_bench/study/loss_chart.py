@@ -18,13 +18,13 @@ _COLOURS: Final = ("#444444", "#9db7d5", "#6f9bd1", "#e0a458", "#c4442b", "#e58f
 """Of arms in the study's order; more arms begin again."""
 
 
-def draw(spec: StudySpec, curves: Sequence[Curve], found: Sequence[ArmOutcome], path: Path) -> None:
+def draw(spec: StudySpec, curves: Sequence[Curve], arm_outcomes: Sequence[ArmOutcome], path: Path) -> None:
     """Draw validation losses over tokens, and final losses over the baseline's, seed by seed.
 
     Args:
         spec: Specification of the study.
         curves: Curves of its finished runs.
-        found: The outcome of each arm.
+        arm_outcomes: The outcome of each arm.
         path: The PNG file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -34,7 +34,7 @@ def draw(spec: StudySpec, curves: Sequence[Curve], found: Sequence[ArmOutcome], 
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
     _draw_curves(left, spec, curves)
-    _draw_ends(right, spec, found)
+    _draw_ends(right, spec, arm_outcomes)
     figure.savefig(path, dpi=130)
 
 
@@ -56,14 +56,14 @@ def _draw_curves(axes: Axes, spec: StudySpec, curves: Sequence[Curve]) -> None:
     axes.legend(frameon=False, fontsize=9)
 
 
-def _draw_ends(axes: Axes, spec: StudySpec, found: Sequence[ArmOutcome]) -> None:
-    for index, outcome in enumerate(found):
+def _draw_ends(axes: Axes, spec: StudySpec, arm_outcomes: Sequence[ArmOutcome]) -> None:
+    for index, outcome in enumerate(arm_outcomes):
         values = list(outcome.excess.values())
         axes.plot(values, [index] * len(values), "o", color=_colour(index), alpha=0.6)
         if outcome.mean_excess is not None:
             axes.plot([outcome.mean_excess], [index], "|", markersize=22, markeredgewidth=2.5, color=_colour(index))
-    axes.set_yticks(range(len(found)), [outcome.arm for outcome in found])
-    axes.set_ylim(len(found) - 0.5, -0.5)
+    axes.set_yticks(range(len(arm_outcomes)), [outcome.arm for outcome in arm_outcomes])
+    axes.set_ylim(len(arm_outcomes) - 0.5, -0.5)
     axes.axvline(0, color="#444444", linewidth=1)
     axes.set_xlabel(f"final validation loss over {spec.baseline}'s (%): each seed, and the mean")
     axes.grid(axis="x", alpha=0.3)

@@ -10,13 +10,13 @@ from thinwire_bench.study.curves import Curve
 from thinwire_bench.study.outcome import ArmOutcome, missing_note, sheets
 
 
-def markdown(study: LossStudy, curves: Sequence[Curve], found: Sequence[ArmOutcome]) -> str:
+def markdown(study: LossStudy, curves: Sequence[Curve], arm_outcomes: Sequence[ArmOutcome]) -> str:
     """The answer as Markdown, with what a reader needs to judge it.
 
     Args:
         study: The study.
         curves: Curves of its finished runs.
-        found: The outcome of each arm.
+        arm_outcomes: The outcome of each arm.
 
     Returns:
         Markdown.
@@ -27,8 +27,8 @@ def markdown(study: LossStudy, curves: Sequence[Curve], found: Sequence[ArmOutco
         f"{study.runs[0].steps} steps; {'; '.join(versions)}.",
         "",
     ]
-    if note := missing_note(found):
+    if note := missing_note(arm_outcomes):
         lines += [f"**{note}.**", ""]
-    for sheet in sheets(study.spec, found):
+    for sheet in sheets(study.spec, arm_outcomes):
         lines += markdown_table(sheet)
     return "\n".join(lines)

@@ -55,7 +55,7 @@ class Verdict:
     Attributes:
         goal: Description of the goal.
         measured: Description of the measured value, or of the runs that are missing.
-        reached: None where nothing can be said yet.
+        reached: Whether the goal is reached; None where runs are missing.
     """
 
     goal: str
@@ -87,43 +87,43 @@ def outcomes(spec: StudySpec, curves: Sequence[Curve]) -> list[ArmOutcome]:
     return made
 
 
-def verdicts(spec: StudySpec, found: Sequence[ArmOutcome]) -> list[Verdict]:
+def verdicts(spec: StudySpec, arm_outcomes: Sequence[ArmOutcome]) -> list[Verdict]:
     """Which goals are reached."""
-    by_name = {outcome.arm: outcome for outcome in found}
+    by_name = {outcome.arm: outcome for outcome in arm_outcomes}
     return [verdict for goal in spec.goals for verdict in _verdicts(goal, spec.baseline, by_name)]
 
 
-def sheets(spec: StudySpec, found: Sequence[ArmOutcome]) -> list[Sheet]:
+def sheets(spec: StudySpec, arm_outcomes: Sequence[ArmOutcome]) -> list[Sheet]:
     """The answer as tables."""
     seeds = [f"seed {seed}" for seed in spec.seeds]
     columns = ["arm", "what travels", *seeds, "mean", "spread", f"over {spec.baseline}, mean", "smallest", "largest"]
     rows = [[outcome.arm, outcome.about, *_loss_cells(outcome, spec.seeds), *_excess_cells(outcome)]
-            for outcome in found]  # fmt: skip
-    faint = frozenset(index for index, outcome in enumerate(found) if outcome.arm == spec.baseline)
+            for outcome in arm_outcomes]  # fmt: skip
+    faint = frozenset(index for index, outcome in enumerate(arm_outcomes) if outcome.arm == spec.baseline)
     made = [Sheet(f"Validation loss after {spec.tokens:,} tokens, nats per token", columns, 2, rows, faint)]
     states = {True: "reached", False: "missed", None: "open"}
-    goals = [[verdict.goal, verdict.measured, states[verdict.reached]] for verdict in verdicts(spec, found)]
+    goals = [[verdict.goal, verdict.measured, states[verdict.reached]] for verdict in verdicts(spec, arm_outcomes)]
     return [*made, Sheet("Goals", ["goal", "measured", ""], 3, goals)] if goals else made
 
 
-def missing_note(found: Sequence[ArmOutcome]) -> str | None:
+def missing_note(arm_outcomes: Sequence[ArmOutcome]) -> str | None:
     """A sentence that names the runs that are not there; None where the study is complete."""
-    names = [f"{outcome.arm} with seed {seed}" for outcome in found for seed in outcome.missing]
-    total = sum(len(outcome.losses) + len(outcome.missing) for outcome in found)
+    names = [f"{outcome.arm} with seed {seed}" for outcome in arm_outcomes for seed in outcome.missing]
+    total = sum(len(outcome.losses) + len(outcome.missing) for outcome in arm_outcomes)
     return f"{len(names)} of {total} runs are missing: {', '.join(names)}" if names else None
 
 
-def plain(spec: StudySpec, found: Sequence[ArmOutcome]) -> dict[str, Any]:
+def plain(spec: StudySpec, arm_outcomes: Sequence[ArmOutcome]) -> dict[str, Any]:
     """The answer for programs."""
     return {
         "tokens": spec.tokens,
         "baseline": spec.baseline,
         "arms": [
             {**asdict(outcome), "mean": outcome.mean, "spread": outcome.spread, "mean_excess": outcome.mean_excess}
-            for outcome in found
+            for outcome in arm_outcomes
         ],
-        "goals": [asdict(verdict) for verdict in verdicts(spec, found)],
-        "missing": missing_note(found),
+        "goals": [asdict(verdict) for verdict in verdicts(spec, arm_outcomes)],
+        "missing": missing_note(arm_outcomes),
     }
 
 

@@ -1,4 +1,4 @@
-"""The planner's predictions beside measured steps, and its choices beside the best: what the goals ask, in tables."""
+"""Tables that compare the planner's predictions with measured steps, and its choices with the fastest plans."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Choice:
-    """The planner's choice on one link beside the plans that were fastest in the first rounds, all measured anew.
+    """The planner's choice on one link and the plans that were fastest in the first rounds, all measured again.
 
     Attributes:
         model: Name of the model.
@@ -82,7 +82,7 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
     ]  # fmt: skip
     cells = [
         [
-            pair.model, _told(pair.cap), pair.bandwidth, pair.plan, f"{pair.pace:.2f}", f"{pair.predicted_ms:.1f}",
+            pair.model, _limit(pair.cap), pair.bandwidth, pair.plan, f"{pair.pace:.2f}", f"{pair.predicted_ms:.1f}",
             f"{pair.measured_ms:.1f}", f"{pair.spread_ms:.1f}", f"{pair.error:+.1%}",
             f"{pair.predicted_bytes / 2**20:.0f}", f"{pair.measured_bytes / 2**20:.0f}",
             f"{pair.predicted_bytes / pair.measured_bytes - 1:+.1%}",
@@ -90,7 +90,7 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
         for pair in pairs
     ]  # fmt: skip
     chosen = [
-        [choice.model, _told(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}"]
+        [choice.model, _limit(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}"]
         for choice in choices
     ]
     return [
@@ -120,7 +120,7 @@ def _by_link(pairs: Sequence[Pair]) -> Sheet:
     return Sheet("Predicted and measured, by model and link", columns, 1, [*rows, row("all models", pairs)])
 
 
-def _told(cap: int | None) -> str:
+def _limit(cap: int | None) -> str:
     return "" if cap is None else format_bytes(cap)
 
 

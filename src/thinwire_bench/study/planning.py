@@ -1,4 +1,4 @@
-"""Is the planner right? Its predictions beside measured steps of real ranks, for models and links in the lab.
+"""Compares the planner's predictions with measured steps of real ranks, for models and links in the lab.
 
 Nothing is fitted to steps of plans: predictions follow from a profile of the links and of the models' parts. A machine
 that others use as well changes its pace by tens of percent within minutes, so the same ranks also compute without any
@@ -43,7 +43,7 @@ CANDIDATES: Final = 8
 """How many plans a choice is compared with at least."""
 
 FINALISTS: Final = 2
-"""How many plans that were fastest on a link are measured again beside its choice: the least of many noisy medians is
+"""Number of fastest plans of a link that are measured again with its choice: the least of many noisy medians is
 too low, and would make every choice look bad."""
 
 TURN: Final = 0.5
@@ -110,12 +110,13 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Kno
     """
     found = {}
     for setting in setup.settings:
-        out, beside = directory / f"profile-{setting.bandwidth}.json", directory / f"alone-{setting.bandwidth}.json"
-        if not (out.exists() and beside.exists()):
+        out = directory / f"profile-{setting.bandwidth}.json"
+        alone_path = directory / f"alone-{setting.bandwidth}.json"
+        if not (out.exists() and alone_path.exists()):
             _profile(setup, setting, budget, out)
             alone = {model: _alone(setup, setting, model) for model in setup.models}
-            beside.write_text(json.dumps(alone) + "\n", encoding="utf-8")
-        found[setting.bandwidth] = Known(Profile.read(out), json.loads(beside.read_text(encoding="utf-8")))
+            alone_path.write_text(json.dumps(alone) + "\n", encoding="utf-8")
+        found[setting.bandwidth] = Known(Profile.read(out), json.loads(alone_path.read_text(encoding="utf-8")))
     return _steadied(setup, found)
 
 
@@ -191,7 +192,7 @@ def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[
     choices: list[Choice] = []
     for model in setup.models:
         for field in _fields(setup, model, known):
-            setup.report(f"measuring {model}: {len(field.plans)} plans on {len(setup.settings)} links{field.told}")
+            setup.report(f"measuring {model}: {len(field.plans)} plans on {len(setup.settings)} links{field.limit}")
             settings = _long_enough(setup, field, known)
             rows = _rows(setup, field, settings)
             pairs += _pairs(setup, field, known, rows)
@@ -216,7 +217,7 @@ class _Field:
     picks: dict[str, str]
 
     @property
-    def told(self) -> str:
+    def limit(self) -> str:
         return "" if self.cap is None else f", {format_bytes(self.cap)} for each rank"
 
 
@@ -355,7 +356,7 @@ def _label(row: SystemRow) -> str:
 
 
 def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Sequence[SystemRow]) -> Iterator[Choice]:
-    """Every link's choice beside its fastest plans, in new rounds."""
+    """The choice of every link and its fastest plans, measured in new rounds."""
     finalists = {}
     for setting in settings:
         ranked = sorted((row for row in rows if row.bandwidth == setting.bandwidth), key=lambda row: row.step_ms)
@@ -364,7 +365,7 @@ def _choices(setup: Setup, field: _Field, settings: Sequence[Setting], rows: Seq
     workload = {"model": field.model, "seq": setup.seq}
     labels = dict.fromkeys(label for some in finalists.values() for label in some)
     systems = [plan_system(label, field.plans[label], workload) for label in labels]
-    setup.report(f"measuring {field.model} again: the choices and the {FINALISTS} fastest of each link{field.told}")
+    setup.report(f"measuring {field.model} again: the choices and the {FINALISTS} fastest of each link{field.limit}")
     samples = _run(setup, systems, settings)
     for setting in settings:
         here = [sample for sample in samples if sample.setting == setting]

@@ -105,11 +105,11 @@ class Queue:
                 [*command, *(["--resume"] if resume else [])],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            told = False
+            announced = False
             while (status := process.poll()) is None:
-                if self._stopping and not told:
+                if self._stopping and not announced:
                     process.send_signal(signal.SIGINT)
-                    told = True
+                    announced = True
                 time.sleep(_POLL_SECONDS)
                 records = read_metrics(directory.metrics)
                 advance(records[-1]["step"] if records else 0)

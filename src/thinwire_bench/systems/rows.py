@@ -16,7 +16,7 @@ __all__ = ["SystemRow", "make_rows"]
 
 @dataclass(frozen=True)
 class SystemRow:
-    """One system under one setting; medians over rounds where nothing else is said.
+    """One system under one setting. Figures are medians over rounds unless stated otherwise.
 
     Attributes:
         system: Label of the system.
