@@ -1,4 +1,4 @@
-"""What ``thinwire doctor`` tries out on a machine: software, devices, the lab, limits.
+"""The checks of ``thinwire doctor``: software, devices, the lab, limits.
 
 Each check does what it speaks of (compiles, encodes, multiplies, opens a lab) instead of asking for version numbers,
 and none keeps the others from being made.
@@ -39,7 +39,7 @@ int main() { return std::popcount(static_cast<unsigned>(std::span<int>().size())
 """Needs the language and the library of C++20, as the codecs do."""
 
 _MIN_FILES: Final = 4096
-"""A rank has a socket for each other rank of each of its groups; 1024 open files end at some hundred ranks."""
+"""A rank has a socket for every other rank of each of its groups; 1024 open files suffice for some hundred ranks."""
 
 _MIN_SHARED: Final = 1 << 30
 """Bytes of /dev/shm; a container's default of 64 MiB is too small for NCCL's buffers between 8 ranks."""
@@ -47,7 +47,7 @@ _MIN_SHARED: Final = 1 << 30
 _MIN_DISK: Final = 2 << 30
 
 _CHECKPOINT_BYTES: Final = 12
-"""Of a parameter: its fp32 value and two moments."""
+"""Bytes of a parameter in a checkpoint: its fp32 value and two moments."""
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def _lab() -> Check:
 
 
 def _said_by_lab(error: ThinwireError) -> str:
-    """The reason and its remedy, without what the user did not ask for."""
+    """The reason and its remedy, without the options that the user did not set."""
     return _line(error).rpartition("lab: ")[2]
 
 
@@ -318,7 +318,7 @@ def _shared_memory() -> Check:
 
 
 def _disks() -> Iterator[Check]:
-    """Where runs and tokenized text go by default."""
+    """Check the disks of runs and of tokenized text, at their default places."""
     cache = os.environ.get("THINWIRE_CACHE") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     yield _disk("disk of runs", Path("runs").resolve(), "checkpoints", "--out DIR on another disk")
     yield _disk(
@@ -342,5 +342,5 @@ def _disk(name: str, path: Path, use: str, remedy: str) -> Check:
 
 
 def _line(error: BaseException) -> str:
-    """The first line of what an error says."""
+    """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

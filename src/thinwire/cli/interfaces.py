@@ -46,12 +46,12 @@ class Interface:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As a table of plain values."""
+        """The interface as plain values."""
         return {**asdict(self), "addresses": list(self.addresses)}
 
 
 def interfaces() -> list[Interface]:
-    """Those that are up, in the kernel's order."""
+    """The interfaces that are up, in the kernel's order."""
     addresses, states = psutil.net_if_addrs(), psutil.net_if_stats()
     return [
         Interface(
@@ -153,7 +153,7 @@ class RdmaDevice:
 
 
 def rdma_devices(root: Path = _INFINIBAND) -> list[RdmaDevice]:
-    """What the kernel lists.
+    """The devices that the kernel lists.
 
     Args:
         root: Directory of the kernel's list.
@@ -256,7 +256,7 @@ def _gloo(all_interfaces: Sequence[Interface]) -> Check:
 
 
 def _choose(library: str, all_interfaces: Sequence[Interface]) -> str:
-    """How to name an interface."""
+    """The remedy that selects an interface by name."""
     usable = [interface.name for interface in all_interfaces if interface.addresses and not interface.is_loopback]
     return f"export {library}_SOCKET_IFNAME={usable[0] if usable else 'NAME'}"
 

@@ -10,7 +10,7 @@ from thinwire.lab import network
 from thinwire.lab.spec import LabSpec
 
 MASTER_PORT: Final = 29_500
-"""Where rank 0 listens; free in every host, which nobody else uses."""
+"""Port on which rank 0 listens; always free, because nothing else runs in a host."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A command on every rank or every host of a lab: started, shown, ended together."""
+"""Runs a command on every rank or every host of a lab: starts it, shows its output, and ends it everywhere together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Per = Literal["rank", "host"]
 """What is started once for each: ranks by us, or hosts whose command (torchrun) starts the ranks."""
 
 _POLL: Final = 0.05
-"""Seconds between looks at the processes."""
+"""Seconds between two checks of the processes."""
 
 _TERMINATION: Final = 5.0
 """Seconds between SIGTERM and SIGKILL."""

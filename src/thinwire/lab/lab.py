@@ -1,4 +1,4 @@
-"""A cluster on one machine, for as long as a ``with`` block."""
+"""A cluster on one machine that lives as long as a ``with`` block."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Lab:
 
     @property
     def namespaces(self) -> Namespaces:
-        """Where the hosts are.
+        """The namespaces of the hosts.
 
         Raises:
             UsageError: the lab is not open.
@@ -116,7 +116,7 @@ class Lab:
         self.namespaces.perform([Step("ip", [line])])
 
     def traffic(self) -> tuple[LinkTraffic, ...]:
-        """What crossed each host's link since the lab was built.
+        """The traffic of each host's link since the lab was built.
 
         Returns:
             One count for each host.

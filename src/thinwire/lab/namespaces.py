@@ -1,4 +1,4 @@
-"""The namespaces of a lab as seen from the process that owns it: made by a keeper, entered by a prefix."""
+"""The namespaces of a lab, seen from the process that owns it: a keeper makes them, a command prefix enters them."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from thinwire.errors import UsageError
 _KEEPER: Final = [sys.executable, "-I", "-S", str(Path(__file__).with_name("keeper.py"))]
 
 _TOOL_PATH: Final = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
-"""Where ``ip`` and ``tc`` may be: the search path of people other than root often leaves them out."""
+"""Directories that may hold ``ip`` and ``tc``; the search path of an ordinary user often lacks some of them."""
 
 _TIMEOUT: Final = 60.0
-"""Seconds for a step that takes milliseconds."""
+"""Seconds until a step that normally takes milliseconds fails."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Namespaces:
             raise UsageError(_unsupported(steps[answer["failed"]], answer["error"]))
 
     def show(self, host: int | None, *arguments: str) -> Any:
-        """What ``ip -json`` tells.
+        """What ``ip -json`` reports.
 
         Args:
             host: Index of the host; None for the namespace of the switches.
@@ -196,7 +196,7 @@ _FEATURES: Final = (
     ("type bridge", "hosts are joined by the kernel's bridge", "CONFIG_BRIDGE", "bridge"),
     ("type veth", "hosts are connected by the kernel's virtual cables", "CONFIG_VETH", "veth"),
 )
-"""What may be missing from a kernel: word of the command, meaning, option, module."""
+"""Features that a kernel may lack: word of the command, meaning, kernel option, module."""
 
 
 def _unsupported(step: Step, errors: str) -> str:

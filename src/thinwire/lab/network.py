@@ -1,4 +1,4 @@
-"""The ``ip`` lines that lay a lab's network: bridges as switches, veth pairs as cables."""
+"""The ``ip`` lines that build a lab's network, with bridges as switches and veth pairs as cables."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def spine_ends(leaf: int) -> tuple[str, str]:
 
 
 def switch_lines(spec: LabSpec, namespaces: list[str]) -> list[str]:
-    """What to tell ``ip -batch`` where the switches are.
+    """The lines for ``ip -batch`` in the namespace of the switches.
 
     Args:
         spec: Specification of the lab.
@@ -111,7 +111,7 @@ def switch_lines(spec: LabSpec, namespaces: list[str]) -> list[str]:
 
 
 def host_lines(node: int) -> list[str]:
-    """What to tell ``ip -batch`` in a host.
+    """The lines for ``ip -batch`` in a host.
 
     Args:
         node: Index of the host.

@@ -19,10 +19,10 @@ FRAME: Final = MTU + 14
 """Bytes of the largest packet on a cable, Ethernet header included."""
 
 BURST_SECONDS: Final = 0.002
-"""What a link may make up for after the kernel's timer was late."""
+"""Seconds of traffic that a link may make up for after the kernel's timer was late."""
 
 QUEUE_SECONDS: Final = 0.02
-"""Longest wait in a link's queue, as in a switch with shallow buffers."""
+"""Longest wait in a link's queue in seconds, as in a switch with shallow buffers."""
 
 _LOAD_RANDOM: Final = (0x20, 0, 0, 2**32 - 0x1000 + 56)
 """Classic BPF: 32 random bits (``SKF_AD_OFF + SKF_AD_RANDOM``)."""
@@ -60,7 +60,7 @@ def burst(bandwidth: float) -> int:
 
 
 def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = None) -> list[str]:
-    """What to tell ``tc -batch`` about one end of a link.
+    """The lines for ``tc -batch`` that shape one end of a link.
 
     Args:
         device: Name of the device at this end of the link.
@@ -85,7 +85,7 @@ def shape_lines(device: str, shape: LinkShape, *, replaces: LinkShape | None = N
 
 
 def loss_lines(device: str, loss: float, *, replaces: float = 0.0) -> list[str]:
-    """What to tell ``tc -batch`` about packets that get lost before they arrive.
+    """The lines for ``tc -batch`` that drop a share of the packets that arrive at a device.
 
     Args:
         device: Name of the device at which the packets arrive.

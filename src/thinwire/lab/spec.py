@@ -1,4 +1,4 @@
-"""What a lab looks like: hosts, ranks, links."""
+"""The specification of a lab: hosts, ranks, links."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 from thinwire.errors import SpecError
 
 MAX_NODES: Final = 250
-"""Hosts that the lab's addresses suffice for."""
+"""Largest number of hosts; the lab has no more addresses."""
 
 MIN_BANDWIDTH: Final = 10e3
 """Bits per second; one packet of 1500 bytes takes more than a second below."""
@@ -105,7 +105,7 @@ class LabSpec:
 
     @property
     def shape(self) -> LinkShape:
-        """Of every host's link."""
+        """The shape of every host's link."""
         return LinkShape(self.bandwidth, self.latency, self.loss)
 
     @property
@@ -128,7 +128,7 @@ class LabSpec:
 
 
 def bandwidth_problems(key: str, value: float) -> Iterator[str]:
-    """What is wrong with a bandwidth.
+    """The problem with a bandwidth, if there is one.
 
     Args:
         key: Name of the key.

@@ -1,4 +1,4 @@
-"""What crossed the links of a lab."""
+"""The traffic of a lab's links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LinkTraffic:
-    """What crossed a host's link since the lab was built, as the kernel counted it.
+    """The traffic of a host's link since the lab was built, as counted by the kernel.
 
     Packets that the kernel hands over as one have their headers counted once: up to 0.7 % less than on a real cable,
     and than what the shaping counts.
@@ -30,7 +30,7 @@ class LinkTraffic:
 
 
 def utilization(num_bytes: int, seconds: float, bandwidth: float | None) -> float:
-    """How much of a link a transfer has used.
+    """The share of a link's bandwidth that a transfer used.
 
     Args:
         num_bytes: Bytes that crossed the link in one direction.
@@ -58,7 +58,7 @@ def counted(host: str, counts: Mapping[str, Mapping[str, int]]) -> LinkTraffic:
 
 
 def difference(now: LinkTraffic, start: LinkTraffic) -> LinkTraffic:
-    """What crossed a link between two counts.
+    """The traffic of a link between two counts.
 
     Args:
         now: The later count.

@@ -17,7 +17,7 @@ _MOST_POINTS: Final = 600
 
 
 def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str, Any]:
-    """What a report shows in numbers; seconds, bytes and nats per token.
+    """The figures of a report, in seconds, bytes and nats per token.
 
     Args:
         run: The run.

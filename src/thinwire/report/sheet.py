@@ -34,7 +34,7 @@ class Sheet:
 
 
 def rich_table(sheet: Sheet) -> Table:
-    """For a terminal; rows that end in "missed" or "red" are red."""
+    """A table for a terminal; rows that end in "missed" or "red" are red."""
     table = Table(title=sheet.title, title_justify="left", box=None, pad_edge=False)
     for index, name in enumerate(sheet.columns):
         table.add_column(name, justify="left" if index < sheet.words else "right", no_wrap=True)
@@ -45,7 +45,7 @@ def rich_table(sheet: Sheet) -> Table:
 
 
 def markdown_table(sheet: Sheet) -> list[str]:
-    """For a page.
+    """A table for a Markdown page.
 
     Args:
         sheet: The table.

@@ -43,7 +43,7 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class Blocking:
-    """How much larger the error is without blocks.
+    """The factor by which the error grows without blocks.
 
     Attributes:
         unblocked: Codec with a single scale.

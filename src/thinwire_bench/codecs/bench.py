@@ -28,7 +28,7 @@ CODECS: Final = (
     "int8:256", "int8:2048", "int4:256", "int4:2048", "int4:256,hadamard", "int4:256,stochastic", "int8:tensor",
     "int4:tensor", "int3:256", "bf16", "fp16", "zfp:8", "zfp:16", "zfp:24", "mpc", "exp3",
 )  # fmt: skip
-"""Unless others are named."""
+"""Codecs that are measured by default."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What is timed of a codec: each direction on buffers that exist beforehand."""
+"""The timed calls of a codec: each direction, on buffers that are allocated beforehand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TILE = 1 << 22
 
 @dataclass(frozen=True)
 class Buffers:
-    """What all jobs of a bench share; every byte has been written once.
+    """Buffers that all timed calls share; every byte has been written once.
 
     Attributes:
         x: The tensor to encode: N(0,1), repeated every 4 million values.

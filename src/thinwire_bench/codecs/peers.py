@@ -355,4 +355,4 @@ GROUPS: Final[dict[str, Callable[[], list[CodecPeer]]]] = {
     "zipnn": _zipnn,
     "deepspeed-form": _deepspeed_form,
 }
-"""What the command line can name."""
+"""The groups of peers that the command line can name."""

@@ -1,4 +1,4 @@
-"""What has to hold before a codec's figures are believed: its bytes are the reference's, what is lossless is."""
+"""Checks before a codec's figures count: its bytes equal the reference's, and a lossless codec loses nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire_bench.codecs.data import student
 __all__ = ["SEED", "CodecGate", "check_sample", "check_timed", "same_bits"]
 
 SEED = 1
-"""Of codecs that round at random."""
+"""Seed of codecs with stochastic rounding."""
 
 _SAMPLE = 20_011
 """Values: not a multiple of any block."""
@@ -43,7 +43,7 @@ class CodecGate:
 
 
 def check_sample(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:
-    """What a codec does otherwise than the reference on a sample of heavy tails, zeros, denormals and a NaN.
+    """Compare a codec with the reference on a sample with heavy tails, zeros, denormals and a NaN.
 
     Args:
         codec: Codec of any backend.

@@ -43,7 +43,7 @@ class TimedCall:
 
 @dataclass(frozen=True)
 class CodecSpeed:
-    """What a job took.
+    """The speed of a timed call.
 
     Attributes:
         subject: A codec, a peer, or ``memcpy``.

@@ -57,7 +57,7 @@ class CodecStudy:
         return {f"{gate.codec} ({gate.dtype})": gate.problem for gate in self.gates if gate.problem is not None}
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The study as JSON."""
         return asdict(self)
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a benchmark knows of a system: its description, where a rank stands, and how to make it train."""
+"""The interface between a benchmark and a system: its description, the place of a rank, and a training step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["SystemKind", "Place", "System", "SystemSpec"]
 
 
 class SystemKind(StrEnum):
-    """What a system stands for in a comparison."""
+    """The role of a system in a comparison."""
 
     PLAN = "plan"
     PEER = "peer"
@@ -42,7 +42,7 @@ class SystemSpec:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands.
+    """The place of a rank in the cluster.
 
     Attributes:
         rank: Rank among all ranks.

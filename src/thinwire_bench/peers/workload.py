@@ -1,4 +1,4 @@
-"""What every system trains on: models with weights of one seed, batches by rank and step."""
+"""The workload of every system: models with weights of one seed, batches by rank and step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What papers measured, and how close the simulator comes. Never imports torch."""
+"""Published measurements, compared with the simulator. Never imports torch."""
 
 from thinwire_bench.published.amsp import traced
 from thinwire_bench.published.calibration import Fit, fits

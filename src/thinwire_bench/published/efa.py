@@ -15,7 +15,7 @@ from thinwire_bench.published.zeropp import RECOMPUTED
 __all__ = ["cases", "is_throughput", "tflops"]
 
 _TOKENS = 8192
-"""Of a GPU, as the pull request says of the runs that the blog shows."""
+"""Tokens per GPU in the runs of the blog, according to the pull request."""
 
 _ISSUE_TOKENS = 8 * 512
 """Eight sequences; their length follows from the issue's samples/s and TFLOPS."""
@@ -46,6 +46,6 @@ def cases(row: PublishedRow) -> list[Case]:
 
 
 def tflops(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    """As the row counts them."""
+    """TFLOPS of a GPU, counted as in the row."""
     counted = RECOMPUTED if row.metric == "TFLOPS_per_gpu_recompute_counted" else 1.0
     return counted * answers[0].tflops

@@ -37,7 +37,7 @@ def cases(row: PublishedRow) -> list[Case]:
 
 
 def figure(row: PublishedRow, answers: Sequence[Answer]) -> float:
-    """In the row's unit."""
+    """The simulated figure, in the unit of the row."""
     first = answers[0]
     if row.metric == "OOM":
         return float(first.memory.total > first.cluster.memory)

@@ -26,7 +26,7 @@ _MODELS = {"GPT-18B": ("gpt-18b",), "GPT-138B": ("gpt-138b",)}
 _ALL_MODELS = ("gpt-18b", "gpt-49b", "gpt-91b", "gpt-138b")
 
 _TOKENS = (1024, 2048)
-"""Of a GPU, where a row takes the best of several."""
+"""Tokens per GPU to try, for a row that gives the best of several."""
 
 
 def is_chart(row: PublishedRow) -> bool:

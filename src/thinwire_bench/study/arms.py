@@ -1,4 +1,4 @@
-"""What a convergence study compares, as its file says, and the runs that this means."""
+"""The file of a convergence study: what it compares, and the runs that it needs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Arm(Spec):
 
 
 class LossGoal(Spec):
-    """What one arm should reach; reported, and no error where it is missed."""
+    """A goal for one arm; a missed goal is reported but is not an error."""
 
     arm: str = Field(description="of which arm")
     within_percent: Positive | None = Field(default=None, description="mean loss at most so far above the baseline's")

@@ -1,4 +1,4 @@
-"""What would cross each parallel axis while a small Llama trains, taken from one process.
+"""The tensors that would cross each parallel axis while a small Llama trains, taken from one process.
 
 One process holds all that ranks would exchange: a micro-batch's gradients are what one data-parallel rank sends, the
 outputs of a block's second matrices what tensor parallelism sums, the residual stream what pipeline stages hand on.
@@ -30,7 +30,7 @@ _HEAD: Final = 64
 
 
 class CrossingKind(NamedTuple):
-    """What crosses an axis.
+    """A kind of tensor that crosses an axis.
 
     Attributes:
         axis: Field of a policy that sets its codec.
@@ -205,7 +205,7 @@ def _update(model: Llama, optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _activations(model: Llama) -> Iterator[list[Crossing]]:
-    """What tensor and pipeline parallelism would send in a forward and backward inside."""
+    """Collect what tensor and pipeline parallelism would send during the forward and backward passes in the block."""
     taken: list[Crossing] = []
     handles = []
 

@@ -1,4 +1,4 @@
-"""What remains of a run: its raw metrics and what made them, in one file of JSON lines."""
+"""The record of a finished run: its raw metrics, recipe and plan, in one file of JSON lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from thinwire.train.trainer import MOST_SKIPPED
 from thinwire_bench.study.arms import StudyRun
 
 _FIELDS: Final = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "skipped")
-"""What a study keeps of each step; None stands for what was not finite or not measured."""
+"""The metrics of each step that a study keeps; None stands for a value that was not finite or not measured."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class Curves:
         self.directory = directory
 
     def path(self, run: StudyRun) -> Path:
-        """Where a run's curve is, or will be."""
+        """The file of a run's curve."""
         return self.directory / f"{run.name}.jsonl"
 
     def read(self, runs: Sequence[StudyRun]) -> list[Curve]:
@@ -165,7 +165,7 @@ def made_of(run: StudyRun) -> dict[str, Any]:
 
 
 def _made_of(recipe: Recipe, plan: Plan) -> dict[str, Any]:
-    """What a run consists of: the plan as it is, however the recipe names it."""
+    """Recipe and plan of a run, with the plan resolved."""
     return {
         "recipe": {key: value for key, value in recipe.to_dict().items() if key != "plan"},
         "plan": {key: value for key, value in plan.to_dict().items() if key != "name"},

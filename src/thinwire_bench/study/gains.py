@@ -1,4 +1,4 @@
-"""What each technique of ZeRO++ is worth in training steps, and what each way to run the codecs is.
+"""The gains of each technique of ZeRO++ in training steps, and of each way to run the codecs.
 
 Both are interleaved benchmarks of plans in the lab, read as gains over one of them.
 """
@@ -19,10 +19,10 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.rows import SystemRow
 
 BASELINE: Final = "zero3"
-"""What the techniques improve on."""
+"""The plan over which the gains of the techniques are measured."""
 
 TECHNIQUES: Final = ("qwZ", "hpZ", "qgZ")
-"""Of ZeRO++, one by one."""
+"""The techniques of ZeRO++."""
 
 TOGETHER: Final = "zeropp"
 
@@ -98,13 +98,13 @@ def gains(rows: Sequence[SystemRow]) -> list[Gain]:
 
 
 def product_of_single(measured: Sequence[Gain], bandwidth: str) -> float:
-    """What the techniques would give together if their gains multiplied."""
+    """The product of the gains of the single techniques."""
     names = {f"tw:{name}" for name in TECHNIQUES}
     return math.prod(gain.gain for gain in measured if gain.bandwidth == bandwidth and gain.system in names)
 
 
 def across_bandwidths(rows: Sequence[SystemRow], slow: str, fast: str) -> tuple[float, float, float]:
-    """How fast all techniques together on a slow link are, over the baseline on a fast one.
+    """The speed of all techniques together on a slow link, over that of the baseline on a fast link.
 
     Args:
         rows: Rows of a benchmark under both settings.

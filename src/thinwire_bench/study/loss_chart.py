@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _COLOURS: Final = ("#444444", "#9db7d5", "#6f9bd1", "#e0a458", "#c4442b", "#e58f7b", "#8c6bb1", "#1f5fa8", "#3f8f5f")
-"""Of arms in the study's order; more arms begin again."""
+"""Colors of the arms, in the order of the study; with more arms than colors, they begin again."""
 
 
 def draw(spec: StudySpec, curves: Sequence[Curve], arm_outcomes: Sequence[ArmOutcome], path: Path) -> None:

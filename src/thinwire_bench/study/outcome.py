@@ -14,7 +14,7 @@ from thinwire_bench.study.curves import Curve
 
 @dataclass(frozen=True)
 class ArmOutcome:
-    """Where one arm ends.
+    """The final loss of one arm.
 
     Attributes:
         arm: Name of the arm.
@@ -64,7 +64,7 @@ class Verdict:
 
 
 def outcomes(spec: StudySpec, curves: Sequence[Curve]) -> list[ArmOutcome]:
-    """Where each arm ends.
+    """The final loss of each arm.
 
     Args:
         spec: Specification of the study.

@@ -102,7 +102,7 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
 
 
 def _by_link(pairs: Sequence[Pair]) -> Sheet:
-    """Where predictions are off: by model and link, how far, and in which direction."""
+    """The errors of predictions by model and link, with their direction."""
     links = list(dict.fromkeys(pair.bandwidth for pair in pairs))
     models = list(dict.fromkeys(pair.model for pair in pairs))
 

@@ -40,7 +40,7 @@ SMALL_PLANS: Final = ("zero1", "zero2", "zero3", "hpz", "zeropp", "zeropp-8bit")
 """Presets that are measured under a cap on memory, where they fit; the planner's next choices fill up."""
 
 CANDIDATES: Final = 8
-"""How many plans a choice is compared with at least."""
+"""Smallest number of plans with which a choice is compared."""
 
 FINALISTS: Final = 2
 """Number of fastest plans of a link that are measured again with its choice: the least of many noisy medians is
@@ -52,7 +52,7 @@ TURN: Final = 0.5
 
 @dataclass(frozen=True)
 class Setup:
-    """What is compared, and how long.
+    """The models and links of a study, and how long it measures.
 
     Attributes:
         models: Names of the lab's models.
@@ -77,7 +77,7 @@ class Setup:
     report: Callable[[str], None]
 
     def shape(self, model: str) -> ModelSpec:
-        """Of a model."""
+        """The shape of a model."""
         return ModelSpec.parse({"name": model, "seq": self.seq, **MODELS[model]}, f"model {model!r}")
 
 
@@ -324,7 +324,7 @@ def _predicted(setup: Setup, field: _Field, link: Known, pair: Pair) -> Pair:
 
 
 def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair]) -> list[Pair]:
-    """What the model as it is now says of pairs that were measured before.
+    """Predict pairs that were measured earlier with the current cost model.
 
     Args:
         setup: The same models and links as in the earlier measurement.

@@ -52,13 +52,13 @@ class Way:
 
     @property
     def codec(self) -> str:
-        """In words."""
+        """Description of the codecs."""
         return self.inside if self.inside == self.across else f"{self.inside}, {self.across} across"
 
 
 @dataclass(frozen=True)
 class Reduced:
-    """What a way leads to.
+    """The error and the bytes of one way to reduce.
 
     Attributes:
         way: Algorithm and codecs.

@@ -1,4 +1,4 @@
-"""How fast singular values fall, and what codecs leave of a tensor: numbers of one matrix, and of many together.
+"""How fast singular values fall, and the errors of codecs: figures of one matrix, and summaries of many.
 
 arXiv 2409.02423 gives gradients few bits as they are close to low rank, and everything else more as it is dense. These
 numbers say how far that holds of tensors at hand, and whether it is what decides about a codec.
@@ -43,7 +43,7 @@ _TOP: Final = (1, 5, 10)
 _ENERGY: Final = (90, 99)
 """Percent of the sum of squares."""
 _POINTS: Final = 65
-"""Of a curve."""
+"""Number of points of a curve."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +86,11 @@ class Summary:
     curve: tuple[float, ...]
 
     def median(self, name: str) -> float:
-        """Of a number."""
+        """The median of a figure."""
         return self.quartiles[name][1]
 
     def plain(self) -> dict[str, Any]:
-        """For JSON, to five digits: quartiles and the curve of a kind, medians of a part."""
+        """The summary as JSON, to five digits: quartiles and the curve of a kind, or medians of a part."""
         head = {"step": self.step, "axis": KINDS[self.kind].axis, "kind": self.kind, "tensors": self.tensors}
         if self.part:
             return head | {"part": self.part} | {name: _rounded(self.median(name)) for name in self.quartiles}
@@ -100,7 +100,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class Trends:
-    """What the SNR of a codec goes along with, as rank correlations (Spearman) over tensors.
+    """Rank correlations (Spearman) of a codec's SNR with other figures, over tensors.
 
     Attributes:
         codec: The codec.
@@ -197,7 +197,7 @@ def summarise(measured: Iterable[TensorSpectrum]) -> list[Summary]:
 
 
 def trends(measured: Sequence[TensorSpectrum]) -> list[Trends]:
-    """What the SNR of each codec goes along with."""
+    """The rank correlations of the SNR of each codec."""
 
     def column(name: str) -> list[float]:
         return [each.numbers[name] for each in measured]

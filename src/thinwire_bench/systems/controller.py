@@ -34,10 +34,10 @@ from thinwire_bench.systems.protocol import (
 __all__ = ["Controller", "Network", "TurnResult"]
 
 _FIRST_PORT = 20_000
-"""Of the jobs, on host 0; below those that systems hand out."""
+"""First port of the jobs on host 0; below the ports that operating systems hand out."""
 
 _GRACE = 1.0
-"""Seconds in which further ranks of a broken system may say what they know: the cause is not always first."""
+"""Seconds in which further ranks of a broken system may report errors: the first report is not always the cause."""
 
 Message = TypeVar("Message")
 
@@ -55,7 +55,7 @@ class _Traffic(Protocol):
 
 
 class Network(Protocol):
-    """What the controller needs of a lab."""
+    """The part of a lab that the controller uses."""
 
     @property
     def hosts(self) -> Sequence[_Host]: ...
@@ -204,7 +204,7 @@ class Controller:
         )
 
     def _by_host(self, predicted: Sequence[int | None]) -> tuple[int, ...]:
-        """What ranks, in their order, say of themselves, added up for each host; nothing where one does not say."""
+        """The sum over the ranks of each host; empty where a rank reports no value."""
         known = [value for value in predicted if value is not None]
         if len(known) < len(predicted):
             return ()

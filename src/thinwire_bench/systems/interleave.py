@@ -16,7 +16,7 @@ STARTUP_STEPS = 3
 
 
 class Runner(Protocol):
-    """What lets one system train; see ``Controller``."""
+    """Lets one system train; see ``Controller``."""
 
     def run(self, label: str, turn: TurnRequest) -> TurnResult: ...
 

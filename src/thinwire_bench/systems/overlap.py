@@ -1,4 +1,4 @@
-"""What each overlap switch brings: AMSP's Table V (arXiv 2311.00257) on an emulated cluster."""
+"""The gain of each overlap switch: AMSP's Table V (arXiv 2311.00257) on an emulated cluster."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class OverlapStudy:
     steps: tuple[SwitchEffect, ...]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The study as JSON."""
         return {"rows": [asdict(row) for row in self.rows], "steps": [asdict(step) for step in self.steps]}
 
 
@@ -195,7 +195,7 @@ def _take(controller: Controller, cases: Cases, session: Session) -> list[_Sampl
 
 
 def ladder(rows: Sequence[SwitchRow], plan_of: Mapping[str, Plan]) -> Iterator[SwitchEffect]:
-    """What each setting did compared with the one before.
+    """Compare each setting with the one before.
 
     Args:
         rows: Rows; the settings of one plan and number of micro-batches are adjacent, in the order of ``SETTINGS``.

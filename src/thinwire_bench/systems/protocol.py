@@ -1,4 +1,4 @@
-"""What controller, servers and ranks of a benchmark say to each other: plain data, pickled over local sockets."""
+"""The messages between controller, servers and ranks of a benchmark: plain data, pickled over local sockets."""
 
 from __future__ import annotations
 

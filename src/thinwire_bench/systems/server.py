@@ -39,7 +39,7 @@ class Server:
         self._pipe: Connection[Any, Any] = Client(address, family="AF_UNIX")
         self._pipe.send(Hello(host))
         self._ranks: dict[int, tuple[int, str, int]] = {}
-        """By process descriptor: process id, system's label, rank."""
+        """Process id, label of the system and rank, by process descriptor."""
 
     def run(self) -> None:
         """Start ranks and report their ends until the controller closes the connection."""
