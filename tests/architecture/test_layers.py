@@ -91,3 +91,10 @@ def test_the_runtime_s_old_package_names_the_new_one() -> None:
     with pytest.raises(ImportError, match=r"from thinwire\.sharding\.initial import parameters_on_meta"):
         importlib.import_module("thinwire.shard.initial")
     assert callable(thinwire.shard)
+
+
+def test_no_room_of_training_holds_more_than_ten_files() -> None:
+    rooms = {path.parent for path in (PACKAGE / "train").rglob("*.py")}
+    assert len(rooms) > 5
+    sizes = {str(room.relative_to(PACKAGE)): len(list(room.glob("*.py"))) for room in rooms}
+    assert {room: size for room, size in sizes.items() if size > 10} == {}

@@ -28,7 +28,7 @@ from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import train_rank
 from thinwire.train.models.common import cross_entropy
-from thinwire.train.models.llama import Block, Llama, LlamaConfig
+from thinwire.train.models.llama import Llama, LlamaBlock, LlamaConfig
 
 THINWIRE = (sys.executable, "-m", "thinwire.cli.main")
 STEPS, SAVED = 4, 2
@@ -172,15 +172,15 @@ def test_what_cannot_be_is_said_before_ranks_start(recipe: Path, settings: list[
 def rank_counts(plan: tw.Plan, own: bool) -> list[int]:
     """How often each block of this rank runs in a step."""
     config = LlamaConfig(vocab=32, hidden=16, layers=4, heads=2, kv_heads=2, ffn=24, seq=8, recompute=own)
-    ran: dict[Block, int] = {}
-    forward = Block.forward
+    ran: dict[LlamaBlock, int] = {}
+    forward = LlamaBlock.forward
 
-    def counted(self: Block, *inputs: Any) -> torch.Tensor:
+    def counted(self: LlamaBlock, *inputs: Any) -> torch.Tensor:
         ran[self] = ran.get(self, 0) + 1
         return forward(self, *inputs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Block, "forward", counted)
+        patch.setattr(LlamaBlock, "forward", counted)
         model = tw.parallelize(Llama(config), plan, loss=cross_entropy)
         tokens = torch.arange(9).expand(1, 9) % 32
         batch = parallel.Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())

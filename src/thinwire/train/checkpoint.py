@@ -71,10 +71,10 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
         CheckpointError: it is damaged; names the file, and the newest checkpoint that is not.
     """
     recover(directory)
-    found = checkpoints(directory)
-    if not found:
+    known = checkpoints(directory)
+    if not known:
         return None
-    *earlier, last = found
+    *earlier, last = known
     try:
         verify(last.path, checksums=checksums)
     except CheckpointError as error:

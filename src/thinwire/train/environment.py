@@ -65,7 +65,7 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
     else:
         return None
     try:
-        found = Started(
+        ranks = Started(
             by=by,
             rank=int(environment["RANK"]),
             world=int(environment["WORLD_SIZE"]),
@@ -77,7 +77,7 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
             f"RANK is set, but the rest of torchrun's environment is not usable ({error!r}); "
             "start thinwire through torchrun, or unset RANK"
         ) from error
-    return found
+    return ranks
 
 
 def _from_slurm(environment: Mapping[str, str]) -> dict[str, str]:

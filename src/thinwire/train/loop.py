@@ -92,38 +92,38 @@ def resume(trainer: Trainer) -> list[str]:
         What a person should know about it, one line each.
     """
     directory = trainer.run.directory.checkpoints
-    found: Checkpoint | None = None
+    checkpoint: Checkpoint | None = None
     error: Exception | None = None
     if trainer.ranks.rank == 0:
         try:
-            found = newest(directory, checksums=False)  # while loading, each rank checks a part of what is read
+            checkpoint = newest(directory, checksums=False)  # while loading, each rank checks a part of what is read
         except Exception as problem:
             error = problem
     # Rank 0's finding, or its failure, is everyone's: the others must neither guess nor wait.
-    found, error = trainer.ranks.all_gather_object((found, error))[0]
+    checkpoint, error = trainer.ranks.all_gather_object((checkpoint, error))[0]
     if error is not None:
         raise error
-    if found is None:
+    if checkpoint is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
     try:
-        trainer.load(found)
+        trainer.load(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(_what_is_usable(trainer, directory) or str(error)) from error
-    return [f"resumed from {found.path}"]
+    return [f"resumed from {checkpoint.path}"]
 
 
 def _what_is_usable(trainer: Trainer, directory: Path) -> str | None:
     """What is damaged and what can be used instead, which rank 0 finds out; None if nothing is damaged, or if finding
     out takes longer than ranks wait for each other."""
-    said = None
+    finding = None
     if trainer.ranks.rank == 0:
         try:
             newest(directory)
         except CheckpointError as error:
-            said = str(error)
+            finding = str(error)
     with contextlib.suppress(CollectiveError):
-        said = trainer.ranks.all_gather_object(said)[0]
-    return said
+        finding = trainer.ranks.all_gather_object(finding)[0]
+    return finding
 
 
 def _open_log(trainer: Trainer, notes: list[str]) -> MetricsLog:
@@ -166,9 +166,9 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
         if trainer.saves or stopping:
             _save(trainer, progress, last=stopping or position.step == steps)
         if stopping and position.step < steps:
-            said = next((text for text in trainer.ranks.all_gather_object(reason) if text), "stop")
-            progress.note(f"{said}: step {position.step} is saved; continue with --resume")
-            return said
+            cause = next((text for text in trainer.ranks.all_gather_object(reason) if text), "stop")
+            progress.note(f"{cause}: step {position.step} is saved; continue with --resume")
+            return cause
     return None
 
 
@@ -178,10 +178,10 @@ def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
         trainer.save()
     except CheckpointError as error:
         saved = checkpoints(trainer.run.directory.checkpoints)
-        found = f"step {saved[-1].step} is saved" if saved else "no step is saved"
+        state = f"step {saved[-1].step} is saved" if saved else "no step is saved"
         if last or trainer.run.recipe.checkpoint.on_failure == "stop":
-            raise CheckpointError(f"{error}; {found}") from error
-        progress.note(f"{error}; {found}, training goes on")
+            raise CheckpointError(f"{error}; {state}") from error
+        progress.note(f"{error}; {state}, training goes on")
 
 
 def _summary(trainer: Trainer) -> dict[str, object]:

@@ -188,8 +188,8 @@ class Trainer:
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-        told = update.loss * self.loss_share if self.loss_share else 0.0
-        loss, stop, *rest = self.ranks.all_reduce_mean([told, float(wants_stop), *words])
+        shared_loss = update.loss * self.loss_share if self.loss_share else 0.0
+        loss, stop, *rest = self.ranks.all_reduce_mean([shared_loss, float(wants_stop), *words])
         if not math.isfinite(loss) and not update.skipped:
             self._raise_nonfinite(update)
         if not update.skipped:

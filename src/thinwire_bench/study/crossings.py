@@ -18,7 +18,7 @@ from thinwire.errors import UsageError
 from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.packing import prepare
 from thinwire.train.data.samples import Batch, Samples
-from thinwire.train.models.llama import Block, Llama, LlamaConfig
+from thinwire.train.models.llama import Llama, LlamaBlock, LlamaConfig
 from thinwire.train.schedule import learning_rate_share
 
 __all__ = ["KINDS", "Crossing", "CrossingKind", "Moment", "Training", "observe", "train"]
@@ -222,7 +222,7 @@ def _activations(model: Llama) -> Iterator[list[Crossing]]:
 
         handles.append(module.register_forward_hook(hook))
 
-    blocks = [layer for layer in model.layers if isinstance(layer, Block)]
+    blocks = [layer for layer in model.layers if isinstance(layer, LlamaBlock)]
     for block in blocks:
         take_output(block.self_attn.o_proj, "forward sums", "o_proj")
         take_output(block.mlp.down_proj, "forward sums", "down_proj")

@@ -179,18 +179,18 @@ def _expand(path: str, kind: Kind) -> list[Path]:
     if given.is_file():
         return [given.resolve()]
     if given.is_dir():
-        found = _saved_dataset(given) if kind == "datasets" else _files_below(given, kind)
-        if not found:
+        files = _saved_dataset(given) if kind == "datasets" else _files_below(given, kind)
+        if not files:
             raise DataError(
                 f"data.paths: directory {path} holds no {kind} file (looked for {', '.join(SUFFIXES[kind])})"
             )
-        return found
+        return files
     if any(character in path for character in "*?["):
         matches = sorted(Path(match).resolve() for match in glob.glob(str(given), recursive=True))  # noqa: PTH207
-        found = [match for match in matches if match.is_file()]
-        if not found:
+        files = [match for match in matches if match.is_file()]
+        if not files:
             raise DataError(f"data.paths: pattern {path} matches no file")
-        return found
+        return files
     raise DataError(f"data.paths: {path} does not exist; give an existing file, directory or glob")
 
 

@@ -114,7 +114,7 @@ def export(
         to.parent.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent))
         try:
-            found = _write(staging, layout, saved, getattr(torch, dtype), max_shard_bytes)
+            files = _write(staging, layout, saved, getattr(torch, dtype), max_shard_bytes)
             end = write_tokenizer(run, staging, length)
             write_json(staging / "config.json", _config(layout, dtype, end, own=recipe.data.tokenizer == "bpe"))
             staging.chmod(0o755)
@@ -126,9 +126,9 @@ def export(
             f"{to}: cannot export: {error.strerror or error}; free some space or export elsewhere"
         ) from error
     architecture = str(layout.config["architectures"][0])
-    parameters = sum(file.elements for file in found)
-    names = tuple(file.name for file in found)
-    return Exported(checkpoint.step, architecture, parameters, names, sum(f.num_bytes for f in found), end is not None)
+    parameters = sum(file.elements for file in files)
+    names = tuple(file.name for file in files)
+    return Exported(checkpoint.step, architecture, parameters, names, sum(f.num_bytes for f in files), end is not None)
 
 
 def _chosen(run: RunDirectory, step: int | None) -> Checkpoint:

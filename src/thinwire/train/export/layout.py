@@ -206,7 +206,7 @@ def _gpt2_tensors(model: nn.Module, config: GPTConfig) -> list[OutTensor]:
         apart: Tensor = joint.unflatten(0, (config.heads, 3, -1))
         return apart.transpose(0, 1).flatten(0, 2)
 
-    found = []
+    tensors = []
     for name, parameter in model.named_parameters():
         module, _, kind = name.rpartition(".")
         parts = module.split(".")
@@ -219,8 +219,8 @@ def _gpt2_tensors(model: nn.Module, config: GPTConfig) -> list[OutTensor]:
                 steps.append(torch.t)
         else:
             renamed = _GPT2_NAMES[module]
-        found.append(OutTensor(f"{renamed}.{kind}", name, _chained(steps)))
-    return found
+        tensors.append(OutTensor(f"{renamed}.{kind}", name, _chained(steps)))
+    return tensors
 
 
 def _chained(steps: Sequence[Callable[[Tensor], Tensor]]) -> Callable[[Tensor], Tensor]:

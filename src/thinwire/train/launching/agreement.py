@@ -51,9 +51,9 @@ def agree(ranks: Control, recipe: Recipe, fingerprint: str) -> tuple[str, ...]:
 
 
 def _essentials(recipe: Recipe, fingerprint: str) -> Iterator[tuple[str, str]]:
-    found = versions()
+    installed = versions()
     for package in _PACKAGES:
-        yield f"versions of {package}", found[package]
+        yield f"versions of {package}", installed[package]
     table = recipe.to_dict()
     for section in _SECTIONS:
         values: Mapping[str, Any] = table[section]

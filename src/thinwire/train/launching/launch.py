@@ -158,16 +158,18 @@ def _attempt(run: ResolvedRun, *, resume: bool) -> Failure | None:
 
 def _cause(failures: Mapping[int, Any]) -> Failure:
     """The failure that explains the others, from what the launcher's ``ProcessFailure`` objects say."""
-    found = [_failure(rank, failures[rank]) for rank in sorted(failures)]
-    return min(found, key=lambda failure: failure.weight)
+    all_failures = [_failure(rank, failures[rank]) for rank in sorted(failures)]
+    return min(all_failures, key=lambda failure: failure.weight)
 
 
 def _failure(rank: int, failure: Any) -> Failure:
-    said = failure.error_file_data.get("message")
-    if isinstance(said, dict):
-        about = said["extraInfo"]
+    message = failure.error_file_data.get("message")
+    if isinstance(message, dict):
+        about = message["extraInfo"]
         room = Room(**about["room"]) if about.get("room") else None
-        return Failure(rank, said["message"], error=about.get("error"), expected=bool(about.get("expected")), room=room)
+        return Failure(
+            rank, message["message"], error=about.get("error"), expected=bool(about.get("expected")), room=room
+        )
     if failure.exitcode < 0:
         name = failure.signal_name()
         return Failure(rank, f"was killed by {name}", signal=-failure.exitcode)

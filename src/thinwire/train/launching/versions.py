@@ -16,14 +16,14 @@ def versions() -> dict[str, str]:
     Returns:
         thinwire, Python, the platform and the packages that are installed.
     """
-    found = {
+    installed = {
         "thinwire": thinwire.__version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
     for package in _PACKAGES:
         try:
-            found[package] = metadata.version(package)
+            installed[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed

@@ -180,13 +180,13 @@ def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) 
     Returns:
         In the order in which they are drawn.
     """
-    found = []
+    drawn = []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             weight: Tensor = module.weight
             is_output = name.rsplit(".", 1)[-1] in residual_outputs
-            found.append(Draw(f"{name}.weight", weight, 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02))
-    return found
+            drawn.append(Draw(f"{name}.weight", weight, 0.02 / math.sqrt(2 * num_layers) if is_output else 0.02))
+    return drawn
 
 
 def init_weights(model: nn.Module, seed: int, num_layers: int, residual_outputs: tuple[str, ...]) -> None:

@@ -60,7 +60,7 @@ class Parts:
     positions: str | None = None
 
 
-class Shape(Protocol):
+class DecoderShape(Protocol):
     """What a decoder's configuration says to whoever cuts it."""
 
     @property
@@ -88,7 +88,7 @@ class Decoder(nn.Module):
     """
 
     parts: ClassVar[Parts]
-    config: Shape
+    config: DecoderShape
     layers: nn.ModuleList
 
     def __init__(self) -> None:

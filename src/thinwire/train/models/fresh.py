@@ -35,8 +35,8 @@ class DrawnValues:
 
     def __init__(self, model: Decoder, seed: int) -> None:
         residual_outputs = tuple(half.rows for half in model.parts.halves.values())
-        found = draws(model, len(model.layers), residual_outputs)
-        self._draws = [(draw.name, tuple(draw.weight.shape), draw.std) for draw in found]
+        drawn = draws(model, len(model.layers), residual_outputs)
+        self._draws = [(draw.name, tuple(draw.weight.shape), draw.std) for draw in drawn]
         self._places = {name: place for place, (name, _, _) in enumerate(self._draws)}
         self._ones = {
             f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.RMSNorm | nn.LayerNorm)

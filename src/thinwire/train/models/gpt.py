@@ -67,7 +67,7 @@ class GPTConfig:
         return int(self.hidden // self.heads * self.rotary_share) // 2 * 2 if self.positions == "rotary" else 0
 
 
-class Attention(nn.Module):
+class GPTAttention(nn.Module):
     """Causal multi-head attention with one matrix for queries, keys and values, interleaved by head."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -87,7 +87,7 @@ class Attention(nn.Module):
         return output
 
 
-class MLP(nn.Module):
+class GPTMLP(nn.Module):
     """GELU feed-forward network."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -101,7 +101,7 @@ class MLP(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class GPTBlock(nn.Module):
     """One transformer block."""
 
     def __init__(self, config: GPTConfig) -> None:
@@ -109,8 +109,8 @@ class Block(nn.Module):
         self.parallel_residual = config.parallel_residual
         self.input_layernorm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
-        self.attention = Attention(config)
-        self.mlp = MLP(config)
+        self.attention = GPTAttention(config)
+        self.mlp = GPTMLP(config)
 
     def forward(self, x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
         """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
@@ -151,7 +151,7 @@ class GPT(Decoder):
         self.config = config
         self.embed_in = nn.Embedding(config.vocab, config.hidden)
         self.embed_positions = nn.Embedding(config.seq, config.hidden) if config.positions == "learned" else None
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(GPTBlock(config) for _ in range(config.layers))
         self.final_layer_norm = nn.LayerNorm(config.hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         channels = config.rotary_channels

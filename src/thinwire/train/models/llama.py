@@ -55,7 +55,7 @@ class LlamaConfig:
     recompute: bool = False
 
 
-class Attention(nn.Module):
+class LlamaAttention(nn.Module):
     """Causal grouped-query attention."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return output
 
 
-class MLP(nn.Module):
+class LlamaMLP(nn.Module):
     """SwiGLU feed-forward network."""
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -95,15 +95,15 @@ class MLP(nn.Module):
         return output
 
 
-class Block(nn.Module):
+class LlamaBlock(nn.Module):
     """One transformer block, normalised before each half."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.self_attn = Attention(config)
+        self.self_attn = LlamaAttention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = LlamaMLP(config)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Transform: ``(B, T, D)`` to ``(B, T, D)``."""
@@ -140,7 +140,7 @@ class Llama(Decoder):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab, config.hidden)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(LlamaBlock(config) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden, config.vocab, bias=False)
         self.rotary = RotaryTable(config.hidden // config.heads, config.seq, config.rope_theta)

@@ -24,7 +24,7 @@ _AXES: Final = ("tp", "pp")
 
 
 @dataclass(frozen=True)
-class Measured:
+class StepMeasurements:
     """Measurements over all ranks.
 
     Attributes:
@@ -84,7 +84,7 @@ def pack(
     return words + memory + own
 
 
-def unpack(means: Sequence[float], world: int) -> Measured:
+def unpack(means: Sequence[float], world: int) -> StepMeasurements:
     """Undo :func:`pack`.
 
     Args:
@@ -110,7 +110,7 @@ def unpack(means: Sequence[float], world: int) -> Measured:
     by_rank = {"rss": memory[:world]}
     if any(memory[world:]):
         by_rank["cuda"] = memory[world:]
-    return Measured(sent, waited, codec, by_rank, [mean * world for mean in rest[-world:]])
+    return StepMeasurements(sent, waited, codec, by_rank, [mean * world for mean in rest[-world:]])
 
 
 def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:

@@ -132,8 +132,8 @@ def longest(spans: Iterable[Span], most: int) -> list[Span]:
         spans: of a rank.
         most: how many.
     """
-    found = list(spans)
-    return found if len(found) <= most else sorted(found, key=lambda span: span.start - span.end)[:most]
+    known = list(spans)
+    return known if len(known) <= most else sorted(known, key=lambda span: span.start - span.end)[:most]
 
 
 class _Session:
@@ -187,11 +187,11 @@ class _Session:
             mine = self._own_spans(MOST_SPANS // ranks.size, MOST_OPERATIONS // ranks.size)
         except (OSError, ValueError, ThinwireError) as error:
             problem = str(error)
-        told = ranks.all_gather_object((problem, mine))
+        by_rank = ranks.all_gather_object((problem, mine))
         merged = self._directory / f"{self._name}.json"
-        if ranks.rank == 0 and not any(failed for failed, _ in told):
+        if ranks.rank == 0 and not any(failed for failed, _ in by_rank):
             try:
-                write_atomically(merged, json.dumps(self._merged([spans for _, spans in told])))
+                write_atomically(merged, json.dumps(self._merged([spans for _, spans in by_rank])))
             except (OSError, ThinwireError) as error:
                 problem = str(error)
         for rank, failed in enumerate(ranks.all_gather_object(problem)):

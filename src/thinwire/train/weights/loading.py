@@ -92,7 +92,7 @@ class LoadedValues:
     def read(self, name: str, region: Region) -> Tensor:
         """Give a part of a parameter; see :class:`thinwire.sharding.initial.InitialValues`."""
         sources = self._sources[name.removeprefix(self._prefix)]
-        found: Tensor | None = None
+        whole: Tensor | None = None
         for tensor, held in sources:
             overlap = tensor.overlap(region)
             if overlap is None:
@@ -101,12 +101,12 @@ class LoadedValues:
             value = self._slice(tensor, held, here)
             if len(sources) == 1:
                 return value
-            if found is None:
-                found = torch.empty([part.stop - part.start for part in region], dtype=value.dtype)
-            place = found[there]
+            if whole is None:
+                whole = torch.empty([part.stop - part.start for part in region], dtype=value.dtype)
+            place = whole[there]
             place.copy_(value.view(place.shape))
-        assert found is not None, "the tensors cover the parameter"
-        return found
+        assert whole is not None, "the tensors cover the parameter"
+        return whole
 
     def _slice(self, tensor: FileTensor, held: _Held, region: Region) -> Tensor:
         try:
@@ -185,7 +185,7 @@ def _matched(model: Any, held: Mapping[str, _Held]) -> tuple[dict[str, list[tupl
     sources: dict[str, list[tuple[FileTensor, _Held]]] = {}
     missing, wrong, used = [], [], set()
     for source, tensors in expected.items():
-        found = next(
+        stored = next(
             (
                 candidate
                 for candidate in _candidates(source, tensors, aliases.get(source, ()), base)
@@ -193,11 +193,11 @@ def _matched(model: Any, held: Mapping[str, _Held]) -> tuple[dict[str, list[tupl
             ),
             None,
         )
-        if found is None:
+        if stored is None:
             missing += [tensor.name for tensor in tensors if tensor.name not in held]
             continue
-        sources[source] = [(tensor, held[tensor.name]) for tensor in found]
-        used |= {tensor.name for tensor in found}
+        sources[source] = [(tensor, held[tensor.name]) for tensor in stored]
+        used |= {tensor.name for tensor in stored}
         for tensor, entry in sources[source]:
             if entry.shape != tensor.shape:
                 wrong.append(f"{tensor.name} is {list(entry.shape)} in the files, {list(tensor.shape)} in the model")

@@ -74,7 +74,7 @@ def file_tensors(model: Any) -> list[FileTensor]:
     shapes |= {name: tuple(b.shape) for name, b in persistent_buffers(model).items()}
     stand_ins = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
     names = {id(tensor): name for name, tensor in stand_ins.items()}
-    found = []
+    parts = []
     for name, tensor in _as_stored(model, stand_ins).items():
         source = names.get(id(tensor if tensor._base is None else tensor._base))
         part = None if source is None else _part(name, tensor, source, shapes[source])
@@ -83,14 +83,14 @@ def file_tensors(model: Any) -> list[FileTensor]:
                 f"{type(model).__name__} stores {name} as no part of a parameter, so that it cannot be read or written "
                 "in parts; supported are architectures that rename, stack or concatenate"
             )
-        found.append(part)
+        parts.append(part)
     covered = dict.fromkeys(shapes, 0)
-    for part in found:
+    for part in parts:
         covered[part.source] += math.prod(part.shape)
     for name, count in covered.items():
         if count != math.prod(shapes[name]):
             raise UsageError(f"{type(model).__name__} does not store all of {name}: {count} of its elements")
-    return found
+    return parts
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
