@@ -1,4 +1,4 @@
-"""Where this process stands: started by torchrun, by SLURM or by a person, and on which devices."""
+"""The environment of this process: who started it (torchrun, SLURM or a person), its devices and its cores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.spec.template import PlanTemplate
 
 DeviceKind = Literal["cpu", "cuda"]
 Demand = Literal["auto", "cpu", "cuda"]
-"""What `cluster.device` and `--device` say; ``auto`` takes CUDA where torch finds it."""
+"""Values of ``cluster.device`` and ``--device``; ``auto`` takes CUDA where torch finds it."""
 
 LAB_HOSTS: Final = "THINWIRE_LAB_HOSTS"
 """Environment variable: hosts of a lab, which all share this machine."""
@@ -30,10 +30,10 @@ class Started:
 
     Attributes:
         by: ``torchrun`` or ``SLURM``.
-        rank: of this process.
-        world: number of ranks.
-        local_rank: on this host.
-        local_world: ranks on this host.
+        rank: Number of this process.
+        world: Number of ranks.
+        local_rank: Number of this process on its host.
+        local_world: Number of ranks on this host.
     """
 
     by: str
@@ -49,13 +49,13 @@ def started(environment: MutableMapping[str, str] = os.environ) -> Started | Non
     Under SLURM the variables that torch reads are filled in from SLURM's.
 
     Args:
-        environment: variables of the process.
+        environment: Environment variables of the process.
 
     Returns:
-        What the environment says; None for a process that a person started.
+        The ranks that the environment describes; ``None`` for a process that a person started.
 
     Raises:
-        UsageError: the variables contradict each other.
+        UsageError: The variables contradict each other.
     """
     if "RANK" in environment:
         by = "torchrun"
@@ -109,16 +109,16 @@ def first_host(node_list: str) -> str:
 
 
 def device_kind(demand: Demand) -> DeviceKind:
-    """Where models live.
+    """The kind of device that holds models.
 
     Args:
-        demand: of the user.
+        demand: The user's choice.
 
     Returns:
         ``cuda`` or ``cpu``.
 
     Raises:
-        UsageError: CUDA is demanded and torch finds none.
+        UsageError: The user chose CUDA, and torch finds no CUDA device.
     """
     if demand == "cpu":
         return "cpu"
@@ -135,11 +135,11 @@ def rank_device(demand: Demand, local_rank: int) -> torch.device:
     """The device of a rank: ranks share GPUs in turn where there are fewer of them.
 
     Args:
-        demand: of the user.
-        local_rank: of the rank, on this host.
+        demand: The user's choice.
+        local_rank: Number of the rank on this host.
 
     Raises:
-        UsageError: as :func:`device_kind`.
+        UsageError: The user chose CUDA, and torch finds no CUDA device.
     """
     if device_kind(demand) == "cpu":
         return torch.device("cpu")
@@ -150,8 +150,8 @@ def rank_backend(device: torch.device, local_world: int) -> Literal["gloo", "ncc
     """NCCL where every rank of this host has a GPU of its own; ranks that share one talk through gloo.
 
     Args:
-        device: of this rank.
-        local_world: ranks on this host.
+        device: The device of this rank.
+        local_world: Number of ranks on this host.
     """
     return "nccl" if device.type == "cuda" and local_world <= torch.cuda.device_count() else "gloo"
 
@@ -193,7 +193,7 @@ def shares_cores(device: torch.device) -> bool:
     """Whether ranks that compute on this host's processor are more than its cores.
 
     Args:
-        device: where this rank computes.
+        device: The device of this rank.
     """
     return device.type == "cpu" and ranks_of_machine() > num_cores()
 
@@ -260,25 +260,21 @@ def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
     """The plan of a run on this machine.
 
     Args:
-        recipe: of the run.
-        ranks: what is running already.
+        recipe: The recipe of the run.
+        ranks: The ranks that a launcher has started; ``None`` if this process starts them.
 
     Returns:
-        The plan; its mesh is the run's.
+        The plan on the mesh of the run.
 
     Raises:
-        SpecError: the plan does not fit.
+        SpecError: The plan does not fit the ranks.
     """
     template, num_gpus = PlanTemplate.read(recipe), usable_gpus(recipe)
     return template.resolve(resolve_mesh(template, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
 
 
 def usable_gpus(recipe: Recipe) -> int:
-    """GPUs of this host that a run may use.
-
-    Args:
-        recipe: of the run.
-    """
+    """The number of GPUs of this host that a run of this recipe may use."""
     return torch.cuda.device_count() if device_kind(recipe.cluster.device) == "cuda" else 0
 
 
@@ -286,7 +282,7 @@ def fast_dtype(num_gpus: int) -> Dtype:
     """The compute dtype that ``compute_dtype = "auto"`` stands for.
 
     Args:
-        num_gpus: usable on this host.
+        num_gpus: Number of usable GPUs of this host.
 
     Returns:
         bfloat16 where the hardware multiplies it itself, else float32.

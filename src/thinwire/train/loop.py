@@ -33,8 +33,8 @@ class Result:
     """How a run ended.
 
     Attributes:
-        step: updates made.
-        stopped: why it stopped early; None where it is complete.
+        step: Number of updates made.
+        stopped: Why the run stopped early; ``None`` if it is complete.
     """
 
     step: int
@@ -83,13 +83,13 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
 
 
 def resume(trainer: Trainer) -> list[str]:
-    """Load the newest checkpoint, where there is one. All ranks call it.
+    """Load the newest checkpoint, if there is one. All ranks call it.
 
     Args:
-        trainer: at step 0.
+        trainer: A trainer at step 0.
 
     Returns:
-        What a person should know about it, one line each.
+        Lines that tell the user where the run continues.
     """
     directory = trainer.run.directory.checkpoints
     checkpoint: Checkpoint | None = None
@@ -99,7 +99,7 @@ def resume(trainer: Trainer) -> list[str]:
             checkpoint = newest(directory, checksums=False)  # while loading, each rank checks a part of what is read
         except Exception as problem:
             error = problem
-    # Rank 0's finding, or its failure, is everyone's: the others must neither guess nor wait.
+    # Every rank gets rank 0's checkpoint, or its error: the others must neither guess nor wait.
     checkpoint, error = trainer.ranks.all_gather_object((checkpoint, error))[0]
     if error is not None:
         raise error
@@ -113,8 +113,10 @@ def resume(trainer: Trainer) -> list[str]:
 
 
 def _what_is_usable(trainer: Trainer, directory: Path) -> str | None:
-    """What is damaged and what can be used instead, which rank 0 finds out; None if nothing is damaged, or if finding
-    out takes longer than ranks wait for each other."""
+    """A sentence on the damaged checkpoint and on the one to use instead, which rank 0 determines.
+
+    ``None`` if no checkpoint is damaged, or if checking takes longer than the ranks wait for each other.
+    """
     finding = None
     if trainer.ranks.rank == 0:
         try:
@@ -144,7 +146,7 @@ def _place(trainer: Trainer) -> dict[str, object]:
 
 
 def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport) -> str | None:
-    """Step to the end of the recipe; returns the reason of an early end."""
+    """Step until the recipe's last step; returns the reason if the run stops early."""
     position, steps = trainer.position, trainer.run.recipe.train.steps
     tracer = StepTracer(trainer)
     while position.step < steps:
@@ -173,7 +175,7 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
 
 
 def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
-    """Save; where that fails on any rank, end the run or go on, as the recipe says, and say so in either case."""
+    """Save. If any rank cannot, end the run or report it and continue, as ``checkpoint.on_failure`` says."""
     try:
         trainer.save()
     except CheckpointError as error:

@@ -1,7 +1,7 @@
-"""One rank's share of a run: step, validate, save, load.
+"""One rank of a run: it steps, validates, saves and loads.
 
-Whatever must be the same on all ranks (whether to stop, whether a step is finite) is decided from values that
-the ranks have exchanged, never from a rank's own view.
+Decisions that all ranks must share (whether to stop, whether a step is finite) follow from values that the ranks have
+exchanged, never from the view of a single rank.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from thinwire.train.observing.pace import Pace, summarized
 from thinwire.train.schedule import learning_rate_share
 
 MOST_SKIPPED: Final = 20
-"""So many steps in a row that are not finite will not recover."""
+"""Give up after this many consecutive non-finite steps."""
 
 
 @dataclass
 class Position:
-    """How far a run is; saved in every checkpoint.
+    """The progress of a run; every checkpoint holds it.
 
     Attributes:
-        step: updates made.
-        samples: sequences taken.
-        loss: of the last update, nats per token; None before the first.
-        val_loss: of the last validation, nats per token; None before the first.
+        step: Number of updates made.
+        samples: Number of training sequences consumed, over all ranks.
+        loss: Loss of the last update in nats per token; ``None`` before the first.
+        val_loss: Loss of the last validation in nats per token; ``None`` before the first.
     """
 
     step: int = 0
@@ -57,7 +57,7 @@ class Position:
 
 
 def _finite(value: float | None) -> float | None:
-    """A validation may end in NaN; the checkpoint that follows knows no loss then."""
+    """The value, or ``None`` for NaN and infinity: a validation may end in NaN, and a checkpoint cannot hold it."""
     return value if value is None or math.isfinite(value) else None
 
 
@@ -81,13 +81,13 @@ class StepTime:
 
 @dataclass(frozen=True)
 class Update:
-    """What one rank knows of a step before it has asked the others.
+    """The result of a step on one rank, before the ranks exchange their losses.
 
     Attributes:
-        loss: mean over this rank's micro-batches; zero where it does not know it.
-        norm: of the gradient, over all ranks.
-        lr: learning rate.
-        skipped: whether the update was left out.
+        loss: Mean loss of this rank's micro-batches, nats per token; 0 on pipeline stages that do not compute it.
+        norm: Norm of the gradient over all ranks.
+        lr: Learning rate.
+        skipped: Whether the update was skipped.
     """
 
     loss: float
@@ -146,7 +146,7 @@ class Trainer:
 
     @property
     def loss_share(self) -> float:
-        """What a loss of this rank counts, so that a mean over all ranks is one over those that know it."""
+        """Weight of this rank's loss, so that the mean over all ranks is the mean over the ranks that know the loss."""
         return float(self.run.plan.pp) if self.model.knows_loss else 0.0
 
     @property
@@ -164,17 +164,17 @@ class Trainer:
         return step == self.run.recipe.train.steps or (every > 0 and step % every == 0)
 
     def step(self, wants_stop: bool) -> tuple[StepRecord | None, bool]:
-        """Make one update and compare notes with the other ranks.
+        """Make one update, and exchange losses and measurements with the other ranks.
 
         Args:
-            wants_stop: whether this rank wants to stop after the step.
+            wants_stop: Whether this rank wants to stop after the step.
 
         Returns:
-            The record, where this step is logged, and whether any rank wants to stop.
+            The record if this step is logged, and whether any rank wants to stop.
 
         Raises:
-            NonFiniteError: on all ranks, when the loss or the gradient is not finite and the recipe does not
-                skip such steps, or too many came in a row.
+            NonFiniteError: On all ranks, if the loss or the gradient is not finite and the recipe does not skip such
+                steps, or skips too many in a row.
         """
         started = time.perf_counter()
         update = self._update()
@@ -198,10 +198,10 @@ class Trainer:
         return record, stop > 0
 
     def validate(self) -> float:
-        """Loss on the fixed validation samples, over all ranks.
+        """Compute the loss on the fixed validation samples, over all ranks.
 
         Returns:
-            Nats per token.
+            Mean loss in nats per token.
         """
         total, num_labels = 0.0, 0
         batches = validation_batches(
@@ -224,7 +224,7 @@ class Trainer:
         return self.position.val_loss
 
     def save(self) -> Path:
-        """Save model, optimizer and position, then delete checkpoints that are too old.
+        """Save model, optimizer and position, then delete the checkpoints beyond ``checkpoint.keep``.
 
         Returns:
             The checkpoint's directory.
@@ -242,10 +242,10 @@ class Trainer:
         """Continue from a checkpoint.
 
         Args:
-            checkpoint: which.
+            checkpoint: The checkpoint to load.
 
         Raises:
-            DataError: it was made with other tokens.
+            DataError: The checkpoint was trained on other tokens.
         """
         extra: Mapping[str, Any] = self.model.load(self.optimizer, checkpoint.path)
         if extra.get("dataset") != self.dataset.fingerprint:
@@ -404,13 +404,13 @@ def _is_comparable(plan: Plan, device: torch.device) -> bool:
 
 
 def undecayed_names(model: nn.Module) -> list[str]:
-    """Parameters without weight decay: vectors (biases among them) and whatever belongs to a norm.
+    """Names of the parameters without weight decay: vectors, biases among them, and all parameters of norms.
 
     Args:
-        model: not yet sharded.
+        model: The model, not yet sharded.
 
     Returns:
-        Their names.
+        The names, in the order of ``named_parameters``.
     """
     return [
         name

@@ -40,12 +40,12 @@ class Dataset:
     """Tokens to train and validate on.
 
     Attributes:
-        train: training tokens.
-        validation: validation tokens.
-        vocab: ids of the tokenizer.
-        unigram_entropy: of the training tokens, in nats per token.
-        fingerprint: equal for equal tokens in equal order.
-        tokenizer: ``tokenizer.json``; None for bins that come without one.
+        train: The training tokens.
+        validation: The validation tokens.
+        vocab: Number of ids of the tokenizer.
+        unigram_entropy: Entropy of the token frequencies in the training tokens, in nats per token.
+        fingerprint: A hash that is equal for equal tokens in equal order.
+        tokenizer: Path of ``tokenizer.json``; ``None`` for bins that come without one.
     """
 
     train: TokenBin
@@ -57,19 +57,19 @@ class Dataset:
 
 
 def prepare(recipe: DataRecipe, report: Report = lambda line: None) -> Dataset:
-    """Find the tokens of a recipe, building and caching them first where that has not happened yet.
+    """Open the tokens of a recipe; build and cache them first if no cache entry exists yet.
 
     Safe to call from many processes at once: one builds, the others wait for it.
 
     Args:
-        recipe: which text.
-        report: told in one line what is being built.
+        recipe: The recipe's ``data`` table.
+        report: Called with one line for each thing that is being built.
 
     Returns:
         The open tokens.
 
     Raises:
-        DataError: text or tokens are missing, malformed or too few.
+        DataError: Text or tokens are missing, malformed or too few.
     """
     if recipe.source == "tokens":
         return _open_bins(recipe)
@@ -85,7 +85,7 @@ def cache_directory(recipe: DataRecipe) -> Path:
     """Where tokenized text is kept.
 
     Args:
-        recipe: may name a directory.
+        recipe: The recipe's ``data`` table, which may name a directory.
 
     Returns:
         The recipe's directory, else ``$THINWIRE_CACHE``, else ``~/.cache/thinwire``.
@@ -100,11 +100,8 @@ def is_validation(document: str, share: float) -> bool:
     """Whether a document is kept for validation; equal documents always fall on the same side.
 
     Args:
-        document: the text.
-        share: share of documents for validation.
-
-    Returns:
-        The side.
+        document: Text of the document.
+        share: Share of the documents that is kept for validation, 0 to 1.
     """
     digest = hashlib.blake2b(document.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") < share * 2**64

@@ -1,8 +1,8 @@
-"""What ranks must have in common, compared before any of them trains.
+"""Comparison of the ranks' settings before any of them trains.
 
-The plan and the shapes of the model are compared where the model is sharded. Here it is what else would let ranks drift
-apart without a word, or wait for each other for ever: one that takes another learning rate, other tokens, or saves when
-the others do not.
+The plan and the shapes of the model are compared where the model is sharded. This module compares everything else that
+would let ranks diverge silently or wait for each other forever: a different learning rate, other tokens, or another
+checkpoint interval.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ _SECTIONS: Final = ("train", "optimizer", "checkpoint")
 """Sections of a recipe that must be equal. Paths of models and data may differ from host to host."""
 
 _PACKAGES: Final = ("thinwire", "torch")
-"""Software whose versions must be equal: what ranks send each other is made by these."""
+"""Packages whose versions must be equal, because they define the messages between ranks."""
 
 
 def agree(ranks: Control, recipe: Recipe, fingerprint: str) -> tuple[str, ...]:
-    """Compare notes with the other ranks; all of them call this.
+    """Compare software, recipe and tokens with the other ranks. Every rank calls it.
 
     Args:
-        ranks: of the job.
-        recipe: of the run.
-        fingerprint: of the tokens.
+        ranks: The control group of all ranks.
+        recipe: The recipe of the run.
+        fingerprint: Fingerprint of the tokens.
 
     Returns:
-        The name of every rank's host, by rank.
+        The name of each rank's host, by rank.
 
     Raises:
-        MismatchError: on every rank, naming two ranks and what they have.
+        MismatchError: On every rank; names two ranks and their values.
     """
     mine = dict(_essentials(recipe, fingerprint))
     everyone: list[tuple[str, Mapping[str, str]]] = ranks.all_gather_object((platform.node(), mine))

@@ -1,8 +1,8 @@
-"""Starts the ranks of a run on this machine through torch's elastic launcher, and starts them again.
+"""Starts the ranks of a run on this machine through torch's elastic launcher, and restarts them.
 
-The launcher's own restarts are not used: it restarts after any failure, a wrong learning rate included. Here
-a lost rank (killed, a broken connection) restarts all ranks from the last checkpoint, each
-time with a rendezvous of its own, and what a restart cannot cure is reported at once.
+The launcher's own restarts are not used, as it restarts after any failure, a wrong learning rate included. Here, a lost
+rank (killed, or disconnected) restarts all ranks from the last checkpoint, with a new rendezvous each time. A failure
+that a restart cannot cure is reported at once.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from thinwire.train.launching.resolved import ResolvedRun
 Report = Callable[[str], None]
 
 _CURABLE: Final = ("CollectiveError",)
-"""Expected errors that a restart may cure: what remains of a rank that was lost elsewhere."""
+"""Expected errors that a restart may cure: other ranks raise them when a rank is lost."""
 
 
 _LOOPBACK: Final = "lo"
 
 _SHUTDOWN: Final = 10
-"""Seconds that ranks have to leave before they are killed; torch 2.11 gives them 30 and does not ask."""
+"""Seconds that ranks have to exit before they are killed. In torch 2.11 it is always 30."""
 
 
 class LostRankError(ThinwireError, RuntimeError):
@@ -49,12 +49,12 @@ class Failure:
     """Why a rank ended.
 
     Attributes:
-        rank: which.
-        sentence: what it said, or how it died.
-        signal: number of the signal that killed it, if one did.
-        error: class of the exception, if it left one.
-        expected: whether it was an error that thinwire raises on purpose.
-        room: memory of the rank, if it ran out of it.
+        rank: Number of the rank.
+        sentence: The message of its error, or the way in which it died.
+        signal: Number of the signal that killed it; ``None`` if it exited.
+        error: Name of the exception's class; ``None`` if the rank left no message.
+        expected: Whether the error is one that thinwire raises on purpose.
+        room: Memory of the rank, if it ran out of memory.
     """
 
     rank: int
@@ -79,15 +79,15 @@ class Failure:
 
 
 def launch(run: ResolvedRun, report: Report) -> None:
-    """Run all ranks until the run is complete or was asked to stop.
+    """Run all ranks until the run is complete or is asked to stop.
 
     Args:
         run: The run, whose directory has been opened.
-        report: told of every restart, in one line.
+        report: Called with one line for every restart.
 
     Raises:
-        LostRankError: a rank failed for good; says which and why.
-        OutOfMemoryError: a rank had too little memory.
+        LostRankError: A rank failed and no restart is left, or none can help; names the rank and the cause.
+        OutOfMemoryError: A rank ran out of memory.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -104,7 +104,7 @@ def launch(run: ResolvedRun, report: Report) -> None:
 
 
 def _next_attempt(failure: Failure, directory: RunDirectory, restart: int, max_restarts: int) -> str:
-    """One line on the restart that follows a failure, or an error where none does."""
+    """One line about the restart that follows a failure; raises an error if there is none."""
     if failure.room is not None:
         raise OutOfMemoryError(failure.sentence, failure.room)
     if not failure.curable:
@@ -157,7 +157,7 @@ def _attempt(run: ResolvedRun, *, resume: bool) -> Failure | None:
 
 
 def _cause(failures: Mapping[int, Any]) -> Failure:
-    """The failure that explains the others, from what the launcher's ``ProcessFailure`` objects say."""
+    """The failure that explains the others, from the launcher's ``ProcessFailure`` objects."""
     all_failures = [_failure(rank, failures[rank]) for rank in sorted(failures)]
     return min(all_failures, key=lambda failure: failure.weight)
 
@@ -177,7 +177,7 @@ def _failure(rank: int, failure: Any) -> Failure:
 
 
 def _worker_environment(num_ranks: int) -> dict[str, str]:
-    """Variables of the ranks; what the user has set stays."""
+    """Environment variables of the ranks, except those that the user has set."""
     wanted = {
         # The launcher's store would listen on every interface; rank 0's listens where it is told to.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
@@ -202,7 +202,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
-    """The first signal asks the ranks to save and leave, the second ends them."""
+    """The first signal asks the ranks to save and exit; the second kills them."""
     from torch.distributed.elastic.multiprocessing import SignalException
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -223,7 +223,7 @@ def _stop_on_signal(directory: RunDirectory, report: Report) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The launcher describes every failure in two screens; we say it in a sentence."""
+    """Silence the launcher, which prints two screens for every failure; we report one sentence."""
     logging.disable(logging.CRITICAL)
     try:
         yield

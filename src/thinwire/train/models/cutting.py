@@ -29,9 +29,9 @@ class Half:
     """Attention or the feed-forward of a block.
 
     Attributes:
-        columns: matrices whose columns are cut; they read its first input.
-        rows: the matrix whose rows are cut; it makes the output.
-        inputs: how many it takes.
+        columns: Names of the matrices whose columns are cut; they read the first input.
+        rows: Name of the matrix whose rows are cut; it makes the output.
+        inputs: Number of inputs.
     """
 
     columns: tuple[str, ...]
@@ -44,12 +44,12 @@ class Parts:
     """Names of a decoder's modules.
 
     Attributes:
-        embedding: of tokens.
-        norm: before the head.
-        head: makes logits.
-        block_norms: within a block.
-        halves: attention and feed-forward within a block, by name.
-        positions: learned ones, where the kind of model can have any.
+        embedding: The token embedding.
+        norm: The norm before the head.
+        head: The module that makes logits.
+        block_norms: The norms of a block.
+        halves: Attention and feed-forward of a block, by name.
+        positions: The learned position embedding, for kinds of models that may have one.
     """
 
     embedding: str
@@ -61,15 +61,15 @@ class Parts:
 
 
 class DecoderShape(Protocol):
-    """What a decoder's configuration says to whoever cuts it."""
+    """The sizes of a decoder that tensor and pipeline parallelism need, from its configuration."""
 
     @property
     def vocab(self) -> int:
-        """V."""
+        """Size of the vocabulary, V."""
 
     @property
     def hidden(self) -> int:
-        """D."""
+        """Width of the residual stream, D."""
 
     @property
     def tied(self) -> bool:
@@ -102,12 +102,12 @@ class Decoder(nn.Module):
 
     @property
     def width(self) -> int:
-        """D."""
+        """Width of the residual stream, D."""
         return self.config.hidden
 
     @property
     def vocabulary(self) -> int:
-        """V."""
+        """Size of the vocabulary, V."""
         return self.config.vocab
 
     @property

@@ -1,7 +1,7 @@
-"""What every rank measures of a step, packed into numbers that one small all-reduce carries.
+"""Each rank's measurements of a step, packed into numbers that one small all-reduce carries.
 
-Means over ranks are all that travels. Sums follow from them, and maxima too, because each rank writes its
-memory, and the time it worked, to a place of its own.
+The ranks exchange only means. Sums follow from the means, and so do maxima, because each rank writes its memory and its
+working time to a position of its own.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class StepMeasurements:
     """Measurements over all ranks.
 
     Attributes:
-        sent: bytes sent by all ranks, by kind, ``inside`` and ``across`` nodes; of ``tp`` and ``pp`` if there are any.
-        exposed: seconds that computation waited, by kind, mean over ranks; of ``tp`` and ``pp`` where these are timed.
-        codec: seconds that codecs took, by kind, mean over ranks.
-        memory: bytes of every rank: ``rss``, and ``cuda`` (peak allocated) on GPUs.
-        own: seconds that every rank spent on its own work, by rank.
+        sent: Bytes sent by all ranks, by kind, then ``inside`` and ``across`` nodes; ``tp`` and ``pp`` if any.
+        exposed: Seconds that computation waited, by kind, mean over ranks; ``tp`` and ``pp`` where they are timed.
+        codec: Seconds that codecs took, by kind, mean over ranks.
+        memory: Bytes by rank: ``rss``, and on GPUs ``cuda`` (peak allocated).
+        own: Seconds that each rank spent on its own work, by rank.
     """
 
     sent: Mapping[str, Mapping[str, int]]
@@ -48,15 +48,15 @@ def pack(
     """This rank's numbers since the last call.
 
     Args:
-        model: what is trained.
-        rank: this rank.
-        world: number of ranks.
-        device: of this rank.
-        node_ranks: ranks of a node.
-        seconds: wall time of the steps since the last call.
+        model: The model being trained.
+        rank: Number of this rank.
+        world: Number of ranks.
+        device: The device of this rank.
+        node_ranks: Number of ranks of a node.
+        seconds: Wall time of the steps since the last call, in seconds.
 
     Returns:
-        As many on every rank.
+        The numbers, equally many on every rank.
     """
     totals: dict[str, tuple[float, ...]] = dict.fromkeys(KINDS, (0.0,) * _PER_KIND)
     for chunk in model.chunks:
@@ -88,8 +88,8 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
     """Undo :func:`pack`.
 
     Args:
-        means: means over ranks.
-        world: number of ranks.
+        means: Means over ranks of the packed numbers.
+        world: Number of ranks.
 
     Returns:
         The measurements.
@@ -117,9 +117,9 @@ def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
     """Share of what a rank sends to other stages that leaves its node; all messages are equally large.
 
     Args:
-        grid: where the rank stands.
-        stages_here: stages that it holds.
-        node_ranks: ranks of a node.
+        grid: The rank's position among all ranks.
+        stages_here: Number of pipeline stages that it holds.
+        node_ranks: Number of ranks of a node.
     """
     apart = grid.dp * grid.tp
     leave = []
