@@ -1,4 +1,4 @@
-"""What things take: memory, and seconds of computation, codecs and collectives. Never imports torch."""
+"""The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
 from thinwire.cost.amsp import AmspTimes, amsp_times
 from thinwire.cost.anatomy import ModelPart, parts, units

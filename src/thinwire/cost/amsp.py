@@ -18,18 +18,18 @@ __all__ = ["AmspTimes", "amsp_times"]
 _ITEMSIZE = 2
 
 BUCKET_BYTES = 512 << 20
-"""Of AMSP's engine (InternLM's default): what is synchronised in one call."""
+"""Bytes that AMSP's engine synchronises in one call (InternLM's default)."""
 
 
 @dataclass(frozen=True, slots=True)
 class AmspTimes:
-    """Seconds of one step's communication, by what is synchronised.
+    """Seconds of communication per step, by its purpose.
 
     Attributes:
-        params: gathers and reduce-scatters of every micro-batch (T_p).
-        grads: reductions of gradients between micro-batches (T_g).
-        sync: synchronisation of gradients at the end (T_os0).
-        spread: updated parameters (T_os1).
+        params: Seconds of the gathers and reduce-scatters of all micro-batches (T_p).
+        grads: Seconds of the reductions of gradients between micro-batches (T_g).
+        sync: Seconds of the final synchronisation of gradients (T_os0).
+        spread: Seconds of distributing updated parameters (T_os1).
     """
 
     params: float
@@ -39,7 +39,7 @@ class AmspTimes:
 
     @property
     def total(self) -> float:
-        """What AMSP minimises."""
+        """The sum that AMSP minimises, in seconds."""
         return self.params + self.grads + self.sync + self.spread
 
 
@@ -50,14 +50,14 @@ def amsp_times(
     chain: tuple[Factor, Factor, Factor],
     micro_batches: int,
 ) -> AmspTimes:
-    """The four sums.
+    """The four sums of AMSP's cost model.
 
     Args:
-        parts: units of the model.
-        flat: times of collectives.
-        mesh: all ranks.
-        chain: factors of ``P``, ``G`` and ``OS``.
-        micro_batches: of a step (``M``).
+        parts: Units of the model.
+        flat: Seconds of collectives.
+        mesh: All ranks.
+        chain: Factors of ``P``, ``G`` and ``OS``.
+        micro_batches: Micro-batches per step (``M``).
     """
     params, grads, optimizer = chain
     sizes = [_ITEMSIZE * part.numel for part in parts if part.numel]

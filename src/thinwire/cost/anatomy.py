@@ -1,7 +1,7 @@
-"""What a model is made of, as the runtime cuts it: units, their tensors, their work and what they keep.
+"""The parts of a model as the runtime cuts it: units, their tensors and their FLOPs.
 
-The names, shapes and order are those of the built-in Llama and GPT, so that units, padding and dealt shares are the
-runtime's own; a test compares them.
+Names, shapes and order are those of the built-in Llama and GPT. Units, padding and dealt shares therefore equal the
+runtime's; a test compares them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class Tensor:
     """One parameter.
 
     Attributes:
-        name: as ``named_parameters`` gives it.
-        numel: elements.
+        name: Name in ``named_parameters``.
+        numel: Number of elements.
     """
 
     name: str
@@ -37,13 +37,13 @@ class ModelPart:
     """A module of the model that becomes a unit.
 
     Attributes:
-        name: dotted module name; empty for the root.
-        kind: ``"embedding"``, ``"block"`` (or a module of one), ``"head"`` (with the loss) or ``"rest"``.
-        block: number of the block it belongs to.
-        tensors: its parameters, in order.
+        name: Dotted module name; empty for the root.
+        kind: ``"embedding"``, ``"block"`` (or a module of one), ``"head"`` (including the loss) or ``"rest"``.
+        block: Number of the block that it belongs to.
+        tensors: Its parameters, in order.
         matrix_flops: FLOPs of one token's forward through its matrices.
-        attention_width: summed width of its attention heads, whose FLOPs depend on the sequence too.
-        numel: elements of all its parameters.
+        attention_width: Total width of its attention heads, whose FLOPs also depend on the sequence length.
+        numel: Number of elements of all its parameters.
     """
 
     name: str
@@ -59,17 +59,17 @@ class ModelPart:
         object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
 
     def forward_flops(self, tokens: int, seq: int) -> int:
-        """FLOPs of the forward of so many tokens in sequences of ``seq``; attention is not halved for causality."""
+        """FLOPs of the forward of ``tokens`` tokens in sequences of ``seq``; attention is not halved for causality."""
         return tokens * (self.matrix_flops + 4 * seq * self.attention_width)
 
 
 def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
-    """What the program must know of the parts, under a plan.
+    """The units of a model under a plan, as the program needs them.
 
     Args:
-        model: its shape.
-        plan: factors, dtype and exclusions.
-        shard: which ``P`` shard; shares of unequal size differ between them.
+        model: Dimensions of the model.
+        plan: The plan; its factors, dtype and exclusions count.
+        shard: Number of the ``P`` shard; shares of unequal size differ between shards.
     """
     itemsize = ITEMSIZE[plan.compute_dtype]
     cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
@@ -93,7 +93,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
 
 
 def _kinds(part: ModelPart, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
-    """Encoded tensors, and those that always travel as they are."""
+    """Tensors that may be encoded, and tensors that are always sent unencoded."""
     if not plan.wire.exclude:
         return [(True, part.tensors)]
     excluded = {tensor: is_excluded(plan, tensor.name) for tensor in part.tensors}
@@ -119,7 +119,7 @@ def _shares(plan: Plan, buffers: list[tuple[Tensor, ...]], numels: list[int], sh
 
 
 def _pieces(tensors: Iterable[Tensor], begin: int, end: int) -> Iterable[int]:
-    """Lengths of what parameters, laid end to end, contribute to elements ``[begin, end)``."""
+    """Number of elements that each parameter contributes to ``[begin, end)``, with all parameters laid end to end."""
     offset = 0
     for tensor in tensors:
         length = min(offset + tensor.numel, end) - max(offset, begin)
@@ -131,17 +131,17 @@ def _pieces(tensors: Iterable[Tensor], begin: int, end: int) -> Iterable[int]:
 # -- the built-in models -----------------------------------------------------------------------------------------
 
 _Module = tuple[str, tuple[tuple[str, int], ...], int, int]
-"""Module name below its block, its parameters, FLOPs of a token through its matrices, width of its attention."""
+"""Module name below its block, its parameters, FLOPs per token through its matrices, and width of its attention."""
 
 
 @lru_cache(maxsize=16)
 def parts(model: ModelSpec, granularity: str, tp: int = 1) -> tuple[ModelPart, ...]:
-    """The model's parts in the runtime's order: the root first if it owns any parameter.
+    """The model's parts in the runtime's order; the root comes first if it owns any parameter.
 
     Args:
-        model: its shape.
+        model: Dimensions of the model.
         granularity: ``"block"`` or ``"module"``, as in a plan.
-        tp: ranks over which matrices, heads and the vocabulary are cut; what is returned is one rank's.
+        tp: Number of ranks that share matrices, heads and the vocabulary; the result is the share of one rank.
     """
     whole = _whole_parts(model, granularity)
     return whole if tp == 1 else tuple(_sliced(part, tp) for part in whole)

@@ -1,8 +1,8 @@
-"""Busy seconds of every resource in one step, in closed form: what the search sorts plans by before it simulates.
+"""Busy seconds of every resource in one step, in closed form. The search sorts plans by them before it simulates.
 
-A step cannot be shorter than what its busiest resource has to do. Blocks are alike, so the sums price one of each kind
-of unit instead of lowering a program, and every collective once for each codec it may have; a test holds them against
-what the simulator adds up.
+A step cannot be shorter than the busy time of its busiest resource. Blocks are alike, so the sums price one unit of
+each kind instead of lowering a program, and they price every collective once for each codec that it may use. A test
+compares them with the simulator's sums.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ _NONE = CodecSpec()
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Seconds of work, alone, by resource.
+    """Seconds of work by resource, each alone on its resource.
 
     Attributes:
-        codec: of encoding and decoding.
-        inside: of links inside a node.
-        across: of a node's cards.
-        spine: of the spine, where transfers cross it.
-        between: of transfers between nodes, one after another: each is as long as cards or spine need.
-        sending: of the processor, by transfers: computation stands still for as long.
+        codec: Seconds of encoding and decoding.
+        inside: Seconds of the links inside a node.
+        across: Seconds of a node's network cards.
+        spine: Seconds of the spine, for transfers that cross it.
+        between: Seconds of all transfers between nodes, one after another. Each takes as long as the slower of cards
+            and spine.
+        sending: Seconds of the processor that transfers use; computation stops for as long.
     """
 
     codec: float = 0.0
@@ -46,16 +47,16 @@ class Busy:
 
     @property
     def total(self) -> float:
-        """Seconds if nothing runs beside anything else."""
+        """Seconds if no two operations overlap."""
         return self.codec + self.inside + self.between
 
     @property
     def transferring(self) -> float:
-        """Seconds of the busiest links."""
+        """Seconds of the busiest kind of link."""
         return max(self.inside, self.across, self.spine)
 
     def plus(self, other: Busy, count: float = 1.0) -> Busy:
-        """This and ``count`` times the other."""
+        """The sum of this and ``count`` times ``other``."""
         return Busy(
             self.codec + count * other.codec,
             self.inside + count * other.inside,
@@ -68,12 +69,12 @@ class Busy:
 
 @dataclass(frozen=True, slots=True)
 class UnitKind:
-    """Units that are alike.
+    """A kind of unit.
 
     Attributes:
-        count: how many.
-        numel: elements of one, before padding.
-        kept: whether it stays gathered between its forward and its backward.
+        count: Number of units of this kind.
+        numel: Elements of one unit, before padding.
+        kept: Whether these units stay gathered between forward and backward.
     """
 
     count: int
@@ -82,7 +83,13 @@ class UnitKind:
 
 
 class GroupShape(NamedTuple):
-    """Ranks of a group inside a node, nodes it spans, and from each of them to the next; a light key."""
+    """Shape of a group of ranks, light enough for a key.
+
+    Attributes:
+        local: Ranks inside a node.
+        nodes: Nodes that the group spans.
+        stride: Distance from one of these nodes to the next.
+    """
 
     local: int
     nodes: int
@@ -90,21 +97,21 @@ class GroupShape(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Of the whole group."""
+        """Ranks of the whole group."""
         return self.local * self.nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Which collective a plan's factors ask for, over which mesh; ``None`` where there is none.
+    """The groups over which a plan communicates; ``None`` where a plan does not.
 
     Attributes:
-        params: mesh of ``P``: gathers, and a reduce-scatter for each micro-batch.
-        secondary: mesh from which the backward gathers instead.
-        shard: mesh between ``P`` and ``OS``: a reduce-scatter and the spread.
-        replica: mesh of ranks with the same ``OS`` shard: the all-reduce of a step.
-        every_micro_batch: whether the reduce-scatter over ``shard`` runs in every micro-batch (``G`` is cut like
-            ``OS``).
+        params: Group of ``P``: gathers, and a reduce-scatter in each micro-batch.
+        secondary: Group from which the backward gathers instead.
+        shard: Group between ``P`` and ``OS``: a reduce-scatter, and the spread.
+        replica: Group of ranks with the same ``OS`` shard: the all-reduce of a step.
+        every_micro_batch: Whether the reduce-scatter over ``shard`` runs in every micro-batch, that is, whether ``G``
+            is cut like ``OS``.
     """
 
     params: GroupShape | None
@@ -124,7 +131,7 @@ class Traffic:
         *,
         strided: bool = True,
     ) -> Traffic:
-        """From the factors of a plan; ``strided`` is whether it matters how far apart the nodes of a group are."""
+        """The groups that a plan's factors imply; ``strided`` says whether the distance between nodes matters."""
 
         def between(inner: Factor, outer: Factor) -> GroupShape | None:
             stride = inner.nodes if strided else 1
@@ -142,7 +149,7 @@ class Traffic:
 
 
 def _busy(move: Move) -> Busy:
-    """Of one move. The longer of cards and spine takes all of its seconds, the other its share."""
+    """Busy seconds of one move. The slower of cards and spine is busy for the whole move, the other for a share."""
     if move.scope is None:
         return Busy(codec=move.seconds)
     sending = move.seconds * move.beside.load
@@ -153,12 +160,12 @@ def _busy(move: Move) -> Busy:
 
 
 class Pricer:
-    """Prices single collectives over even pieces, each once.
+    """Prices single collectives over even pieces, and caches the results.
 
     Args:
-        rates: how long everything takes.
-        compute_dtype: of parameters.
-        reduce_dtype: of gradients on the wire.
+        rates: Seconds of codecs and transfers.
+        compute_dtype: Dtype of parameters.
+        reduce_dtype: Dtype of gradients on the wire.
     """
 
     def __init__(self, rates: Rates, compute_dtype: str, reduce_dtype: str) -> None:
@@ -168,17 +175,17 @@ class Pricer:
         self.all_reduce = cache(self._all_reduce)
 
     def _gather(self, mesh: GroupShape, numel: int, codec: CodecSpec) -> Busy:
-        """An all-gather (or a grouped broadcast) of ``numel`` elements in all."""
+        """Busy seconds of an all-gather (or a grouped broadcast) of ``numel`` elements in total."""
         encoding = Encoding(codec, self._compute)
         sizes = MessageSizes(encoding.slot, encoding.slot, encoding.slot, encoded=not codec.is_none)
         return self._price(Kind.ALL_GATHER, mesh, numel, sizes, lambda hop: encoding)
 
     def _scatter(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """A reduce-scatter of ``numel`` elements."""
+        """Busy seconds of a reduce-scatter of ``numel`` elements."""
         return self._reduction(Kind.REDUCE_SCATTER, mesh, numel, intra, inter)
 
     def _all_reduce(self, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
-        """An all-reduce of ``numel`` elements."""
+        """Busy seconds of an all-reduce of ``numel`` elements."""
         return self._reduction(Kind.ALL_REDUCE, mesh, numel, intra, inter)
 
     def _reduction(self, kind: Kind, mesh: GroupShape, numel: int, intra: CodecSpec, inter: CodecSpec) -> Busy:
@@ -195,16 +202,16 @@ class Pricer:
         self, kind: Kind, mesh: GroupShape, numel: int, sizes: MessageSizes, encoding: Callable[[Hop], Encoding]
     ) -> Busy:
         pieces = Even(math.ceil(numel / mesh.ranks), mesh.ranks)
-        found = hops(kind, mesh.local, mesh.nodes, pieces, 0, sizes, mesh.stride)
+        collective_hops = hops(kind, mesh.local, mesh.nodes, pieces, 0, sizes, mesh.stride)
         total = Busy()
-        for move in moves_of([CodedHop(hop, encoding(hop)) for hop in found], self._rates):
+        for move in moves_of([CodedHop(hop, encoding(hop)) for hop in collective_hops], self._rates):
             total = total.plus(_busy(move))
         return total
 
-    # -- what a step needs -----------------------------------------------------------------------------------------
+    # -- one step --------------------------------------------------------------------------------------------------
 
     def gathers(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
-        """Parameter gathers of one micro-batch: for the forward, and again for the backward."""
+        """Busy seconds of one micro-batch's parameter gathers: for the forward, and again for the backward."""
         total = Busy()
         if traffic.params is None:
             return total
@@ -226,7 +233,7 @@ class Pricer:
         inter: CodecSpec,
         bucket_bytes: int,
     ) -> tuple[Busy, Busy]:
-        """Gradient reductions: those of every micro-batch, and those of the last one besides."""
+        """Busy seconds of gradient reductions: in every micro-batch, and in addition in the last one."""
         every, last = Busy(), Busy()
         shards = 1
         if traffic.params is not None:
@@ -251,11 +258,11 @@ class Pricer:
         return every, last
 
     def _packing(self, mesh: GroupShape, numel: float) -> float:
-        """Seconds of packing a bucket for a reduce-scatter and taking this rank's part out of it."""
+        """Seconds of packing a bucket for a reduce-scatter, and of taking this rank's part out of it."""
         return self._rates.touch(numel + numel / mesh.ranks)
 
     def spread(self, traffic: Traffic, kinds: Sequence[UnitKind], codec: CodecSpec) -> Busy:
-        """Updated parameters, once a step."""
+        """Busy seconds of distributing updated parameters, once per step."""
         total = Busy()
         if traffic.shard is None:
             return total
@@ -264,23 +271,23 @@ class Pricer:
             total = total.plus(self.gather(traffic.shard, kind.numel // shards, codec), kind.count)
         return total
 
-    # -- what no overlap hides -------------------------------------------------------------------------------------
+    # -- exposed communication -------------------------------------------------------------------------------------
     #
-    # The unit that the forward needs first, the embedding, is the last whose gradients are ready: it is reduced after
-    # the backward, and its parameters are spread and gathered before the next forward. It computes next to nothing, so
-    # that the first block's gather and reduction are in the open as well.
+    # The forward needs the embedding first, and its gradients are ready last: it is reduced after the backward, and its
+    # parameters are spread and gathered before the next forward. It computes almost nothing, so the gather and the
+    # reduction of the first block are exposed as well.
 
     def first_gathers(self, traffic: Traffic, first: Sequence[int], codec: CodecSpec) -> float:
-        """Seconds of gathering the first units, of so many elements each."""
+        """Seconds of gathering the first units, whose numbers of elements are ``first``."""
         return sum(self.gather(traffic.params, numel, codec).total for numel in first) if traffic.params else 0.0
 
     def last_reductions(
         self, traffic: Traffic, first: Sequence[int], intra: CodecSpec, inter: CodecSpec, bucket_bytes: int
     ) -> float:
-        """Seconds of reducing them, with whatever else is in the last bucket: half of one at least."""
+        """Seconds of reducing the first units, and the rest of the last bucket, which is at least half full."""
         seconds, numel = 0.0, first[0]
         if traffic.params is not None:
-            seconds += sum(self.scatter(traffic.params, each, intra, inter).total for each in first)
+            seconds += sum(self.scatter(traffic.params, unit_numel, intra, inter).total for unit_numel in first)
             numel //= traffic.params.ranks
         numel = max(numel, bucket_bytes // ITEMSIZE[self._reduce] // 2)
         if traffic.shard is not None:
@@ -291,6 +298,6 @@ class Pricer:
         return seconds
 
     def first_spread(self, traffic: Traffic, numel: int, codec: CodecSpec) -> float:
-        """Seconds of spreading the first unit."""
+        """Seconds of the spread of the first unit."""
         shards = traffic.params.ranks if traffic.params else 1
         return self.gather(traffic.shard, numel // shards, codec).total if traffic.shard else 0.0

@@ -1,6 +1,6 @@
-"""How long the parts of a step take on a cluster, each alone: the alpha-beta figures of published hardware.
+"""How long each part of a step takes alone on a cluster, from the alpha-beta figures of published hardware.
 
-``cost/measured.py`` gives the same answers from a profile.
+``cost/measured.py`` answers the same questions from a profile.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Work:
     """A codec's work on messages.
 
     Attributes:
-        codec: which.
-        dtype: of the values, ``"bfloat16"`` or ``"float32"``.
-        encoded: values encoded.
-        decoded: values decoded.
-        feedback: whether encoding keeps what is lost (error feedback).
+        codec: The codec.
+        dtype: Dtype of the values, ``"bfloat16"`` or ``"float32"``.
+        encoded: Number of values to encode.
+        decoded: Number of values to decode.
+        feedback: Whether encoding keeps the rounding errors (error feedback).
     """
 
     codec: CodecSpec
@@ -53,10 +53,10 @@ class Beside:
     """How computation and a transfer slow each other down while both run.
 
     Attributes:
-        compute: how many times longer computation and codecs take; 1 is not at all.
-        transfer: how many times longer the transfer takes.
-        delay: seconds by which the transfer begins late, because the processor is taken.
-        load: share of computation's processor that the transfer takes while it is under way.
+        compute: Factor by which computation and codecs take longer; 1 is no slowdown.
+        transfer: Factor by which the transfer takes longer.
+        delay: Seconds by which the transfer starts late because the processor is busy.
+        load: Share of computation's processor that the transfer uses while it runs.
     """
 
     compute: float = 1.0
@@ -66,71 +66,71 @@ class Beside:
 
 
 ALONE = Beside()
-"""Nothing is slowed."""
+"""No slowdown."""
 
 
 class Rates(Protocol):
-    """Seconds of everything a step consists of, each alone on its resource, all ranks of the cluster at it at once."""
+    """Seconds of every part of a step, each alone on its resource, while all ranks of the cluster do the same."""
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
-        """One exchange of a collective, as :class:`thinwire.program.Hop` describes it."""
+        """Seconds of one hop of a collective, as :class:`thinwire.program.Hop` describes it."""
         ...
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
-        """How many times longer such a hop keeps the spine busy than the cards of a node; 0 where it crosses none."""
+        """Busy seconds of the spine over those of a node's cards, for such a hop; 0 if it does not cross the spine."""
         ...
 
     def codec(self, work: Work) -> float:
-        """Encoding and decoding."""
+        """Seconds of encoding and decoding."""
         ...
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """The forward of one part on one micro-batch."""
+        """Seconds of the forward of one part on one micro-batch."""
         ...
 
     def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Its backward, without recomputation."""
+        """Seconds of the backward of one part on one micro-batch, without recomputation."""
         ...
 
     def update(self, numel: int) -> float:
-        """The optimizer on so many elements of a shard."""
+        """Seconds of the optimizer on ``numel`` elements of a shard."""
         ...
 
     def touch(self, numel: float) -> float:
-        """Copying so many gradients from one buffer to another: packing buckets, delivering sums."""
+        """Seconds of copying ``numel`` gradients between buffers: packing buckets, delivering sums."""
         ...
 
     @property
     def step(self) -> float:
-        """Fixed time of a step."""
+        """Fixed seconds per step."""
         ...
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
-        """What such a transfer and computation do to each other (gamma)."""
+        """How such a transfer and computation slow each other down (gamma)."""
         ...
 
     @property
     def least_slowing(self) -> float:
-        """How many times longer computation takes beside the transfer that disturbs it least."""
+        """Factor by which computation takes longer next to the transfer that disturbs it least."""
         ...
 
     @property
     def extrapolated(self) -> bool:
-        """Whether any answer so far lies outside of what was measured."""
+        """Whether any answer so far lies outside the measured range."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Efficiency:
-    """Shares of nominal rates that software reaches, where no profile says better.
+    """Shares of nominal rates that software reaches, used in the absence of a profile.
 
     Attributes:
-        compute: of peak FLOP/s, in the matrix products of a transformer of usual widths.
-        inside: of the links inside a node, by collectives of large messages.
-        nic: of the network cards, likewise.
-        memory: of memory bandwidth, by element-wise kernels.
-        beside: how many times longer computation and transfers take when both run (gamma).
-        step: seconds of a step that belong to nothing else.
+        compute: Share of peak FLOP/s that the matrix products of a transformer of usual width reach.
+        inside: Share of the links inside a node that collectives of large messages reach.
+        nic: Share of the network cards that collectives of large messages reach.
+        memory: Share of memory bandwidth that element-wise kernels reach.
+        beside: Factor by which computation and transfers take longer when both run (gamma).
+        step: Fixed seconds per step.
     """
 
     compute: float = 0.68
@@ -142,19 +142,19 @@ class Efficiency:
 
 
 _ADAM_BYTES = 30
-"""Bytes that AdamW moves per element: master, two moments and gradient read, the first three and bf16 written."""
+"""Bytes that AdamW moves per element: it reads master, two moments and gradient; it writes the first three and bf16."""
 
 
 class NominalRates:
     """Rates from a cluster's published figures.
 
     Args:
-        cluster: the cluster.
-        plan_dtype: compute dtype; a cluster without a peak for ``bfloat16`` computes it as ``float16``.
-        efficiency: shares of the nominal rates.
+        cluster: The cluster.
+        plan_dtype: Compute dtype; a cluster without a peak for ``bfloat16`` is given that of ``float16``.
+        efficiency: Shares of the nominal rates that software reaches.
 
     Raises:
-        SpecError: if the cluster has no peak for the dtype.
+        SpecError: The cluster has no peak for the dtype.
     """
 
     extrapolated = True
@@ -176,10 +176,10 @@ class NominalRates:
         self._memory = cluster.memory_bandwidth / 8 * self._efficiency.memory
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
-        """Latency of ``ranks - 1`` rounds, and the bytes over this rank's part of the links.
+        """The latency of ``ranks - 1`` rounds, plus the bytes over this rank's part of the links.
 
-        Across nodes every rank of a node sends at the same time, each in a group of its own: they share the node's
-        cards (the NIC contention that AMSP's sums leave out), and the spine with all that cross it.
+        Across nodes, all ranks of a node send at the same time, each in a group of its own. They share the node's cards
+        (the NIC contention that AMSP's sums leave out), and they share the spine with all other transfers across it.
         """
         del encoded
         way: Link | Route
@@ -190,7 +190,7 @@ class NominalRates:
         return way.latency * (ranks - 1) + 8 * sent / (way.bandwidth * share)
 
     def spine_load(self, kind: Kind, scope: Scope, ranks: int, stride: int) -> float:
-        """Of the cluster's leaves and spine."""
+        """As the cluster's leaves and spine imply."""
         return 0.0 if scope is Scope.INSIDE else self._route(kind, ranks, stride).load
 
     def _route(self, kind: Kind, ranks: int, stride: int) -> Route:
@@ -208,7 +208,7 @@ class NominalRates:
         )
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """FLOPs at the usual share of the peak; what has no matrix costs nothing."""
+        """FLOPs at the usual share of the peak; parts without matrices cost nothing."""
         return part.forward_flops(plan.micro_batch * seq, seq) / self._flops
 
     def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
@@ -216,16 +216,16 @@ class NominalRates:
         return 2 * self.forward(part, plan, seq)
 
     def update(self, numel: int) -> float:
-        """Bound by memory."""
+        """Bound by memory bandwidth."""
         return numel * _ADAM_BYTES / self._memory
 
     def touch(self, numel: float) -> float:
-        """Bound by memory: fp32 on one side, bf16 on the other."""
+        """Bound by memory bandwidth: fp32 on one side, bf16 on the other."""
         return 6 * numel / self._memory
 
     @property
     def step(self) -> float:
-        """The efficiency's."""
+        """The fixed seconds of the efficiency."""
         return self._efficiency.step
 
     def beside(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool) -> Beside:
@@ -240,7 +240,7 @@ class NominalRates:
 
 
 def hop_route(fabric: Fabric, kind: Kind, ranks: int, stride: int) -> Route:
-    """What a hop across nodes gets: parts of sums go from each rank to each, all else around rings."""
+    """The route of a hop across nodes. Reductions send from each rank to each other; other hops go around a ring."""
     return fabric.route(ranks, stride, exchange=kind is Kind.REDUCE_SCATTER)
 
 
@@ -265,12 +265,12 @@ def declared_seconds(codec: CodecSpec, dtype: str, values: float) -> float:
 
 
 def wire_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
-    """Bytes of a long message per value; for codecs of variable length, as they usually come out."""
+    """Bytes per value of a long message; for variable-length codecs, the typical figure."""
     typical = typical_ratio(codec, dtype)
     return ITEMSIZE[dtype] / typical if typical else largest_bytes_per_value(codec, dtype)
 
 
 def largest_bytes_per_value(codec: CodecSpec, dtype: str) -> float:
-    """Bytes of a long message per value at most, which is what a program counts."""
+    """Upper bound of the bytes per value of a long message, which is the figure that a program uses."""
     numel = 1 << 20
     return codec.max_wire_bytes(numel, dtype) / numel

@@ -1,4 +1,4 @@
-"""The simulator: prices the program that the runtime performs. Never imports torch."""
+"""The simulator: it prices the program that the runtime performs. Never imports torch."""
 
 from thinwire.sim.cases import Answer, Case, Slowed, answer, read_cases
 from thinwire.sim.clock import Resource

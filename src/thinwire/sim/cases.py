@@ -1,4 +1,4 @@
-"""Steps to simulate as a file describes them, and the answers."""
+"""Cases: descriptions of steps to simulate, and the simulator's answers."""
 
 from __future__ import annotations
 
@@ -29,8 +29,7 @@ PLAN_KEYS = (
     "params", "grads", "optimizer", "secondary", "partition",
     "secondary_reuse", "granularity", "bucket_bytes", "prefetch", "accumulate_dtype", "reduce_dtype", "placement",
 )  # fmt: skip
-"""What a case may say of a plan: how it shards, where its ranks stand, and the knobs of the runtime that a step's time
-depends on."""
+"""Keys of a plan that a case may set: sharding, placement of ranks, and the runtime's knobs that affect step time."""
 
 
 def _long_name(dtype: object) -> object:
@@ -40,49 +39,51 @@ def _long_name(dtype: object) -> object:
 class Case(Spec):
     """One step on one cluster."""
 
-    id: str = Field(default="", description="comes back in the answer")
+    id: str = Field(default="", description="label, repeated in the answer")
     model: str = Field(description="preset, TOML file or Hugging Face config.json")
     gpu: str = Field(description=f"accelerator: {', '.join(ACCELERATORS)}")
     gpus: Count = Field(description="accelerators of the whole cluster")
     gpus_per_node: Count | None = Field(
         default=None, description="of each node; unset: the accelerator's usual machine"
     )
-    internode_gbps: Positive | None = Field(default=None, description="Gbit/s of a node's cards together")
+    internode_gbps: Positive | None = Field(default=None, description="Gbit/s of all network cards of a node together")
     nodes_per_leaf: Count | None = Field(default=None, description="nodes below a leaf switch")
     spine_gbps: Positive | None = Field(
-        default=None, description="Gbit/s from a leaf switch to the spine, for each node below it; unset: no limit"
+        default=None, description="Gbit/s from a leaf switch to the spine, per node below it; unset: no limit"
     )
     seq: Count | None = Field(default=None, description="tokens of a sequence; unset: the model's")
-    micro_batch_tokens: Count | None = Field(default=None, description="of a rank; unset: one sequence")
-    micro_batches: Count = Field(default=1, description="of a step")
+    micro_batch_tokens: Count | None = Field(
+        default=None, description="tokens per rank and micro-batch; unset: one sequence"
+    )
+    micro_batches: Count = Field(default=1, description="micro-batches per step")
     recompute: Flag = Field(default=False, description="blocks are recomputed in the backward")
     tp: Count = Field(default=1, description="ranks of a tensor-parallel group")
     pp: Count = Field(default=1, description="pipeline stages")
-    engine: str = Field(default="thinwire", description=f"who performs the step: {', '.join(ENGINES)}")
+    engine: str = Field(default="thinwire", description=f"system that performs the step: {', '.join(ENGINES)}")
     plan: str | dict[str, Any] = Field(description="preset, or factors: params, grads, optimizer, secondary, partition")
     wire: str | dict[str, Any] | None = Field(default=None, description="policy, or fields of a plan's wire")
     dtype: Annotated[Literal["bfloat16", "float16", "float32"], BeforeValidator(_long_name)] = Field(
         default="bfloat16", description="compute dtype"
     )
     overlap: tuple[Literal["gather", "reduce", "sync", "spread"], ...] | None = Field(
-        default=None, description="what may run beside computation; unset: all"
+        default=None, description="transfers that may overlap computation; unset: all"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class Slowed:
-    """The rank that all others wait for.
+    """The slowest rank, for which all others wait.
 
     Attributes:
-        compute: how many times longer it computes than it should.
-        links: how many times longer its node's network cards take.
+        compute: Factor by which it computes longer than nominal.
+        links: Factor by which its node's network cards take longer than nominal.
     """
 
     compute: float = 1.0
     links: float = 1.0
 
     def cluster(self, cluster: ClusterSpec) -> ClusterSpec:
-        """A cluster all of which is like this rank."""
+        """A cluster on which every rank is as slow as this one."""
         nic = cluster.links.nic
         return cluster.with_(
             peak_flops={dtype: peak / self.compute for dtype, peak in cluster.peak_flops.items()},
@@ -91,21 +92,21 @@ class Slowed:
         )
 
 
-AS_IT_SHOULD = Slowed()
+NOT_SLOWED = Slowed()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a case comes to.
+    """The simulated step of a case.
 
     Attributes:
-        case: the case.
-        model: its shape.
-        cluster: the cluster.
-        plan: the plan, as resolved.
-        simulated: the step.
-        memory: bytes of a rank.
-        extrapolated: whether the case lies outside of what the engine's constants were fitted to.
+        case: The case.
+        model: Dimensions of its model.
+        cluster: Its cluster.
+        plan: Its plan, with all defaults resolved.
+        simulated: The simulated step.
+        memory: Bytes per rank.
+        extrapolated: Whether the case lies outside the range to which the engine's constants were fitted.
     """
 
     case: Case
@@ -118,27 +119,27 @@ class Answer:
 
     @property
     def tokens(self) -> int:
-        """Of a step, of all accelerators."""
+        """Tokens per step, over all accelerators."""
         return self.plan.micro_batches * self.plan.micro_batch * self.model.seq * self.plan.mesh.ranks
 
     @property
     def tgs(self) -> float:
-        """Tokens of an accelerator in a second."""
+        """Tokens per second and accelerator."""
         return self.tokens / self.case.gpus / self.simulated.seconds
 
     @property
     def tflops(self) -> float:
-        """Of an accelerator, of the model alone: recomputation is not counted."""
+        """TFLOP/s of the model per accelerator; recomputation does not count."""
         return self.tgs * self.model.flops_per_token(self.model.seq) / 1e12
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation, attention not halved for causality."""
+        """Model FLOPs utilisation (MFU); attention is not halved for causality."""
         peaks = self.cluster.peak_flops
         return self.tflops * 1e12 / (peaks.get(self.case.dtype) or peaks.get("float16") or max(peaks.values()))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The answer as JSON values."""
         return {
             "id": self.case.id,
             "step_seconds": self.simulated.seconds,
@@ -152,17 +153,17 @@ class Answer:
 
 
 def read_cases(path: Path) -> list[Case]:
-    """The cases of a JSON file.
+    """Read the cases of a JSON file.
 
     Raises:
-        SpecError: if it cannot be read, or any case is invalid; all problems are named.
+        SpecError: The file cannot be read, or some cases are invalid; the message lists all problems.
     """
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise SpecError(str(path), [f"cannot be read as cases: {error}"]) from error
     if not isinstance(rows, Sequence) or isinstance(rows, str) or not all(isinstance(row, Mapping) for row in rows):
-        raise SpecError(str(path), ["should be a JSON list of objects, one for each case"])
+        raise SpecError(str(path), ["it should be a JSON list of objects, one for each case"])
     cases, problems = [], []
     for number, row in enumerate(rows):
         try:
@@ -174,22 +175,22 @@ def read_cases(path: Path) -> list[Case]:
     return cases
 
 
-def answer(case: Case, *, trace: bool = False, slowed: Slowed = AS_IT_SHOULD) -> Answer:
+def answer(case: Case, *, trace: bool = False, slowed: Slowed = NOT_SLOWED) -> Answer:
     """Simulate a case.
 
     Args:
-        case: the case.
-        trace: whether the answer's step keeps its spans and levels.
-        slowed: the rank whose step it is.
+        case: The case.
+        trace: Whether the simulated step keeps its spans and memory levels.
+        slowed: How much slower than nominal the simulated rank is.
 
     Raises:
-        SpecError: if its parts do not go together.
+        SpecError: The fields of the case contradict each other.
     """
     cluster, model = _cluster(case), _model(case)
     engine = _engine(case).on(case.gpu, cluster.gpus_per_node)
     plan = _plan(case, engine, cluster, model)
     cluster = cluster.in_order(node_order(plan))
-    # The stage that has most to do: as many blocks as any, and the head besides.
+    # The stage with the most work: it has as many blocks as any other, and the head.
     stage = model.with_(layers=-(-model.layers // plan.pp))
     infos = units(stage, plan)
     cut = parts(stage, plan.granularity, plan.tp)
@@ -197,7 +198,7 @@ def answer(case: Case, *, trace: bool = False, slowed: Slowed = AS_IT_SHOULD) ->
     workload = Workload(cut, infos, model.seq, clip=True, kept=kept)
     machine = slowed.cluster(cluster)
     simulated = engine.step(plan, workload, machine, micro_batches=plan.micro_batches, hidden=model.hidden, trace=trace)
-    # The last stage holds the head, and the embedding is the first one's.
+    # The last stage holds the head; the first one holds the embedding.
     held = [unit for part, unit in zip(cut, infos, strict=True) if plan.pp == 1 or part.kind != "embedding"]
     needed = engine.memory(stage, plan, held, seq=model.seq)
     return Answer(case, model, cluster, plan, simulated, needed, engine.extrapolates(case.gpu, case.gpus))
@@ -227,7 +228,7 @@ def _cluster(case: Case) -> ClusterSpec:
 
 
 def _model(case: Case) -> ModelSpec:
-    """With sequences no longer than the micro-batch."""
+    """The case's model, with sequences no longer than the micro-batch."""
     model = ModelSpec.named(case.model, **({} if case.seq is None else {"seq": case.seq}))
     tokens = case.micro_batch_tokens or model.seq
     if tokens < model.seq:

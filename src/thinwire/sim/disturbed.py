@@ -1,8 +1,8 @@
-"""Stragglers, slow links and jitter: a synchronous step is as long as its slowest rank needs.
+"""Stragglers, slow links and jitter: a synchronous step takes as long as its slowest rank.
 
-One rank stands for all in the simulator, so a disturbed step is the step of the slowest one, whose computation and
-links take longer by factors that are drawn. The slowest of many is drawn at once, from the distribution of their
-maximum: a hundred thousand GPUs cost no more than one.
+In the simulator, one rank stands for all. A disturbed step is therefore the step of the slowest rank, whose computation
+and links are slowed down by random factors. These are drawn directly from the distribution of the maximum, so a hundred
+thousand GPUs cost no more than one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import statistics
 from dataclasses import dataclass
 from typing import Final
 
-from thinwire.sim.cases import Answer, Case, Slowed, answer
+from thinwire.sim.cases import Case, Slowed, answer
 
 __all__ = ["Disturbance", "Disturbed", "disturbed"]
 
@@ -22,14 +22,14 @@ _NORMAL: Final = statistics.NormalDist()
 
 @dataclass(frozen=True, slots=True)
 class Disturbance:
-    """What is not as fast as it should be.
+    """Deviations of a cluster from its nominal speed.
 
     Attributes:
-        jitter: of every GPU's computation, anew in each step: standard deviation of its logarithm, so that 0.05 is
+        jitter: Standard deviation of the logarithm of every GPU's computation time, drawn anew in each step; 0.05 is
             about 5 %.
-        link_jitter: of every node's network cards, likewise.
-        straggler: how many times longer one GPU always computes.
-        slow_link: how many times longer one node's cards always take.
+        link_jitter: The same for every node's network cards.
+        straggler: Factor by which one GPU always computes longer.
+        slow_link: Factor by which one node's cards always take longer.
     """
 
     jitter: float = 0.0
@@ -39,16 +39,16 @@ class Disturbance:
 
     @property
     def nothing(self) -> bool:
-        """Whether everything is as it should be."""
+        """Whether there is no deviation."""
         return self == Disturbance()
 
     def draw(self, gpus: int, nodes: int, chance: random.Random) -> Slowed:
-        """The slowest GPU and the slowest node's cards of one step.
+        """Draw the slowest GPU and the slowest node's cards of one step.
 
         Args:
-            gpus: of the cluster.
-            nodes: of the cluster.
-            chance: where randomness comes from.
+            gpus: Number of GPUs of the cluster.
+            nodes: Number of nodes of the cluster.
+            chance: Source of randomness.
         """
         return Slowed(
             _slowest(gpus, self.jitter, self.straggler, chance),
@@ -58,14 +58,14 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True)
 class Disturbed:
-    """Seconds of disturbed steps.
+    """Step times in seconds under disturbances.
 
     Attributes:
-        median: of the samples.
-        low: their 5th percentile.
-        high: their 95th percentile.
-        undisturbed: of the step as it should be.
-        samples: how many.
+        median: Median of the samples.
+        low: 5th percentile of the samples.
+        high: 95th percentile of the samples.
+        undisturbed: Step time without disturbances.
+        samples: Number of samples.
     """
 
     median: float
@@ -79,34 +79,33 @@ def disturbed(case: Case, disturbance: Disturbance, *, samples: int = 64, seed: 
     """Sample disturbed steps.
 
     Args:
-        case: the step.
-        disturbance: what slows it.
-        samples: how many steps, 1 at least.
-        seed: the same one gives the same steps.
+        case: The step to simulate.
+        disturbance: Deviations from the nominal speed.
+        samples: Number of steps to sample, at least 1.
+        seed: Seed of the random numbers; the same seed gives the same steps.
     """
-    as_it_should = answer(case)
+    undisturbed = answer(case)
     chance = random.Random(seed)
-    cluster = as_it_should.cluster
-    found = sorted(_seconds(case, disturbance.draw(cluster.gpus, cluster.nodes, chance)) for _ in range(samples))
+    cluster = undisturbed.cluster
+    seconds = sorted(_seconds(case, disturbance.draw(cluster.gpus, cluster.nodes, chance)) for _ in range(samples))
     return Disturbed(
-        statistics.median(found),
-        found[math.floor(0.05 * (samples - 1))],
-        found[math.ceil(0.95 * (samples - 1))],
-        as_it_should.simulated.seconds,
+        statistics.median(seconds),
+        seconds[math.floor(0.05 * (samples - 1))],
+        seconds[math.ceil(0.95 * (samples - 1))],
+        undisturbed.simulated.seconds,
         samples,
     )
 
 
 def _seconds(case: Case, slowed: Slowed) -> float:
-    found: Answer = answer(case, slowed=slowed)
-    return found.simulated.seconds
+    return answer(case, slowed=slowed).simulated.seconds
 
 
 def _slowest(count: int, sigma: float, always: float, chance: random.Random) -> float:
     """The largest of ``count`` lognormal factors with median 1, one of which is ``always`` times larger."""
 
     def largest(number: int) -> float:
-        # The largest of n draws is where their common distribution reaches the n-th root of a uniform draw.
+        # The largest of n draws is the quantile of their distribution at the n-th root of a uniform draw.
         below = (1.0 - chance.random()) ** (1.0 / number)
         return math.exp(sigma * _NORMAL.inv_cdf(min(max(below, 1e-12), 1 - 1e-12)))
 

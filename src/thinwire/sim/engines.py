@@ -1,6 +1,7 @@
-"""Who performs a step: thinwire, and the published systems that papers measured.
+"""Engines, the systems that perform a step: thinwire, and the systems that papers measured.
 
-Each constant stands for a cause, says where it was taken from or fitted to, and is used by every case of its engine.
+Each constant models one cause. Its comment states its source or what it was fitted to. All cases of an engine use the
+same constants.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from thinwire.spec import ClusterSpec, ModelSpec, Plan
 __all__ = ["ENGINES", "Engine"]
 
 ALL = ("gather", "reduce", "sync", "spread")
-"""What can run beside computation."""
+"""Transfers that can overlap computation."""
 
 
 @dataclass(frozen=True)
@@ -42,30 +43,31 @@ class Engine:
     """How a system performs a program.
 
     Attributes:
-        summary: what it is.
-        efficiency: shares of nominal rates that it reaches.
-        flat: whether a collective is one call over its group; else thinwire's two hops.
-        whole_sync: whether gradients are synchronised whole, of which each rank keeps its share.
-        partition: how it cuts optimizer states, where a case does not say.
-        states: bytes per parameter that it keeps; ``None``: as thinwire.
-        overhead: bytes in use without any model, and of buffers that do not depend on it.
-        keeps_gathered: whether parameters that have a secondary shard stay whole while gradients accumulate.
-        bucket_bytes: of gradients that it reduces together.
-        latency: seconds of a ring's step inside a node and across nodes; ``None``: the cluster's.
-        fill: tokens that a visit of a unit costs besides the micro-batch's.
-        overlaps: what it can run beside computation, by ZeRO stage (the highest state that is sharded; 0 is none).
-        in_groups: the same where parameters are sharded over a part of the ranks (MiCS), or ``live`` is too small.
-        live: parameters that may be gathered at once; a block and the next must fit for the next to be gathered early.
-        awaits: phases at which computation waits for whatever starts there, needed or not.
-        host: what it waits for its host.
-        call_by_tensor: whether every large tensor of a unit is gathered by a call of its own.
-        codecs: bytes per second of its codecs, by family, where memory does not bound them.
-        messages: dtype of what it sends, where that is not the compute dtype.
-        scatters_stages: whether tensor-parallel ranks send a part of a stage's activations each, and gather them
-            behind (Narayanan et al. 2021, section 4.1).
-        known: by accelerator, the fewest and most of them in what the constants were fitted to.
-        machines: the same system where it was measured in another release or on other machines, by accelerator and
-            how many a node has.
+        summary: One line about the system.
+        efficiency: Shares of nominal rates that it reaches.
+        flat: Whether a collective is one call over its group; otherwise it has thinwire's two hops.
+        whole_sync: Whether every rank receives the whole sum of gradients, and keeps only its share.
+        partition: How it cuts optimizer states unless a case sets this.
+        states: Bytes per parameter of its states; ``None``: those of thinwire.
+        overhead: Bytes in use without any model, including buffers whose size does not depend on it.
+        keeps_gathered: Whether parameters with a secondary shard stay whole while gradients accumulate.
+        bucket_bytes: Bytes of gradients that it reduces together.
+        latency: Seconds of a ring's step inside a node and across nodes; ``None``: the cluster's.
+        fill: Tokens that each pass through a unit costs in addition to the micro-batch.
+        overlaps: Transfers that it can overlap with computation, by ZeRO stage (the highest sharded state; 0: none).
+        in_groups: The same if parameters are sharded over a part of the ranks (MiCS), or if ``live`` is too small.
+        live: Parameters that may be gathered at the same time. A block is gathered early only if it fits together with
+            the one before.
+        awaits: Phases at which computation waits for every operation that starts there, needed or not.
+        host: Seconds that its host adds to collectives.
+        call_by_tensor: Whether it gathers each large tensor of a unit with a separate call.
+        codecs: Bytes per second of its codecs, by family; other codecs are bound by memory bandwidth.
+        messages: Dtype of its messages; ``None``: the compute dtype.
+        scatters_stages: Whether each tensor-parallel rank sends only a part of a stage's activations, which the next
+            stage gathers (Narayanan et al. 2021, section 4.1).
+        known: By accelerator, the smallest and the largest number of them to which the constants were fitted.
+        machines: The same system as measured in another release or on other machines, by accelerator and accelerators
+            per node.
     """
 
     summary: str
@@ -92,34 +94,34 @@ class Engine:
     machines: Mapping[tuple[str, int], Engine] = field(default_factory=dict)
 
     def on(self, gpu: str, gpus_per_node: int) -> Engine:
-        """The engine as it was measured on such machines."""
+        """The engine as measured on these machines."""
         return self.machines.get((gpu, gpus_per_node), self)
 
     def extrapolates(self, gpu: str, count: int) -> bool:
-        """Whether so many accelerators of a kind are beyond what the constants were fitted to."""
+        """Whether ``count`` accelerators of this kind are outside the range to which the constants were fitted."""
         fewest, most = self.known.get(gpu, (0, 0))
         return not fewest <= count <= most
 
     def memory(self, model: ModelSpec, plan: Plan, units: Sequence[UnitInfo], *, seq: int) -> Memory:
-        """Bytes of a rank.
+        """Bytes per rank.
 
         Args:
-            model: what a rank's stage has of it.
-            plan: the plan.
-            units: of the stage.
-            seq: tokens of a sequence.
+            model: The part of the model in the rank's stage.
+            plan: The plan.
+            units: Units of the stage.
+            seq: Tokens per sequence.
         """
-        found = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead)
+        needed = memory(model, plan, units, seq=seq, states=self.states, overhead=self.overhead)
         if not (self.keeps_gathered and plan.secondary and plan.micro_batches > 1):
-            return found
-        return replace(found, gathered=sum(unit.nbytes for unit in units))
+            return needed
+        return replace(needed, gathered=sum(unit.nbytes for unit in units))
 
     def overlapped(self, plan: Plan, block: int) -> Plan:
-        """The plan with what this engine cannot run beside computation switched off.
+        """The plan without the overlap that this engine cannot do.
 
         Args:
-            plan: the plan.
-            block: parameters of a block.
+            plan: The plan.
+            block: Number of parameters of a block.
         """
         stage = next((3 - i for i, f in enumerate((plan.params, plan.grads, plan.optimizer)) if f.ranks > 1), 0)
         able = self.overlaps.get(stage, ALL)
@@ -137,15 +139,15 @@ class Engine:
         hidden: int,
         trace: bool = False,
     ) -> Simulated:
-        """Play a step on a cluster of published figures.
+        """Play a step on a cluster with published rates.
 
         Args:
-            plan: the plan.
-            workload: a rank's part of the model.
-            cluster: links and peaks.
-            micro_batches: of a step.
-            hidden: width of the residual stream.
-            trace: whether to keep the spans.
+            plan: The plan.
+            workload: A rank's part of the model.
+            cluster: Links and peak FLOP/s.
+            micro_batches: Micro-batches per step.
+            hidden: Width of the residual stream.
+            trace: Whether to keep the spans.
         """
         if self.latency is not None:
             inside, nic = cluster.links.inside, cluster.links.nic
@@ -160,9 +162,9 @@ class Engine:
         def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
             gathers = operation.lane is Lane.GATHER
             calls = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
-            found = flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync, calls=calls)
+            moves = flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync, calls=calls)
             stall = self._stall(plan, operation, units, sum(large[u] for u in operation.units))
-            return [Move("host", None, stall), *found] if stall else found
+            return [Move("host", None, stall), *moves] if stall else moves
 
         played = simulate(
             plan,
@@ -201,40 +203,40 @@ def _large_tensors(part: ModelPart) -> int:
 
 
 _RING = (6e-6, 20e-6)
-"""Seconds of a ring's step inside a node and across nodes: InternEvo's (by hand, at 512 GPUs), taken over by others."""
+"""Seconds of a ring's step inside a node and across nodes: InternEvo's, fitted by hand at 512 GPUs. Others use it."""
 
 _TODAY = Efficiency(compute=0.75, inside=0.75, nic=0.85, beside=1.0, step=0.1)
-"""DeepSpeed's shares of A800s; other machines differ in ``compute`` alone. Fitted: ``compute`` and ``nic``."""
+"""DeepSpeed's efficiency on A800; only ``compute`` differs on other machines. Fitted: ``compute`` and ``nic``."""
 
 _FILL = 630.0
-"""Tokens, fitted to ZeRO++'s charts, whose 1024 tokens take more than half as long as 2048."""
+"""Tokens, fitted to ZeRO++'s charts, where 1024 tokens take more than half as long as 2048."""
 
 _DECISION = 1.25e-3
-"""Seconds for each module that is gathered since pull request 1453, and half of what it was before: fitted to the EFA
-table and to ZeRO++'s charts."""
+"""Seconds per gathered module since pull request 1453; before, it was twice as long. Fitted to the EFA table and to
+ZeRO++'s charts."""
 
 _FLUSHED = HostOverhead(partition=45e-6, flush=0.3e-9, chance=1.4e-3)
-"""Fitted to issue 1069 (16 to 128 GPUs), pull request 1453 (64) and AMSP's ZeRO-3 and hpZ (1024) at once."""
+"""Fitted jointly to issue 1069 (16 to 128 GPUs), pull request 1453 (64), and AMSP's ZeRO-3 and hpZ (1024)."""
 
 _BUFFERS = 12_000_000_000
-"""Bytes that InternEvo's ZeRO-1 has in use besides states and activations: flat gradients and parameters on their way,
+"""Bytes that InternEvo's ZeRO-1 uses in addition to states and activations: flat gradients, parameters in flight, and
 libraries. Fitted to its table of memory; AMSP runs on the same code."""
 
 _BUCKET = 1_000_000_000
-"""Bytes of DeepSpeed's reduce_bucket_size, in 16 bits: gradients fill one such buffer while another is reduced."""
+"""Bytes of DeepSpeed's reduce_bucket_size at 16 bits; gradients fill one such buffer while another is reduced."""
 
 _DEEPSPEED = Engine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
     _TODAY,
     whole_sync=True,
-    # Stage 1 reduces behind the backward; stage 3 synchronises with its reductions, MiCS with its gathers as well.
+    # Stage 1 reduces after the backward. Stage 3 waits for its reductions, and MiCS waits for its gathers as well.
     overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather",)},
     in_groups=(),
     states=AMSP_STATES,
-    # An assumption: with it, and with no other that was tried, AMSP's 30B is too much for 32 GPUs and not for more.
+    # An assumption: of all that were tried, only this one makes AMSP's 30B too large for 32 GPUs but not for more.
     keeps_gathered=True,
     live=1_000_000_000,  # stage3_max_live_parameters
-    # Reductions synchronise with the host, so that what is gathered in the backward runs beside nothing.
+    # Reductions synchronise with the host, so gathers of the backward overlap nothing.
     awaits=frozenset({Phase.PRE_BACKWARD}),
     host=_FLUSHED,
     call_by_tensor=True,
@@ -271,7 +273,7 @@ _INTERNEVO = Engine(
     Efficiency(compute=0.72, inside=0.45, nic=0.83, step=0.6),
     whole_sync=True,
     partition="inter",
-    # Its step copies gradients to fp32 and scales and updates out of place; what it took it keeps.
+    # Its step copies gradients to fp32, scales and updates out of place, and keeps the buffers.
     states=States(2, 2, 23),
     overhead=_BUFFERS,
     latency=_RING,
@@ -306,7 +308,7 @@ ENGINES: dict[str, Engine] = {
             ("v100-32g", 8): replace(
                 _DEEPSPEED_2021, efficiency=replace(_TODAY, compute=0.80), known={"v100-32g": (16, 128)}
             ),
-            # ZeRO++'s authors on their own DGX-2 machines: no flushes and no slow cutting of gradients.
+            # ZeRO++'s authors on their own DGX-2 machines: no flushes, and no slow partitioning of gradients.
             ("v100-32g", 16): replace(
                 _DEEPSPEED,
                 efficiency=replace(_TODAY, compute=0.69),
@@ -342,4 +344,4 @@ ENGINES: dict[str, Engine] = {
         efficiency=replace(_MVAPICH.efficiency, inside=1.0, nic=1.0),
     ),
 }
-"""By the name that ``--engine`` takes."""
+"""Engines by the name that ``--engine`` takes."""

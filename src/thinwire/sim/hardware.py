@@ -1,4 +1,4 @@
-"""Rates of published engines: what they reach depends on the batch, and their codecs have speeds of their own."""
+"""Rates of published engines. Their efficiency depends on the batch, and their codecs have speeds of their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ __all__ = ["EngineRates"]
 
 
 class EngineRates(NominalRates):
-    """Nominal rates with two more causes.
+    """Nominal rates that also depend on the size of the micro-batch and on the speed of codecs.
 
     Args:
-        cluster: the cluster.
-        dtype: in which matrices are multiplied.
-        efficiency: shares of the nominal rates; ``compute`` is that of a large micro-batch.
-        fill: tokens of computation that a visit of a unit costs besides those of the micro-batch, whatever its size:
-            kernels too small to fill the processor, weights read, buffers taken and given back.
-        codecs: bytes per second that codecs read when they encode and write when they decode, by family; the others
-            are bound by memory.
+        cluster: The cluster.
+        dtype: Dtype in which matrices are multiplied.
+        efficiency: Shares of the nominal rates that the engine reaches; ``compute`` is that of a large micro-batch.
+        fill: Tokens of computation that each pass through a unit costs in addition to the micro-batch, whatever its
+            size. They stand for kernels too small to fill the processor, for reading weights, and for allocating and
+            freeing buffers.
+        codecs: Bytes per second that codecs read when they encode and write when they decode, by family. All other
+            codecs are bound by memory bandwidth.
     """
 
     def __init__(
@@ -31,11 +32,11 @@ class EngineRates(NominalRates):
         self._fill, self._codecs = fill, codecs
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """FLOPs at the engine's share of the peak, of the micro-batch and of what fills no processor."""
+        """FLOPs of the micro-batch and of the additional tokens, at the engine's share of the peak."""
         return super().forward(part, plan, seq) * (1 + self._fill / (plan.micro_batch * seq))
 
     def codec(self, work: Work) -> float:
-        """At the family's own speed, if it has one."""
+        """At the speed of the codec's family, if the engine has one."""
         speed = self._codecs.get(work.codec.family)
         if speed is None:
             return super().codec(work)

@@ -1,8 +1,8 @@
-"""What a host program adds to collectives while the accelerator waits: DeepSpeed's measured flaws.
+"""Time that a host program adds to collectives while the accelerator waits: DeepSpeed's measured flaws.
 
-Amazon's work on DeepSpeed for EFA (pull request 1453) names them, and turns them off: which parameters to gather was
-decided in Python at every module, gradients were cut into the ranks' parts tensor by tensor, and an allocator that ran
-out of blocks gave all of its memory back, on one rank or another, while all others waited.
+Amazon's work on DeepSpeed for EFA (pull request 1453) names and removes them. DeepSpeed decided in Python, at every
+module, which parameters to gather. It cut gradients into the ranks' parts tensor by tensor. An allocator that ran out
+of blocks returned all of its memory, on one rank or another, while all other ranks waited.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 __all__ = ["NO_STALLS", "SMALL_TENSOR", "HostOverhead"]
 
 SMALL_TENSOR = 100_000
-"""Elements below which ZeRO-3 keeps a tensor whole on every rank (``stage3_param_persistence_threshold``)."""
+"""Number of elements below which ZeRO-3 keeps a tensor whole on every rank (``stage3_param_persistence_threshold``)."""
 
 
 @dataclass(frozen=True)
 class HostOverhead:
-    """Seconds of a host.
+    """Seconds that the host adds to collectives.
 
     Attributes:
-        decision: of each tensor that is gathered: what to gather, what to let go.
-        partition: of each tensor and rank of a reduction: parts of gradients are put together one by one.
-        flush: of each byte that is gathered while some rank's allocator is being flushed.
-        chance: that one rank's allocator is; one such rank stalls all that it meets.
+        decision: Seconds per gathered tensor, to decide what to gather and what to free.
+        partition: Seconds per tensor and rank of a reduction, to assemble the parts of gradients one by one.
+        flush: Seconds per byte that is gathered while some rank flushes its allocator.
+        chance: Probability that one rank flushes its allocator; a single such rank stalls its whole group.
     """
 
     decision: float = 0.0
@@ -32,13 +32,13 @@ class HostOverhead:
     chance: float = 0.0
 
     def gathering(self, tensors: int, size: float, ranks: int) -> float:
-        """Seconds that a gather of so many tensors and bytes over so many ranks waits for the host."""
+        """Seconds that a gather of ``tensors`` tensors with ``size`` bytes over ``ranks`` ranks waits for the host."""
         return self.decision * tensors + self.flush * size * (1 - (1 - self.chance) ** ranks)
 
     def reducing(self, tensors: int, ranks: int) -> float:
-        """Likewise for a reduction."""
+        """Seconds that a reduction of ``tensors`` tensors over ``ranks`` ranks waits for the host."""
         return self.partition * tensors * ranks
 
 
 NO_STALLS = HostOverhead()
-"""A host that is never waited for."""
+"""A host that adds no time."""
