@@ -1,5 +1,8 @@
-"""The exception tree. Every error a user can cause derives from :class:`ThinwireError` and says, in one
-sentence, which key has which value, what would be valid, and what to do."""
+"""The exception tree.
+
+Every error that a user can cause derives from :class:`ThinwireError`. Its message names the key, its value, the valid
+values and the remedy in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ class ThinwireError(Exception):
 
 
 class SpecError(ThinwireError, ValueError):
-    """A plan, recipe or other specification breaks one or more rules; all of them are listed at once.
+    """A plan, recipe or other specification breaks one or more rules; the message lists all of them.
 
     Args:
-        what: what was being read, for example ``plan.toml``.
-        problems: one sentence per broken rule, each naming key, value and valid values.
+        what: Name of the specification, for example ``plan.toml``.
+        problems: One sentence per broken rule, which names the key, its value and the valid values.
     """
 
     def __init__(self, what: str, problems: Sequence[str]) -> None:
@@ -28,11 +31,11 @@ class SpecError(ThinwireError, ValueError):
 
 
 class UsageError(ThinwireError, RuntimeError):
-    """The library was called in a way it cannot honour; the message names the remedy."""
+    """The library was called in a way that it does not support; the message names the remedy."""
 
 
 class MismatchError(ThinwireError, RuntimeError):
-    """Two ranks disagree (plan, model, order of units); the message names both ranks and both sides."""
+    """Two ranks disagree on the plan, the model or the order of units; the message names both ranks and both values."""
 
 
 class CollectiveError(ThinwireError, RuntimeError):
@@ -57,12 +60,12 @@ class NonFiniteError(ThinwireError, ArithmeticError):
 
 @dataclass(frozen=True)
 class Room:
-    """Memory of a rank.
+    """Memory that a rank may use.
 
     Attributes:
-        kind: what is limited, in words.
-        limit: bytes that it may use.
-        base: bytes of these in use before there was a model.
+        kind: Kind of memory, in words.
+        limit: Bytes that the rank may use.
+        base: Bytes of these that were in use before there was a model.
     """
 
     kind: str
@@ -71,11 +74,11 @@ class Room:
 
 
 class OutOfMemoryError(ThinwireError, MemoryError):
-    """A rank needed more memory than there is.
+    """A rank needed more memory than it may use.
 
     Args:
-        message: who, while doing what.
-        room: of the rank.
+        message: Names the rank and what it was doing.
+        room: Memory that the rank may use.
     """
 
     def __init__(self, message: str, room: Room) -> None:

@@ -1,4 +1,4 @@
-"""What the directory of a run says, as far as it got: complete, stopped, failed or still under way."""
+"""Reads the directory of a run, whether the run is complete, stopped, failed or still in progress."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["WARM_UP", "Record", "RunRecord", "began", "read_run", "read_runs", "
 Record = Mapping[str, Any]
 
 WARM_UP: Final = 3
-"""Records at the start that do not count for speed."""
+"""Number of records at the start that do not count for speed."""
 
 
 @dataclass(frozen=True)
@@ -26,19 +26,19 @@ class RunRecord:
     """A run of ``thinwire train``.
 
     Attributes:
-        name: short, and of no other run in the same report.
-        path: its directory.
-        recipe: what was trained.
-        plan: how it was sharded.
-        versions: of the software, by name.
-        records: of ``metrics.jsonl``, in order.
-        unreadable: lines of it that are no records, as a crash leaves them.
-        starts: the first start, continuations and restarts, oldest first.
-        command: that started it, or continued it last; empty if it is not known.
-        summary: the result; ``None`` unless the run is complete.
-        failure: a sentence on why it ended, if it failed.
-        traces: merged traces of its steps.
-        profile: the profile by which its plan was chosen, if it was.
+        name: Short name, unique in a report.
+        path: Directory of the run.
+        recipe: Recipe of the training.
+        plan: Plan of the last start.
+        versions: Versions of the software, by name.
+        records: Records of ``metrics.jsonl``, in order.
+        unreadable: Number of lines of that file that are not records, such as a line cut off by a crash.
+        starts: The first start, resumptions and restarts, oldest first.
+        command: Command that started or last resumed the run; empty if unknown.
+        summary: Final result; ``None`` unless the run is complete.
+        failure: Sentence that says why the run failed; ``None`` if it did not.
+        traces: Merged traces of its steps.
+        profile: Profile from which its plan was chosen; ``None`` without one.
     """
 
     name: str
@@ -57,34 +57,34 @@ class RunRecord:
 
     @property
     def status(self) -> Literal["complete", "failed", "unfinished"]:
-        """How the run stands."""
+        """State of the run."""
         if self.summary is not None:
             return "complete"
         return "unfinished" if self.failure is None else "failed"
 
     @property
     def last_step(self) -> int:
-        """Updates made, as far as they were logged."""
+        """Number of the last logged step."""
         return int(self.records[-1]["step"]) if self.records else 0
 
 
 def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """Read several runs; those that share a name are told apart by their directories' parents.
+    """Read several runs. Runs with equal names are distinguished by the parents of their directories.
 
     Args:
-        paths: their directories.
+        paths: Directories of the runs.
 
     Raises:
-        UsageError: one of them is no run, or is named twice.
+        UsageError: A directory does not hold a run, or is named twice.
     """
-    whole = [path.resolve() for path in paths]
-    for index, path in enumerate(whole):
-        if path in whole[:index]:
+    resolved = [path.resolve() for path in paths]
+    for index, path in enumerate(resolved):
+        if path in resolved[:index]:
             raise UsageError(f"{paths[index]} is named twice; name every run once")
-    names = [path.name for path in whole]
+    names = [path.name for path in resolved]
     return [
         read_run(path, name if names.count(name) == 1 else f"{path.parent.name}/{name}")
-        for path, name in zip(whole, names, strict=True)
+        for path, name in zip(resolved, names, strict=True)
     ]
 
 
@@ -92,12 +92,12 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
     """Read the directory of a run.
 
     Args:
-        path: the directory.
-        name: of the run; by default the directory's.
+        path: Directory of the run.
+        name: Name of the run; the directory's by default.
 
     Raises:
-        UsageError: it is no run.
-        SpecError: its recipe or plan cannot be read.
+        UsageError: The directory does not hold a run.
+        SpecError: The recipe or the plan cannot be read.
     """
     if not (path / "recipe.toml").is_file() or not (path / "plan.toml").is_file():
         raise UsageError(_no_run(path))
@@ -124,10 +124,10 @@ def read_run(path: Path, name: str | None = None) -> RunRecord:
 
 
 def began(starts: Sequence[Record]) -> int:
-    """Steps that were made before the present plan: a run may have gone on under another, on other ranks.
+    """The step at which the current plan began: a run may be resumed under another plan, on other ranks.
 
     Args:
-        starts: of the run.
+        starts: Starts of the run, oldest first.
     """
     step = 0
     for start in reversed(starts):
@@ -138,10 +138,10 @@ def began(starts: Sequence[Record]) -> int:
 
 
 def steps_of(run: RunRecord) -> list[int]:
-    """How many steps each record is about: those since the record before, or since the run was continued.
+    """Number of steps that each record covers: those since the previous record, or since the run was resumed.
 
     Args:
-        run: the run.
+        run: The run.
     """
     begins = [int(start.get("step", 0)) for start in run.starts] or [0]
     counts, before = [], None
@@ -156,11 +156,14 @@ def steps_of(run: RunRecord) -> list[int]:
 
 
 def steady(run: RunRecord) -> list[tuple[Record, int]]:
-    """Records that count for a step, with their steps: of the present plan, not the first few, no skipped ones, and
-    none after a validation, as they count what that sent and waited for, too. Where there are no others, these.
+    """Records from which to measure a step, each with the number of steps that it covers.
+
+    They belong to the current plan. The first few, skipped steps, and records after a validation are left out; the last
+    would include the traffic and the waiting of the validation. A rule that would leave no
+    record is dropped.
 
     Args:
-        run: the run.
+        run: The run.
     """
     before: list[Record | None] = [None, *run.records]
     triples = [
@@ -183,18 +186,18 @@ def _no_run(path: Path) -> str:
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """JSON objects, one a line, and the number of lines that are none."""
-    found, bad = [], 0
+    """The JSON objects of a file with one per line, and the number of lines that are not JSON objects."""
+    objects, bad = [], 0
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else ():
         try:
             value = json.loads(line)
         except ValueError:
             value = None
         if isinstance(value, dict):
-            found.append(value)
+            objects.append(value)
         else:
             bad += bool(line.strip())
-    return found, bad
+    return objects, bad
 
 
 def _object(path: Path) -> dict[str, Any] | None:
@@ -206,19 +209,19 @@ def _object(path: Path) -> dict[str, Any] | None:
 
 
 def _failure(path: Path, starts: Sequence[Record]) -> str | None:
-    """What the rank that failed first said, if any failed since the run was started last."""
+    """The error of the rank that failed first, if a rank has failed since the last start of the run."""
     begun = max([float(start.get("time", 0)) for start in starts], default=0.0)
-    opened = path / "versions.json"  # every start by a person writes it, and some fail before their first step
+    opened = path / "versions.json"  # every manual start writes it, and some starts fail before their first step
     begun = max(begun, opened.stat().st_mtime if opened.is_file() else 0.0)
-    said = []
+    errors = []
     for file in sorted((path / "logs").glob("rank-*.traceback"), key=_rank):
         if file.stat().st_mtime >= begun:
             sentence = _last_words(file.read_text(encoding="utf-8", errors="replace"))
-            # A connection breaks on the other ranks when one is lost.
-            said.append(("CollectiveError" in sentence, _rank(file), sentence))
-    if not said:
+            # When a rank is lost, its connections break on the other ranks: their errors come last.
+            errors.append(("CollectiveError" in sentence, _rank(file), sentence))
+    if not errors:
         return None
-    _, rank, sentence = min(said)
+    _, rank, sentence = min(errors)
     return f"rank {rank}: {sentence.removeprefix('thinwire.errors.')}"
 
 
@@ -228,6 +231,6 @@ def _rank(file: Path) -> int:
 
 
 def _last_words(traceback: str) -> str:
-    """The exception at the end of a traceback, which may take several lines."""
+    """The exception at the end of a traceback, which may span several lines."""
     begins = [match.start() for match in re.finditer(r"^[\w.]+(?::|$)", traceback, re.MULTILINE)]
     return traceback[begins[-1] :].strip() if begins else traceback.strip()

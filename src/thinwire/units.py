@@ -1,6 +1,6 @@
-"""Quantities as people write them ("80GiB", "200mbit", "5ms") and as programs need them (bytes, bits/s, s).
+"""Converts quantities between text ("80GiB", "200mbit", "5ms") and numbers (bytes, bits/s, s).
 
-Sizes are bytes, bandwidths are **bits** per second (as network people and ``tc`` write them), durations are
+Sizes are in bytes, bandwidths in **bits** per second (the convention of networking and of ``tc``), durations in
 seconds. Decimal prefixes are powers of 1000, ``Ki``/``Mi``/... are powers of 1024.
 """
 
@@ -34,7 +34,7 @@ _BYTE_SPELLING = re.compile(r"(?P<prefix>[kKMGTP]?i?)B/s")
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes from an integer or from text such as ``"80GiB"``, ``"25MB"``, ``"4096"``.
+    """Parse bytes from an integer or from text such as ``"80GiB"``, ``"25MB"``, ``"4096"``.
 
     Raises:
         SpecError: if the text is not a size, or is not a whole number of bytes of at least 0.
@@ -50,9 +50,9 @@ def parse_bytes(value: int | str) -> int:
 
 
 def parse_bandwidth(value: float | str) -> float:
-    """Bits per second from a number or from text such as ``"200mbit"``, ``"100Gbps"``, ``"25GB/s"`` (bytes).
+    """Parse bits per second from a number or from text such as ``"200mbit"``, ``"100Gbps"``, ``"25GB/s"`` (bytes).
 
-    ``GBps`` is refused: half of its readers mean bits.
+    ``GBps`` is refused, because people use it for bits and for bytes.
 
     Raises:
         SpecError: if the text is not a bandwidth.
@@ -70,7 +70,7 @@ def parse_bandwidth(value: float | str) -> float:
 
 
 def parse_duration(value: float | str) -> float:
-    """Seconds from a number or from text such as ``"60s"``, ``"1ms"``, ``"5min"``.
+    """Parse seconds from a number or from text such as ``"60s"``, ``"1ms"``, ``"5min"``.
 
     Raises:
         SpecError: if the text is not a duration.
@@ -82,7 +82,7 @@ def parse_duration(value: float | str) -> float:
 
 
 def parse_count(value: int | str) -> int:
-    """A number of tokens or the like: ``4096``, ``"256k"``, ``"4M"``; k, M and G are powers of 1024, as batches are.
+    """Parse a count, for example of tokens: ``4096``, ``"256k"``, ``"4M"``. k, M and G are powers of 1024.
 
     Raises:
         SpecError: if the text is not a whole number of at least 1.
@@ -95,18 +95,18 @@ def parse_count(value: int | str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """``16777216`` as ``"16 MiB"``: three significant digits, binary prefixes."""
+    """Format ``16777216`` as ``"16 MiB"``, with at most four significant digits and binary prefixes."""
     return _scaled(size, {"B": 1} | {prefix.title() + "B": factor for prefix, factor in _BINARY.items()})
 
 
 def format_bandwidth(bits_per_second: float) -> str:
-    """``2e8`` as ``"200 Mbit/s"``."""
+    """Format ``2e8`` as ``"200 Mbit/s"``."""
     names = {"bit/s": 1, "kbit/s": 10**3, "Mbit/s": 10**6, "Gbit/s": 10**9, "Tbit/s": 10**12}
     return _scaled(bits_per_second, names)
 
 
 def format_duration(seconds: float) -> str:
-    """``0.0015`` as ``"1.5 ms"``, ``90`` as ``"1 min 30 s"``, ``7260`` as ``"2 h 1 min"``."""
+    """Format ``0.0015`` as ``"1.5 ms"``, ``90`` as ``"1 min 30 s"``, ``7260`` as ``"2 h 1 min"``."""
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
@@ -116,7 +116,7 @@ def format_duration(seconds: float) -> str:
 
 
 def _split(value: float | str, kind: str, examples: str) -> tuple[float, str]:
-    """The number and the unit of a quantity; integers stay integers, so that large sizes are exact."""
+    """The number and the unit of a quantity. Integers stay integers, so that large sizes are exact."""
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise _bad(kind, value, f"expected {examples}")
     if isinstance(value, str):
@@ -131,7 +131,7 @@ def _split(value: float | str, kind: str, examples: str) -> tuple[float, str]:
 
 
 def _scaled(value: float, units: Mapping[str, float]) -> str:
-    """``value`` in the largest unit that leaves at least 1, or in the smallest unit; 0 in the unit itself."""
+    """``value`` in the largest unit in which it is at least 1, or else in the smallest unit; 0 in the base unit."""
     if value == 0:
         return f"0 {next(name for name, factor in units.items() if factor == 1)}"
     fitting = [(name, factor) for name, factor in units.items() if abs(value) >= factor]

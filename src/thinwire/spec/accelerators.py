@@ -1,7 +1,7 @@
-"""Published figures of accelerators and of the machines they are sold in.
+"""Published figures of accelerators and of the machines in which they are sold.
 
-Memory is what the driver reports as the device's total, peaks are dense (without sparsity), links are one direction.
-``nic`` is all network cards of the usual machine together; clusters differ, and ``--internode-gbps`` says by how much.
+Memory is the total that the driver reports. Peaks are dense (without sparsity), and links count one direction. ``nic``
+is the sum of all network cards of the usual machine. If your cluster differs, set ``--internode-gbps``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Accelerator:
     """One kind of accelerator in its usual machine.
 
     Attributes:
-        summary: what it is.
-        memory: bytes of one accelerator.
-        peak_flops: FLOP/s of one accelerator by dtype.
-        inside: bits per second between two accelerators of a node, one direction.
-        memory_bandwidth: bits per second of its memory.
-        nic: bits per second of a node's network cards together, one direction.
-        gpus_per_node: accelerators of the usual machine.
+        summary: One line about the accelerator and its machine.
+        memory: Bytes of one accelerator.
+        peak_flops: Peak FLOP/s of one accelerator, by dtype.
+        inside: Bits per second between two accelerators of a node, in one direction.
+        memory_bandwidth: Bits per second of the accelerator's memory.
+        nic: Bits per second of all network cards of a node, in one direction.
+        gpus_per_node: Number of accelerators in the usual machine.
     """
 
     summary: str

@@ -13,14 +13,14 @@ from thinwire.spec.accelerators import ACCELERATORS
 from thinwire.spec.base import Bandwidth, Bytes, Count, Depth, Positive, Problem, Seconds, Spec, rule
 
 INSIDE_LATENCY = 3e-6
-"""Seconds for a message between two accelerators of a node: typical of NVLink under NCCL."""
+"""Latency in seconds between two accelerators of a node: typical of NVLink under NCCL."""
 
 NIC_LATENCY = 10e-6
-"""Seconds for a message between nodes: typical of RDMA under NCCL."""
+"""Latency in seconds between two nodes: typical of RDMA under NCCL."""
 
 
 class Link(Spec):
-    """One class of link, in one direction: transfer time of n bytes is ``latency + 8 n / bandwidth``."""
+    """One class of link, in one direction. A transfer of n bytes takes ``latency + 8 n / bandwidth``."""
 
     toml_inline: ClassVar[bool] = True
 
@@ -29,10 +29,10 @@ class Link(Spec):
 
 
 class Links(Spec):
-    """Links by class. Leaf and spine are unset where the network does not slow a node's NICs down.
+    """Links by class. Leave ``leaf`` and ``spine`` unset if the network does not slow down a node's NICs.
 
-    A figure per node is the switch's, shared out among the nodes below it: a leaf of 16 nodes whose links to the spine
-    carry a quarter of what its nodes' NICs do has a spine of a quarter of ``nic``.
+    A figure per node is the switch's bandwidth divided by the number of nodes below it. If the links from a leaf to the
+    spine carry a quarter of what its nodes' NICs do, ``spine`` is a quarter of ``nic``.
     """
 
     inside: Link = Field(description="between two accelerators of a node, per accelerator")
@@ -45,8 +45,8 @@ class ClusterSpec(Spec):
     """A cluster of equal nodes."""
 
     name: str | None = Field(default=None, description="label")
-    nodes: Count = Field(description="nodes (N)")
-    gpus_per_node: Count = Field(description="accelerators of a node (R)")
+    nodes: Count = Field(description="number of nodes (N)")
+    gpus_per_node: Count = Field(description="accelerators per node (R)")
     memory: Bytes = Field(description='memory of one accelerator, "80GiB" or bytes')
     peak_flops: Annotated[dict[str, Positive], Field(min_length=1)] = Field(
         description="peak FLOP/s of one accelerator by dtype, for example { bfloat16 = 312e12 }"
@@ -63,21 +63,21 @@ class ClusterSpec(Spec):
 
     @property
     def gpus(self) -> int:
-        """Accelerators of the whole cluster."""
+        """Number of accelerators of the whole cluster."""
         return self.nodes * self.gpus_per_node
 
     @classmethod
     def preset(cls, name: str, *, nodes: int, gpus_per_node: int | None = None, **overrides: Any) -> Self:
-        """Nodes of a published accelerator.
+        """A cluster of nodes with a published accelerator.
 
         Args:
-            name: one of :meth:`preset_names`.
-            nodes: how many nodes.
-            gpus_per_node: accelerators of each; those of the usual machine by default.
-            **overrides: fields to change; a dictionary changes the named keys of a nested table only.
+            name: One of :meth:`preset_names`.
+            nodes: Number of nodes.
+            gpus_per_node: Accelerators per node; those of the usual machine by default.
+            **overrides: Fields to change; a dictionary changes only the named keys of a nested table.
 
         Raises:
-            SpecError: if the name is unknown or an override is invalid.
+            SpecError: The name is unknown, or an override is invalid.
         """
         kind = ACCELERATORS.get(name)
         what = f"cluster {name!r}"
@@ -108,11 +108,11 @@ class ClusterSpec(Spec):
         """A cluster as a command line names it: ``a800-80g:128x8`` (nodes x accelerators), or a TOML file.
 
         Args:
-            text: accelerator and size, or a path.
-            **overrides: as for :meth:`preset`.
+            text: Accelerator and size, or a path.
+            **overrides: Fields to change, as in :meth:`preset`.
 
         Raises:
-            SpecError: if it is neither, or an override is invalid.
+            SpecError: The text is neither, or an override is invalid.
         """
         name, colon, size = text.partition(":")
         if not colon and (text.endswith(".toml") or Path(text).is_file()):
@@ -132,21 +132,21 @@ class ClusterSpec(Spec):
     def _a_spine_joins_leaves(self) -> Iterator[Problem]:
         """A spine link needs ``nodes_per_leaf`` or ``leaves``."""
         if self.links.spine is not None and self.nodes_per_leaf is None and self.leaves is None:
-            yield Problem("nodes_per_leaf", "is missing: a spine link says nothing without the size of a leaf")
+            yield Problem("nodes_per_leaf", "is missing: a spine link has no meaning without the size of a leaf")
 
     @rule("nodes", "nodes_per_leaf", "leaves")
     def _every_node_is_below_one_leaf(self) -> Iterator[Problem]:
-        """``leaves`` names a leaf for every node, and stands alone."""
+        """``leaves`` names a leaf for every node, and excludes ``nodes_per_leaf``."""
         if self.leaves is None:
             return
         if len(self.leaves) != self.nodes:
-            yield Problem("leaves", f"names {len(self.leaves)} leaf switches, and there are {self.nodes} nodes")
+            yield Problem("leaves", f"names {len(self.leaves)} leaf switches, but there are {self.nodes} nodes")
         if self.nodes_per_leaf is not None:
-            yield Problem("leaves", f"contradicts nodes_per_leaf = {self.nodes_per_leaf}: set one of them")
+            yield Problem("leaves", f"contradicts nodes_per_leaf = {self.nodes_per_leaf}: set only one of them")
 
     @property
     def leaf_of_nodes(self) -> tuple[int, ...]:
-        """Number of the leaf switch above every node; one leaf where nothing is known of any."""
+        """Number of the leaf switch above every node; a single leaf if none is set."""
         if self.leaves is not None:
             return self.leaves
         size = self.nodes_per_leaf or self.nodes
@@ -156,18 +156,21 @@ class ClusterSpec(Spec):
         """The same nodes in another order.
 
         Args:
-            order: which node stands where; that of the first so many nodes, where it is of fewer, and repeated for all
-                others.
+            order: Number of the node at each position. An order of fewer nodes applies to the first ones, and repeats
+                for all others.
 
         Raises:
-            SpecError: if ``order`` is no part of the nodes that is repeated evenly.
+            SpecError: ``order`` is not a permutation, or its length does not divide the number of nodes.
         """
         if self.leaves is None and self.nodes_per_leaf is None:
             return self
         size = len(order)
         if self.nodes % size or sorted(order) != list(range(size)):
             what = f"order = {list(order)}"
-            raise SpecError("cluster", [f"{what} should name each of its nodes once, and divide the {self.nodes}"])
+            raise SpecError(
+                "cluster",
+                [f"{what} should name each of its nodes once, and its length should divide the {self.nodes} nodes"],
+            )
         leaf_of = self.leaf_of_nodes
         leaves = tuple(leaf_of[start + node] for start in range(0, self.nodes, size) for node in order)
         return self.with_(nodes_per_leaf=None, leaves=leaves)

@@ -1,4 +1,4 @@
-"""What groups of nodes get of a network of leaf switches below a spine, all groups alike at work at once."""
+"""Bandwidth of groups of nodes in a network of leaf switches below a spine, while all similar groups send."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["Fabric", "Route"]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What every node of a group gets.
+    """Network rates for each node of a group.
 
     Attributes:
-        bandwidth: bits per second of all NICs of the node together, in one direction.
-        latency: seconds of a round of messages, on average over the group's nodes.
-        crossing: share of what the nodes below a leaf send that leaves it, at the leaf where most does.
-        load: how many times longer the spine is busy than the NICs; above 1 it is the spine that limits.
+        bandwidth: Bits per second of all NICs of the node together, in one direction.
+        latency: Seconds of a round of messages, on average over the group's nodes.
+        crossing: Share of the traffic of a leaf's nodes that leaves the leaf, at the leaf where it is largest.
+        load: Busy time of the spine over that of the NICs; above 1, the spine is the limit.
     """
 
     bandwidth: float
@@ -31,12 +31,12 @@ class Route:
 class Fabric:
     """A cluster's network between nodes.
 
-    A group of ``nodes`` nodes with stride ``s`` holds every ``s``-th node of a block of ``nodes * s`` neighbours; the
-    blocks follow each other through the cluster. Rings join each member to the next, so that of the members below one
-    leaf only the last sends across the spine; in an exchange each sends a piece to every other.
+    A group of ``nodes`` nodes with stride ``s`` holds every ``s``-th node of a block of ``nodes * s`` neighbours. The
+    blocks follow each other through the cluster. In a ring, each member sends to the next, so only the last member
+    below each leaf sends across the spine. In an exchange, each member sends a piece to every other one.
 
     Args:
-        cluster: links, and the leaf above every node.
+        cluster: Links, and the leaf above every node.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -48,18 +48,18 @@ class Fabric:
         self._routes: dict[tuple[int, int, bool], Route] = {}
 
     def route(self, nodes: int, stride: int = 1, *, exchange: bool = False) -> Route:
-        """What a group gets while all groups like it do the same.
+        """The rates of a group while all similar groups send at the same time.
 
         Args:
-            nodes: of the group.
-            stride: nodes from one member to the next.
-            exchange: whether each member sends to every other one; else to the next of a ring.
+            nodes: Number of nodes in the group.
+            stride: Distance in nodes from one member to the next.
+            exchange: Whether each member sends to every other one; otherwise to the next one in a ring.
         """
         key = nodes, stride, exchange
-        found = self._routes.get(key)
-        if found is None:
-            found = self._routes[key] = self._route(*key)
-        return found
+        route = self._routes.get(key)
+        if route is None:
+            route = self._routes[key] = self._route(*key)
+        return route
 
     def _route(self, nodes: int, stride: int, exchange: bool) -> Route:
         crossing = self._crossing(nodes, stride, exchange) if len(self._below) > 1 else 0.0
@@ -86,7 +86,7 @@ class Fabric:
 
 
 def _exchanged(members: Sequence[int], leaving: dict[int, float]) -> None:
-    """Add what leaves each leaf while the members of a group send a piece to every other one."""
-    for leaf, here in Counter(members).items():
-        if here < len(members):
-            leaving[leaf] += here * (len(members) - here) / (len(members) - 1)
+    """Add the traffic that leaves each leaf while each member of a group sends a piece to every other one."""
+    for leaf, count in Counter(members).items():
+        if count < len(members):
+            leaving[leaf] += count * (len(members) - count) / (len(members) - 1)

@@ -1,4 +1,4 @@
-"""What was measured on a cluster: the file that ``thinwire profile`` writes and the planner reads."""
+"""Profile of a cluster: the measurements that ``thinwire profile`` writes and the planner reads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 class CollectiveRow(Spec):
-    """One collective of one size over one shape of group."""
+    """Times of one collective, at one size, over one shape of group."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"] = Field(
         description="the collective"
@@ -26,27 +26,28 @@ class CollectiveRow(Spec):
     local: Count = Field(description="ranks of a group inside a node")
     nodes: Count = Field(description="nodes a group spans")
     groups: Literal["all", "one"] = Field(
-        default="all", description="all: every disjoint group of the cluster at once, as in training; one: one alone"
+        default="all",
+        description="all: every disjoint group of the cluster at once, as in training; one: a single group",
     )
     sent: Bytes = Field(description="bytes that one rank sends")
     seconds: Positive = Field(description="median time, of the slowest rank")
     low: Positive = Field(description="lower quartile")
     high: Positive = Field(description="upper quartile")
-    samples: Count = Field(description="how many times")
+    samples: Count = Field(description="number of samples")
     processor: NonNegative = Field(
-        default=0.0, description="seconds that a rank's processor works for it, where processors send; mean over ranks"
+        default=0.0, description="seconds of processor time per rank, if processors send; mean over ranks"
     )
 
 
 class CodecRow(Spec):
-    """A codec's work on one message, all ranks of a node at it at once."""
+    """Times of a codec on one message, while all ranks of a node do the same."""
 
-    codec: str = Field(description="as a plan names it")
+    codec: str = Field(description="name of the codec, as in a plan")
     dtype: Literal["bfloat16", "float32"] = Field(description="of the values")
     work: Literal["encode", "decode", "feedback"] = Field(
-        description="which way; feedback: encoding that keeps what is lost (error feedback)"
+        description="direction; feedback: encoding that keeps the rounding errors (error feedback)"
     )
-    numel: Count = Field(description="values of the message")
+    numel: Count = Field(description="number of values of the message")
     seconds: Positive = Field(description="median time")
     low: Positive = Field(description="lower quartile")
     high: Positive = Field(description="upper quartile")
@@ -56,16 +57,16 @@ _Timed = TypeVar("_Timed", CollectiveRow, CodecRow)
 
 
 class ComputeRow(Spec):
-    """Forward and backward of one part of the model on one micro-batch, all ranks of a node at it at once."""
+    """Times of one part of a model on one micro-batch, while all ranks of a node do the same."""
 
-    part: Literal["block", "head", "embedding"] = Field(description="which part: head includes the loss")
+    part: Literal["block", "head", "embedding"] = Field(description="part of the model; head includes the loss")
     hidden: Count = Field(description="width of the residual stream")
     ffn: Count = Field(description="width of the feed-forward")
     heads: Count = Field(description="attention heads")
     kv_heads: Count = Field(description="key and value heads")
     vocab: Count = Field(description="tokens of the vocabulary")
     seq: Count = Field(description="tokens of a sequence")
-    micro_batch: Count = Field(description="sequences")
+    micro_batch: Count = Field(description="sequences per micro-batch")
     dtype: Literal["bfloat16", "float32"] = Field(description="compute dtype")
     forward: Positive = Field(description="median seconds of the forward")
     backward: Positive = Field(description="median seconds of the backward")
@@ -75,58 +76,60 @@ class ComputeRow(Spec):
 class OverlapRow(Spec):
     """How computation and transfers slow each other down when both run.
 
-    Seconds of a transfer beside computation are ``transfer`` times its seconds alone, and ``delay``.
+    A transfer during computation takes ``transfer`` times its seconds alone, plus ``delay``.
     """
 
     scope: Literal["inside", "across"] = Field(description="which links the transfers use")
-    sent: Bytes = Field(description="bytes that one rank sends in a transfer, the largest that was measured")
+    sent: Bytes = Field(description="bytes that one rank sends in the largest transfer that was measured")
     compute: Annotated[float, Field(strict=True, ge=1)] = Field(
-        description="how many times longer computation takes beside a transfer"
+        description="factor by which computation takes longer during a transfer"
     )
     transfer: Annotated[float, Field(strict=True, ge=1)] = Field(
-        description="how many times longer a transfer takes beside computation, besides its delay"
+        description="factor by which a transfer takes longer during computation, in addition to its delay"
     )
     delay: NonNegative | None = Field(
         default=None,
-        description="seconds by which a transfer beside computation is late, whatever its size; null: measured with "
-        "transfers of one size, all of whose loss is in transfer",
+        description="seconds by which a transfer is late during computation, whatever its size; null: measured with "
+        "transfers of one size, whose loss is all in transfer",
     )
-    hidden: Count | None = Field(default=None, description="width of the model that computed; null: not noted")
+    hidden: Count | None = Field(default=None, description="width of the model that computed; null: not recorded")
 
 
 class Profile(Spec):
-    """Everything measured on one cluster."""
+    """All measurements of one cluster."""
 
-    version: Literal[1] = Field(default=1, description="of this format")
-    device: str = Field(description="kind of accelerator, or of processor")
-    backend: str = Field(description="of torch.distributed")
+    version: Literal[1] = Field(default=1, description="version of this format")
+    device: str = Field(description="name of the accelerator or the processor")
+    backend: str = Field(description="backend of torch.distributed")
     torch: str = Field(description="version of torch")
     nodes: Count = Field(description="nodes")
-    gpus_per_node: Count = Field(description="ranks of a node")
+    gpus_per_node: Count = Field(description="ranks per node")
     memory: Bytes = Field(description="bytes that one rank may use")
     base_memory: Depth = Field(description="bytes a rank has in use before it holds any model")
-    update_seconds: NonNegative = Field(description="of the optimizer, per element of a shard")
+    update_seconds: NonNegative = Field(description="seconds of the optimizer per element of a shard")
     touch_seconds: NonNegative = Field(
-        default=0.0, description="of copying from fp32 to bf16 or back, per element, all ranks of a node at it"
+        default=0.0, description="seconds per element of copying from fp32 to bf16 or back, all ranks of a node at once"
     )
-    step_seconds: NonNegative = Field(description="fixed time of a step: data, hooks, control exchange")
+    step_seconds: NonNegative = Field(description="fixed seconds per step: data, hooks, control exchange")
     crowding: NonNegative = Field(
         default=0.0,
-        description="seconds by which computation is held up for each second of processor that its rank uses "
-        "otherwise: 0 where a core is free for it or an accelerator computes, 1 where it takes computation's own core, "
-        "more where ranks share cores",
+        description="seconds by which computation is delayed for each second of processor time that its rank uses for "
+        "something else: 0 if a core is free for it or an accelerator computes, 1 if it takes computation's own core, "
+        "more if ranks share cores",
     )
     collectives: tuple[CollectiveRow, ...] = Field(default=(), description="collectives by shape and size")
     codecs: tuple[CodecRow, ...] = Field(default=(), description="codecs by size")
     compute: tuple[ComputeRow, ...] = Field(default=(), description="parts of models")
-    overlap: tuple[OverlapRow, ...] = Field(default=(), description="how computation and transfers meet")
+    overlap: tuple[OverlapRow, ...] = Field(
+        default=(), description="how computation and transfers slow each other down"
+    )
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
-        """Reads a profile.
+        """Read a profile.
 
         Raises:
-            SpecError: if the file cannot be read, is not JSON, or is not a profile.
+            SpecError: The file cannot be read, is not JSON, or is not a profile.
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -135,15 +138,15 @@ class Profile(Spec):
                 str(path), [f"cannot be read as a profile: {error}; make one with thinwire profile --out {path}"]
             ) from error
         if not isinstance(data, Mapping):
-            raise SpecError(str(path), ["should be a JSON object, as thinwire profile writes it"])
+            raise SpecError(str(path), ["it should be a JSON object, as thinwire profile writes it"])
         return cls.parse(data, str(path))
 
     def paced(self, pace: float, *, transfers: bool = False) -> Self:
-        """The profile of the same cluster while its processors take ``pace`` times as long for everything.
+        """The profile of the same cluster while its processors take ``pace`` times as long.
 
         Args:
-            pace: above 0.
-            transfers: whether transfers are the processors' work too, as on links that no rate limits.
+            pace: Factor above 0.
+            transfers: Whether transfers are processor work too, as on links without a rate limit.
         """
 
         def rows(kind: tuple[_Timed, ...]) -> tuple[_Timed, ...]:
@@ -163,7 +166,7 @@ class Profile(Spec):
         )
 
     def write(self, path: str | Path) -> None:
-        """Writes it as JSON, one row a line."""
+        """Write the profile as JSON, one row per line."""
         table: dict[str, Any] = self.to_dict()
         lines = []
         for key, value in table.items():
