@@ -101,7 +101,7 @@ def test_an_order_of_nodes_moves_their_leaves() -> None:
     assert ClusterSpec.named("a800-80g:4x8").in_order((3, 2, 1, 0)).leaves is None
     with pytest.raises(SpecError, match="order = \\[0, 2\\] should name each of its nodes once"):
         four.in_order((0, 2))
-    with pytest.raises(SpecError, match="leaves names 2 leaf switches, and there are 4 nodes"):
+    with pytest.raises(SpecError, match="leaves names 2 leaf switches, but there are 4 nodes"):
         four.with_(nodes_per_leaf=None, leaves=[0, 1])
     with pytest.raises(SpecError, match="leaves contradicts nodes_per_leaf = 2"):
         four.with_(leaves=[0, 0, 1, 1])
