@@ -1,4 +1,4 @@
-"""Computation: forward and backward of the parts of a model, all ranks of a node at it at once."""
+"""Times the forward and the backward of a model's parts, while all ranks of a node compute."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class ModelPiece:
     """A part of a model.
 
     Attributes:
-        part: which kind; whole: embedding, ``repeats`` of its blocks and head, one after another.
-        shape: of the model it is from.
-        seq: tokens of a sequence.
-        micro_batch: sequences.
-        dtype: in which it computes.
-        flops: of the forward of one.
-        make: on a device, the module and the call whose result's backward is timed. Gradients that the module does not
-            keep to itself are added to fp32 ones.
-        repeats: how many such parts, with weights of their own, the call runs one after another: a single one would
-            find its weights in the cache each time, as no training does.
+        part: Kind of part; ``"whole"`` is the embedding, ``repeats`` blocks and the head, one after another.
+        shape: Dimensions of the model that it belongs to.
+        seq: Tokens per sequence.
+        micro_batch: Sequences per micro-batch.
+        dtype: Compute dtype.
+        flops: FLOPs of the forward of one part.
+        make: Builds, on a device, the module and a call; the call and the backward of its result are timed. Gradients
+            that the module leaves in ``.grad`` are added to fp32 sums.
+        repeats: Number of such parts, each with its own weights, that the call runs one after another. A single part
+            would find its weights in the cache each time, which never happens in training.
     """
 
     part: Literal["block", "head", "embedding", "whole"]
@@ -48,19 +48,19 @@ class ModelPiece:
 def measure_model(
     pieces: Sequence[ModelPiece], control: Control, device: torch.device, seconds: float
 ) -> list[ComputeRow]:
-    """Time the forward and backward of a model's parts; gradients are added to fp32 ones, as the runtime does.
+    """Time the forward and backward of a model's parts. Gradients are added to fp32 sums, as in the runtime.
 
-    The parts by themselves tell the shares, a whole of them, in which no rank waits for another, how long they take
-    together: in training caches are cold, ranks drift apart, and there is work between the parts, the runtime's too.
+    Timing each part alone gives its share. Timing the whole, in which no rank waits for another, gives the total: in
+    training, caches are cold, ranks drift apart, and there is work between the parts, including the runtime's.
 
     Args:
-        pieces: the parts, and the whole.
-        control: joins all ranks.
-        device: where they compute.
-        seconds: how long to go on, about.
+        pieces: The parts, and the whole.
+        control: Connects all ranks.
+        device: Device that computes.
+        seconds: Approximate duration of the measurement.
 
     Returns:
-        A row for each part, the same on every rank.
+        One row per part, the same on every rank.
     """
     whole = next(piece for piece in pieces if piece.part == "whole")
     parts = [piece for piece in pieces if piece is not whole]
@@ -88,7 +88,7 @@ def _measure_part(piece: ModelPiece, control: Control, device: torch.device, sec
     first = max(sum(pair) for pair in control.all_gather_object(once()))
     samples = [once() for _ in range(max(FEWEST, min(MOST, int(seconds / max(first, 1e-6)))))]
     everyone = control.all_gather_object(samples)
-    # The slowest rank: a rank that is done early would have gone on in training, and taken its share of the cores.
+    # The slowest rank counts: in training, a rank that is done early would go on and take its share of the cores.
     whole = Spread.of([max(sum(pair) for pair in column) for column in zip(*everyone, strict=True)]).median
     share = sum(pair[0] for rank in everyone for pair in rank) / sum(sum(pair) for rank in everyone for pair in rank)
     shape = piece.shape
@@ -109,7 +109,7 @@ def _measure_part(piece: ModelPiece, control: Control, device: torch.device, sec
 
 
 def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, seconds: float) -> float:
-    """Seconds of a forward and backward of the slowest rank, none of which waits for another."""
+    """Seconds of a forward and backward on the slowest rank, while no rank waits for another."""
     forward, backward = _training(piece, device)
 
     def several(count: int) -> float:
@@ -125,14 +125,14 @@ def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, se
 
 
 def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
-    """The forward of a part, and the backward of what it gives."""
+    """The forward of a part, and the backward of its result."""
     module, call = piece.make(device)
     sums: dict[nn.Parameter, Tensor] = {}
 
     def backward(out: Tensor) -> None:
         out.backward(torch.ones_like(out))
         for parameter in module.parameters():
-            if parameter.grad is None:  # the runtime has taken it
+            if parameter.grad is None:  # the runtime has already taken it
                 continue
             if parameter not in sums:
                 sums[parameter] = torch.zeros(parameter.shape, device=device)
@@ -143,7 +143,7 @@ def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Ten
 
 
 def measure_update(control: Control, device: torch.device) -> float:
-    """Seconds of AdamW per element of a shard, the rounding to bf16 included; the mean over ranks."""
+    """Seconds of AdamW per element of a shard, including the rounding to bf16; mean over ranks."""
     numel = 1 << 22
     master = nn.Parameter(torch.zeros(numel, device=device))
     master.grad = torch.zeros_like(master)
@@ -161,7 +161,7 @@ def measure_update(control: Control, device: torch.device) -> float:
 
 
 def measure_touch(control: Control, device: torch.device) -> float:
-    """Seconds of copying one element from fp32 to bf16, of data that no cache holds."""
+    """Seconds per element of copying from fp32 to bf16, with data that no cache holds."""
     numel = 1 << 20
 
     def make() -> Callable[[], None]:

@@ -1,8 +1,8 @@
-"""How much computation is held up by each second of processor that its rank uses for something else.
+"""Measures how much computation is delayed by each second of processor time that its rank uses for something else.
 
-Where processors compute, they also send: the kernel and the transport copy every byte. That work is hidden behind
-nothing. A thread that only copies tells what it costs: nothing where a core is free for it, and several seconds for one
-where ranks share cores and caches and every rank has such a thread.
+Where processors compute, they also send: the kernel and the transport copy every byte, and nothing hides that work. A
+thread that does nothing but copy shows its cost. That is zero if a core is free for the thread. It is several seconds
+per second if ranks share cores and caches, and every rank has such a thread.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from thinwire.collectives.group import Control
 __all__ = ["measure_crowding"]
 
 TURNS = 8
-"""Turns, all of which count: what a machine does besides holds up one or the other of two neighbours."""
+"""Number of turns. All of them count, because other work on the machine may slow down either part of a turn."""
 
 _BYTES = 1 << 21
-"""That the thread copies at once, about as many as a bucket's part on its way."""
+"""Bytes that the thread copies at once, about as many as a part of a bucket in flight."""
 
 
 def measure_crowding(compute: Callable[[], None], control: Control, device: torch.device, turn: float = 0.2) -> float:
-    """Computation alone and beside a thread of its rank that uses the processor, in turn, on all ranks at once.
+    """Time computation alone, and next to a thread of its rank that uses the processor, in turn, on all ranks at once.
 
     Args:
-        compute: the computation, once.
-        control: joins all ranks.
-        device: where it computes.
-        turn: seconds of computation alone in a turn, about.
+        compute: Runs the computation once.
+        control: Connects all ranks.
+        device: Device that computes.
+        turn: Approximate seconds of computation alone in a turn.
 
     Returns:
-        Seconds by which computation is held up for each second of that thread's, the same on every rank; 0 on an
-        accelerator, which no thread of its host holds up.
+        Seconds by which computation is delayed for each second of processor time of that thread; the same on every
+        rank. It is 0 on an accelerator, which no thread of its host delays.
     """
     if device.type != "cpu":
         return 0.0
@@ -49,7 +49,7 @@ def measure_crowding(compute: Callable[[], None], control: Control, device: torc
         spinner = _Spinner()
         with spinner:
             beside = _computing(compute, control, calls)
-        # What else the machine does changes its pace: computation alone is taken right before and right after.
+        # Other work changes the pace of the machine, so computation alone is timed right before and right after.
         after = _computing(compute, control, calls)
         alone, together, used = control.all_reduce_mean([(before + after) / 2, beside, spinner.seconds])
         held_up += together - alone
@@ -59,7 +59,7 @@ def measure_crowding(compute: Callable[[], None], control: Control, device: torc
 
 
 def _computing(compute: Callable[[], None], control: Control, calls: int) -> float:
-    """Seconds of so many computations of this rank, all ranks at it at once."""
+    """Seconds of ``calls`` computations on this rank, while all ranks compute."""
     control.barrier()
     begin = time.perf_counter()
     for _ in range(calls):
@@ -68,10 +68,10 @@ def _computing(compute: Callable[[], None], control: Control, calls: int) -> flo
 
 
 class _Spinner:
-    """A thread that uses the processor and nothing else, while its context lasts.
+    """A thread that only uses the processor, for as long as its context lasts.
 
     Attributes:
-        seconds: of processor that it used.
+        seconds: Processor seconds that it used.
     """
 
     def __init__(self) -> None:
@@ -90,5 +90,5 @@ class _Spinner:
         source, target = (ctypes.create_string_buffer(_BYTES) for _ in range(2))
         begin = time.thread_time()
         while not self._over.is_set():
-            ctypes.memmove(target, source, _BYTES)  # without the interpreter's lock
+            ctypes.memmove(target, source, _BYTES)  # releases the interpreter's lock
         self.seconds = time.thread_time() - begin

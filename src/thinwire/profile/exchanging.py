@@ -1,4 +1,4 @@
-"""Collectives over every shape of group that a plan may use."""
+"""Times collectives over every shape of group that a plan may use."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from thinwire.spec.profile import CollectiveRow
 __all__ = ["KINDS", "SIZES", "Exchange", "Groups", "exchanges", "measure_exchange", "sent_bytes"]
 
 KINDS = ("all_gather", "reduce_scatter", "all_to_all", "all_reduce", "broadcast", "send")
-"""In the order in which they are measured: what plans use most comes first."""
+"""Collectives in the order of measurement; those that plans use most come first."""
 
 SIZES = (1 << 20, 1 << 16, 1 << 22, 1 << 12, 1 << 24, 1 << 18, 1 << 26, 1 << 28, 1 << 30)
-"""Bytes of the whole vector, the most useful first; how far one gets depends on time and memory."""
+"""Bytes of the whole vector, the most useful first. Time and memory limit how many sizes are measured."""
 
 COPIES, LARGE = 6, 1 << 25
-"""How many vectors take turns, and the bytes from which a single one fills every cache."""
+"""Number of vectors that take turns, and the bytes from which a single vector fills every cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,10 +36,10 @@ class Exchange:
     """One collective over one shape of group.
 
     Attributes:
-        kind: one of :data:`KINDS`.
-        local: ranks of a group inside a node.
-        nodes: nodes a group spans.
-        groups: ``"all"`` groups of this shape at once, or ``"one"`` alone.
+        kind: One of :data:`KINDS`.
+        local: Ranks of a group inside a node.
+        nodes: Nodes that a group spans.
+        groups: ``"all"``: all groups of this shape send at once; ``"one"``: a single group sends.
     """
 
     kind: str
@@ -49,12 +49,12 @@ class Exchange:
 
     @property
     def needed(self) -> bool:
-        """Whether programs consist of it: a hop that gathers or scatters."""
+        """Whether programs contain it: a hop that gathers or scatters."""
         return self.kind in KINDS[:3] and 1 in (self.local, self.nodes) and self.groups == "all"
 
 
 def exchanges(mesh: Factor) -> Iterator[Exchange]:
-    """All of them: first the hops that programs consist of, then two-dimensional groups, then groups alone."""
+    """All exchanges: first the hops that programs contain, then two-dimensional groups, then single groups."""
     inside = [d for d in range(2, mesh.local + 1) if mesh.local % d == 0]
     across = [d for d in range(2, mesh.nodes + 1) if mesh.nodes % d == 0]
     hops = [(local, 1) for local in reversed(inside)] + [(1, nodes) for nodes in reversed(across)]
@@ -67,17 +67,17 @@ def exchanges(mesh: Factor) -> Iterator[Exchange]:
         for local, nodes in both:
             yield Exchange(kind, local, nodes)
     for local, nodes in hops if mesh.local > 1 else ():
-        if nodes > 1:  # how much of a node's link one group has to itself
+        if nodes > 1:  # how much of a node's link a single group can use
             yield Exchange("all_gather", local, nodes, "one")
 
 
 class Groups:
-    """The group of every shape that this rank is in, made once.
+    """This rank's group of each shape, created once.
 
     Args:
-        mesh: all ranks.
-        rank: this one.
-        device: where vectors live.
+        mesh: All ranks.
+        rank: Number of this rank.
+        device: Device of the vectors.
     """
 
     def __init__(self, mesh: Factor, rank: int, device: torch.device) -> None:
@@ -85,7 +85,7 @@ class Groups:
         self._made: dict[tuple[int, int], AxisGroup] = {}
 
     def of(self, local: int, nodes: int) -> AxisGroup:
-        """The group of a shape: a direction of some plan's mesh."""
+        """This rank's group of a shape, which is an axis of some plan's mesh."""
         key = local, nodes
         if key not in self._made:
             mesh = self._mesh
@@ -96,7 +96,7 @@ class Groups:
         return self._made[key]
 
     def works_alone(self, nodes: int) -> bool:
-        """Whether this rank's group of one rank a node is the one that works when one does: rank 0's."""
+        """Whether this rank is in the group that sends when a single one does: rank 0's, with one rank per node."""
         node, local = divmod(self._rank, self._mesh.local)
         return local == 0 and node < nodes
 
@@ -107,12 +107,12 @@ def measure_exchange(
     """Time one collective of one size.
 
     Args:
-        what: which.
-        size: bytes of the whole vector.
-        groups: of every shape.
-        control: joins all ranks.
-        device: where vectors live.
-        seconds: how long to go on, about.
+        what: The collective and its shape of group.
+        size: Bytes of the whole vector.
+        groups: This rank's groups.
+        control: Connects all ranks.
+        device: Device of the vectors.
+        seconds: Approximate duration of the measurement.
 
     Returns:
         The row, the same on every rank.
@@ -137,7 +137,7 @@ def measure_exchange(
 
 
 def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Callable[[], None]:
-    """The call that is timed, on vectors of its own."""
+    """The call to time, with its own vectors."""
     if kind in ("all_gather", "broadcast"):
         whole = torch.zeros(size, dtype=torch.uint8, device=device)
         return all_gather(group, whole, kind=Kind(kind)).perform
@@ -159,7 +159,7 @@ def _body(kind: str, group: AxisGroup, size: int, device: torch.device) -> Calla
 
 
 def _nothing() -> None:
-    """What ranks do whose group is not timed."""
+    """The call of ranks whose group is not timed."""
 
 
 def sent_bytes(what: Exchange, size: int) -> int:

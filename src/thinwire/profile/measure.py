@@ -1,4 +1,4 @@
-"""The whole measurement: what is most useful first, within a budget, and resumable."""
+"""The whole measurement: within a budget, resumable, and with the most useful figures first."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from thinwire.units import format_bytes
 __all__ = ["Settings", "measure", "memory_in_use"]
 
 MEETING_SIZES = (1 << 16, 1 << 20, 1 << 14, 1 << 22)
-"""Bytes of the vectors that are gathered beside computation: what all lose is told from what grows with size."""
+"""Bytes of the vectors to gather during computation; several sizes separate the delay from what grows with size."""
 
 LONGEST_TURN, SHORTEST_TURN = 0.2, 0.02
-"""Seconds of computation beside a transfer, or alone, at once."""
+"""Bounds in seconds of one turn of computation, alone or during transfers."""
 
 TURNS = 30
-"""How many of them should find room in their share of the budget."""
+"""Number of turns that should fit into their share of the budget."""
 
 NEEDED_SIZES = (1 << 20, 1 << 16, 1 << 12)
-"""Bytes of the vectors with which everything that plans consist of is measured in any case."""
+"""Bytes of the vectors with which every collective that programs contain is measured, whatever the budget."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What to measure.
+    """Settings of a measurement.
 
     Attributes:
-        mesh: all ranks.
-        device: of this rank.
-        budget: seconds, about.
-        pieces: parts of models.
-        memory: bytes that one rank may use.
-        codecs: names, most useful first.
+        mesh: All ranks.
+        device: Device of this rank.
+        budget: Approximate duration in seconds.
+        pieces: Parts of models to time.
+        memory: Bytes that one rank may use.
+        codecs: Names of codecs, most useful first.
     """
 
     mesh: Factor
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass
 class _Rows:
-    """What there is so far."""
+    """Rows measured so far, and the delay of computation per second of other processor work."""
 
     collectives: list[CollectiveRow] = field(default_factory=list)
     codecs: list[CodecRow] = field(default_factory=list)
@@ -77,11 +77,11 @@ def measure(
     """Measure and write the profile; every rank calls it, rank 0 writes.
 
     Args:
-        settings: what to measure.
-        control: joins all ranks.
-        out: the file; it is written again and again, so that an interruption loses little.
-        report: told what is measured, on rank 0.
-        resume: keep the rows that ``out`` has already.
+        settings: Settings of the measurement.
+        control: Connects all ranks.
+        out: File to write. It is rewritten after each step, so that an interruption loses little.
+        report: Receives one line about each measurement.
+        resume: Whether to keep the rows that ``out`` already has.
 
     Returns:
         The profile, the same on every rank.
@@ -179,7 +179,7 @@ def _measure_meetings(
     if block is None:
         return
     shapes = {Scope.INSIDE: (settings.mesh.local, 1), Scope.ACROSS: (1, settings.mesh.nodes)}
-    # How much computation is held up depends on how long its operations are.
+    # The delay of computation depends on the length of its operations, and so on the width of the model.
     known = {(row.scope, row.hidden) for row in rows.overlap}
     meetings = [
         Meeting(
@@ -214,13 +214,16 @@ def _measure_collectives(
     report: Callable[[str], None],
     save: Callable[[], object],
 ) -> None:
-    """First what every plan needs, in a large, a small and a tiny size whatever the budget: from a single one follows
-    neither latency nor bandwidth. Then one size of everything before another of anything, so that the budget cuts off
-    the least useful sizes."""
+    """Measure collectives, the most useful ones first.
+
+    First come those that every plan needs, at a large, a small and a tiny size, whatever the budget: a single size
+    determines neither latency nor bandwidth. Then everything is measured at one size before the next size starts, so
+    that the budget cuts off the least useful sizes.
+    """
     everything = list(exchanges(settings.mesh))
     needed = [(what, size) for size in NEEDED_SIZES for what in everything if what.needed]
     known = {(_exchange_of(row), row.sent) for row in rows.collectives}
-    per_byte: dict[Exchange, float] = {}  # at the best, which is what larger sizes will need
+    per_byte: dict[Exchange, float] = {}  # the fastest so far, which predicts the time of larger sizes
     for wanted in (needed, *([(what, size) for what in everything] for size in SIZES)):
         for number, (what, size) in enumerate(wanted):
             left, sent = deadline.left(), sent_bytes(what, size)
@@ -252,32 +255,35 @@ def _alone(what: Exchange) -> str:
 
 
 def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
-    """The rows of an interrupted measurement, as rank 0 reads them."""
-    found: Profile | ThinwireError | None = None
+    """The rows of an interrupted measurement, which rank 0 reads for all."""
+    earlier: Profile | ThinwireError | None = None
     if control.rank == 0 and out.exists():
         try:
-            found = Profile.read(out)
+            earlier = Profile.read(out)
         except ThinwireError as error:
-            found = error
-    found = control.all_gather_object(found)[0]
-    if isinstance(found, ThinwireError):
-        raise found
-    if found is None:
+            earlier = error
+    earlier = control.all_gather_object(earlier)[0]
+    if isinstance(earlier, ThinwireError):
+        raise earlier
+    if earlier is None:
         return _Rows()
-    here = (settings.mesh.nodes, settings.mesh.local, _device_name(settings.device))
-    if (found.nodes, found.gpus_per_node, found.device) != here:
+    present = (settings.mesh.nodes, settings.mesh.local, _device_name(settings.device))
+    if (earlier.nodes, earlier.gpus_per_node, earlier.device) != present:
         raise UsageError(
-            f"{out} is of {found.nodes} nodes with {found.gpus_per_node} ranks on {found.device}, not of {here[0]} "
-            f"with {here[1]} on {here[2]}; give another --out, or leave --resume out"
+            f"{out} was measured on {earlier.nodes} nodes with {earlier.gpus_per_node} ranks each on {earlier.device}, "
+            f"but this run has {present[0]} nodes with {present[1]} ranks each on {present[2]}; choose another --out, "
+            "or omit --resume"
         )
-    return _Rows(list(found.collectives), list(found.codecs), list(found.compute), list(found.overlap), found.crowding)
+    return _Rows(
+        list(earlier.collectives), list(earlier.codecs), list(earlier.compute), list(earlier.overlap), earlier.crowding
+    )
 
 
 def memory_in_use(device: torch.device) -> int:
-    """Bytes that are in use now: of the process on CPU, of the device on CUDA.
+    """Bytes currently in use: by the process on CPU, on the device for CUDA.
 
     Args:
-        device: of this rank.
+        device: Device of this rank.
     """
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

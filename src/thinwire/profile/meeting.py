@@ -1,9 +1,8 @@
-"""How computation and transfers slow each other down when a lane sends while a block computes (gamma).
+"""Measures how computation and transfers slow each other down when a lane sends while a block computes (gamma).
 
-A transfer beside computation waits for its turn on the processor whenever it wakes up, which takes as long whatever its
-size, and may lose a share of memory bandwidth or of cores, which grows with it. So seconds beside computation are
-``factor * alone + delay``, two constants for all sizes: transfers of several sizes, in short turns one after another,
-tell both.
+A transfer during computation waits for the processor whenever it wakes up. That delay does not depend on its size. It
+may also lose a share of memory bandwidth or of cores, which grows with its size. So its seconds during computation are
+``factor * alone + delay``, with two constants for all sizes. Short turns of transfers of several sizes determine both.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from thinwire.spec.profile import OverlapRow
 __all__ = ["Meeting", "line", "measure_meetings"]
 
 FEWEST_TURNS = 6
-"""Turns of all transfers together, at least, even if the time is over: what a few tell can be five times off."""
+"""Minimum number of turns, even past the deadline: the result of fewer turns can be wrong by a factor of 5."""
 
 ALONE = 3
-"""Transfers that are timed alone in a turn; the median counts."""
+"""Number of transfers to time alone in a turn; their median counts."""
 
 FEWEST = 2
-"""Transfers of a turn beside computation, at least."""
+"""Minimum number of transfers during computation in a turn."""
 
 DELAY = 5e-3
-"""Seconds by which a transfer is taken to be late when their number is decided."""
+"""Assumed delay of a transfer in seconds, for choosing the number of transfers."""
 
 MOST_STOLEN = 0.75
-"""Share of the processor that transfers are believed to take away at most."""
+"""Upper limit for the measured share of the processor that transfers take."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ class Meeting:
     """A transfer of one size that every rank performs at the same time.
 
     Attributes:
-        scope: whose links it uses.
-        sent: bytes that a rank sends in it.
-        transfer: the transfer, once.
+        scope: Links that it uses.
+        sent: Bytes that a rank sends in it.
+        transfer: Performs the transfer once.
     """
 
     scope: Scope
@@ -58,13 +57,13 @@ class Meeting:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """What one turn told.
+    """Result of one turn.
 
     Attributes:
-        meeting: what met computation.
-        alone: seconds of one transfer.
-        beside: seconds of one beside computation.
-        stolen: share of that time by which computation was held up.
+        meeting: The transfer that ran during computation.
+        alone: Seconds of one transfer alone.
+        beside: Seconds of one transfer during computation.
+        stolen: Delay of computation as a share of ``beside``.
     """
 
     meeting: Meeting
@@ -82,19 +81,19 @@ def measure_meetings(
     deadline: Deadline,
     turn: float = 0.2,
 ) -> list[OverlapRow]:
-    """Computation alone and beside transfers in turn, until the time is over.
+    """Time computation alone and during transfers in turn, until the deadline.
 
     Args:
-        meetings: of several sizes, of every scope; each has a turn before any has another.
-        compute: the computation, once.
-        hidden: width of the model it is of.
-        control: joins all ranks.
-        device: where it computes.
-        deadline: when to stop; there are six turns in any case, and one of every scope.
-        turn: seconds of one, about; it is one computation at least.
+        meetings: Transfers of several sizes in every scope; each has a turn before any has a second one.
+        compute: Runs the computation once.
+        hidden: Width of the model that computes.
+        control: Connects all ranks.
+        device: Device that computes.
+        deadline: When to stop. There are always at least six turns, and one of every scope.
+        turn: Approximate seconds of a turn, which contains at least one computation.
 
     Returns:
-        A row of every scope, the same on every rank.
+        One row per scope, the same on every rank.
     """
     compute()
     turns: list[_Turn] = []
@@ -107,7 +106,7 @@ def measure_meetings(
         alone = _transferring(meeting, control, device)
         count = max(FEWEST, math.ceil(max(turn, 1.2 * before) / (alone + DELAY)))
         computing, calls, beside = _together(meeting, compute, control, device, count)
-        # What else goes on changes the pace: computation is measured next to it in time, before and after.
+        # Other work changes the pace of the machine, so computation alone is timed right before and right after.
         after = _computing(compute, control, device, turn)
         held_up = computing - calls * (before + after) / 2
         turns.append(_Turn(meeting, alone, beside, held_up / (count * beside)))
@@ -117,38 +116,38 @@ def measure_meetings(
 
 def _rows(turns: Sequence[_Turn], hidden: int) -> list[OverlapRow]:
     factor, delay = line([(turn.alone, turn.beside) for turn in turns])
-    found = []
+    rows = []
     for scope in dict.fromkeys(turn.meeting.scope for turn in turns):
-        here = [turn for turn in turns if turn.meeting.scope is scope]
-        stolen = min(max(statistics.median(turn.stolen for turn in here), 0.0), MOST_STOLEN)
-        found.append(
+        scope_turns = [turn for turn in turns if turn.meeting.scope is scope]
+        stolen = min(max(statistics.median(turn.stolen for turn in scope_turns), 0.0), MOST_STOLEN)
+        rows.append(
             OverlapRow(
                 scope=str(scope),  # type: ignore[arg-type]
-                sent=max(turn.meeting.sent for turn in here),
+                sent=max(turn.meeting.sent for turn in scope_turns),
                 compute=1 / (1 - stolen),
                 transfer=factor,
                 delay=delay,
                 hidden=hidden,
             )
         )
-    return found
+    return rows
 
 
 def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The line through points that is off by least in sum (least absolute deviations), so that outliers count little.
+    """The line with the least absolute deviations from the points, so that outliers count little.
 
-    Where no transfer takes longer alone than what transfers lose, a slope would be told from noise: it is 1 then.
+    If every transfer takes less time alone than it loses, a fitted slope would only reflect noise, so the slope is 1.
 
     Args:
-        points: seconds of a transfer alone, and beside computation; one at least.
+        points: Seconds of a transfer alone and during computation; at least one point.
 
     Returns:
-        Its slope, 1 at least, and its intercept in seconds, 0 at least.
+        The slope, at least 1, and the intercept in seconds, at least 0.
     """
     lost = statistics.median(y - x for x, y in points)
     if max(x for x, _ in points) < lost:
         return 1.0, lost
-    # A best line goes through two of the points, or through one of them where a bound holds.
+    # A best line passes through two of the points, or through one of them if a bound is active.
     slopes = {1.0} | {y / x for x, y in points if x > 0}
     slopes |= {(d - b) / (c - a) for (a, b), (c, d) in itertools.combinations(points, 2) if a != c}
     candidates = (
@@ -158,7 +157,7 @@ def line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _computing(compute: Callable[[], None], control: Control, device: torch.device, turn: float) -> float:
-    """Seconds of one computation alone, mean over ranks: none stops long before the others, as in training."""
+    """Seconds of one computation alone, mean over ranks. As in training, no rank stops long before the others."""
     control.barrier()
     done, begin = 0, time.perf_counter()
     while not done or time.perf_counter() - begin < turn:
@@ -169,7 +168,7 @@ def _computing(compute: Callable[[], None], control: Control, device: torch.devi
 
 
 def _transferring(meeting: Meeting, control: Control, device: torch.device) -> float:
-    """Seconds of one transfer alone, the median, mean over ranks."""
+    """Median seconds of one transfer alone, mean over ranks."""
     control.barrier()
     taken = []
     for _ in range(ALONE):
@@ -183,8 +182,10 @@ def _transferring(meeting: Meeting, control: Control, device: torch.device) -> f
 def _together(
     meeting: Meeting, compute: Callable[[], None], control: Control, device: torch.device, count: int
 ) -> tuple[float, float, float]:
-    """Seconds of computing, how many computations they were, and seconds of one of so many transfers beside them; mean
-    over ranks."""
+    """Seconds of computation, the number of computations, and the seconds of one of ``count`` transfers during them.
+
+    All three are means over ranks.
+    """
     control.barrier()
     took: list[float] = []
 
@@ -204,7 +205,7 @@ def _together(
     computing = time.perf_counter() - begin
     sender.join()
     if not took:
-        # The thread's own error is on stderr; the others learn of it from the collective that this rank misses.
-        raise RuntimeError("a transfer failed while computation went on")
+        # The thread has printed its error to stderr. The other ranks fail in the collective that this rank misses.
+        raise RuntimeError("a transfer failed during computation")
     seconds, calls, beside = control.all_reduce_mean([computing, float(done), took[0]])
     return seconds, calls, beside

@@ -1,4 +1,4 @@
-"""Time on many ranks: everyone starts together, the slowest counts, and all stop at the same moment."""
+"""Timing on many ranks: all ranks start together, the slowest one counts, and all stop after the same sample."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thinwire.collectives.group import Control
 __all__ = ["Deadline", "Spread", "finish", "in_turn", "timed"]
 
 FEWEST, MOST = 3, 15
-"""Samples of anything that is measured."""
+"""Minimum and maximum number of samples of a measurement."""
 
 _SHORT = 2e-3
-"""Seconds below which several calls make one sample: starting together is not exact to the microsecond."""
+"""Seconds below which a sample has several calls, because ranks do not start at exactly the same microsecond."""
 
 _CALLS = 8
 
@@ -28,11 +28,11 @@ class Spread:
     """Seconds of one call.
 
     Attributes:
-        median: of the samples.
-        low: their lower quartile.
-        high: their upper quartile.
-        samples: how many.
-        processor: seconds that a rank's processor works for one, the median, mean over ranks.
+        median: Median of the samples.
+        low: Lower quartile of the samples.
+        high: Upper quartile of the samples.
+        samples: Number of samples.
+        processor: Processor seconds per rank and call: the median of the samples, mean over ranks.
     """
 
     median: float
@@ -43,7 +43,7 @@ class Spread:
 
     @classmethod
     def of(cls, samples: Sequence[float], processor: float = 0.0) -> Spread:
-        """Median and quartiles."""
+        """The median and the quartiles of samples."""
         if len(samples) == 1:
             return cls(samples[0], samples[0], samples[0], 1, processor)
         low, median, high = statistics.quantiles(samples, n=4, method="inclusive")
@@ -51,36 +51,36 @@ class Spread:
 
 
 class Deadline:
-    """An end that all ranks see at the same moment: rank 0's clock decides.
+    """A deadline on which all ranks agree: rank 0's clock decides.
 
     Args:
-        control: joins the ranks.
-        seconds: from now.
+        control: Connects all ranks.
+        seconds: Seconds from now until the deadline.
     """
 
     def __init__(self, control: Control, seconds: float) -> None:
         self._control, self._end = control, time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds that are left, the same on every rank; a collective call."""
+        """Seconds left, the same on every rank; a collective call."""
         left: list[float] = self._control.all_gather_object(self._end - time.monotonic())
         return left[0]
 
     def passed(self) -> bool:
-        """Whether none are left; a collective call."""
+        """Whether no time is left; a collective call."""
         return self.left() <= 0
 
     def share(self, share: float) -> Deadline:
-        """An earlier end, after a share of what is left; a collective call."""
+        """An earlier deadline, after a share of the time left; a collective call."""
         return Deadline(self._control, self.left() * share)
 
 
 def in_turn(make: Callable[[], Callable[[], None]], copies: int) -> Callable[[], None]:
-    """Several calls on data of their own, one after another: none finds its data in the cache, as in training.
+    """One call that cycles through several copies of a call. As in training, none finds its data in the cache.
 
     Args:
-        make: a call and its data.
-        copies: how many.
+        make: Creates a call with its own data.
+        copies: Number of copies.
     """
     calls = itertools.cycle([make() for _ in range(copies)])
     return lambda: next(calls)()
@@ -90,13 +90,13 @@ def timed(control: Control, body: Callable[[], None], *, seconds: float, device:
     """Time a call that every rank makes.
 
     Args:
-        control: joins the ranks.
-        body: the call; it is made once before the clock runs.
-        seconds: how long to go on, about; three samples are taken in any case.
-        device: whose work to wait for.
+        control: Connects all ranks.
+        body: The call; it runs once before timing starts.
+        seconds: Approximate duration; at least three samples are taken.
+        device: Device whose work must finish.
 
     Returns:
-        Seconds of one call, of the slowest rank; the same on every rank.
+        Seconds of one call on the slowest rank; the same on every rank.
     """
     first = _once(control, body, 1, device)
     calls = _CALLS if first < _SHORT else 1
@@ -115,7 +115,7 @@ def _once(control: Control, body: Callable[[], None], calls: int, device: torch.
 
 
 def _clocked(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of a call, and of this process's processor in it."""
+    """Wall-clock seconds and processor seconds of one call in this process."""
     control.barrier()
     begin, begun = time.perf_counter(), time.process_time()
     for _ in range(calls):
@@ -125,6 +125,6 @@ def _clocked(control: Control, body: Callable[[], None], calls: int, device: tor
 
 
 def finish(device: torch.device) -> None:
-    """Wait for what a device has been given to do."""
+    """Wait for a device to finish its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
