@@ -1,9 +1,9 @@
 """Every field of a program matters to the runtime.
 
-Each test takes the sound program, spoils one field and has the runtime perform the result. A field that the runtime
-*obeys* changes what it does: it matches the spoilt program and no longer the sound one. A field that it does not read is
-*checked*: it goes on as the sound program says and does not match the one that it was given. Of some fields the runtime
-obeys a part, and matches neither.
+Each test takes the sound program, spoils one field and has the runtime perform the result. If the runtime *obeys* the
+field, it does what the spoilt program says and no longer what the sound one says. If it does not read the field, it is
+*checked*: the runtime goes on as the sound program says and does not match the one that it was given. Of some fields
+the runtime obeys a part, and matches neither.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def full_parameters(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        runtime.release_all()
+        runtime.holds.release_all()
 
 
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:

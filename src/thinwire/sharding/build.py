@@ -28,10 +28,11 @@ from thinwire.sharding.gradient import Topology, UnitGradient
 from thinwire.sharding.initial import InitialValues, is_on_meta, place_model, read_shard
 from thinwire.sharding.lanes import Lanes
 from thinwire.sharding.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
-from thinwire.sharding.local import Part, Slice, local_tensor, slice_of
+from thinwire.sharding.local import ModelPart, Slice, local_tensor, slice_of
 from thinwire.sharding.memory import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
+from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.unit import FlatBuffer, Unit
 from thinwire.spec import Plan
 
@@ -65,7 +66,7 @@ def build(
     *,
     sync_initial: bool,
     codec_backend: str | None = None,
-    part: Part | None = None,
+    part: ModelPart | None = None,
     values: InitialValues | None = None,
     device: torch.device | None = None,
 ) -> Runtime:
@@ -82,7 +83,7 @@ def build(
         device: where a model on the meta device will live.
     """
     alone = part is None
-    part = part or Part(DataRanks(groups.control().ranks))
+    part = part or ModelPart(DataRanks(groups.control().ranks))
     control = groups.control(part.data.ranks)
     problem: ThinwireError | None = None
     modules: list[UnitModules] = []
@@ -158,7 +159,21 @@ def build(
         for number, unit in enumerate(modules)
     ]
     runtime = Runtime(
-        model, plan, units, gradients, arenas.gradients, lanes, meter, axes, control.rank, codecs, seeds, part, slices
+        ShardedModel(
+            model=model,
+            plan=plan,
+            part=part,
+            rank=control.rank,
+            units=tuple(units),
+            gradients=gradients,
+            arena=arenas.gradients,
+            slices=slices,
+            lanes=lanes,
+            axes=axes,
+            meter=meter,
+            codecs=codecs,
+            seeds=seeds,
+        )
     )
     attach(model, runtime)
     hooks.install(runtime)
@@ -451,7 +466,7 @@ class _Initial:
 
     def __init__(
         self,
-        part: Part,
+        part: ModelPart,
         control: Control | None,
         values: InitialValues | None,
         slices: Mapping[str, Slice | None],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -64,7 +63,7 @@ def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> 
         return
     for runtime in runtimes:
         agreement = runtime.agree(measure=True)
-        runtime.agreement = replace(agreement, norm=agreement.norm * coefficient)
+        runtime.set_norm(agreement.norm * coefficient)
 
 
 def poison(runtimes: Sequence[Runtime]) -> None:
@@ -74,4 +73,5 @@ def poison(runtimes: Sequence[Runtime]) -> None:
         runtimes: of this rank's parts, whose ranks have agreed on their norms.
     """
     for runtime in runtimes:
-        runtime.agreement = replace(runtime.agree(measure=True), norm=math.nan)
+        runtime.agree(measure=True)
+        runtime.set_norm(math.nan)

@@ -59,11 +59,11 @@ def _outside_compile(hook: Hook) -> Hook:
 def _hook_forward(runtime: Runtime) -> None:
     @_outside_compile
     def enter(_module: nn.Module, _args: Any) -> None:
-        runtime.enter_forward()
+        runtime.passes.enter_forward()
 
     @_outside_compile
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
-        runtime.leave_forward()
+        runtime.passes.leave_forward()
 
     runtime.model.register_forward_pre_hook(enter, prepend=True)
     runtime.model.register_forward_hook(leave, always_call=True)
@@ -74,14 +74,14 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     @_outside_compile
     def pre_forward(_module: nn.Module, _args: Any) -> None:
-        runtime.pre_forward(index)
+        runtime.passes.pre_forward(index)
 
     @_outside_compile
     def post_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         hears = torch.is_grad_enabled() and _announce_backward(
             runtime, unit, (args, kwargs) if kwargs else args, output
         )
-        runtime.post_forward(index, will_hear=hears)
+        runtime.passes.post_forward(index, will_hear=hears)
 
     if unit.module is not runtime.model and runtime.plan.compute_dtype != "float32":
         # As FSDP2 does: a buffer in fp32 turns what it meets into fp32, which the next unit's parameters refuse.
@@ -105,7 +105,7 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
             parameter.grad = None
             # A backward that is to be differentiated again delivers graphs.
             grad = local_gradient(parameter, grad.detach())
-            runtime.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
+            runtime.passes.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
 
     return hook
 
@@ -135,11 +135,11 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
             leave(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
-            runtime.pre_backward(unit.index, will_leave=will_leave)
+            runtime.passes.pre_backward(unit.index, will_leave=will_leave)
 
     def post_backward(_grads: Any) -> None:
         if announced_in == torch._C._current_graph_task_id():
-            runtime.post_backward(unit.index)
+            runtime.passes.post_backward(unit.index)
 
     for tensor in outputs:
         followers: list[Callable[[Any], None]] = []
@@ -215,7 +215,7 @@ def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]]
 def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         runtime.join_spreads()
-        if not runtime.whole and any(unit.sharded for unit in runtime.units):
+        if not runtime.holds.depth and any(unit.sharded for unit in runtime.units):
             raise UsageError(
                 "state_dict() of a model whose parameters are sharded: use thinwire.save(model, optim, path), or call "
                 "it inside `with thinwire.full_parameters(model):`"

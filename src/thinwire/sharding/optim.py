@@ -81,7 +81,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Returns:
             The closure's loss, if one is given.
         """
-        self.runtime.refuse_if_whole("step()")
+        self.runtime.holds.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -90,7 +90,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         agreement = runtime.agree(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not agreement.finite:
             self.skipped_steps += 1
-            runtime.skipped()
+            runtime.finish_step(updated=False)
             return loss
         runtime.join_spreads()
         began = runtime.lanes.mark()
@@ -99,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         else:
             self._update_at_once()
         runtime.lanes.computed("update", "of all units", began)
-        runtime.spread()
+        runtime.finish_step(updated=True)
         return loss
 
     def _update_unit_by_unit(self) -> None:
@@ -183,7 +183,7 @@ def build_optimizer(
     for rank, text in enumerate(control().all_gather_object(problem)):
         if text is not None:
             raise UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
-    runtime.has_optimizer = True
+    runtime.passes.warns_of_unused_gradients = False
     return ShardedOptimizer(
         runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=_updates_in_parts(optimizer_class, options)
     )

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.sharding.passes import Passes
 from thinwire.sharding.runtime import Runtime
 from thinwire.sharding.unit import Unit
 
 __all__ = ["watch_reads"]
 
 
-_read = torch._dynamo.disable(Runtime.read)  # it re-points storages, which no compiled graph may trace
+_read = torch._dynamo.disable(Passes.read)  # it re-points storages, which no compiled graph may trace
 
 
 class _Table(dict[str, nn.Parameter | None]):
@@ -39,7 +40,7 @@ class _Table(dict[str, nn.Parameter | None]):
     def __getitem__(self, name: str) -> nn.Parameter | None:
         unit = self._units.get(name)
         if unit is not None and not unit.ready and (runtime := self._runtime()) is not None:
-            _read(runtime, unit.index)
+            _read(runtime.passes, unit.index)
         return super().__getitem__(name)
 
     def __reduce__(self) -> tuple[Any, ...]:

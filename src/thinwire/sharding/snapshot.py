@@ -115,7 +115,7 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
         path: the directory.
     """
     for model, _ in parts:
-        runtime_of(model).refuse_if_whole("load()")
+        runtime_of(model).holds.refuse("load()")
     shapes = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
     manifest = _everywhere(lambda: _open(shapes, parts, path))
     loading = [_Loading(model, optim, manifest, path) for model, optim in parts]
@@ -237,8 +237,7 @@ class _Loading:
         runtime = self._runtime
         runtime.reducer.reductions.lost = self._lost
         # The update that is about to be spread belongs to it.
-        runtime.num_steps = int(self._manifest.values["num_steps"]) - 1
-        runtime.loaded(with_replicas=self._with_held)
+        runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
         runtime.join_spreads()
 
 

@@ -1,0 +1,208 @@
+"""Small exchanges between ranks in a step: whether they ran the same one, which parameters were used, and the norm."""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.memory import allocate
+from thinwire.errors import MismatchError, UsageError
+from thinwire.program import NORM_BYTES, Axis, Lane, control_bytes
+from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.journal import Load
+from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.sharded import ShardedModel
+from thinwire.spec import Plan
+
+__all__ = ["Agreement", "Agreements"]
+
+_NORM_BLOCK: Final = 1 << 18
+"""Elements whose squares are added up in fp32."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the step's exchanges established, the same on every rank.
+
+    Attributes:
+        norm: L2 norm of the whole gradient; NaN unless it was measured.
+        measured: whether the norm was measured.
+        used: for each trainable parameter, in order, whether any rank had a gradient for it.
+    """
+
+    norm: float
+    measured: bool
+    used: tuple[bool, ...]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the norm, and so every gradient, is finite."""
+        return self.norm - self.norm == 0.0
+
+
+class Agreements:
+    """The exchanges of one model's steps on the control lane.
+
+    Args:
+        sharded: the model.
+        reducer: of its gradients.
+    """
+
+    def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
+        self._sharded, self._reducer = sharded, reducer
+        self._infos = [unit.info for unit in sharded.units]
+        # The number that each unit's first trainable parameter has among those of the model.
+        self._first_bit = [sum(info.parameters for info in self._infos[:i]) for i in range(len(self._infos))]
+        # Whether this rank had a gradient in this step, for each trainable parameter; and before the present backward,
+        # in case that it fails.
+        self._used = bytearray(sum(info.parameters for info in self._infos))
+        self._used_before = bytes(self._used)
+        self._present: Agreement | None = None  # of this step, once ranks have met
+
+    # -- gradients as they come --------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """A backward adds gradients: what ranks agreed on before holds no longer."""
+        self._used_before = bytes(self._used)
+        self._present = None
+
+    def undo_backward(self) -> None:
+        """The backward failed: its gradients do not count."""
+        self._used[:] = self._used_before
+
+    def note_gradient(self, unit: int, slot: int) -> None:
+        """A parameter has a gradient on this rank."""
+        self._used[self._first_bit[unit] + slot] = 1
+
+    def forget(self) -> None:
+        """A step is over: the next one needs exchanges of its own."""
+        self._present = None
+
+    def forget_gradients(self) -> None:
+        """No parameter has a gradient any more."""
+        self._used = bytearray(len(self._used))
+        self._present = None
+
+    # -- exchanges ---------------------------------------------------------------------------------------------
+
+    def agree(self, order_hash: int, *, measure: bool) -> Agreement:
+        """Meet the other ranks, unless that has happened in this step.
+
+        Args:
+            order_hash: of this rank's events.
+            measure: whether the gradient norm is needed. It takes a pass over this rank's share, for which every
+                reduction is joined, and an exchange of its own; otherwise reductions go on meanwhile.
+
+        Raises:
+            MismatchError: if two ranks ran units in a different order or took a different number of steps.
+            UsageError: on every rank, if the backward of the last micro-batch is missing on any.
+        """
+        if self._present is None:
+            # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
+            self._present = Agreement(float("nan"), False, self._compare_steps(order_hash))
+        if measure and not self._present.measured:
+            self._reducer.join()
+            everyone = self._exchange(struct.pack("<d", self._squared_norm()), NORM_BYTES)
+            norm = sum(struct.unpack_from("<d", row)[0] for row in everyone) ** 0.5
+            self._present = Agreement(norm, True, self._present.used)
+            if not self._present.finite:
+                self._reducer.forget_lost()  # what codecs lost of such gradients is not finite either
+        return self._present
+
+    def set_norm(self, norm: float) -> None:
+        """Gradients were scaled, or declared not finite: what their norm is now, after :meth:`agree`."""
+        assert self._present is not None
+        self._present = replace(self._present, norm=norm)
+
+    def is_used(self, agreement: Agreement, unit: int, slot: int) -> bool:
+        """Whether any rank had a gradient for a parameter in this step."""
+        return agreement.used[self._first_bit[unit] + slot]
+
+    def _compare_steps(self, order_hash: int) -> tuple[bool, ...]:
+        """Check that all ranks ran the same step.
+
+        Returns:
+            For each trainable parameter, whether any rank had a gradient.
+        """
+        unfinished = int(any(gradient.unsynced for gradient in self._reducer.parts))
+        words = struct.pack("<qqq", order_hash, unfinished, self._sharded.seeds.step)
+        bits = _to_bits(self._used)
+        everyone = self._exchange(words + bits, control_bytes(self._infos))
+        rows = [struct.unpack_from("<qqq", row) for row in everyone]
+        for rank, row in enumerate(rows):
+            if (row[0], row[2]) != (rows[0][0], rows[0][2]):
+                raise MismatchError(
+                    f"rank {rank} and rank 0 ran different steps: order of units {row[0]:#x} against "
+                    f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}. Every rank must run the same units in the "
+                    "same order; look for branches that depend on the data or the rank. Nothing was updated"
+                )
+        if any(row[1] for row in rows):
+            raise UsageError(
+                f"rank {next(rank for rank, row in enumerate(rows) if row[1])} has gradients that were never "
+                "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
+                "zero_grad() to drop the step. Nothing was updated"
+            )
+        used = bytearray(len(bits))
+        for row_bits in everyone:
+            for i, byte in enumerate(row_bits[len(words) :]):
+                used[i] |= byte
+        return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self._used)))
+
+    def _exchange(self, payload: bytes, size: int) -> list[bytes]:
+        """One small all-gather on the host, of ``size`` bytes from each rank."""
+        group = self._sharded.axes[Axis.WORLD, Lane.CONTROL]
+        table = allocate(size * group.size, torch.uint8, torch.device("cpu"))
+        row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
+        table.view(group.size, -1)[group.index].copy_(row)
+        all_gather(group, table).perform()
+        journal = self._sharded.lanes.journal
+        if journal is not None and group.size > 1:
+            exchange = object()  # performed here and now: started and waited for at once
+            journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
+            journal.waited(exchange)
+        rows = table.view(group.size, -1)
+        by_rank = [rows[_index_of(self._sharded.plan, rank)] for rank in range(group.size)]
+        return [bytes(row.numpy()) for row in by_rank]
+
+    # -- the norm ----------------------------------------------------------------------------------------------
+
+    @functools.cached_property
+    def _sliced_fragments(self) -> Sequence[OwnedFragment]:
+        """Those of parameters that no other tensor-parallel rank holds."""
+        slices = self._sharded.slices
+        return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
+
+    def _squared_norm(self) -> float:
+        """Squared norm of what this rank owns; replicas of a share, and what tensor-parallel ranks all hold, count
+        once. One pass over memory."""
+        if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
+            return 0.0
+        if self._sharded.part.tensor == 0:
+            held = [gradient.owned.values for gradient in self._reducer.parts if not gradient.owned.empty]
+        else:
+            held = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
+        if not held:
+            return 0.0
+        # Sums of many squares in fp32 lose percents, and not the same under every plan: blocks add up in fp64.
+        blocks = [block for values in held for block in values.view(-1).split(_NORM_BLOCK)]
+        norms = torch.stack(torch._foreach_norm(blocks)).double()
+        return float(norms.square().sum())
+
+
+def _index_of(plan: Plan, rank: int) -> int:
+    node, local = divmod(rank, plan.mesh.local)
+    return local * plan.mesh.nodes + node
+
+
+def _to_bits(flags: bytearray) -> bytes:
+    bits = bytearray(-(-len(flags) // 64) * 8)
+    for i, flag in enumerate(flags):
+        if flag:
+            bits[i // 8] |= 1 << (i % 8)
+    return bytes(bits)

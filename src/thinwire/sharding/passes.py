@@ -1,0 +1,245 @@
+"""The forward and backward passes of one model, as its hooks report them."""
+
+from __future__ import annotations
+
+import enum
+import warnings
+
+import torch
+from torch.autograd import Variable
+
+from thinwire.errors import UsageError
+from thinwire.program import Moment, Phase
+from thinwire.sharding.agreement import Agreements
+from thinwire.sharding.holds import Holds
+from thinwire.sharding.lanes import Mark
+from thinwire.sharding.reducer import Reducer
+from thinwire.sharding.schedule import Schedule
+from thinwire.sharding.sharded import ShardedModel
+
+__all__ = ["Pass", "Passes", "recomputing"]
+
+
+class Pass(enum.Enum):
+    """Which pass the model is in.
+
+    ``enter_forward`` and ``leave_forward`` lead from ``IDLE`` to ``FORWARD`` and back. The first event of a backward
+    leads to ``BACKWARD``, its end back to where it began: a model may run a backward inside its forward. After a
+    backward that raised, it stays in ``BACKWARD`` until the next event outside of it.
+    """
+
+    IDLE = "idle"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+def recomputing() -> bool:
+    """Whether a backward is running on this thread, so that a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Passes:
+    """Turns the events of a pass into what units, reducer and schedule have to do.
+
+    Args:
+        sharded: the model.
+        schedule: the cursor in its program.
+        reducer: of its gradients.
+        agreements: of its steps.
+        holds: frees its units.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, schedule: Schedule, reducer: Reducer, agreements: Agreements, holds: Holds
+    ) -> None:
+        self._sharded, self._units, self._plan = sharded, sharded.units, sharded.plan
+        self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
+        self.present = Pass.IDLE
+        self._before = Pass.IDLE  # where the present backward began
+        self.at: Moment = (Phase.STEP, -1)  # the event that was reported last; for journals
+        # For each unit, calls whose outputs backward has reached and whose inputs it has not.
+        self._open_calls = [0] * len(self._units)
+        # For each unit, when its present forward or backward began; for timelines.
+        self._began: list[Mark] = [None] * len(self._units)
+        # Whether gradients are encoded in this step. ``None``: the plan's schedule depends on how far training is, and
+        # the caller has not said so yet.
+        self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
+        self.warns_of_unused_gradients = True  # until an optimizer takes them
+        self._unused_backwards = 0
+
+    def reach_step(self) -> None:
+        """The micro-batches of a step have run, or failed."""
+        self.at = Phase.STEP, -1
+        self.forget_failed_backward()
+
+    # -- forward -----------------------------------------------------------------------------------------------
+
+    def enter_forward(self) -> None:
+        """The model's forward begins."""
+        if not recomputing():
+            self.forget_failed_backward()
+            self.present = Pass.FORWARD
+
+    def leave_forward(self) -> None:
+        """The model's forward has ended, or failed."""
+        if self.present is Pass.FORWARD:
+            self.present = Pass.IDLE
+        elif not recomputing():
+            self._before = Pass.IDLE  # a backward inside it has failed
+        if not torch.is_grad_enabled() and not recomputing():
+            self._holds.release_reads(free=True)
+
+    def pre_forward(self, index: int) -> None:
+        """A unit's forward begins."""
+        if recomputing():
+            self._need_in_backward(index)
+            return
+        self.forget_failed_backward()
+        unit, units = self._units[index], self._units
+        if not torch.is_grad_enabled():
+            if unit.sharded:
+                self._schedule.note_evaluation(index)
+            unit.start_gather(from_secondary=False)
+            for upcoming in self._schedule.programs.following(index):
+                units[upcoming].start_gather(from_secondary=False)
+            unit.need(from_secondary=False)
+            return
+        self.at = Phase.PRE_FORWARD, index
+        reuse = self._plan.secondary_reuse
+        unit.start_gather(from_secondary=reuse)
+        for prefetch in self._schedule.forward_event(Phase.PRE_FORWARD, index):
+            units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
+        unit.need(from_secondary=reuse)
+        self._began[index] = self._sharded.lanes.mark()
+
+    def post_forward(self, index: int, *, will_hear: bool) -> None:
+        """A unit's forward ends.
+
+        Args:
+            index: the unit.
+            will_hear: whether backward will announce itself at this unit's outputs.
+        """
+        if recomputing() or self._holds.depth:
+            return
+        unit = self._units[index]
+        if not torch.is_grad_enabled():
+            self._holds.free(index)
+            return
+        self.at = Phase.POST_FORWARD, index
+        self._sharded.lanes.computed("forward", unit.name, self._began[index])
+        self._schedule.forward_event(Phase.POST_FORWARD, index)
+        if not unit.sharded:
+            return
+        kept = index in self._schedule.kept() or not will_hear
+        if not kept or self._plan.secondary_reuse:
+            unit.keep_secondary()
+        if not kept:
+            self._holds.free(index)
+
+    def read(self, index: int) -> None:
+        """Somebody is about to read a unit's parameters, maybe outside its forward.
+
+        What is sharded is gathered inside the model's forward and backward alone, which all ranks run alike.
+        """
+        unit = self._units[index]
+        if not unit.sharded:
+            unit.join_spread()
+        elif self.present is Pass.FORWARD or recomputing():
+            self._holds.read(index)
+            unit.need(from_secondary=False)
+
+    # -- backward ----------------------------------------------------------------------------------------------
+
+    def pre_backward(self, index: int, *, will_leave: bool) -> None:
+        """Backward has reached a unit's outputs.
+
+        Args:
+            index: the unit.
+            will_leave: whether its inputs need gradients, so that :meth:`post_backward` follows, or the end.
+        """
+        self._enter_backward()
+        if will_leave:
+            self._open_calls[index] += 1
+        self._need_in_backward(index)
+        self._began[index] = self._sharded.lanes.mark()
+
+    def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
+        """A parameter's gradient exists."""
+        self._enter_backward()
+        self._agreements.note_gradient(index, slot)
+        if self._reducer.collect(index, slot, grad):
+            self.at = Phase.GRADS_READY, index
+            self._schedule.note_backward(Phase.GRADS_READY, index)
+            self._sharded.lanes.computed("backward", self._units[index].name, self._began[index])
+            self._reducer.ready(index)
+            # Frozen weights may be needed after the last gradient of a unit, but only on the way to its inputs.
+            self._free_if_left(index)
+
+    def post_backward(self, index: int) -> None:
+        """Backward has left a unit by one of its calls: the gradients of that call's inputs exist."""
+        self._open_calls[index] -= 1
+        if index not in self._sharded.gradients or self._reducer.delivered(index):
+            self._free_if_left(index)
+
+    def forget_failed_backward(self) -> None:
+        """After a backward that raised, its end was never called: drop what it gathered and collected."""
+        if self.present is not Pass.BACKWARD or recomputing():
+            return
+        self.present = self._before
+        self._agreements.undo_backward()
+        self._reducer.abort()
+        self._schedule.abandon_micro_batch()
+        self._open_calls = [0] * len(self._units)
+        self._holds.release_reads()
+        self._holds.free_all()
+
+    def _enter_backward(self) -> None:
+        if self.present is Pass.BACKWARD:
+            return
+        if self.encodes_gradients is None:
+            raise UsageError(
+                f"wire.schedule = {self._plan.wire.schedule} needs to know how far training is: call "
+                "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
+            )
+        self._before, self.present = self.present, Pass.BACKWARD
+        self._holds.begin_backward()
+        self._agreements.begin_backward()
+        self._reducer.begin(self._schedule.turns(), last=self._schedule.last)
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self.present = self._before
+        self.at = Phase.BACKWARD_END, -1
+        if self._schedule.last and self.warns_of_unused_gradients:
+            self._unused_backwards += 1
+            if self._unused_backwards == 2:
+                _warn_of_unused_gradients()
+        self._reducer.end()
+        self._schedule.end_backward()
+        self._open_calls = [0] * len(self._units)
+        self._holds.end_backward()
+        self._holds.free_all()
+
+    def _need_in_backward(self, index: int) -> None:
+        self.at = Phase.PRE_BACKWARD, index
+        unit = self._units[index]
+        unit.start_gather(from_secondary=True)
+        for prefetch in self._schedule.backward_event(index):
+            self._units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
+        unit.need(from_secondary=True)
+
+    def _free_if_left(self, index: int) -> None:
+        if self._open_calls[index] <= 0:
+            self.at = Phase.POST_BACKWARD, index
+            if self._holds.free(index):
+                self._schedule.note_backward(Phase.POST_BACKWARD, index)
+
+
+def _warn_of_unused_gradients() -> None:
+    """An optimizer of torch's own would find no gradients, and train nothing, without a word."""
+    warnings.warn(
+        "thinwire: gradients of this model go nowhere, as it has no optimizer: parameters keep no .grad, and "
+        "torch's optimizers and clip_grad_norm_ do nothing with them. Use thinwire.optimizer(model, "
+        "torch.optim.AdamW, lr=...) and thinwire.clip_grad_norm_(model, ...)",
+        stacklevel=2,
+    )

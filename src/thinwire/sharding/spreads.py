@@ -1,0 +1,118 @@
+"""Updated parameters on their way from the ranks that own them to those that hold the same P shard."""
+
+from __future__ import annotations
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.moves import Moves
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Kind, Lane, Operation
+from thinwire.sharding.programs import Programs
+from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.unit import FlatBuffer
+
+__all__ = ["Spreads", "write_back"]
+
+
+class Spreads:
+    """Spreads the updated parameters of one model, as its program says.
+
+    Args:
+        sharded: the model.
+        programs: its programs.
+    """
+
+    def __init__(self, sharded: ShardedModel, programs: Programs) -> None:
+        self._sharded, self._programs = sharded, programs
+        self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
+
+    def write_back(self, index: int, *, differences: bool = False) -> None:
+        """A unit's masters have new values: cast them into its P shard.
+
+        Args:
+            index: the unit.
+            differences: whether that includes buffers whose difference from the masters is spread.
+        """
+        unit = self._sharded.units[index]
+        unit.updated()
+        for buffer in unit.buffers:
+            if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
+                write_back(buffer, self._group.index)
+
+    def start(self, *, exactly: bool = False) -> None:
+        """Start spreading all P shards.
+
+        Args:
+            exactly: where differences are spread, spread the values themselves, without a codec.
+        """
+        for operation, waited in self._programs.spreads():
+            unit = self._sharded.units[operation.units[0]]
+            for number, buffer in enumerate(unit.buffers):
+                if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
+                    unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly))
+            if waited:
+                unit.join_spread()
+
+    def join(self) -> None:
+        """Wait until every unit's parameters are up to date."""
+        for unit in self._sharded.units:
+            unit.join_spread()
+
+    def _moves(self, operation: Operation, buffer: FlatBuffer, *, exactly: bool) -> Moves:
+        codec = self._sharded.codecs.spread if buffer.layout.encoded else None
+        update = None
+        if self._spreads_difference(buffer):
+            codec, update = (None, None) if exactly else (codec, buffer.master)
+        seed = self._sharded.seeds.of_unit(Lane.SPREAD, operation.units[0])
+        return _gather_shares(self._group, buffer, operation.kind, codec, update, seed)
+
+    def _spreads_difference(self, buffer: FlatBuffer) -> bool:
+        """Whether ranks hold other values of a buffer than its masters, and receive the difference."""
+        spreads = self._group.size > 1 and buffer.layout.encoded and buffer.master is not None
+        return self._sharded.plan.wire.spread_difference and spreads
+
+
+def write_back(buffer: FlatBuffer, index: int) -> None:
+    """Cast this rank's masters into its part of the P shard; where P is the master there is nothing to do."""
+    if buffer.master is None:
+        return
+    position = 0
+    for run in buffer.shares[index]:
+        buffer.shard[run.start : run.start + run.length].copy_(buffer.master[position : position + run.length])
+        position += run.length
+
+
+def _gather_shares(
+    group: AxisGroup, buffer: FlatBuffer, kind: Kind, codec: Codec | None, update: torch.Tensor | None, seed: int
+) -> Moves:
+    """Gather all shares of a P shard: in place where they lie side by side, packed where they do not.
+
+    With ``update``, this rank's masters, the differences from them travel instead.
+    """
+    if kind is Kind.ALL_GATHER:
+        return all_gather(group, buffer.shard, codec=codec, update=update, seed=seed)
+    sizes = [sum(run.length for run in share) for share in buffer.shares]
+    whole = allocate(sum(sizes), buffer.layout.dtype, buffer.shard.device)
+    shares = list(enumerate(buffer.shares))
+    packed = shares if update is not None else [shares[group.index]]
+    unpacked = shares if codec is not None else [share for share in shares if share[0] != group.index]
+
+    def pack() -> None:
+        for owner, share in packed:
+            offset = sum(sizes[:owner])
+            for run in share:
+                whole[offset : offset + run.length].copy_(buffer.shard[run.start : run.start + run.length])
+                offset += run.length
+
+    def unpack() -> None:
+        for owner, share in unpacked:
+            offset = sum(sizes[:owner])
+            for run in share:
+                buffer.shard[run.start : run.start + run.length].copy_(whole[offset : offset + run.length])
+                offset += run.length
+
+    moves = all_gather(group, whole, sizes, kind, codec=codec, update=update, seed=seed)
+    return moves.after(pack).then(unpack)
