@@ -10,11 +10,11 @@ import torch
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.group import Meter, control, recording
-from thinwire.collectives.moves import TRANSFERS
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
 from thinwire.program import Axis, Kind, Lane, MessageSizes, Scope, axis_index, hops
+from thinwire.program.stages import TRANSFERS
 from thinwire.spec import Factor, Plan
 from thinwire.testing import RankError, RankPool, run_ranks
 

@@ -14,11 +14,11 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.group import Meter, control
 from thinwire.collectives.messages import Residual
-from thinwire.collectives.moves import TRANSFERS, Stage
 from thinwire.collectives.point_to_point import point_to_point
 from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Kind, Lane, MessageSizes, Scope, hops
+from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.spec import Factor, Plan
 from thinwire.testing import run_ranks
 

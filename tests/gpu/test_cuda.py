@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -40,6 +42,28 @@ def test_a_stream_lane_waits_for_what_was_queued_and_holds_its_buffers() -> None
     assert float(target.sum()) == 3.0 * target.numel()
     assert float(reused[0]) == 5.0
     assert lanes.exposed()[Lane.GATHER] >= 0.0
+    lanes.close()
+
+
+def test_a_stream_keeps_a_body_until_it_has_run() -> None:
+    """Queued is not done: memory that only the body refers to would be used for something else meanwhile."""
+
+    class Buffer:
+        pass
+
+    lanes = Lanes(torch.device("cuda"))
+    buffers = [Buffer(), Buffer()]
+    references = [weakref.ref(buffer) for buffer in buffers]
+    torch.cuda._sleep(500_000_000)  # the bodies are queued behind it
+    first = lanes.submit(Lane.GATHER, partial(vars, buffers[0]))
+    second = lanes.submit(Lane.SYNC, partial(vars, buffers[1]), after=[first])
+    del buffers
+    assert not second.done()
+    assert all(reference() is not None for reference in references)
+    torch.cuda.synchronize()
+    assert second.done()
+    gc.collect()
+    assert all(reference() is None for reference in references), "what it waited for has run, too"
     lanes.close()
 
 

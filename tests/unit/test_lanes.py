@@ -8,15 +8,14 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 import torch
 
-from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.moves import Move, Moves
 from thinwire.program import Lane
-from thinwire.sharding.lanes import Lanes, _StreamTicket
+from thinwire.program.stages import Stage
+from thinwire.sharding.lanes import Lanes, Ticket
 
 CPU = torch.device("cpu")
 SOON = 10.0
@@ -133,34 +132,29 @@ def test_what_a_body_holds_is_let_go(lanes: Lanes) -> None:
     assert reference() is None, f"{ticket} keeps its buffers alive"
 
 
-class Event:
-    """A device's event, which happens when told to."""
-
-    happened = False
-
-    def query(self) -> bool:
-        return self.happened
-
-
-def test_on_a_device_a_body_is_kept_until_it_has_run() -> None:
-    """Queued is not done: memory that only the body refers to would be used for something else meanwhile."""
+def test_a_body_is_kept_until_it_has_run(lanes: Lanes) -> None:
+    """Submitted is not done: memory that only the body refers to would be used for something else meanwhile."""
 
     class Buffer:
         pass
 
-    buffers = [Buffer(), Buffer()]
-    references = [weakref.ref(buffer) for buffer in buffers]
-    tickets: list[Any] = []
-    events = [Event(), Event()]
-    for event, buffer in zip(events, buffers, strict=True):
-        body = partial(vars, buffer)
-        tickets.append(_StreamTicket(Mock(), cast(Any, event), body, tickets[-1:], "sync"))
-    del buffers, buffer, body
-    assert not tickets[1].done()
-    assert all(reference() is not None for reference in references)
-    events[1].happened = True
-    assert tickets[1].done()
-    assert all(reference() is None for reference in references), "what it waited for has run, too"
+    gate = Gate()
+
+    def submit() -> tuple[weakref.ref[Buffer], Ticket]:
+        buffer = Buffer()
+        first = lanes.submit(Lane.GATHER, gate)
+        return weakref.ref(buffer), lanes.submit(Lane.SYNC, partial(vars, buffer), after=[first])
+
+    reference, ticket = submit()
+    assert gate.entered.wait(SOON)
+    gc.collect()
+    assert reference() is not None
+    assert not ticket.done()
+    gate.opened.set()
+    ticket.wait()
+    lanes.submit(Lane.SYNC, lambda: None).wait()  # the thread has moved on
+    gc.collect()
+    assert reference() is None
 
 
 def test_time_is_exposed_only_where_computation_waits(lanes: Lanes) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from thinwire.collectives.moves import TRANSFERS, Move, Moves, Stage
+from thinwire.collectives.moves import Move, Moves
 from thinwire.program import Scope
+from thinwire.program.stages import TRANSFERS, Stage
 
 
 def noting(notes: list[str], text: str) -> Callable[[], None]:

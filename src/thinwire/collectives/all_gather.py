@@ -9,9 +9,10 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
-from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
+from thinwire.program.stages import Stage
 
 __all__ = ["all_gather"]
 

@@ -10,10 +10,11 @@ from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
-from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
+from thinwire.program.stages import Stage
 
 __all__ = ["Feedback", "all_reduce", "feedback_numels"]
 

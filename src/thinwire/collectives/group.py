@@ -25,10 +25,10 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.memory import release_memory
-from thinwire.collectives.moves import Stage
 from thinwire.collectives.rendezvous import Rendezvous
 from thinwire.errors import CollectiveError, UsageError
 from thinwire.program import Kind, Lane, Scope
+from thinwire.program.stages import Stage
 
 __all__ = [
     "Control",

@@ -9,36 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import StrEnum
 
-from thinwire.program import Scope
+from thinwire.program import Stage
 
-__all__ = ["TRANSFERS", "Move", "Moves", "Stage"]
-
-
-class Stage(StrEnum):
-    """Where in a collective a move stands: a hop, and how far it goes, or a codec's work before or after one."""
-
-    ENCODE = "encode"
-    SCATTER_INSIDE = "scatter-inside"
-    RECODE = "recode"
-    """Between the hops of a reduction: decode and add, encode the sum."""
-    SCATTER_ACROSS = "scatter-across"
-    DECODE = "decode"
-    ENCODE_GATHER = "encode-gather"
-    GATHER_ACROSS = "gather-across"
-    GATHER_INSIDE = "gather-inside"
-    DECODE_GATHER = "decode-gather"
-
-    @property
-    def scope(self) -> Scope:
-        """Inside a node or across nodes, for one of :data:`TRANSFERS`."""
-        assert self in TRANSFERS
-        return Scope.INSIDE if self in (Stage.SCATTER_INSIDE, Stage.GATHER_INSIDE) else Scope.ACROSS
-
-
-TRANSFERS = (Stage.SCATTER_INSIDE, Stage.SCATTER_ACROSS, Stage.GATHER_ACROSS, Stage.GATHER_INSIDE)
-"""The stages that send: the hops."""
+__all__ = ["Move", "Moves"]
 
 
 @dataclass(frozen=True, slots=True)

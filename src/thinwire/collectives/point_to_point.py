@@ -7,8 +7,9 @@ import torch
 from thinwire.codecs import Codec
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.messages import Messages
-from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.moves import Move, Moves
 from thinwire.program import Kind
+from thinwire.program.stages import Stage
 
 __all__ = ["point_to_point"]
 

@@ -12,8 +12,9 @@ from thinwire.codecs import Codec
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
-from thinwire.collectives.moves import Move, Moves, Stage
+from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.topology import AxisGroup
+from thinwire.program.stages import Stage
 
 __all__ = ["EXACT", "HopCodecs", "reduce_scatter", "residual_numel"]
 

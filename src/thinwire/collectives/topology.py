@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.collectives.group import Meter, Subgroup
-from thinwire.collectives.moves import TRANSFERS, Stage
 from thinwire.program import Axis, Lane, axis_index, axis_members
+from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.spec import Plan
 
 __all__ = ["AxisGroup", "DataRanks"]

@@ -6,7 +6,7 @@ from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledRates
 from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, kept_activations, memory, working_memory
-from thinwire.cost.operations import Move, moves
+from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Efficiency",
     "FlatCollectives",
     "Memory",
-    "Move",
+    "PricedStage",
     "NominalRates",
     "ModelPart",
     "Pricer",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from thinwire.cost.operations import CodedHop, Move, moves_of
+from thinwire.cost.operations import CodedHop, PricedStage, moves_of
 from thinwire.cost.rates import Rates
 from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
 from thinwire.program.wire import ITEMSIZE, Encoding, ReductionEncodings
@@ -148,7 +148,7 @@ class Traffic:
         )
 
 
-def _busy(move: Move) -> Busy:
+def _busy(move: PricedStage) -> Busy:
     """Busy seconds of one move. The slower of cards and spine is busy for the whole move, the other for a share."""
     if move.scope is None:
         return Busy(codec=move.seconds)

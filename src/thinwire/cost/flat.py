@@ -9,9 +9,10 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from thinwire.cost.operations import CodedHop, Move, codec_seconds, coded_hops, moves
+from thinwire.cost.operations import CodedHop, PricedStage, codec_seconds, coded_hops, moves
 from thinwire.cost.rates import Efficiency, Rates, wire_bytes_per_value
 from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_shape, axis_stride
+from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
 __all__ = ["FlatCollectives", "flat_moves"]
@@ -84,7 +85,7 @@ def flat_moves(
     *,
     whole_sync: bool,
     calls: int = 1,
-) -> list[Move]:
+) -> list[PricedStage]:
     """The moves of an operation in an engine that makes one call for it.
 
     Reductions with codecs take thinwire's hops: so ZeRO++ publishes them, and their second hop is what they are for.
@@ -122,9 +123,9 @@ def flat_moves(
     encoded = not coded[0].encoding.codec.is_none
     beside = rates.beside(operation.kind, scope, mesh.ranks, round(values * per_value), encoded=encoded)
     found = [
-        Move("encode", None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
-        Move("call", scope, seconds, beside, flat.spine_load(mesh, stride)),
-        Move("decode", None, codec_seconds(rates, coded[0], decoded=values)),
+        PricedStage(Stage.ENCODE, None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
+        PricedStage(Stage.CALL, scope, seconds, beside, flat.spine_load(mesh, stride)),
+        PricedStage(Stage.DECODE, None, codec_seconds(rates, coded[0], decoded=values)),
     ]
     return [move for move in found if move.seconds]
 

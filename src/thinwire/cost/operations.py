@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.cost.rates import ALONE, Beside, Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
+from thinwire.program.stages import Stage
 from thinwire.program.wire import Encoding, reduction_encodings
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["CodedHop", "Move", "codec_seconds", "coded_hops", "moves", "moves_of"]
+__all__ = ["CodedHop", "PricedStage", "codec_seconds", "coded_hops", "moves", "moves_of"]
 
 _NONE = CodecSpec()
+_SCATTERS = {Scope.INSIDE: Stage.SCATTER_INSIDE, Scope.ACROSS: Stage.SCATTER_ACROSS}
+_GATHERS = {Scope.INSIDE: Stage.GATHER_INSIDE, Scope.ACROSS: Stage.GATHER_ACROSS}
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
-    """One part of a collective.
+class PricedStage:
+    """One part of a collective, and how long it takes.
 
     Attributes:
-        stage: the queue it waits in; moves of one stage of a lane run one after another.
-        scope: the links it uses; ``None`` for a codec's work.
+        stage: the queue it waits in; work of one stage of a lane runs one after another.
+        scope: the links it uses; ``None`` for work of the processor.
         seconds: alone.
         beside: what it and computation do to each other.
         spine_load: how many times longer it keeps the spine busy than the cards of a node.
+        copies: whether it packs a bucket, or takes sums out of one, as part of the stage.
     """
 
-    stage: str
+    stage: Stage
     scope: Scope | None
     seconds: float
     beside: Beside = ALONE
     spine_load: float = 0.0
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +69,7 @@ class CodedHop:
         return round(self.values * wire_bytes_per_value(codec, self.encoding.dtype))
 
 
-def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
+def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     """The moves of an operation in order, as ``collectives/`` performs them.
 
     Args:
@@ -80,7 +85,8 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[Move]:
     local, nodes = axis_shape(plan, operation.axis)
     whole = whole_numel(coded)
     taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
-    return [Move("pack", None, rates.touch(whole)), *found, Move("deliver", None, rates.touch(taken))]
+    pack = PricedStage(found[0].stage, None, rates.touch(whole), copies=True)
+    return [pack, *found, PricedStage(found[-1].stage, None, rates.touch(taken), copies=True)]
 
 
 def coded_hops(plan: Plan, operation: Operation) -> list[CodedHop]:
@@ -88,7 +94,7 @@ def coded_hops(plan: Plan, operation: Operation) -> list[CodedHop]:
     return [_coded(plan, operation, hop) for hop in operation.hops]
 
 
-def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[Move]:
+def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
     """The moves of one collective: hops that scatter, then hops that gather."""
     scatters = [step for step in hops if step.hop.kind is Kind.REDUCE_SCATTER]
     gathers = [step for step in hops if step.hop.kind is not Kind.REDUCE_SCATTER]
@@ -124,27 +130,27 @@ def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
     return CodedHop(hop, encodings.across, feedback)
 
 
-def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
+def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
     """Encode, send, decode and add; between two hops decoding and encoding are one move."""
-    found: list[Move] = []
+    found: list[PricedStage] = []
     waiting = 0.0  # a codec's work before the next hop
     for number, step in enumerate(steps):
         waiting += codec_seconds(rates, step, encoded=step.values)
         if waiting:
-            found.append(Move("encode" if number == 0 else "recode", None, waiting))
-        found.append(_transfer("scatter", step, rates))
+            found.append(PricedStage(Stage.ENCODE if number == 0 else Stage.RECODE, None, waiting))
+        found.append(_transfer(_SCATTERS, step, rates))
         waiting = codec_seconds(rates, step, decoded=step.values)
     if waiting:
-        found.append(Move("decode", None, waiting))
+        found.append(PricedStage(Stage.DECODE, None, waiting))
     return found
 
 
-def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
+def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
     """A piece is encoded once, travels both hops as it is, and all pieces, the own one too, are decoded at the end."""
     if not steps:
         return []
     first = steps[0]
-    transfers = [_transfer("gather", step, rates) for step in steps]
+    transfers = [_transfer(_GATHERS, step, rates) for step in steps]
     piece = first.values / (first.hop.ranks - 1)
     whole = piece + sum(step.values for step in steps)
     encoding = codec_seconds(rates, first, encoded=piece)
@@ -153,18 +159,18 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[Move]:
         # What is held is subtracted, and at the end widened, added to and rounded again.
         encoding += rates.touch(piece)
         decoding += rates.touch(2 * whole)
-    before = [Move("encode-gather", None, encoding)] if encoding else []
-    after = [Move("decode-gather", None, decoding)] if decoding else []
+    before = [PricedStage(Stage.ENCODE_GATHER, None, encoding)] if encoding else []
+    after = [PricedStage(Stage.DECODE_GATHER, None, decoding)] if decoding else []
     return [*before, *transfers, *after]
 
 
-def _transfer(what: str, step: CodedHop, rates: Rates) -> Move:
+def _transfer(stages: Mapping[Scope, Stage], step: CodedHop, rates: Rates) -> PricedStage:
     hop = step.hop
     encoded = not step.encoding.codec.is_none
     seconds = rates.hop(hop.kind, hop.scope, hop.ranks, step.sent, encoded=encoded, stride=hop.stride)
     beside = rates.beside(hop.kind, hop.scope, hop.ranks, step.sent, encoded=encoded)
-    return Move(
-        f"{what}-{hop.scope}", hop.scope, seconds, beside, rates.spine_load(hop.kind, hop.scope, hop.ranks, hop.stride)
+    return PricedStage(
+        stages[hop.scope], hop.scope, seconds, beside, rates.spine_load(hop.kind, hop.scope, hop.ranks, hop.stride)
     )
 
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.group import Meter, Subgroup, before_shutdown
-from thinwire.collectives.moves import TRANSFERS, Stage
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
 from thinwire.program import Kind, Lane
+from thinwire.program.stages import TRANSFERS, Stage
 
 __all__ = ["Members", "MembersAxis"]
 

@@ -25,7 +25,7 @@ from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import poison, scale_to_norm
 from thinwire.sharding.initial import InitialValues
-from thinwire.sharding.local import ModelPart
+from thinwire.sharding.local import LocalPart
 from thinwire.sharding.optim import ShardedOptimizer, names_of
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Plan
@@ -300,7 +300,7 @@ def parallelize(
         masters = {}
         if grid.tp > 1:
             masters = cut_matrices(chunk, chunk, mesh["tp"], dtype, sequence=sequence_parallel)
-        part = ModelPart(DataRanks(grid.data_ranks, number), index, grid.tensor, grid.tp, masters)
+        part = LocalPart(DataRanks(grid.data_ranks, number), index, grid.tensor, grid.tp, masters)
         build(
             chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part, values=values, device=device
         )

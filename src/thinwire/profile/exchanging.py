@@ -10,12 +10,12 @@ import torch
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.group import Control, Meter
-from thinwire.collectives.moves import TRANSFERS, Stage
 from thinwire.collectives.point_to_point import point_to_point
 from thinwire.collectives.reduce_scatter import reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.profile.timing import in_turn, timed
 from thinwire.program import Axis, Even, Kind, Lane, MessageSizes, hops
+from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.spec import Factor, Plan
 from thinwire.spec.profile import CollectiveRow
 

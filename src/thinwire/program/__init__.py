@@ -16,6 +16,7 @@ from thinwire.program.mesh import (
     node_order,
 )
 from thinwire.program.shares import Even, deal, flat_numel, padded, together
+from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.step import (
     BufferInfo,
     Event,
@@ -32,6 +33,7 @@ from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
     "NORM_BYTES",
+    "TRANSFERS",
     "UNDER_WAY",
     "Axis",
     "BufferInfo",
@@ -46,6 +48,7 @@ __all__ = [
     "Operation",
     "Phase",
     "Scope",
+    "Stage",
     "StepProgram",
     "Trace",
     "Turn",

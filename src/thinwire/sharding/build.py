@@ -28,7 +28,7 @@ from thinwire.sharding.gradient import Topology, UnitGradient
 from thinwire.sharding.initial import InitialValues, is_on_meta, place_model, read_shard
 from thinwire.sharding.lanes import Lanes
 from thinwire.sharding.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
-from thinwire.sharding.local import ModelPart, Slice, local_tensor, slice_of
+from thinwire.sharding.local import LocalPart, Slice, local_tensor, slice_of
 from thinwire.sharding.memory import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
@@ -66,7 +66,7 @@ def build(
     *,
     sync_initial: bool,
     codec_backend: str | None = None,
-    part: ModelPart | None = None,
+    part: LocalPart | None = None,
     values: InitialValues | None = None,
     device: torch.device | None = None,
 ) -> Runtime:
@@ -83,7 +83,7 @@ def build(
         device: where a model on the meta device will live.
     """
     alone = part is None
-    part = part or ModelPart(DataRanks(groups.control().ranks))
+    part = part or LocalPart(DataRanks(groups.control().ranks))
     control = groups.control(part.data.ranks)
     problem: ThinwireError | None = None
     modules: list[UnitModules] = []
@@ -466,7 +466,7 @@ class _Initial:
 
     def __init__(
         self,
-        part: ModelPart,
+        part: LocalPart,
         control: Control | None,
         values: InitialValues | None,
         slices: Mapping[str, Slice | None],

@@ -26,9 +26,10 @@ from typing import ClassVar, final
 import torch
 
 from thinwire.collectives.group import DEFAULT_TIMEOUT
-from thinwire.collectives.moves import TRANSFERS, Move, Moves, Stage
+from thinwire.collectives.moves import Move, Moves
 from thinwire.program import Axis, Event
 from thinwire.program import Lane as LaneName
+from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import COMPUTE, WAITING, Timeline
 from thinwire.sharding.journal import Journal, Load
 

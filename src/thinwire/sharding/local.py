@@ -13,7 +13,7 @@ from thinwire.collectives.group import arrived
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import UsageError
 
-__all__ = ["ModelPart", "Slice", "local_gradient", "local_tensor", "set_local", "slice_of"]
+__all__ = ["LocalPart", "Slice", "local_gradient", "local_tensor", "set_local", "slice_of"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class ModelPart:
+class LocalPart:
     """What a rank trains of a model that is spread over more than data-parallel ranks.
 
     Attributes:

@@ -15,7 +15,7 @@ from thinwire.sharding.encoding import PlanCodecs
 from thinwire.sharding.fragments import OwnedFragment, own_fragments
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.lanes import Lanes
-from thinwire.sharding.local import ModelPart, Slice
+from thinwire.sharding.local import LocalPart, Slice
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.unit import Unit
 from thinwire.spec import Plan
@@ -45,7 +45,7 @@ class ShardedModel:
 
     model: nn.Module
     plan: Plan
-    part: ModelPart
+    part: LocalPart
     rank: int
     units: tuple[Unit, ...]
     gradients: Mapping[int, Sequence[UnitGradient]]

@@ -17,14 +17,15 @@ from thinwire.cost import (
     FlatCollectives,
     Memory,
     ModelPart,
-    Move,
     NominalRates,
+    PricedStage,
     Rates,
     States,
     flat_moves,
     memory,
 )
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
+from thinwire.program.stages import Stage
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
@@ -159,12 +160,12 @@ class Engine:
             rates = TensorParallelRates(rates, flat, plan.tp, hidden, ITEMSIZE[plan.compute_dtype])
         large = [_large_tensors(part) for part in workload.parts]
 
-        def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
+        def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
             gathers = operation.lane is Lane.GATHER
             calls = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
             moves = flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync, calls=calls)
             stall = self._stall(plan, operation, units, sum(large[u] for u in operation.units))
-            return [Move("host", None, stall), *moves] if stall else moves
+            return [PricedStage(Stage.HOST, None, stall), *moves] if stall else moves
 
         played = simulate(
             plan,

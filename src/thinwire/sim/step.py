@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from thinwire.cost import ModelPart, Move, Rates, moves
+from thinwire.cost import ModelPart, PricedStage, Rates, moves
 from thinwire.program import (
     Axis,
     Even,
@@ -29,13 +29,14 @@ from thinwire.program import (
     lower,
     together,
 )
+from thinwire.program.stages import Stage
 from thinwire.program.timeline import COMPUTE, WAITING, Level, Span
 from thinwire.sim.clock import Clock, Resource
 from thinwire.spec import Plan
 
 __all__ = ["Pricing", "Simulated", "Workload", "simulate"]
 
-Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[Move]]
+Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[PricedStage]]
 """The moves of an operation of a program over these units."""
 
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their way", "activations"
@@ -144,7 +145,7 @@ def _play(
 ) -> Simulated:
     program = _awaiting(lower(plan, workload.units, micro_batches=micro_batches), awaits)
 
-    def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[Move]:
+    def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
         del units
         return moves(plan, operation, rates)
 
@@ -162,12 +163,16 @@ def _awaiting(program: StepProgram, awaits: frozenset[Phase]) -> StepProgram:
     return replace(program, waits=waits)
 
 
+_Queue = tuple[Lane, Stage | None]
+"""A stage of a lane; ``None`` where operations of a lane take turns as a whole."""
+
+
 @dataclass(slots=True, eq=False)
 class _Run:
     """One operation of one step on its way."""
 
     operation: Operation
-    moves: deque[Move]
+    moves: deque[PricedStage]
     needs: int
     """Operations that must end first."""
     ended: bool = False
@@ -211,8 +216,8 @@ class _Player:
         self._clock = Clock()
         self._moves = _memoised_moves(plan, program, pricing)
         self._runs: dict[int, _Run] = {}
-        self._queues: dict[tuple[Lane, str], deque[_Run]] = {}
-        self._busy_queues: set[tuple[Lane, str]] = set()
+        self._queues: dict[_Queue, deque[_Run]] = {}
+        self._busy_queues: set[_Queue] = set()
         self._exposed = dict.fromkeys(Lane, 0.0)
         self._spans: list[Span] | None = [] if trace else None
         self._levels: list[Level] = []
@@ -287,9 +292,9 @@ class _Player:
             if not other.ended:
                 run.needs += 1
                 other.then.append(lambda: self._freed(run))
-        stages = [move.stage for move in run.moves] or [""]
-        if not self._plan.overlap.stages:
-            stages = [""]
+        stages: list[Stage | None] = [move.stage for move in run.moves]
+        if not stages or not self._plan.overlap.stages:
+            stages = [None]
         for stage in stages:
             self._queues.setdefault((operation.lane, stage), deque()).append(run)
         for stage in stages:
@@ -300,7 +305,7 @@ class _Player:
         for key in [key for key in self._queues if key[0] is run.operation.lane]:
             self._pull(key)
 
-    def _pull(self, key: tuple[Lane, str]) -> None:
+    def _pull(self, key: _Queue) -> None:
         """Let a queue's first operation go on, if it is its turn there."""
         queue = self._queues.get(key)
         if not queue or key in self._busy_queues:
@@ -326,7 +331,7 @@ class _Player:
             move.spine_load,
         )
 
-    def _moved(self, run: _Run, move: Move, key: tuple[Lane, str], begin: float) -> None:
+    def _moved(self, run: _Run, move: PricedStage, key: _Queue, begin: float) -> None:
         self._busy_queues.discard(key)
         self._note(f"{run.operation.lane} {move.stage}", f"{run.operation.kind} {run.operation.axis}", begin)
         run.moves.popleft()
@@ -369,9 +374,9 @@ class _Player:
             self._spans.append(Span(track, name, begin, self._clock.now))
 
 
-def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[list[Move]]:
+def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[list[PricedStage]]:
     """The moves of every operation; blocks repeat, so most of them are priced once."""
-    known: dict[tuple[object, ...], list[Move]] = {}
+    known: dict[tuple[object, ...], list[PricedStage]] = {}
     found = []
     key: tuple[object, ...]
     for op in program.operations:

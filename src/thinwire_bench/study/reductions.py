@@ -20,10 +20,10 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.collectives.group import Meter, control
-from thinwire.collectives.moves import TRANSFERS
 from thinwire.collectives.reduce_scatter import HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane, Scope
+from thinwire.program.stages import TRANSFERS
 from thinwire.report import Sheet
 from thinwire.spec import Factor, Plan
 from thinwire.testing.ranks import RankPool
