@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire.collectives.group import Record, recording
 from thinwire.program import Kind, Lane, Scope, StepProgram, axis_members
 from thinwire.sharding.api import runtime
-from thinwire.sharding.journal import Started, StepRecord
+from thinwire.sharding.journal import JournaledStep, StartedCollective
 from thinwire.sharding.unit import State
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
@@ -86,16 +86,16 @@ def without(program: StepProgram, index: int) -> StepProgram:
     return StepProgram(program.units, program.micro_batches, operations, program.waits, program.frees)
 
 
-def written(program: StepProgram) -> StepRecord:
+def written(program: StepProgram) -> JournaledStep:
     """What a program says about starts, waits and frees, in the journal's words."""
-    return StepRecord(
-        [Started(op.lane, op.axis, op.units, op.encoded, op.start, op.after) for op in program.operations],
+    return JournaledStep(
+        [StartedCollective(op.lane, op.axis, op.units, op.encoded, op.start, op.after) for op in program.operations],
         {event: list(operations) for event, operations in program.waits.items()},
         {event: list(units) for event, units in program.frees.items()},
     )
 
 
-def in_lanes(record: StepRecord) -> dict[str, Any]:
+def in_lanes(record: JournaledStep) -> dict[str, Any]:
     """A step, comparable: lanes are queues, and what one event waits for or frees has no order."""
     return {
         "starts": {lane: [s._replace(after=()) for s in record.starts if s.lane is lane] for lane in Lane},

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from thinwire.cost import ALONE, Beside
-from thinwire.sim.clock import Clock, Resource
+from thinwire.sim.clock import FluidClock, Resource
 
 
 def ends(*tasks: tuple[Resource, float, Beside]) -> list[float]:
     """When each of some tasks that begin together is done."""
-    clock, found = Clock(), [0.0] * len(tasks)
+    clock, found = FluidClock(), [0.0] * len(tasks)
     for index, (resource, seconds, beside) in enumerate(tasks):
 
         def done(index: int = index) -> None:

@@ -15,7 +15,7 @@ from thinwire.cost import Efficiency, FlatCollectives, NominalRates, Pricer, Tra
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope, default_trace
 from thinwire.sim import Case, Resource, Workload, answer, simulate
-from thinwire.sim.clock import Clock
+from thinwire.sim.clock import FluidClock
 from thinwire.spec import ClusterSpec, Fabric, Factor, ModelSpec, Plan
 
 MODEL = ModelSpec(layers=6, hidden=1024, heads=8, vocab=4096, seq=2048)
@@ -109,13 +109,13 @@ def test_an_order_of_nodes_moves_their_leaves() -> None:
 
 def test_transfers_share_the_spine_and_the_cards() -> None:
     """One that the spine limits leaves three quarters of the cards to others."""
-    clock, ends = Clock(), []
+    clock, ends = FluidClock(), []
     clock.begin(Resource.ACROSS, 4.0, lambda: ends.append(clock.now), spine_load=4.0)
     clock.begin(Resource.ACROSS, 3.0, lambda: ends.append(clock.now))
     clock.run()
     assert ends == pytest.approx([3.75, 4.75])
     assert (clock.busy[Resource.ACROSS], clock.busy[Resource.SPINE]) == pytest.approx((4.0, 4.0))
-    clock = Clock()
+    clock = FluidClock()
     for _ in range(2):
         clock.begin(Resource.ACROSS, 4.0, ends.clear, spine_load=2.0)
     clock.run()

@@ -19,7 +19,7 @@ from thinwire.plan.training_job import CODEC_LEVELS, TrainingJob
 from thinwire.program import Kind, Scope, default_trace
 from thinwire.program.wire import ITEMSIZE
 from thinwire.sim import Workload
-from thinwire.sim.axes import HopCalls, TensorParallelRates, idle_seconds, message_seconds, sent_seconds
+from thinwire.sim.axes import HopCalls, StageLink, TensorParallelRates, idle_seconds, message_seconds, sent_seconds
 from thinwire.spec import CodecSpec, Factor, Plan
 
 __all__ = ["BatchChoice", "PlanDraft", "Drafts", "axis_rates", "fits", "stage_message"]
@@ -112,9 +112,8 @@ def axis_rates(job: TrainingJob, plan: Plan) -> Rates:
 def stage_message(job: TrainingJob, plan: Plan) -> float:
     """Seconds of sending a micro-batch to the next stage; every tensor-parallel rank sends its share of the tokens."""
     calls, crosses = HopCalls(job.rates), job.cluster.nodes > 1
-    return sent_seconds(
-        plan, job.seq, job.model.hidden, job.rates, calls, crosses=crosses, sharers=plan.tp, gathered=False
-    )
+    link = StageLink(job.model.hidden, crosses, sharers=plan.tp, gathered=False)
+    return sent_seconds(plan, job.seq, job.rates, calls, link)
 
 
 class Drafts:

@@ -28,7 +28,7 @@ from thinwire.program.step import (
     Trace,
     UnitInfo,
 )
-from thinwire.program.turns import Turn, reduction_turns
+from thinwire.program.turns import ReductionTurn, reduction_turns
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
@@ -51,7 +51,7 @@ __all__ = [
     "Stage",
     "StepProgram",
     "Trace",
-    "Turn",
+    "ReductionTurn",
     "UnitInfo",
     "axis_extent",
     "axis_index",

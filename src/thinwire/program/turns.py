@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from thinwire.program.mesh import Axis
 from thinwire.program.step import Event, Lane, Operation, StepProgram
 
-__all__ = ["Turn", "reduction_turns"]
+__all__ = ["ReductionTurn", "reduction_turns"]
 
 _REDUCTIONS = (Lane.REDUCE, Lane.SYNC)
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class ReductionTurn:
     """What happens when it is a unit's turn to be reduced.
 
     Attributes:
@@ -34,7 +34,9 @@ class Turn:
     settles: tuple[int, ...] = ()
 
 
-def reduction_turns(program: StepProgram, micro_batch: int, closed: Sequence[tuple[int, ...]]) -> Mapping[int, Turn]:
+def reduction_turns(
+    program: StepProgram, micro_batch: int, closed: Sequence[tuple[int, ...]]
+) -> Mapping[int, ReductionTurn]:
     """Cut the reductions of one micro-batch into turns.
 
     Args:
@@ -65,4 +67,6 @@ def reduction_turns(program: StepProgram, micro_batch: int, closed: Sequence[tup
     settles: dict[int, list[int]] = {}
     for unit in starts:
         settles.setdefault(turn_of.get(unit, unit), []).append(unit)
-    return {unit: Turn(tuple(starts[unit]), waits.get(unit, ()), tuple(settles.get(unit, ()))) for unit in starts}
+    return {
+        unit: ReductionTurn(tuple(starts[unit]), waits.get(unit, ()), tuple(settles.get(unit, ()))) for unit in starts
+    }

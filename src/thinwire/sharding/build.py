@@ -33,7 +33,7 @@ from thinwire.sharding.memory import give_back_freed_memory, keep_freed_memory
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.unit import FlatBuffer, Unit
+from thinwire.sharding.unit import FlatBuffer, GatherLink, Unit
 from thinwire.spec import Plan
 
 __all__ = ["build"]
@@ -144,17 +144,16 @@ def build(
     if sync_initial:
         for value in model.buffers():
             control.broadcast(value)
+    link = GatherLink(
+        lanes, axes[Axis.PARAMS, Lane.GATHER], axes.get((Axis.SECONDARY, Lane.GATHER)), codecs.gather, seeds
+    )
     units = [
         Unit(
             number,
             unit.module,
             _info(unit, [flat for flat in flats if flat.unit == number]),
             buffers[number],
-            lanes,
-            axes[Axis.PARAMS, Lane.GATHER],
-            axes.get((Axis.SECONDARY, Lane.GATHER)),
-            codecs.gather,
-            seeds,
+            link,
         )
         for number, unit in enumerate(modules)
     ]

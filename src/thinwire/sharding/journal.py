@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from thinwire.program import Axis, Event, Lane
 
-__all__ = ["Journal", "Load", "Started", "StepRecord"]
+__all__ = ["Journal", "Load", "StartedCollective", "JournaledStep"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Load:
     encoded: bool = False
 
 
-class Started(NamedTuple):
+class StartedCollective(NamedTuple):
     """One collective as the runtime started it; the fields are those of the program's operation."""
 
     lane: Lane
@@ -44,7 +44,7 @@ class Started(NamedTuple):
 
 
 @dataclass
-class StepRecord:
+class JournaledStep:
     """What happened in one step.
 
     Attributes:
@@ -54,7 +54,7 @@ class StepRecord:
         frees: for each event, the units whose gathered parameters were freed.
     """
 
-    starts: list[Started] = field(default_factory=list)
+    starts: list[StartedCollective] = field(default_factory=list)
     waits: dict[Event, list[int]] = field(default_factory=dict)
     frees: dict[Event, list[int]] = field(default_factory=dict)
 
@@ -68,15 +68,15 @@ class Journal:
 
     def __init__(self, now: Callable[[], tuple[int, Event]]) -> None:
         self._now = now
-        self._steps: dict[int, StepRecord] = {}
+        self._steps: dict[int, JournaledStep] = {}
         # By the identity of the ticket, which is kept alive: the number of its collective, and whether it was waited
         # for.
         self._tickets: dict[int, tuple[object, int]] = {}
         self._waited: set[int] = set()
 
-    def step(self, number: int) -> StepRecord:
+    def step(self, number: int) -> JournaledStep:
         """What happened in the step of that number."""
-        return self._steps.setdefault(number, StepRecord())
+        return self._steps.setdefault(number, JournaledStep())
 
     def started(self, lane: Lane, load: Load, ticket: object, after: tuple[object, ...]) -> None:
         """A collective starts; ``after`` are the tickets that it needs."""
@@ -84,7 +84,7 @@ class Journal:
         starts = self.step(step).starts
         self._tickets[id(ticket)] = ticket, len(starts)
         needed = tuple(self._tickets[id(other)][1] for other in after if id(other) in self._tickets)
-        starts.append(Started(lane, load.axis, load.units, load.encoded, event, needed))
+        starts.append(StartedCollective(lane, load.axis, load.units, load.encoded, event, needed))
 
     def waited(self, ticket: object) -> None:
         """Computation waits for a ticket, whether or not it has finished by then."""

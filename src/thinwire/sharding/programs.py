@@ -13,9 +13,9 @@ from thinwire.program import (
     Moment,
     Operation,
     Phase,
+    ReductionTurn,
     StepProgram,
     Trace,
-    Turn,
     UnitInfo,
     buckets,
     default_trace,
@@ -100,7 +100,7 @@ class Programs:
         if key not in self._programs:
             if len(self._programs) >= MOST_PROGRAMS:
                 self._programs.clear()
-            plan = self._bucketed(unit_by_unit=unit_by_unit)
+            plan = _bucketed(self.plan, unit_by_unit=unit_by_unit)
             self._programs[key] = self._lower(
                 plan, self.infos, micro_batches=micro_batches, trace=trace, rank=self.rank, clip=clip
             )
@@ -195,12 +195,12 @@ class Programs:
     def _cut(self, trace: Trace, place: Place) -> Turns:
         position, micro_batches = place
 
-        def table(*, unit_by_unit: bool) -> Mapping[int, Turn]:
+        def table(*, unit_by_unit: bool) -> Mapping[int, ReductionTurn]:
             program = self.program(micro_batches, trace=trace, unit_by_unit=unit_by_unit)
-            plan = self._bucketed(unit_by_unit=unit_by_unit)
+            plan = _bucketed(self.plan, unit_by_unit=unit_by_unit)
             return reduction_turns(program, position, buckets(plan, self.infos, trace.reduction_order))
 
-        def alone(unit: int) -> Turn:
+        def alone(unit: int) -> ReductionTurn:
             if unit not in trace.reduction_order:
                 # The forward left the unit out, but somebody else read its parameters.
                 return self._cut(default_trace(self.infos), place).alone(unit)
@@ -208,10 +208,12 @@ class Programs:
 
         return Turns(table(unit_by_unit=False), alone)
 
-    def _bucketed(self, *, unit_by_unit: bool) -> Plan:
-        return self.plan.model_copy(update={"bucket_bytes": 1}) if unit_by_unit else self.plan
-
     def _forget_tables(self) -> None:
         self._prefetches.clear()
         self._turns.clear()
         self._spreads = self._kept = None
+
+
+def _bucketed(plan: Plan, *, unit_by_unit: bool) -> Plan:
+    """The plan, or the same with a bucket for every unit."""
+    return plan.model_copy(update={"bucket_bytes": 1}) if unit_by_unit else plan

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.program import Operation, Turn
+from thinwire.program import Operation, ReductionTurn
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.lanes import Lanes, Ticket
 from thinwire.sharding.reductions import Reductions
@@ -30,8 +30,8 @@ class Turns:
         alone: the turn of a unit that is reduced by itself, because its gradients came late.
     """
 
-    by_unit: Mapping[int, Turn]
-    alone: Callable[[int], Turn]
+    by_unit: Mapping[int, ReductionTurn]
+    alone: Callable[[int], ReductionTurn]
 
 
 @dataclass
@@ -71,7 +71,7 @@ class Reducer:
         self.gradients, self.reductions = gradients, reductions
         self.parts = tuple(part for parts in gradients.values() for part in parts)
         self._lanes = lanes
-        self._turns = Turns({}, lambda _: Turn())
+        self._turns = Turns({}, lambda _: ReductionTurn())
         self._pending: deque[int] = deque()  # units whose turn is to come, in order
         self._ready: set[int] = set()  # units whose gradients are complete
         self._reduced: set[int] = set()  # units whose turn has been
@@ -167,7 +167,7 @@ class Reducer:
     def _take_turn(self, unit: int) -> None:
         self._perform(unit, self._turns.by_unit[unit])
 
-    def _perform(self, unit: int, turn: Turn) -> None:
+    def _perform(self, unit: int, turn: ReductionTurn) -> None:
         self._reduced.add(unit)
         self.reductions.take(self.gradients[unit], last=self._last)
         goes_on = {index for operation in turn.starts for index in operation.after}

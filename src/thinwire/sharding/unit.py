@@ -28,7 +28,7 @@ from thinwire.sharding.layout import FlatLayout, Run
 from thinwire.sharding.local import set_local
 from thinwire.sharding.seeds import Seeds
 
-__all__ = ["FlatBuffer", "State", "Unit"]
+__all__ = ["FlatBuffer", "GatherLink", "State", "Unit"]
 
 
 class State(enum.Enum):
@@ -86,6 +86,25 @@ class FlatBuffer:
             set_local(parameter, value)
 
 
+@dataclass(frozen=True)
+class GatherLink:
+    """How units are gathered.
+
+    Attributes:
+        lanes: where gathers run.
+        params: the axis that holds one copy of the parameters.
+        secondary: the axis that holds a secondary copy, if the plan keeps one.
+        codec: encodes what is gathered over ``params``; what is gathered from the secondary shard was encoded before.
+        seeds: for that codec.
+    """
+
+    lanes: Lanes
+    params: AxisGroup
+    secondary: AxisGroup | None
+    codec: Codec | None
+    seeds: Seeds
+
+
 class Unit:
     """The parameters that are gathered, freed and reduced together.
 
@@ -94,33 +113,21 @@ class Unit:
         module: the module that drives it.
         info: what the program knows of it.
         buffers: its flat buffers, shown whole if P is not sharded, else as husks and without the gathered memory.
-        lanes: where its gathers run.
-        params: the axis that holds one copy of its parameters.
-        secondary: the axis that holds a secondary copy, if the plan keeps one.
-        codec: encodes what is gathered over ``params``; what is gathered from the secondary shard was encoded before.
-        seeds: for that codec.
+        link: how it is gathered.
     """
 
     def __init__(
-        self,
-        index: int,
-        module: nn.Module,
-        info: UnitInfo,
-        buffers: Sequence[FlatBuffer],
-        lanes: Lanes,
-        params: AxisGroup,
-        secondary: AxisGroup | None,
-        codec: Codec | None,
-        seeds: Seeds,
+        self, index: int, module: nn.Module, info: UnitInfo, buffers: Sequence[FlatBuffer], link: GatherLink
     ) -> None:
+        params, secondary = link.params, link.secondary
         self.index, self.module, self.info, self.buffers = index, module, info, tuple(buffers)
         self.sharded = params.size > 1
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.secondary_valid = False
-        self.exact = True  # what was gathered last travelled as it is
+        self.exact = True  # whether what was gathered last travelled without a codec
         self._spreads: list[Ticket] = []
-        self._lanes, self._params, self._secondary = lanes, params, secondary
-        self._codec, self._seeds = codec, seeds
+        self._lanes, self._params, self._secondary = link.lanes, params, secondary
+        self._codec, self._seeds = link.codec, link.seeds
         self._gather: list[Ticket] = []
         self._spread_loads = self._loads("spread", Axis.SHARD)
         self._shard_loads = self._loads("gather", Axis.PARAMS)

@@ -13,7 +13,7 @@ from thinwire.sim.step import Workload
 from thinwire.spec import Factor, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
-__all__ = ["Calls", "HopCalls", "TensorParallelRates", "idle_seconds", "message_seconds", "sent_seconds"]
+__all__ = ["Calls", "HopCalls", "StageLink", "TensorParallelRates", "idle_seconds", "message_seconds", "sent_seconds"]
 
 CALLS = 2
 """Sums over the tensor-parallel ranks in the forward of a block, behind attention and behind the feed-forward; the
@@ -85,40 +85,44 @@ def message_seconds(plan: Plan, message: float) -> float:
     return 2 * STAGES_OF_A_RANK[plan.schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
 
 
-def sent_seconds(
-    plan: Plan,
-    seq: int,
-    hidden: int,
-    rates: Rates,
-    flat: Calls,
-    *,
-    crosses: bool,
-    sharers: int = 1,
-    gathered: bool = True,
-) -> float:
+@dataclass(frozen=True)
+class StageLink:
+    """How a pipeline stage hands activations to the next one.
+
+    Attributes:
+        hidden: width of the residual stream.
+        crosses: whether the next stage is on another node.
+        sharers: tensor-parallel ranks that send a part each.
+        gathered: whether all of them gather the parts behind; else sequences stay cut between matrices.
+    """
+
+    hidden: int
+    crosses: bool
+    sharers: int = 1
+    gathered: bool = True
+
+
+def sent_seconds(plan: Plan, seq: int, rates: Rates, flat: Calls, link: StageLink) -> float:
     """Seconds of sending a micro-batch's activations, or their gradients, to the next stage.
 
     Args:
         plan: with the codec of the pipeline.
         seq: tokens of a sequence.
-        hidden: width of the residual stream.
         rates: of the codec.
         flat: times of calls.
-        crosses: whether the next stage is on another node.
-        sharers: tensor-parallel ranks that send a part each.
-        gathered: whether all of them gather the parts behind; else sequences stay cut between matrices.
+        link: between the stages.
     """
     codec, dtype = plan.wire.pp, plan.compute_dtype
-    values = plan.micro_batch * seq * hidden
-    part = values / sharers
-    pair = Factor(nodes=2) if crosses else Factor(local=2)
+    values = plan.micro_batch * seq * link.hidden
+    part = values / link.sharers
+    pair = Factor(nodes=2) if link.crosses else Factor(local=2)
     # A stage's nodes are neighbours, so that the next stage is as many nodes away as a stage has.
     seconds = flat.seconds("BC", part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
     if not codec.is_none:
         seconds += rates.codec(Work(codec, dtype, encoded=part, decoded=part))
-    if not gathered:
+    if not link.gathered:
         return seconds
-    return seconds + flat.seconds("AG", values * ITEMSIZE[dtype], Factor(local=sharers))
+    return seconds + flat.seconds("AG", values * ITEMSIZE[dtype], Factor(local=link.sharers))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from enum import Enum
 from thinwire.cost import ALONE, Beside
 from thinwire.program import Scope
 
-__all__ = ["Clock", "Resource", "Task"]
+__all__ = ["FluidClock", "Resource", "Task"]
 
 
 class Resource(Enum):
@@ -65,7 +65,7 @@ class Task:
 
 
 @dataclass
-class Clock:
+class FluidClock:
     """Runs tasks.
 
     Attributes:

@@ -27,7 +27,7 @@ from thinwire.cost import (
 from thinwire.program import Axis, Lane, Operation, Phase, UnitInfo, axis_shape
 from thinwire.program.stages import Stage
 from thinwire.program.wire import ITEMSIZE
-from thinwire.sim.axes import TensorParallelRates, idle_seconds, sent_seconds
+from thinwire.sim.axes import StageLink, TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
 from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
 from thinwire.sim.step import Simulated, Workload, simulate
@@ -179,7 +179,7 @@ class Engine:
         if plan.pp == 1:
             return played
         sharers = plan.tp if self.scatters_stages else 1
-        message = sent_seconds(plan, workload.seq, hidden, rates, flat, crosses=cluster.nodes > 1, sharers=sharers)
+        message = sent_seconds(plan, workload.seq, rates, flat, StageLink(hidden, cluster.nodes > 1, sharers))
         idle = idle_seconds(plan, workload, rates, message)
         return replace(played, seconds=played.seconds + idle)
 

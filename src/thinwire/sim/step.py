@@ -31,7 +31,7 @@ from thinwire.program import (
 )
 from thinwire.program.stages import Stage
 from thinwire.program.timeline import COMPUTE, WAITING, Level, Span
-from thinwire.sim.clock import Clock, Resource
+from thinwire.sim.clock import FluidClock, Resource
 from thinwire.spec import Plan
 
 __all__ = ["Pricing", "Simulated", "Workload", "simulate"]
@@ -213,7 +213,7 @@ class _Player:
         self, plan: Plan, workload: Workload, rates: Rates, program: StepProgram, pricing: Pricing, trace: bool
     ) -> None:
         self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
-        self._clock = Clock()
+        self._clock = FluidClock()
         self._moves = _memoised_moves(plan, program, pricing)
         self._runs: dict[int, _Run] = {}
         self._queues: dict[_Queue, deque[_Run]] = {}
