@@ -18,6 +18,7 @@ from thinwire.cost.rates import Rates
 from thinwire.program import Even, Hop, Kind, MessageSizes, Scope, hops
 from thinwire.program.wire import ITEMSIZE, Encoding, ReductionEncodings
 from thinwire.spec import CodecSpec, Factor
+from thinwire.spec.plan import cut_alike
 
 __all__ = ["Busy", "Pricer", "Traffic", "UnitKind"]
 
@@ -144,7 +145,7 @@ class Traffic:
             between(one, secondary) if secondary else None,
             between(params, optimizer),
             between(optimizer, mesh),
-            grads == optimizer,
+            cut_alike(grads, optimizer),
         )
 
 

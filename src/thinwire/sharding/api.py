@@ -125,11 +125,11 @@ def optimizer(
 
 
 def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
-    """Iterate over the micro-batches of one step, telling the runtime which is the last.
+    """Iterate over the micro-batches of one step. The runtime then knows which one is the last.
 
     Gradients add up over micro-batches, as in PyTorch: divide each loss by their number for a mean.
     """
-    schedule = runtime_of(model).schedule
+    runtime = runtime_of(model)
     iterator = iter(batches)
     try:
         upcoming = next(iterator)
@@ -143,11 +143,11 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 upcoming = next(iterator)
             except StopIteration:
                 more = False
-            schedule.begin_micro_batch(number, last=not more)
+            runtime.begin_micro_batch(number, last=not more)
             yield current
             number += 1
     finally:
-        schedule.begin_micro_batch(0, last=True)
+        runtime.begin_micro_batch(0, last=True)
 
 
 def save(
@@ -198,7 +198,7 @@ def progress(model: nn.Module, share: float) -> None:
 def full_parameters(model: nn.Module) -> Iterator[None]:
     """Whole, up-to-date parameters on every rank, for export or for evaluation by other code. Read only."""
     runtime = runtime_of(model)
-    runtime.gather_all()
+    runtime.holds.gather_all()
     try:
         yield
     finally:

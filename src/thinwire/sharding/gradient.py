@@ -12,10 +12,12 @@ a backward runs before the step. A mean of replicas may be averaged again; a sum
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from thinwire.collectives.memory import allocate
-from thinwire.program import Axis, axis_extent
+from thinwire.program import Axis, axis_shape
 from thinwire.sharding.layout import FlatLayout, Run
 from thinwire.spec import Plan
 
@@ -27,8 +29,7 @@ class Topology:
 
     def __init__(self, plan: Plan) -> None:
         self.params, self.shard, self.replica = (
-            axis_extent(plan, axis)[1].ranks // axis_extent(plan, axis)[0].ranks
-            for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
+            math.prod(axis_shape(plan, axis)) for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
         )
         self.scatter_always = self.shard > 1 and plan.grads_like_optimizer
         self.wire_dtype: torch.dtype = getattr(torch, plan.effective_reduce_dtype)

@@ -9,7 +9,12 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.unit import Unit
 
-__all__ = ["Holds"]
+__all__ = ["Holds", "recomputing"]
+
+
+def recomputing() -> bool:
+    """Whether a backward is running on this thread, so that a forward is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class Holds:
@@ -73,7 +78,13 @@ class Holds:
         self._graphs_of_graphs = False
 
     def gather_all(self) -> None:
-        """Gather every unit exactly, and keep it until :meth:`release_all`."""
+        """Gather every unit exactly, and keep it until :meth:`release_all`.
+
+        Raises:
+            UsageError: inside a backward.
+        """
+        if recomputing():
+            raise UsageError("full_parameters() cannot be entered inside a backward")
         self.depth += 1
         for unit in self._units:
             if not unit.exact:

@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.inner.step()
             for owned in fragments:
                 owned.value.grad = None
-            self.runtime.write_back(unit)
+            self.runtime.spreads.write_back(unit)
         self._give_gradients(self.fragments)
 
     def _update_at_once(self) -> None:
@@ -121,7 +121,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._give_gradients(self.fragments)
         self.inner.step()
         for unit in self.runtime.update_order():
-            self.runtime.write_back(unit)
+            self.runtime.spreads.write_back(unit)
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
         """As in torch, a parameter that got no gradient on any rank is skipped."""

@@ -11,13 +11,13 @@ from torch.autograd import Variable
 from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
 from thinwire.sharding.agreement import Agreements
-from thinwire.sharding.holds import Holds
+from thinwire.sharding.holds import Holds, recomputing
 from thinwire.sharding.lanes import Mark
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 
-__all__ = ["Pass", "Passes", "recomputing"]
+__all__ = ["Pass", "Passes"]
 
 
 class Pass(enum.Enum):
@@ -31,11 +31,6 @@ class Pass(enum.Enum):
     IDLE = "idle"
     FORWARD = "forward"
     BACKWARD = "backward"
-
-
-def recomputing() -> bool:
-    """Whether a backward is running on this thread, so that a forward is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 class Passes:

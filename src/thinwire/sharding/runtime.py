@@ -34,7 +34,7 @@ from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.holds import Holds
-from thinwire.sharding.passes import Passes, recomputing
+from thinwire.sharding.passes import Passes
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.reductions import Reductions
@@ -56,6 +56,8 @@ class Runtime:
         schedule: where the step is in the program.
         reducer: the gradients on their way.
         passes: what hooks report to.
+        holds: who still reads gathered parameters.
+        spreads: the updated parameters on their way.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -73,7 +75,7 @@ class Runtime:
         self.reducer = Reducer(sharded.gradients, reductions, self.lanes)
         self.holds = Holds(self.units)
         self._agreements = Agreements(sharded, self.reducer)
-        self._spreads = Spreads(sharded, self.schedule.programs)
+        self.spreads = Spreads(sharded, self.schedule.programs)
         self.passes = Passes(sharded, self.schedule, self.reducer, self._agreements, self.holds)
 
     @property
@@ -84,6 +86,22 @@ class Runtime:
     def now(self) -> tuple[int, Event]:
         """The number of the present step, and the event that was reported last; for journals."""
         return self.num_steps, Event(*self.passes.at, self.schedule.micro_batch)
+
+    # -- micro-batches -----------------------------------------------------------------------------------------
+
+    def begin_micro_batch(self, number: int, *, last: bool) -> None:
+        """The forward and the backward that follow are those of one micro-batch of the step.
+
+        Args:
+            number: of the micro-batch, from 0.
+            last: whether its backward is the step's last.
+        """
+        self.schedule.begin_micro_batch(number, last=last)
+
+    def select_micro_batch(self, number: int, *, last: bool) -> None:
+        """Turn to one of several micro-batches that are under way, as in a pipeline; arguments as in
+        :meth:`begin_micro_batch`."""
+        self.schedule.select(number, last=last)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -134,10 +152,6 @@ class Runtime:
         """Units in the order in which their gradients arrive; those without gradients left out."""
         return [index for index in self.schedule.programs.update_order() if index in self.sharded.gradients]
 
-    def write_back(self, index: int) -> None:
-        """A unit's masters have new values: cast them into its P shard, unless the difference is what is spread."""
-        self._spreads.write_back(index)
-
     def finish_step(self, *, updated: bool, exactly: bool = False) -> None:
         """End the step: spread the updated P shards, in the order of the forward, and begin the next one.
 
@@ -147,7 +161,7 @@ class Runtime:
         """
         if updated:
             self.holds.end_step()
-            self._spreads.start(exactly=exactly)
+            self.spreads.start(exactly=exactly)
         self.sharded.seeds.step += 1
         self.holds.release_reads()
         self.schedule.abandon()
@@ -162,21 +176,13 @@ class Runtime:
         """
         self.join_spreads()
         for unit in self.units:
-            self._spreads.write_back(unit.index, differences=not with_replicas)
+            self.spreads.write_back(unit.index, differences=not with_replicas)
         self.sharded.seeds.step = num_steps - 1
         self.finish_step(updated=True, exactly=True)
 
     def join_spreads(self) -> None:
         """Wait until every unit's parameters are up to date."""
-        self._spreads.join()
-
-    # -- whole parameters --------------------------------------------------------------------------------------
-
-    def gather_all(self) -> None:
-        """Gather every unit and keep it, until :meth:`Holds.release_all`."""
-        if recomputing():
-            raise UsageError("full_parameters() cannot be entered inside a backward")
-        self.holds.gather_all()
+        self.spreads.join()
 
 
 _RUNTIME = "_thinwire_runtime"

@@ -22,7 +22,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.policy import HybridPolicy
 from thinwire.spec.presets import PRESETS, preset_fields
 
-__all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire"]
+__all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "Wire", "cut_alike"]
 
 MIB = 1 << 20
 
@@ -154,6 +154,11 @@ class Residence(Spec):
     optimizer: Literal["device"] = Field(default="device", description="where optimizer shards live")
 
 
+def cut_alike(grads: Factor, optimizer: Factor) -> bool:
+    """Whether ``G`` is sharded like ``OS``, so that gradients accumulate in optimizer shares."""
+    return grads == optimizer
+
+
 class UnitOverride(Spec):
     """Exceptions for the units whose module name matches a pattern; what is unset follows the plan."""
 
@@ -233,7 +238,7 @@ class Plan(Spec):
     @property
     def grads_like_optimizer(self) -> bool:
         """Whether ``G`` is sharded like ``OS``: then every micro-batch reduces its gradients to optimizer shares."""
-        return self.grads == self.optimizer
+        return cut_alike(self.grads, self.optimizer)
 
     @classmethod
     def preset(cls, name: str, *, nodes: int, local: int, group: Factor | str | None = None, **overrides: Any) -> Plan:
