@@ -191,7 +191,7 @@ class Agreements:
             return 0.0
         # Sums of many squares in fp32 lose percents, and not the same under every plan: blocks add up in fp64.
         blocks = [block for values in held for block in values.view(-1).split(_NORM_BLOCK)]
-        norms = torch.stack(torch._foreach_norm(blocks)).double()
+        norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float32)).double()
         return float(norms.square().sum())
 
 

@@ -222,8 +222,6 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
         )
     if plan.units:
         problems.append("units: overrides for single units are not supported by this runtime; valid: none")
-    if plan.accumulate_dtype != "float32":
-        problems.append(f"accumulate_dtype = {plan.accumulate_dtype!r}: valid: 'float32'")
     if problems:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
@@ -400,7 +398,7 @@ class _Arenas:
         owned = sum(self._owned(flat) for flat in flats if flat.layout.trainable)
         separate = sum(self._owned(flat) for flat in flats if self._has_master(flat.layout))
         self._masters = _Arena(separate, torch.float32, device)
-        self.gradients = torch.zeros(owned, dtype=torch.float32, device=device)
+        self.gradients = torch.zeros(owned, dtype=getattr(torch, plan.accumulate_dtype), device=device)
         self._gradient_at = 0
 
     def carve(self, flat: _Flat, initial: torch.Tensor) -> FlatBuffer:
@@ -429,7 +427,7 @@ class _Arenas:
         return FlatBuffer(layout, flat.parameters, full, shard, flat.shares, secondary, master)
 
     def carve_gradient(self, flat: _Flat) -> torch.Tensor:
-        """fp32 memory for the gradient of this rank's share."""
+        """Memory for the gradient of this rank's share, in the plan's ``accumulate_dtype``."""
         size = self._owned(flat)
         self._gradient_at += size
         return self.gradients[self._gradient_at - size : self._gradient_at]

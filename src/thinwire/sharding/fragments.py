@@ -25,7 +25,7 @@ class OwnedFragment:
         fragment: which part of the parameter it is.
         value: what the optimizer updates, fp32; in the parameter's shape if whole, else 1-D.
         held: the same elements of the P shard, 1-D: what ranks compute with.
-        grad: its gradient, fp32, same shape.
+        grad: its gradient, in the plan's ``accumulate_dtype``, same shape.
         source: the gradient that ``grad`` is a part of.
     """
 

@@ -1,10 +1,13 @@
-"""One unit's gradients on this rank: from autograd's tensors to the fp32 share the optimizer reads.
+"""One unit's gradients on this rank: from autograd's tensors to the share that the optimizer reads.
 
 Three buffers take part, each only where the plan needs it:
 
 - ``staging``: the micro-batch's whole gradient in wire dtype, laid out like the parameters; lives until it is sent;
-- ``local``: the fp32 gradient shard ``G`` that accumulates over micro-batches, where ``s_g = s_p < s_os``;
-- ``owned``: the fp32 gradient of this rank's optimizer share; where ``s_g = s_os`` it is ``G``.
+- ``local``: the gradient shard ``G`` that accumulates over micro-batches, where ``s_g = s_p < s_os``;
+- ``owned``: the gradient of this rank's optimizer share; where ``s_g = s_os`` it is ``G``.
+
+``local`` and ``owned`` have the plan's ``accumulate_dtype``. Each reduction is summed in fp32, added to the accumulator
+in fp32, and rounded to that dtype once.
 
 Every reduction is a mean (or a sum) over its axis and is added to what is there, so reductions stay right however often
 a backward runs before the step. A mean of replicas may be averaged again; a sum is divided among them first.
@@ -33,6 +36,7 @@ class Topology:
         )
         self.scatter_always = self.shard > 1 and plan.grads_like_optimizer
         self.wire_dtype: torch.dtype = getattr(torch, plan.effective_reduce_dtype)
+        self.accumulate_dtype: torch.dtype = getattr(torch, plan.accumulate_dtype)
         self.mean = plan.grad_reduce == "mean"
 
     def scale(self, size: int) -> float:
@@ -41,10 +45,10 @@ class Topology:
 
 
 class Accumulator:
-    """An fp32 buffer that knows whether it still holds nothing.
+    """A buffer that knows whether it still holds nothing.
 
     Args:
-        values: 1-D fp32 tensor; its content is undefined while ``empty``.
+        values: 1-D tensor; its content is undefined while ``empty``.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -66,7 +70,7 @@ class UnitGradient:
         first_slot: number that the unit's parameters have before this buffer's.
         layout: the buffer.
         shares: the optimizer ranks' shares of this rank's P shard.
-        owned: fp32 memory for this rank's share.
+        owned: memory for the gradient of this rank's share, 1-D, in the plan's ``accumulate_dtype``.
         topology: axis sizes.
     """
 
@@ -99,7 +103,7 @@ class UnitGradient:
         """The gradient shard ``G`` where it is not sharded like the optimizer; allocated when first accumulated."""
         if self._local is None:
             device = self.owned.values.device
-            self._local = Accumulator(allocate(self.layout.shard_numel, torch.float32, device))
+            self._local = Accumulator(allocate(self.layout.shard_numel, self.topology.accumulate_dtype, device))
         return self._local
 
     @property
@@ -178,7 +182,7 @@ class UnitGradient:
     def _begin(self, *, last: bool) -> None:
         """Decide where this micro-batch's gradients go.
 
-        Where P is whole and G is not sharded like OS they are added up at home in fp32, except when the step's only
+        Where P is whole and G is not sharded like OS they are added up at home, except when the step's only
         micro-batch can go to the wire at once.
         """
         topology = self.topology

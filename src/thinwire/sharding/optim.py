@@ -114,7 +114,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             for owned in fragments:
                 owned.value.grad = None
             self.runtime.spreads.write_back(unit)
-        self._give_gradients(self.fragments)
+        if self.runtime.plan.accumulate_dtype == "float32":
+            self._give_gradients(self.fragments)  # views; of bf16 gradients they would be copies of the whole share
 
     def _update_at_once(self) -> None:
         self.runtime.reducer.join()
@@ -124,9 +125,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.runtime.spreads.write_back(unit)
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
-        """As in torch, a parameter that got no gradient on any rank is skipped."""
+        """As in torch, a parameter that got no gradient on any rank is skipped.
+
+        Optimizers want gradients in the dtype of the master; bf16 gradients are widened here, a unit at a time.
+        """
         for owned in fragments:
-            owned.value.grad = owned.grad if self.runtime.used_flag(owned.unit, owned.slot) else None
+            used = self.runtime.used_flag(owned.unit, owned.slot)
+            owned.value.grad = owned.grad.to(owned.value.dtype) if used else None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient. They are never memset: the next reduction overwrites them."""

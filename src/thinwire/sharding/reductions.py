@@ -117,25 +117,28 @@ class Reductions:
     # -- the three axes ----------------------------------------------------------------------------------------
 
     def _over_params(self, part: UnitGradient, staging: torch.Tensor) -> Moves:
-        """Reduce-scatter the micro-batch's gradient over the ranks that share P, into the fp32 P-shard gradient."""
+        """Reduce-scatter the micro-batch's gradient over the ranks that share P, into the P-shard gradient."""
         topology, group = self._topology, self._groups[Axis.PARAMS]
         if topology.scatter_always:
             target = Accumulator(allocate(part.layout.shard_numel, torch.float32, staging.device))
         else:
             target = part.local
-        out, accumulate = target.values, target.claim()
-        self._sources[part] = out
+        shard, add = target.values, target.claim()
+        self._sources[part] = shard
+        direct = shard.dtype == torch.float32
+        out = shard if direct else allocate(shard.numel(), torch.float32, shard.device)
         even_sizes = [out.numel()] * group.size
-        return reduce_scatter(
+        moves = reduce_scatter(
             group,
             staging,
             out,
             scale=topology.scale(group.size),
-            accumulate=accumulate,
+            accumulate=direct and add,
             codecs=self._codecs_of([(part, staging)]),
             residual=self._lost_by_scatter(Axis.PARAMS, [(part, staging)], even_sizes),
             seed=self._seeds.next(),
         )
+        return moves if direct else moves.then(lambda: _deliver(out, shard, add=add))
 
     def _scatter(self, bucket: Bucket) -> Moves:
         """Reduce-scatter a bucket over the shard axis, into a vector that goes on to the replicas in wire dtype."""
@@ -159,12 +162,12 @@ class Reductions:
         return moves.after(pack).then(lambda: _zero(vector[mine:]))
 
     def _scatter_into_owned(self, bucket: Bucket) -> Moves:
-        """Reduce-scatter a bucket over the shard axis, into the fp32 gradients of the optimizer shares."""
+        """Reduce-scatter a bucket over the shard axis, into the gradients of the optimizer shares."""
         topology, group = self._topology, self._groups[Axis.SHARD]
         sizes = _share_sizes(bucket)
         adds = [part.owned.claim() for part, _ in bucket]
         whole, pack = _packing(bucket, sizes, topology.wire_dtype)
-        alone = len(bucket) == 1
+        alone = _takes_sums(bucket)
         out = bucket[0][0].owned.values if alone else allocate(sizes[group.index], torch.float32, whole.device)
         for part, _ in bucket:
             self._sources[part] = part.owned.values
@@ -197,7 +200,7 @@ class Reductions:
         whole, pack = (
             (vector, _nothing) if vector is not None else _concatenation(bucket, group.size, topology.wire_dtype)
         )
-        alone = len(bucket) == 1
+        alone = _takes_sums(bucket)
         total = sum(part.owned.values.numel() for part, _ in bucket)
         summed = bucket[0][0].owned.values if alone else allocate(total, torch.float32, whole.device)
         scattered, gathered = feedback_numels(group, whole.numel())
@@ -295,8 +298,11 @@ def _concatenation(bucket: Bucket, ranks: int, dtype: torch.dtype) -> tuple[torc
     Returns:
         The vector, and the function that fills it.
     """
-    if len(bucket) == 1 and bucket[0][1].dtype == dtype != torch.float32 and bucket[0][1].numel() % ranks == 0:
-        return bucket[0][1], _nothing  # staging is ours; accumulators are fp32
+    first, source = bucket[0]
+    # Staging may be overwritten; an accumulator may not.
+    is_staging = source is not first.owned.values and not first.has_local
+    if len(bucket) == 1 and is_staging and source.dtype == dtype and source.numel() % ranks == 0:
+        return source, _nothing
     total = sum(source.numel() for _, source in bucket)
     vector = allocate(padded(total, ranks), dtype, bucket[0][1].device)
 
@@ -318,14 +324,23 @@ def _zero(padding: torch.Tensor) -> None:
     padding.zero_()
 
 
+def _takes_sums(bucket: Bucket) -> bool:
+    """Whether fp32 sums can be written where a bucket's only gradient is kept."""
+    return len(bucket) == 1 and bucket[0][0].owned.values.dtype == torch.float32
+
+
+def _deliver(sums: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
+    """Give fp32 sums to an accumulator, added in fp32 and rounded once."""
+    if add:
+        target.add_(sums)
+    else:
+        target.copy_(sums)
+
+
 def _distribute(bucket: Bucket, values: torch.Tensor, adds: Sequence[bool]) -> None:
     """Give each unit of a bucket its part of ``values``."""
     position = 0
     for (gradient, _), add in zip(bucket, adds, strict=True):
         owned = gradient.owned.values
-        piece = values[position : position + owned.numel()]
-        if add:
-            owned.add_(piece)
-        else:
-            owned.copy_(piece)
+        _deliver(values[position : position + owned.numel()], owned, add=add)
         position += owned.numel()
