@@ -44,13 +44,22 @@ def renumbered(infos: tuple[UnitInfo, ...]) -> tuple[UnitInfo, ...]:
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_units_are_those_of_the_runtime(kind: Literal["llama", "gpt"], tied: bool, granularity: str) -> None:
-    from thinwire.sharding.build import _draw, _info
+    from thinwire.sharding.build import unit_infos
     from thinwire.sharding.discover import discover
 
     plans = [
         plan("zero3", nodes=2, local=2),
         plan("zero1", nodes=2, local=2, partition="inter"),
         plan("amsp-13b", nodes=2, local=4, partition="inter", wire={"spread": "int8:256", "exclude": ("*norm*",)}),
+        plan(
+            "zeropp",
+            nodes=2,
+            local=2,
+            units=[
+                {"match": "layers.1*", "dtype": "float32", "keep_gathered": True},
+                {"match": "*2*", "codec": "none"},
+            ],
+        ),
     ]
     for vocab, each in itertools.product((16, 4096), plans):
         shape: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "vocab": vocab, "seq": 16}
@@ -62,10 +71,8 @@ def test_units_are_those_of_the_runtime(kind: Literal["llama", "gpt"], tied: boo
             net = GPT(GPTConfig(**shape, ffn=model.ffn, tied=tied))
         chosen = each.with_(granularity=granularity)
         modules = discover(net, None, granularity)
-        flats = _draw(modules, chosen, 3)
-        real = tuple(_info(unit, [f for f in flats if f.unit == n]) for n, unit in enumerate(modules))
-        told = units(model, chosen, shard=axis_index(chosen, Axis.PARAMS, 3))
-        assert renumbered(told) == renumbered(real)
+        priced = units(model, chosen, shard=axis_index(chosen, Axis.PARAMS, 3))
+        assert renumbered(priced) == renumbered(unit_infos(modules, chosen, 3))
         assert sum(part.numel for part in parts(model, granularity)) == sum(p.numel() for p in net.parameters())
 
 

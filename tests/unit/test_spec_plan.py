@@ -93,17 +93,9 @@ def test_what_is_no_factor_is_refused(value: Any) -> None:
             {"schedule": "interleaved"},
             "schedule = 'interleaved' needs pp of at least 2",
         ),
-        # overrides of units follow the same rules, and the plan's factors where they have none
-        (
-            ("4x1", "1x1", "1x1", "4x1"),
-            {"units": [{"match": "*", "optimizer": "3x1"}]},
-            "units.0.optimizer = 3x1 should divide mesh",
-        ),
-        (
-            ("4x1", "2x1", "2x1", "4x1"),
-            {"units": [{"match": "*", "params": "4x1"}]},
-            "units.0.params = 4x1 should divide grads = 2x1",
-        ),
+        # overrides of units
+        (("1x1",) * 4, {"units": [{"match": "*", "codec": "int8:8"}]}, "units.0.codec = 'int8:8': units travel with"),
+        (("1x1",) * 4, {"units": [{"match": "*", "optimizer": "1x1"}]}, "units.0.optimizer = '1x1' is not a key"),
         # plain fields
         (("1x1",) * 4, {"prefetch": -1}, "prefetch = -1: it should be greater than or equal to 0"),
         (("1x1",) * 4, {"prefetch": 1.5}, "prefetch = 1.5: it should be a valid integer"),
@@ -161,7 +153,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
                 "partition": "x",
                 "secondary": {"local": 0},
                 "wire": {"gather": "int9:3", "error_feedback": True},
-                "units": [{"params": "3x1"}],
+                "units": [{"dtype": "float16"}],
                 "placement": [1, 2],
                 "bucket_bytes": "1xb",
             }
@@ -176,6 +168,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
         "wire.gather",
         "wire.error_feedback",
         "units.0.match",
+        "units.0.dtype",
         "grads",  # does not divide optimizer
         "optimizer",  # crosses nodes without filling one
         "grads",  # equals neither params nor optimizer
@@ -213,7 +206,7 @@ def test_missing_keys_say_what_they_are() -> None:
         ("8x4", "8x4", "8x4", "8x4", {"secondary": factor("8x2")}),
         ("2x1", "2x1", "2x1", "2x1", {"secondary": factor("2x1"), "secondary_reuse": True}),
         ("2x1", "1x1", "1x1", "1x1", {"schedule": "interleaved", "pp": 2}),
-        ("2x1", "1x1", "1x1", "2x1", {"units": (UnitOverride(match="head", optimizer=factor("1x1")),)}),
+        ("2x1", "1x1", "1x1", "2x1", {"units": (UnitOverride(match="head", keep_gathered=True),)}),
     ],
 )
 def test_valid_plans_are_accepted(mesh: str, params: str, grads: str, optimizer: str, rest: dict[str, Any]) -> None:

@@ -49,9 +49,10 @@ def plans(draw: st.DrawFn) -> Plan:
                 st.fixed_dictionaries(
                     {"match": NAMES},
                     optional={
-                        "optimizer": st.just(base.optimizer),
-                        "codec": CODEC,
+                        "codec": st.just("none"),
                         "dtype": st.just("float32"),
+                        "granularity": st.sampled_from(["block", "module"]),
+                        "keep_gathered": st.booleans(),
                     },
                 ),
                 max_size=2,
@@ -111,9 +112,7 @@ def test_the_fingerprint_is_stable_across_runs_and_ignores_the_name() -> None:
 
 
 def test_uncompressed_changes_codecs_only() -> None:
-    compressed = Plan.preset(
-        "thinwire", nodes=2, local=2, units=[{"match": "a", "codec": "int8:8", "dtype": "float32"}]
-    )
+    compressed = Plan.preset("thinwire", nodes=2, local=2, units=[{"match": "a", "codec": "none", "dtype": "float32"}])
     bare = compressed.uncompressed()
     assert bare.wire == Wire()
     assert bare.units == (UnitOverride(match="a", dtype="float32"),)

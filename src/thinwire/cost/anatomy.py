@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from thinwire.errors import SpecError
 from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.wire import ITEMSIZE, is_excluded
@@ -70,23 +71,32 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
         model: Dimensions of the model.
         plan: The plan; its factors, dtype and exclusions count.
         shard: Number of the ``P`` shard; shares of unequal size differ between shards.
+
+    Raises:
+        SpecError: The plan cuts single blocks further than the rest, which has no price yet.
     """
-    itemsize = ITEMSIZE[plan.compute_dtype]
+    if any(unit.granularity not in (None, plan.granularity) for unit in plan.units):
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
+        )
     cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
     payloads = [
         part.numel if tensors is part.tensors else sum(t.numel for t in tensors)
         for part, kinds in cut
         for _, tensors in kinds
     ]
-    numels = [flat_numel(payload, plan, itemsize) for payload in payloads]
+    itemsizes = [ITEMSIZE[plan.unit_dtype(part.name)] for part, kinds in cut for _ in kinds]
+    numels = [flat_numel(payload, plan, itemsize) for payload, itemsize in zip(payloads, itemsizes, strict=True)]
     shares = iter(_shares(plan, [tensors for _, kinds in cut for _, tensors in kinds], numels, shard))
-    lengths = iter(numels)
+    lengths, sizes = iter(numels), iter(itemsizes)
     return tuple(
         UnitInfo(
             part.name,
-            tuple(BufferInfo(next(lengths), itemsize, True, next(shares), encoded) for encoded, _ in kinds),
+            tuple(BufferInfo(next(lengths), next(sizes), True, next(shares), encoded) for encoded, _ in kinds),
             len(part.tensors),
             part.block,
+            plan.override(part.name).keep_gathered,
         )
         for part, kinds in cut
     )
@@ -94,8 +104,9 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
 
 def _kinds(part: ModelPart, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
     """Tensors that may be encoded, and tensors that are always sent unencoded."""
-    if not plan.wire.exclude:
-        return [(True, part.tensors)]
+    exact = plan.override(part.name).codec is not None
+    if exact or not plan.wire.exclude:
+        return [(not exact, part.tensors)]
     excluded = {tensor: is_excluded(plan, tensor.name) for tensor in part.tensors}
     kinds = [(not out, tuple(t for t in part.tensors if excluded[t] is out)) for out in (False, True)]
     return [(encoded, tensors) for encoded, tensors in kinds if tensors]

@@ -70,6 +70,13 @@ def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tupl
     return tuple(closed)
 
 
+def _kept_units(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> frozenset[int]:
+    """Units that stay gathered from their forward to their backward."""
+    kept = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
+    excepted = {index: unit.keeps_gathered for index, unit in enumerate(units) if unit.keeps_gathered is not None}
+    return frozenset(index for index in range(len(units)) if excepted.get(index, index in kept))
+
+
 def lower(
     plan: Plan,
     units: Sequence[UnitInfo],
@@ -198,7 +205,7 @@ class _Gathers:
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
         self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
         self._sharded = plan.params.ranks > 1
-        self._kept = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
+        self._kept = _kept_units(plan, units, trace)
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
         self._secondary: set[int] = set()  # units whose secondary shard is valid
 

@@ -84,12 +84,15 @@ class UnitInfo:
         parameters: number of trainable parameters (tensors).
         block: number of the block it belongs to; units of a block are prefetched together under
             ``granularity = "module"``.
+        keeps_gathered: whether it stays gathered from its forward to its backward by an exception of the plan;
+            ``None`` follows ``keep_gathered``.
     """
 
     name: str
     buffers: tuple[BufferInfo, ...]
     parameters: int
     block: int
+    keeps_gathered: bool | None = None
 
     @property
     def trainable(self) -> bool:

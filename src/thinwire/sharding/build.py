@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,7 @@ from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.unit import FlatBuffer, GatherLink, Unit
 from thinwire.spec import Plan
 
-__all__ = ["build"]
+__all__ = ["build", "unit_infos"]
 
 _GROUPS = (
     (Axis.PARAMS, Lane.GATHER),
@@ -95,7 +96,8 @@ def build(
         if values is not None:
             source = _place_on(device, model, values)
         _check_parameters(model, whole=alone)
-        modules = discover(model, selection, plan.granularity)
+        modules = discover(model, selection, lambda block: plan.override(block).granularity or plan.granularity)
+        _check_overrides(plan, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:
         problem = error  # the other ranks are waiting to compare
@@ -151,7 +153,7 @@ def build(
         Unit(
             number,
             unit.module,
-            _info(unit, [flat for flat in flats if flat.unit == number]),
+            _info(unit, plan, [flat for flat in flats if flat.unit == number]),
             buffers[number],
             link,
         )
@@ -220,8 +222,6 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
             f"placement = {list(plan.placement)}: ranks are numbered by the launcher here; valid: unset, with the "
             "order applied by the launcher's host file"
         )
-    if plan.units:
-        problems.append("units: overrides for single units are not supported by this runtime; valid: none")
     if problems:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
@@ -306,18 +306,35 @@ def _check_agreement(
             )
 
 
+def _check_overrides(plan: Plan, modules: Sequence[UnitModules]) -> None:
+    """Raise if an exception of the plan matches no unit and no block.
+
+    Raises:
+        SpecError: naming the patterns.
+    """
+    names = {name for unit in modules for name in (unit.name, unit.list_element)}
+    idle = [unit.match for unit in plan.units if not fnmatch.filter(names, unit.match)]
+    if idle:
+        example = next((name for name in sorted(names) if name), "")
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [f"units: match = {match!r} matches no unit; names look like {example!r}" for match in idle],
+        )
+
+
 # -- drawing ---------------------------------------------------------------------------------------------------
 
 
 def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
     """Flat buffers of all units, with the shares of this rank's P shard."""
-    compute: torch.dtype = getattr(torch, plan.compute_dtype)
     flats = []
     for number, unit in enumerate(modules):
+        compute: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
+        exact = plan.override(unit.name).codec is not None
         kinds: dict[tuple[bool, torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in unit.parameters:
             dtype = compute if parameter.is_floating_point() else parameter.dtype
-            encoded = dtype.is_floating_point and not is_excluded(plan, name)
+            encoded = dtype.is_floating_point and not exact and not is_excluded(plan, name)
             kinds.setdefault((parameter.requires_grad, dtype, encoded), []).append((name, parameter))
         # What is encoded first: so do reductions go.
         for (trainable, dtype, encoded), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
@@ -335,7 +352,21 @@ def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
     return flats
 
 
-def _info(unit: UnitModules, flats: Iterable[_Flat]) -> UnitInfo:
+def unit_infos(modules: Sequence[UnitModules], plan: Plan, rank: int) -> tuple[UnitInfo, ...]:
+    """What the program knows of a model's units under a plan, without placing anything.
+
+    Args:
+        modules: the units, as :func:`~thinwire.sharding.discover.discover` cuts them.
+        plan: the plan.
+        rank: whose shares to count.
+    """
+    flats = _draw(modules, plan, rank)
+    return tuple(
+        _info(unit, plan, [flat for flat in flats if flat.unit == number]) for number, unit in enumerate(modules)
+    )
+
+
+def _info(unit: UnitModules, plan: Plan, flats: Iterable[_Flat]) -> UnitInfo:
     flats = list(flats)
     return UnitInfo(
         name=unit.name,
@@ -351,6 +382,7 @@ def _info(unit: UnitModules, flats: Iterable[_Flat]) -> UnitInfo:
         ),
         parameters=sum(len(flat.layout.slots) for flat in flats if flat.layout.trainable),
         block=unit.block,
+        keeps_gathered=plan.override(unit.name).keep_gathered,
     )
 
 

@@ -36,7 +36,7 @@ class UnitModules:
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
 
-def discover(model: nn.Module, selection: Selection, granularity: str) -> list[UnitModules]:
+def discover(model: nn.Module, selection: Selection, granularity: str | Callable[[str], str]) -> list[UnitModules]:
     """Cut a model into units.
 
     By default every element of a module list or sequence that holds parameters is a unit, and so is every large leaf
@@ -47,7 +47,8 @@ def discover(model: nn.Module, selection: Selection, granularity: str) -> list[U
     Args:
         model: the model.
         selection: modules or their names, or a predicate on ``(name, module)``; ``None`` finds them.
-        granularity: ``"block"`` or ``"module"``.
+        granularity: ``"block"`` or ``"module"``, or a function that returns one for a block's name; for the empty
+            name, for what lies outside of blocks.
 
     Returns:
         Units with at least one parameter, in registration order; the root first, if it owns any.
@@ -56,10 +57,8 @@ def discover(model: nn.Module, selection: Selection, granularity: str) -> list[U
         UsageError: if a selected module is not part of the model, or is never called.
     """
     blocks = _selected(model, selection) if selection is not None else _found(model)
-    if granularity == "module":
-        units = _at_leaves(model, blocks)
-    else:
-        units = _at_blocks(model, blocks, with_large_leaves=selection is None)
+    granularity_of = granularity if callable(granularity) else lambda _block: granularity
+    units = _cut(model, blocks, granularity_of, with_large_leaves=selection is None)
     _assign_parameters(model, units)
     return [unit for unit in units if unit.parameters]
 
@@ -104,34 +103,46 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list({module: (path, module) for path, module in reversed(found)}.values())[::-1]
 
 
-def _at_blocks(
-    model: nn.Module, blocks: Iterable[tuple[str, nn.Module]], *, with_large_leaves: bool
+def _cut(
+    model: nn.Module,
+    blocks: Iterable[tuple[str, nn.Module]],
+    granularity_of: Callable[[str], str],
+    *,
+    with_large_leaves: bool,
 ) -> list[UnitModules]:
-    numbered = {name: module for name, module in blocks if name}
-    inside = {id(sub) for module in numbered.values() for sub in module.modules()}
+    """Units of a model, without their parameters: blocks, leaves of blocks that are cut further, and what lies outside.
+
+    Args:
+        model: the model.
+        blocks: its blocks, by name.
+        granularity_of: how a block is cut; of the empty name, what lies outside of blocks.
+        with_large_leaves: whether large leaves outside of blocks are units.
+    """
+    named = {name: module for name, module in blocks if name}
+    owner: dict[int, str] = {}
+    for name, block in named.items():
+        owner |= {id(sub): name for sub in block.modules() if id(sub) not in owner}
     total = sum(parameter.numel() for parameter in model.parameters())
-    units = [UnitModules("", model, 0, "")]
-    for name, module in model.named_modules():
-        if name in numbered:
-            units.append(UnitModules(name, module, len(units), name))
-        elif name and with_large_leaves and id(module) not in inside and _is_large_leaf(module, total):
-            units.append(UnitModules(name, module, len(units), ""))
-    return units
-
-
-def _at_leaves(model: nn.Module, blocks: Iterable[tuple[str, nn.Module]]) -> list[UnitModules]:
-    owner: dict[int, tuple[int, str]] = {}
-    number = 0
-    for name, block in blocks:
-        number += 1
-        for sub in block.modules():
-            owner.setdefault(id(sub), (number, name))
+    number_of: dict[str, int] = {}
     units = []
+
+    def add(name: str, module: nn.Module, home: str) -> None:
+        number = number_of.setdefault(home or name, len(number_of))
+        units.append(UnitModules(name, module, number, home))
+
+    add("", model, "")
     for name, module in model.named_modules():
-        if not name or (any(True for _ in module.parameters(recurse=False)) and _is_called(module)):
-            if id(module) not in owner:
-                number += 1
-            units.append(UnitModules(name, module, *owner.get(id(module), (number, ""))))
+        if not name:
+            continue
+        home = name if name in named else owner.get(id(module), "")
+        if granularity_of(home) == "module":
+            is_unit = any(True for _ in module.parameters(recurse=False)) and _is_called(module)
+        elif home:
+            is_unit = name == home
+        else:
+            is_unit = with_large_leaves and _is_large_leaf(module, total)
+        if is_unit:
+            add(name, module, home)
     return units
 
 

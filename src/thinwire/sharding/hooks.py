@@ -83,9 +83,10 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         )
         runtime.passes.post_forward(index, will_hear=hears)
 
-    if unit.module is not runtime.model and runtime.plan.compute_dtype != "float32":
+    plan = runtime.plan
+    if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
         # As FSDP2 does: a buffer in fp32 turns what it meets into fp32, which the next unit's parameters refuse.
-        dtype: torch.dtype = getattr(torch, runtime.plan.compute_dtype)
+        dtype: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
         unit.module.register_forward_pre_hook(_cast_inputs(dtype), prepend=True, with_kwargs=True)
     unit.module.register_forward_pre_hook(pre_forward, prepend=True)
     unit.module.register_forward_hook(post_forward, with_kwargs=True)

@@ -8,6 +8,7 @@ program.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -163,11 +164,29 @@ class UnitOverride(Spec):
     """Exceptions for the units whose module name matches a pattern; what is unset follows the plan."""
 
     match: Annotated[str, Field(min_length=1, description="pattern of module names, as in a shell: model.layers.*")]
-    params: Factor | None = Field(default=None, description="sharding factor of P")
-    grads: Factor | None = Field(default=None, description="sharding factor of G")
-    optimizer: Factor | None = Field(default=None, description="sharding factor of OS")
-    codec: CodecSpec | None = Field(default=None, description="codec of every collective of these units")
-    dtype: Dtype | None = Field(default=None, description="compute dtype")
+    dtype: Dtype | None = Field(
+        default=None,
+        description="dtype of the parameters in forward and backward; gradients travel in the plan's reduce_dtype",
+    )
+    granularity: Literal["block", "module"] | None = Field(
+        default=None, description="what one collective covers; the pattern then matches names of blocks"
+    )
+    keep_gathered: Flag | None = Field(
+        default=None, description="whether the units stay gathered between their forward and their backward"
+    )
+    codec: CodecSpec | None = Field(
+        default=None,
+        description="none: everything of these units travels uncompressed; unset: the plan's codecs",
+    )
+
+    @rule("codec")
+    def _codec_is_none(self) -> Iterator[Problem]:
+        """``codec`` is ``none``: units travel uncompressed, or with the plan's codecs."""
+        if self.codec is not None and not self.codec.is_none:
+            yield Problem(
+                "codec",
+                f"= {str(self.codec)!r}: units travel with the plan's codecs, or uncompressed with 'none'",
+            )
 
 
 class Plan(Spec):
@@ -217,7 +236,7 @@ class Plan(Spec):
     )
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
-    residence: Residence = Field(default=Residence(), description="where each state lives")
+    residence: Residence = Field(default=Residence(), description="where each state lives; so far on the device only")
     units: tuple[UnitOverride, ...] = Field(default=(), description="exceptions for units by name; the last match wins")
 
     @property
@@ -229,6 +248,23 @@ class Plan(Spec):
     def ranks(self) -> int:
         """All ranks of the job, the data-parallel ones of each stage and each tensor-parallel rank."""
         return self.world * self.tp * self.pp
+
+    def override(self, name: str) -> UnitOverride:
+        """The exceptions that hold for a unit: of each key, the last of ``units`` that matches and sets it.
+
+        Args:
+            name: dotted module name of the unit, or of a block for ``granularity``.
+        """
+        merged: dict[str, Any] = {"match": name or "*"}
+        for unit in self.units:
+            if fnmatch.fnmatchcase(name, unit.match):
+                fields = ((key, getattr(unit, key)) for key in type(unit).model_fields if key != "match")
+                merged |= {key: value for key, value in fields if value is not None}
+        return UnitOverride(**merged)
+
+    def unit_dtype(self, name: str) -> Dtype:
+        """The compute dtype of a unit's parameters."""
+        return self.override(name).dtype or self.compute_dtype
 
     @property
     def effective_reduce_dtype(self) -> Dtype:
@@ -275,14 +311,11 @@ class Plan(Spec):
         """
         names = ("params", "grads", "optimizer", "secondary")
 
-        def fitted(spec: Plan | UnitOverride) -> dict[str, Factor]:
-            factors = {name: getattr(spec, name, None) for name in names}
-            return {name: _fitted(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
-
         if mesh == self.mesh:
             return self
-        units = tuple(unit.with_(**fitted(unit)) for unit in self.units)
-        return self.with_(mesh=mesh, units=units, placement=None, **fitted(self))
+        factors = {name: getattr(self, name) for name in names}
+        fitted = {name: _fitted(factor, self.mesh, mesh) for name, factor in factors.items() if factor is not None}
+        return self.with_(mesh=mesh, placement=None, **fitted)
 
     def with_exact_gradients(self) -> Self:
         """The same plan with gradients as they are: what holds after ``wire.schedule``."""
@@ -323,16 +356,6 @@ class Plan(Spec):
         both axes; a factor that crosses nodes uses every rank of a node; ``grads`` equals ``params`` or
         ``optimizer``."""
         yield from _chain(self.mesh, self.params, self.grads, self.optimizer)
-
-    @rule("mesh", "params", "grads", "optimizer", "units")
-    def _overrides_form_a_chain(self) -> Iterator[Problem]:
-        """The same holds for each of ``units``, where what it leaves unset follows the plan."""
-        plan_factors = {"params": self.params, "grads": self.grads, "optimizer": self.optimizer}
-        for index, unit in enumerate(self.units):
-            own = {name: getattr(unit, name) for name in plan_factors if getattr(unit, name) is not None}
-            if own:  # without factors of its own a unit repeats the plan's, and its problems with them
-                for problem in _chain(self.mesh, **(plan_factors | own)):
-                    yield problem.below(f"units.{index}")
 
     @rule("mesh", "params", "secondary", "secondary_reuse")
     def _secondary_is_inside_params(self) -> Iterator[Problem]:
