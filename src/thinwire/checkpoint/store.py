@@ -21,10 +21,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar, final
+from typing import Any, Final, TypeVar, final
 
 import torch
 
+from thinwire.agreement import Ranks as ControlGroup
+from thinwire.agreement import agree
 from thinwire.checkpoint import manifest as _manifest
 from thinwire.checkpoint.atomic import Staging, locate, recover
 from thinwire.checkpoint.manifest import Json, Manifest, Span, VectorEntry
@@ -54,21 +56,6 @@ _REMEDIES: Final = {
     errno.EACCES: "check the directory's permissions",
     errno.EROFS: "save elsewhere",
 }
-
-
-class ControlGroup(Protocol):
-    """The ranks that save or load together, and the one collective this needs."""
-
-    @property
-    def rank(self) -> int:
-        """This process's index in the group."""
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-
-    def all_gather_object(self, obj: Any, /) -> list[Any]:
-        """Give every rank's object, by rank."""
 
 
 @final
@@ -275,7 +262,7 @@ class Reader:
 
 
 def _together(control: ControlGroup, doing: str, action: Callable[[], T]) -> list[T]:
-    """Do something on every rank, learn how all fared, and raise everywhere if any failed.
+    """Run an action on every rank; raise one :class:`CheckpointError` on all of them if any failed.
 
     Args:
         control: the ranks.
@@ -284,29 +271,17 @@ def _together(control: ControlGroup, doing: str, action: Callable[[], T]) -> lis
 
     Returns:
         Every rank's result, by rank.
-
-    Raises:
-        CheckpointError: any rank's action failed; caused by this rank's own exception, if it had one.
     """
-    result: T | None = None
-    problem: str | None = None
-    cause: BaseException | None = None
-    try:
-        result = action()
-    except BaseException as error:  # the other ranks are waiting, so even an interrupt is announced first
-        cause, problem = error, _explain(error)
-    outcomes = control.all_gather_object((problem, result))
-    if cause is not None and not isinstance(cause, Exception):
-        raise cause
-    ranks: dict[str, list[int]] = {}
-    for rank, (other, _) in enumerate(outcomes):
-        if other is not None:
-            ranks.setdefault(other, []).append(rank)
-    if ranks:
-        alike = len(ranks) == 1 and len(next(iter(ranks.values()))) == control.size
-        problems = (text if alike else f"{_name_ranks(who)}: {text}" for text, who in ranks.items())
-        raise CheckpointError(f"{doing}: {'; '.join(problems)}") from cause
-    return [other for _, other in outcomes]
+
+    def explained(problems: Mapping[int, str]) -> CheckpointError:
+        ranks: dict[str, list[int]] = {}
+        for rank, text in problems.items():
+            ranks.setdefault(text, []).append(rank)
+        alike = len(ranks) == 1 and len(problems) == control.size
+        sentences = (text if alike else f"{_name_ranks(who)}: {text}" for text, who in ranks.items())
+        return CheckpointError(f"{doing}: {'; '.join(sentences)}")
+
+    return agree(control, action, explained, message=_explain)
 
 
 def _explain(error: BaseException) -> str:

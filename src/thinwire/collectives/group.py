@@ -15,14 +15,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
+from thinwire.agreement import agree
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.rendezvous import Rendezvous
@@ -56,6 +57,8 @@ _joined_here = False
 _num_jobs = 0  # that this process has left: what the next one keeps in the store has other names
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+T = TypeVar("T")
 
 
 # -- life of the process group ---------------------------------------------------------------------------------
@@ -186,6 +189,12 @@ class Control:
         with _explained("all_gather_object", Lane.CONTROL, self.ranks):
             dist.all_gather_object(everyone, obj, group=self.process_group)
         return everyone
+
+    def agree(
+        self, action: Callable[[], T], explain: Callable[[Mapping[int, str]], Exception], *, raises_own: bool = False
+    ) -> list[T]:
+        """Run an action on every rank: all of them succeed, or all raise. See :func:`thinwire.agreement.agree`."""
+        return agree(self, action, explain, raises_own=raises_own)
 
     def barrier(self) -> None:
         """Wait for every rank."""

@@ -276,13 +276,17 @@ def _check_agreement(
     buffers = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.named_buffers()]
     digest = hashlib.sha256(repr((shapes, buffers)).encode()).hexdigest()[:12]
     mine = (plan.fingerprint(), plan.describe(), digest, len(shapes), source, versions)
-    everyone = control.all_gather_object((mine, None if problem is None else str(problem)))
-    if problem is not None:
-        raise problem
-    for rank, (_, text) in enumerate(everyone):
-        if text is not None:
-            raise MismatchError(f"rank {rank} cannot shard its model, while rank {control.rank} can: {text}")
-    everyone = [other for other, _ in everyone]
+
+    def checked() -> tuple[str, str, str, int, str, tuple[str, ...]]:
+        if problem is not None:
+            raise problem
+        return mine
+
+    def unusable(problems: Mapping[int, str]) -> MismatchError:
+        rank, text = next(iter(problems.items()))
+        return MismatchError(f"rank {rank} cannot shard its model, while rank {control.rank} can: {text}")
+
+    everyone = control.agree(checked, unusable, raises_own=True)
     for rank, other in enumerate(everyone):
         if other[0] != everyone[0][0]:
             raise MismatchError(
@@ -525,12 +529,16 @@ class _Initial:
         """
         if self._values is None:
             return
-        everyone = control.all_gather_object(None if self._problem is None else str(self._problem))
-        if self._problem is not None:
-            raise self._problem
-        for rank, text in enumerate(everyone):
-            if text is not None:
-                raise MismatchError(f"rank {rank} cannot read its initial values: {text}")
+
+        def raise_own() -> None:
+            if self._problem is not None:
+                raise self._problem
+
+        def unread(problems: Mapping[int, str]) -> MismatchError:
+            rank, text = next(iter(problems.items()))
+            return MismatchError(f"rank {rank} cannot read its initial values: {text}")
+
+        control.agree(raise_own, unread, raises_own=True)
 
     def _whole(self, flat: _Flat) -> torch.Tensor:
         """A buffer's whole initial value, the same on every rank (the first's, if ranks are to be synchronised)."""

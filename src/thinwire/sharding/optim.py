@@ -179,15 +179,22 @@ def build_optimizer(
     if cut or plan.tp > 1:
         _refuse_per_tensor(optimizer_class, options)
     groups = _group(runtime, fragments, list(param_groups or []))
-    problem = None
-    try:
-        inner = optimizer_class(groups, **options)
-    except (TypeError, ValueError, RuntimeError) as error:
-        problem = str(error)
+
+    def refused(problems: Mapping[int, str]) -> UsageError:
+        rank, text = next(iter(problems.items()))
+        return UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
+
+    made: list[torch.optim.Optimizer] = []
+
+    def make() -> None:
+        try:
+            made.append(optimizer_class(groups, **options))
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UsageError(str(error)) from error
+
     # What one rank's fragments do not suit is every rank's error: none may train on alone.
-    for rank, text in enumerate(control().all_gather_object(problem)):
-        if text is not None:
-            raise UsageError(f"{optimizer_class.__name__} refuses the parameters or options of rank {rank}: {text}")
+    control().agree(make, refused)
+    (inner,) = made
     runtime.passes.warns_of_unused_gradients = False
     return ShardedOptimizer(
         runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=_updates_in_parts(optimizer_class, options)

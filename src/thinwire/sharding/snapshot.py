@@ -17,7 +17,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -242,18 +242,13 @@ class _Loading:
 
 
 def _everywhere(action: Callable[[], T]) -> T:
-    """Do something on every rank without communication; an error on any rank is every rank's, so that none waits."""
-    result: T | None = None
-    problem, cause = None, None
-    try:
-        result = action()
-    except Exception as error:  # whatever it is, the other ranks are waiting to hear of it
-        cause = error
-        problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-    found = next((text for text in control().all_gather_object(problem) if text), None)
-    if found is not None:
-        raise CheckpointError(found) from cause
-    return cast(T, result)
+    """Run an action that does not communicate on every rank; an error on any rank is raised on all."""
+
+    def first(problems: Mapping[int, str]) -> CheckpointError:
+        return CheckpointError(next(iter(problems.values())))
+
+    ranks = control()
+    return ranks.agree(action, first)[ranks.rank]
 
 
 def _union(mine: Mapping[str, Json]) -> dict[str, Json]:

@@ -92,17 +92,13 @@ def resume(trainer: Trainer) -> list[str]:
         Lines that tell the user where the run continues.
     """
     directory = trainer.run.directory.checkpoints
-    checkpoint: Checkpoint | None = None
-    error: Exception | None = None
-    if trainer.ranks.rank == 0:
-        try:
-            checkpoint = newest(directory, checksums=False)  # while loading, each rank checks a part of what is read
-        except Exception as problem:
-            error = problem
-    # Every rank gets rank 0's checkpoint, or its error: the others must neither guess nor wait.
-    checkpoint, error = trainer.ranks.all_gather_object((checkpoint, error))[0]
-    if error is not None:
-        raise error
+    ranks = trainer.ranks
+
+    def find() -> Checkpoint | None:
+        # Rank 0's answer is everyone's. While loading, each rank checks a part of what is read.
+        return newest(directory, checksums=False) if ranks.rank == 0 else None
+
+    checkpoint = ranks.agree(find, lambda problems: CheckpointError(problems[0]))[0]
     if checkpoint is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
     try:
