@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Coder
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
-from thinwire.codecs.triton.transcode import Form, largest_keys, transcode
+from thinwire.codecs.triton.transcode import Form, Treatment, Values, largest_keys, transcode
 
 __all__ = ["ValueCodec"]
 
@@ -32,7 +32,8 @@ class ValueCodec(Codec):
             return total
         room = room_for(wire, total)
         keys = largest_keys(x) if self.spec.per_tensor else None
-        transcode(x, source, room.view(1, -1), target, x.numel(), keys=keys, seed=seed)
+        treatment = Treatment(keys=keys, seed=seed)
+        transcode(Values(x, source), Values(room.view(1, -1), target), x.numel(), treatment)
         if room.data_ptr() != wire.data_ptr():
             wire[:total].copy_(room)
         return total
@@ -44,7 +45,8 @@ class ValueCodec(Codec):
             return
         longest = max(stop - start for start, stop in bounds)
         source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, x.dtype)
-        transcode(x, source, wires, target, longest, bounds=bounds, seed=seed, raw=source == target)
+        treatment = Treatment(bounds=bounds, seed=seed, raw=source == target)
+        transcode(Values(x, source), Values(wires, target), longest, treatment)
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         check_device(wire)
@@ -60,7 +62,7 @@ class ValueCodec(Codec):
     def _sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype, *, add: bool) -> None:
         rows = aligned_rows(wires, self.max_wire_bytes(out.numel(), encoded))
         source, target = Form.of_message(self.spec, encoded), Form.of_tensor(out.dtype)
-        transcode(rows, source, out, target, out.numel(), scale=scale, add=add)
+        transcode(Values(rows, source), Values(out, target), out.numel(), Treatment(scale=scale, add=add))
 
     def _decode_sum_encode(
         self, wires: Tensor, numel: int, to: Coder, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
@@ -74,5 +76,6 @@ class ValueCodec(Codec):
             return super()._decode_sum_encode(wires, numel, to, wire, scale, seed, encoded)
         total = to.max_wire_bytes(numel, torch.float32)
         rows = aligned_rows(wires, self.max_wire_bytes(numel, encoded))
-        transcode(rows, source, wire[:total].view(1, -1), target, numel, scale=scale, seed=seed)
+        made = Values(wire[:total].view(1, -1), target)
+        transcode(Values(rows, source), made, numel, Treatment(scale=scale, seed=seed))
         return total

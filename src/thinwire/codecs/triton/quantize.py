@@ -41,13 +41,15 @@ def quantize(
     poisoned_R,
     position_RV,
     seed,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    BITS: tl.constexpr,
-    SEARCH: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """Codes (R, V) and the bits of the scales (R), from the largest keys."""
+    R: tl.constexpr = TILE.rows
+    V: tl.constexpr = TILE.columns
+    BITS: tl.constexpr = FORM.bits
+    SEARCH: tl.constexpr = FORM.searches
+    STOCHASTIC: tl.constexpr = FORM.stochastic
     largest_R = (key_R >> 1).to(tl.float32, bitcast=True)
     bounded_R = tl.maximum(largest_R, SMALLEST_MAX)
     max_R = tl.where((key_R & 1) == 1, bounded_R, -bounded_R)
@@ -82,13 +84,13 @@ def search(x_RV, max_R, poisoned_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.c
     a_RV = tl.minimum((fine_RV + 128) >> 8, 127)
     m = eighths((4 * (a_RV >> 1) + (1 + MAGIC_BITS)).to(tl.float32, bitcast=True) - MAGIC, R, V)
     best_R = tl.full((R,), START, tl.float32)
-    error_R = error_of(m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], best_R, LEVELS)
+    error_R = error_of(m, best_R, LEVELS)
     for part in tl.static_range(3):
         if UNIT >> (3 + part) >= 1:
             centre_R = best_R
             for sign in tl.static_range(2):
                 tried_R = centre_R + (2 * sign - 1) * (UNIT >> (3 + part))
-                tried_error_R = error_of(m[0], m[1], m[2], m[3], m[4], m[5], m[6], m[7], tried_R, LEVELS)
+                tried_error_R = error_of(m, tried_R, LEVELS)
                 better_R = tried_error_R < error_R
                 best_R = tl.where(better_R, tried_R, best_R)
                 error_R = tl.where(better_R, tried_error_R, error_R)
@@ -105,16 +107,16 @@ def search(x_RV, max_R, poisoned_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
-def error_of(m0, m1, m2, m3, m4, m5, m6, m7, step_R, LEVELS: tl.constexpr):
+def error_of(m, step_R, LEVELS: tl.constexpr):
     """error(S) of rows, from the eighths of their values' middles."""
-    error_RG = add_error(tl.zeros(m0.shape, tl.float32), m0, step_R, LEVELS)
-    error_RG = add_error(error_RG, m1, step_R, LEVELS)
-    error_RG = add_error(error_RG, m2, step_R, LEVELS)
-    error_RG = add_error(error_RG, m3, step_R, LEVELS)
-    error_RG = add_error(error_RG, m4, step_R, LEVELS)
-    error_RG = add_error(error_RG, m5, step_R, LEVELS)
-    error_RG = add_error(error_RG, m6, step_R, LEVELS)
-    error_RG = add_error(error_RG, m7, step_R, LEVELS)
+    error_RG = add_error(tl.zeros(m[0].shape, tl.float32), m[0], step_R, LEVELS)
+    error_RG = add_error(error_RG, m[1], step_R, LEVELS)
+    error_RG = add_error(error_RG, m[2], step_R, LEVELS)
+    error_RG = add_error(error_RG, m[3], step_R, LEVELS)
+    error_RG = add_error(error_RG, m[4], step_R, LEVELS)
+    error_RG = add_error(error_RG, m[5], step_R, LEVELS)
+    error_RG = add_error(error_RG, m[6], step_R, LEVELS)
+    error_RG = add_error(error_RG, m[7], step_R, LEVELS)
     return row_sums(error_RG)
 
 

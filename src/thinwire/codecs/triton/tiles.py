@@ -11,6 +11,8 @@ round to nearest even, computes what a GPU does.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
@@ -18,6 +20,21 @@ MAGIC = tl.constexpr(12582912.0)
 """1.5 * 2^23: x + MAGIC has rint(x) in its lowest mantissa bits, as two's complement, for abs(x) < 2^22."""
 MAGIC_BITS = tl.constexpr(0x4B400000)
 """Its bits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """The tile of a program, a constant of its kernel.
+
+    Attributes:
+        rows: R.
+        columns: V, a power of two.
+        block: values of a row that are used.
+    """
+
+    rows: int
+    columns: int
+    block: int
 
 
 @triton.jit
@@ -109,8 +126,11 @@ def load_codes(codes, base, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def store_codes(codes, base, f_RV, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
+def store_codes(codes, base, f_RV, rem, TILE: tl.constexpr, BITS: tl.constexpr):
     """Codes, given as MAGIC + code. Those past the end of the message are 0 and complete the last group."""
+    R: tl.constexpr = TILE.rows
+    V: tl.constexpr = TILE.columns
+    BLOCK: tl.constexpr = TILE.block
     code_RV = f_RV.to(tl.int32, bitcast=True)
     if BITS == 8:
         store(codes + base, code_RV.to(tl.int8), rem, R, V, BLOCK)

@@ -20,6 +20,7 @@ from thinwire.codecs.triton.launch import ceil_div, launch, power_of_two
 from thinwire.codecs.triton.quantize import INF_BITS, key_of, quantize, rotated, slice_seed
 from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import (
+    Tile,
     butterflies,
     flip_signs,
     groups,
@@ -33,7 +34,7 @@ from thinwire.codecs.triton.tiles import (
 )
 from thinwire.spec import CodecSpec
 
-__all__ = ["Form", "largest_keys", "transcode"]
+__all__ = ["Form", "Treatment", "Values", "largest_keys", "transcode"]
 
 TILE = 2048
 """Values of a tile, unless a block is longer: 16 for each of 128 threads."""
@@ -70,6 +71,11 @@ class Form:
         return cls.of_tensor({"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.family, encoded))
 
     @property
+    def unit(self) -> int:
+        """Elements of 16 bytes."""
+        return 16 // self.element.itemsize
+
+    @property
     def element(self) -> torch.dtype:
         """What the kernel's pointer points to."""
         if self.kind == "int":
@@ -82,95 +88,106 @@ class Form:
         return x.view(self.element)
 
 
-def transcode(
-    source: Tensor,
-    source_form: Form,
-    target: Tensor,
-    target_form: Form,
-    numel: int,
-    *,
-    bounds: Sequence[tuple[int, int]] | None = None,
-    keys: Tensor | None = None,
-    scale: float = 1.0,
-    seed: int = 0,
-    add: bool = False,
-    raw: bool = False,
-) -> None:
-    """Read values and write them.
+@dataclass(frozen=True, slots=True)
+class Values:
+    """Values in memory.
 
-    Args:
-        source: a 1-D tensor; or messages, uint8 (k, bytes) with rows that start at multiples of 16 bytes.
-        source_form: its form.
-        target: a 1-D tensor; or messages, as for ``source``.
-        target_form: its form.
-        numel: values in each message, or in the longest slice.
-        bounds: the slices of ``source`` that become messages; all of it if not given.
+    Attributes:
+        memory: a 1-D tensor; or messages, uint8 (k, bytes) with rows that start at multiples of 16 bytes.
+        form: how they lie there.
+    """
+
+    memory: Tensor
+    form: Form
+
+    @property
+    def elements(self) -> Tensor:
+        """The memory as a kernel reads or writes values or codes."""
+        return self.form.view(self.memory)
+
+    @property
+    def words(self) -> Tensor:
+        """The memory as a kernel reads or writes scales."""
+        return self.memory.view(torch.int32) if self.form.kind == "int" else self.memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Treatment:
+    """What happens to values on their way.
+
+    Attributes:
+        bounds: the slices of the source that become messages; ``None`` takes all of it.
         keys: of :func:`largest_keys`, for one scale per message.
         scale: factor of the sum.
-        seed: folded, for stochastic rounding.
-        add: to what is in ``target``.
-        raw: words of ``target``'s size are copied as they are.
+        seed: folded seed of stochastic rounding.
+        add: whether values are added to the target's.
+        raw: whether words of the target's size are copied unchanged.
     """
-    num_slices = 1 if bounds is None else len(bounds)
-    slices = Slices.of(bounds, source)
-    rows, columns, block = _tile(source_form, target_form)
-    grid = (ceil_div(numel, rows * block), num_slices)
-    # Distances between rows in units of 16 bytes: so the compiler knows that rows are aligned.
-    target_step = target.stride(0) * target.element_size() // 16 if target.dim() == 2 else 0
+
+    bounds: Sequence[tuple[int, int]] | None = None
+    keys: Tensor | None = None
+    scale: float = 1.0
+    seed: int = 0
+    add: bool = False
+    raw: bool = False
+
+
+def transcode(source: Values, target: Values, numel: int, treatment: Treatment) -> None:
+    """Read values, several messages of them as a sum, and write them.
+
+    Args:
+        source: where they are read.
+        target: where they are written.
+        numel: values in each message, or in the longest slice.
+        treatment: what happens to them on their way.
+    """
+    read, written, how = source.memory, target.memory, treatment
+    slices = Slices.of(how.bounds, read)
+    tile = _tile(source.form, target.form)
     launch(
         _transcode,
-        grid,
-        source_form.view(source),
-        source.view(torch.int32) if source_form.kind == "int" else source,
-        source.stride(0) // 16 if source.dim() == 2 and len(source) > 1 else 0,
-        target_form.view(target),
-        target.view(torch.int32) if target_form.kind == "int" else target,
-        target,
-        target_step,
-        target if keys is None else keys,
+        (ceil_div(numel, tile.rows * tile.block), 1 if how.bounds is None else len(how.bounds)),
+        source.elements,
+        source.words,
+        # Distances between rows in units of 16 bytes: so the compiler knows that rows are aligned.
+        read.stride(0) // 16 if read.dim() == 2 and len(read) > 1 else 0,
+        target.elements,
+        target.words,
+        written,
+        written.stride(0) * written.element_size() // 16 if written.dim() == 2 else 0,
+        written if how.keys is None else how.keys,
         slices.table,
         numel,
         slices.start,
         slices.step,
-        scale,
-        seed - (1 << 32) if seed >= 1 << 31 else seed,
-        SOURCE_KIND=source_form.kind,
-        SOURCE_BITS=source_form.bits,
-        SOURCE_BLOCK=source_form.block,
-        SOURCE_HADAMARD=source_form.hadamard,
-        SOURCE_UNIT=16 // source_form.element.itemsize,
-        TARGET_KIND=target_form.kind,
-        TARGET_BITS=target_form.bits,
-        TARGET_BLOCK=target_form.block,
-        TARGET_HADAMARD=target_form.hadamard,
-        TARGET_UNIT=16 // target_form.element.itemsize,
-        SEARCH=target_form.searches,
-        STOCHASTIC=target_form.stochastic,
-        COUNT=len(source) if source.dim() == 2 else 1,
+        how.scale,
+        how.seed - (1 << 32) if how.seed >= 1 << 31 else how.seed,
+        SOURCE=source.form,
+        TARGET=target.form,
+        TILE=tile,
+        COUNT=len(read) if read.dim() == 2 else 1,
         SLICES=slices.mode,
-        PARTIALS=0 if keys is None else PARTIALS,
-        ADD=add,
-        RAW=raw,
-        R=rows,
-        V=columns,
-        BLOCK=block,
-        num_warps=8 if rows * columns >= LARGE_TILE else 4,
+        PARTIALS=0 if how.keys is None else PARTIALS,
+        ADD=how.add,
+        RAW=how.raw,
+        num_warps=8 if tile.rows * tile.columns >= LARGE_TILE else 4,
     )
 
 
-def _tile(source: Form, target: Form) -> tuple[int, int, int]:
-    """R, V, and how many of V are used. A rotated source needs its blocks whole, and all of V used."""
+def _tile(source: Form, target: Form) -> Tile:
+    """The tile of a program. A rotated source needs its blocks whole, and every column used."""
     least = max(TILE, source.block if source.hadamard else 0)
     block = target.block or least
     columns = power_of_two(block)
     assert block == columns or not source.hadamard
-    return max(least // columns, 1), columns, block
+    return Tile(max(least // columns, 1), columns, block)
 
 
 # ------------------------------------------------------------------------------------------------------ device
 
 
-# Whole tiles are read and written without masks, so that kernels are no better for knowing anything of the lengths.
+# Whole tiles are read and written without masks, so that kernels gain nothing from knowing the lengths. The signature
+# is flat because the compiler specialises each pointer and number by its alignment; forms and tile are constants.
 @triton.jit(do_not_specialize=["source_step", "target_step", "numel", "seed"])
 def _transcode(
     source,
@@ -187,27 +204,21 @@ def _transcode(
     step,
     scale,
     seed,
-    SOURCE_KIND: tl.constexpr,
-    SOURCE_BITS: tl.constexpr,
-    SOURCE_BLOCK: tl.constexpr,
-    SOURCE_HADAMARD: tl.constexpr,
-    SOURCE_UNIT: tl.constexpr,
-    TARGET_KIND: tl.constexpr,
-    TARGET_BITS: tl.constexpr,
-    TARGET_BLOCK: tl.constexpr,
-    TARGET_HADAMARD: tl.constexpr,
-    TARGET_UNIT: tl.constexpr,
-    SEARCH: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
+    SOURCE: tl.constexpr,
+    TARGET: tl.constexpr,
+    TILE: tl.constexpr,
     COUNT: tl.constexpr,
     SLICES: tl.constexpr,
     PARTIALS: tl.constexpr,
     ADD: tl.constexpr,
     RAW: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
+    R: tl.constexpr = TILE.rows
+    V: tl.constexpr = TILE.columns
+    BLOCK: tl.constexpr = TILE.block
+    KIND: tl.constexpr = TARGET.kind
+    SOURCE_UNIT: tl.constexpr = SOURCE.unit
+    TARGET_UNIT: tl.constexpr = TARGET.unit
     row = tl.program_id(1).to(tl.int64)
     base = tl.program_id(0).to(tl.int64) * (R * BLOCK)
     # In 64 bits: numbers of bits are computed from it.
@@ -220,30 +231,31 @@ def _transcode(
     if RAW:
         store(target + target_at * TARGET_UNIT + base, load(source + base, rem, R, V, BLOCK), rem, R, V, BLOCK)
     else:
-        x_RV = _values(
-            source, source_words, numel, base, rem,
-            SOURCE_KIND, SOURCE_BITS, SOURCE_BLOCK, SOURCE_HADAMARD, R, V, BLOCK,
-        )  # fmt: skip
+        x_RV = _values(source, source_words, numel, base, rem, SOURCE, TILE)
         source_at = row * 0
         for _ in range(1, COUNT):
             source_at += source_step
             x_RV += _values(
-                source + source_at * SOURCE_UNIT, source_words + source_at * 4, numel, base, rem,
-                SOURCE_KIND, SOURCE_BITS, SOURCE_BLOCK, SOURCE_HADAMARD, R, V, BLOCK,
-            )  # fmt: skip
+                source + source_at * SOURCE_UNIT, source_words + source_at * 4, numel, base, rem, SOURCE, TILE
+            )
         x_RV *= scale
         target += target_at * TARGET_UNIT
-        if TARGET_KIND == "int":
+        if KIND == "int":
             if SLICES != "same":
                 seed = slice_seed(seed, row)
-            _encode(
-                target, target_words + target_at * 4, target_bytes + target_at * 16, x_RV, keys, numel, base, rem, seed,
-                TARGET_BITS, TARGET_BLOCK, TARGET_HADAMARD, SEARCH, STOCHASTIC, PARTIALS, R, V, BLOCK,
-            )  # fmt: skip
+            poisoned_R, key_R, x_RV = _largest(x_RV, keys, rem, TARGET, TILE, PARTIALS)
+            local_RV, _ = places(R, V, BLOCK)
+            position_RV = local_RV.to(tl.uint32) + base.to(tl.uint32)
+            f_RV, scale_R = quantize(x_RV, key_R, poisoned_R, position_RV, seed, TARGET, TILE)
+            BITS: tl.constexpr = TARGET.bits
+            store_codes(target, base, f_RV, rem, TILE, BITS)
+            end = _store_scales(target_words + target_at * 4, scale_R, numel, base, rem, TARGET, TILE)
+            if base + rem == numel:
+                _store_padding(target_bytes + target_at * 16, numel, end, BITS)
         else:
             if ADD:
                 x_RV = load(target + base, rem, R, V, BLOCK) + x_RV
-            store(target + base, narrow(x_RV, TARGET_KIND), rem, R, V, BLOCK)
+            store(target + base, narrow(x_RV, KIND), rem, R, V, BLOCK)
 
 
 @triton.jit
@@ -253,15 +265,17 @@ def _values(
     numel,
     base,
     rem,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """A tile of a tensor or message. SCALED: values per scale, which need not be the tile's BLOCK."""
+    """A tile of a tensor or message."""
+    KIND: tl.constexpr = FORM.kind
+    BITS: tl.constexpr = FORM.bits
+    HADAMARD: tl.constexpr = FORM.hadamard
+    SCALED: tl.constexpr = FORM.block  # values per scale, which need not be the tile's block
+    R: tl.constexpr = TILE.rows
+    V: tl.constexpr = TILE.columns
+    BLOCK: tl.constexpr = TILE.block
     if KIND == "int":
         code = load_codes(source, base, rem, R, V, BLOCK, BITS)
         if HADAMARD:
@@ -286,27 +300,11 @@ def _values(
 
 
 @triton.jit
-def _encode(
-    codes,
-    words,
-    data,
-    x_RV,
-    keys,
-    numel,
-    base,
-    rem,
-    seed,
-    BITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    SEARCH: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    R: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A tile's part of a block codec's message."""
+def _largest(x_RV, keys, rem, FORM: tl.constexpr, TILE: tl.constexpr, PARTIALS: tl.constexpr):
+    """Whether each row has a value that is not finite, its largest key, and its values, rotated if the form says so."""
+    HADAMARD: tl.constexpr = FORM.hadamard
+    R: tl.constexpr = TILE.rows
+    V: tl.constexpr = TILE.columns
     if HADAMARD:
         x_RV, poisoned_R = rotated(x_RV, rem, R, V)
         key_R = tl.max(key_of(x_RV), axis=1)
@@ -317,10 +315,16 @@ def _encode(
         else:
             key_R = tl.max(key_of(x_RV), axis=1)
         poisoned_R = (key_R >> 1) >= INF_BITS
-    local_RV, _ = places(R, V, BLOCK)
-    position_RV = local_RV.to(tl.uint32) + base.to(tl.uint32)
-    f_RV, scale_R = quantize(x_RV, key_R, poisoned_R, position_RV, seed, R, V, BITS, SEARCH, STOCHASTIC)
-    store_codes(codes, base, f_RV, rem, R, V, BLOCK, BITS)
+    return poisoned_R, key_R, x_RV
+
+
+@triton.jit
+def _store_scales(words, scale_R, numel, base, rem, FORM: tl.constexpr, TILE: tl.constexpr):
+    """Write a tile's scales; where the message's scales end, in bytes."""
+    BITS: tl.constexpr = FORM.bits
+    SCALED: tl.constexpr = FORM.block
+    R: tl.constexpr = TILE.rows
+    BLOCK: tl.constexpr = TILE.block
     scales_at = _scales_at(numel, BITS)
     row_R = tl.arange(0, R)
     if SCALED == 0:
@@ -329,13 +333,18 @@ def _encode(
     else:
         tl.store(words + scales_at + base // SCALED + row_R, scale_R, mask=row_R * BLOCK < rem)
         end = scales_at * 4 + (numel + SCALED - 1) // SCALED * 4
-    if base + rem == numel:
-        # Zeros after the codes and after the scales.
-        i = tl.arange(0, 16)
-        code_end = (numel * BITS + 7) // 8
-        zero = tl.zeros((16,), tl.uint8)
-        tl.store(data + code_end + i, zero, mask=code_end + i < scales_at * 4)
-        tl.store(data + end + i, zero, mask=end + i < (end + 15) // 16 * 16)
+    return end
+
+
+@triton.jit
+def _store_padding(data, numel, end, BITS: tl.constexpr):
+    """Zeros after the codes and after the scales, which end at byte ``end``."""
+    scales_at = _scales_at(numel, BITS)
+    i = tl.arange(0, 16)
+    code_end = (numel * BITS + 7) // 8
+    zero = tl.zeros((16,), tl.uint8)
+    tl.store(data + code_end + i, zero, mask=code_end + i < scales_at * 4)
+    tl.store(data + end + i, zero, mask=end + i < (end + 15) // 16 * 16)
 
 
 @triton.jit
