@@ -5,9 +5,9 @@ from __future__ import annotations
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.block import BlockCodec
 from thinwire.codecs.reference.cast import CastCodec, NoneCodec
-from thinwire.codecs.reference.exp3 import Exp3Codec
-from thinwire.codecs.reference.mpc import MpcCodec
-from thinwire.codecs.reference.zfp import ZfpCodec
+from thinwire.codecs.reference.exp3 import ReferenceExp3
+from thinwire.codecs.reference.mpc import ReferenceMpc
+from thinwire.codecs.reference.zfp import ReferenceZfp
 from thinwire.spec import CodecSpec
 
 __all__ = ["make"]
@@ -17,9 +17,9 @@ _FAMILIES: dict[str, type[Codec]] = {
     "bf16": CastCodec,
     "fp16": CastCodec,
     "int": BlockCodec,
-    "zfp": ZfpCodec,
-    "mpc": MpcCodec,
-    "exp3": Exp3Codec,
+    "zfp": ReferenceZfp,
+    "mpc": ReferenceMpc,
+    "exp3": ReferenceExp3,
 }
 
 

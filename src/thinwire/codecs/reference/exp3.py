@@ -11,7 +11,7 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits
 from thinwire.errors import WireError
 
-__all__ = ["Exp3Codec"]
+__all__ = ["ReferenceExp3"]
 
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
@@ -21,7 +21,7 @@ BASES = 4
 
 
 @final
-class Exp3Codec(Codec):
+class ReferenceExp3(Codec):
     """Lossless for bf16; variable length."""
 
     backend: ClassVar[str] = "reference"

@@ -12,14 +12,14 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits, words_of
 from thinwire.errors import WireError
 
-__all__ = ["MpcCodec"]
+__all__ = ["ReferenceMpc"]
 
 MAGIC = 0x3143504D
 CHUNK = 1024
 
 
 @final
-class MpcCodec(Codec):
+class ReferenceMpc(Codec):
     """Lossless for any words; variable length."""
 
     backend: ClassVar[str] = "reference"

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import pack_bits, store, unpack_bits
 
-__all__ = ["ZfpCodec"]
+__all__ = ["ReferenceZfp"]
 
 NEGABINARY = 0xAAAAAAAA
 HEADER = 9
@@ -23,7 +23,7 @@ MOST_CODE_BITS = 8
 
 
 @final
-class ZfpCodec(Codec):
+class ReferenceZfp(Codec):
     """Fixed length, lossy. NaN and Inf poison their block, by a header that libzfp never writes."""
 
     backend: ClassVar[str] = "reference"

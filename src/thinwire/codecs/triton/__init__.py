@@ -19,9 +19,9 @@ _FAMILIES = {
     "bf16": ("block", "ValueCodec"),
     "fp16": ("block", "ValueCodec"),
     "int": ("block", "ValueCodec"),
-    "zfp": ("zfp", "ZfpCodec"),
-    "mpc": ("mpc", "MpcCodec"),
-    "exp3": ("exp3", "Exp3Codec"),
+    "zfp": ("zfp", "TritonZfp"),
+    "mpc": ("mpc", "TritonMpc"),
+    "exp3": ("exp3", "TritonExp3"),
 }
 
 

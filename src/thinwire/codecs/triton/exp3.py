@@ -19,7 +19,7 @@ from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, n
 from thinwire.codecs.triton.tiles import widen
 from thinwire.errors import WireError
 
-__all__ = ["Exp3Codec"]
+__all__ = ["TritonExp3"]
 
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
@@ -28,7 +28,7 @@ BLOCKS = 4
 
 
 @final
-class Exp3Codec(VariableCodec):
+class TritonExp3(VariableCodec):
     """Lossless for bf16; variable length."""
 
     def _size(self, x: Tensor, found: int) -> int:

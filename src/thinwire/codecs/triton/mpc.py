@@ -18,14 +18,14 @@ from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launc
 from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of
 from thinwire.errors import WireError
 
-__all__ = ["MpcCodec"]
+__all__ = ["TritonMpc"]
 
 MAGIC = 0x3143504D
 CHUNK = 1024
 
 
 @final
-class MpcCodec(VariableCodec):
+class TritonMpc(VariableCodec):
     """Lossless for any words; variable length."""
 
     def _size(self, x: Tensor, found: int) -> int:

@@ -22,7 +22,7 @@ from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import narrow, widen
 from thinwire.codecs.triton.transcode import Form
 
-__all__ = ["ZfpCodec"]
+__all__ = ["TritonZfp"]
 
 BLOCKS = 256
 """Of a program. Their messages are whole words for any rate, so that programs share none."""
@@ -32,7 +32,7 @@ WINDOW = tl.constexpr(8)
 
 
 @final
-class ZfpCodec(Codec):
+class TritonZfp(Codec):
     """Fixed length, lossy. One launch each way, also for many messages; where blocks do not end on words, words that
     they share are cleared before, and slices take a launch each."""
 
