@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -86,40 +86,88 @@ def build(
     alone = part is None
     part = part or LocalPart(DataRanks(groups.control().ranks))
     control = groups.control(part.data.ranks)
-    problem: ThinwireError | None = None
-    modules: list[UnitModules] = []
-    source = ""
-    versions: tuple[str, ...] = ()
-    try:
-        check_supported(plan, control.size, whole=alone)
-        versions = agreed_codecs(plan)
-        if values is not None:
-            source = _place_on(device, model, values)
-        _check_parameters(model, whole=alone)
-        modules = discover(model, selection, lambda block: plan.override(block).granularity or plan.granularity)
-        _check_overrides(plan, modules)
-        check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
-    except ThinwireError as error:
-        problem = error  # the other ranks are waiting to compare
-    _check_agreement(plan, model, modules, source, versions, problem, control)
+    modules = _agreed_modules(model, plan, selection, control, whole=alone, values=values, device=device)
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
         give_back_freed_memory()
-    flats = _draw(modules, plan, control.rank)
+    codecs = PlanCodecs.of(plan, device, codec_backend)  # may refuse: before anything is placed
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
-    codecs, seeds = PlanCodecs.of(plan, device, codec_backend), Seeds(plan, control.rank)
     groups.before_shutdown(lanes.close)
     axes = {
         (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter, data=part.data)
         for axis, lane in _GROUPS
         if axis is not Axis.SECONDARY or plan.secondary is not None
     }
-    arenas = _Arenas(flats, plan, axes, device)
-    buffers: dict[int, list[FlatBuffer]] = {number: [] for number in range(len(modules))}
-    gradients: dict[int, list[UnitGradient]] = {}
-    topology = Topology(plan)
     slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
     initial_of = _Initial(part, control if sync_initial else None, values, slices, shard_index(plan, control.rank))
+    flats = _draw(modules, plan, control.rank)
+    arenas = _Arenas(flats, plan, axes, device)
+    buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of)
+    initial_of.agree(control)
+    if device.type == "cpu":
+        keep_freed_memory()
+    if sync_initial:
+        for value in model.buffers():
+            control.broadcast(value)
+    sharded = ShardedModel(
+        model=model,
+        plan=plan,
+        part=part,
+        rank=control.rank,
+        units=(),
+        gradients=gradients,
+        arena=arenas.gradients,
+        slices=slices,
+        lanes=lanes,
+        axes=axes,
+        meter=meter,
+        codecs=codecs,
+        seeds=Seeds(plan, control.rank),
+    )
+    return _install(replace(sharded, units=_units(sharded, modules, flats, buffers)), modules)
+
+
+def _agreed_modules(
+    model: nn.Module,
+    plan: Plan,
+    selection: Selection,
+    control: Control,
+    *,
+    whole: bool,
+    values: InitialValues | None,
+    device: torch.device | None,
+) -> list[UnitModules]:
+    """Check the plan and the model, find the units, and compare them with the other ranks'. Collective."""
+    problem: ThinwireError | None = None
+    modules: list[UnitModules] = []
+    source = ""
+    versions: tuple[str, ...] = ()
+    try:
+        check_supported(plan, control.size, whole=whole)
+        versions = agreed_codecs(plan)
+        if values is not None:
+            source = _place_on(device, model, values)
+        _check_parameters(model, whole=whole)
+        modules = discover(model, selection, lambda block: plan.override(block).granularity or plan.granularity)
+        _check_overrides(plan, modules)
+        check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
+    except ThinwireError as error:
+        problem = error  # the other ranks are waiting to compare
+    _check_agreement(plan, model, modules, source, versions, problem, control)
+    return modules
+
+
+def _place(
+    flats: Sequence[_Flat], names: Sequence[str], plan: Plan, arenas: _Arenas, initial_of: _Initial
+) -> tuple[dict[int, list[FlatBuffer]], dict[int, list[UnitGradient]]]:
+    """Carve flat buffers and gradients from the arenas and fill the buffers with initial values.
+
+    Returns:
+        Flat buffers and gradients of trainable buffers, by unit.
+    """
+    buffers: dict[int, list[FlatBuffer]] = {number: [] for number in range(len(names))}
+    gradients: dict[int, list[UnitGradient]] = {}
+    topology = Topology(plan)
     for flat in flats:
         buffer = arenas.carve(flat, initial_of(flat))
         # Now, buffer by buffer: what the parameters held before is freed as the arenas fill.
@@ -128,58 +176,45 @@ def build(
             buffer.release()
         buffers[flat.unit].append(buffer)
         if flat.layout.trainable:
-            parts = gradients.setdefault(flat.unit, [])
-            parts.append(
-                UnitGradient(
-                    flat.unit,
-                    modules[flat.unit].name or "(root)",
-                    sum(len(part.layout.slots) for part in parts),
-                    flat.layout,
-                    flat.shares,
-                    arenas.carve_gradient(flat),
-                    topology,
-                )
-            )
-    initial_of.agree(control)
-    if device.type == "cpu":
-        keep_freed_memory()
-    if sync_initial:
-        for value in model.buffers():
-            control.broadcast(value)
+            of_unit = gradients.setdefault(flat.unit, [])
+            first_slot = sum(len(part.layout.slots) for part in of_unit)
+            name, memory = names[flat.unit] or "(root)", arenas.carve_gradient(flat)
+            of_unit.append(UnitGradient(flat.unit, name, first_slot, flat.layout, flat.shares, memory, topology))
+    return buffers, gradients
+
+
+def _units(
+    sharded: ShardedModel,
+    modules: Sequence[UnitModules],
+    flats: Sequence[_Flat],
+    buffers: Mapping[int, Sequence[FlatBuffer]],
+) -> tuple[Unit, ...]:
     link = GatherLink(
-        lanes, axes[Axis.PARAMS, Lane.GATHER], axes.get((Axis.SECONDARY, Lane.GATHER)), codecs.gather, seeds
+        sharded.lanes,
+        sharded.axes[Axis.PARAMS, Lane.GATHER],
+        sharded.axes.get((Axis.SECONDARY, Lane.GATHER)),
+        sharded.codecs.gather,
+        sharded.seeds,
     )
-    units = [
+    return tuple(
         Unit(
             number,
             unit.module,
-            _info(unit, plan, [flat for flat in flats if flat.unit == number]),
+            _info(unit, sharded.plan, [flat for flat in flats if flat.unit == number]),
             buffers[number],
             link,
         )
         for number, unit in enumerate(modules)
-    ]
-    runtime = Runtime(
-        ShardedModel(
-            model=model,
-            plan=plan,
-            part=part,
-            rank=control.rank,
-            units=tuple(units),
-            gradients=gradients,
-            arena=arenas.gradients,
-            slices=slices,
-            lanes=lanes,
-            axes=axes,
-            meter=meter,
-            codecs=codecs,
-            seeds=seeds,
-        )
     )
-    attach(model, runtime)
+
+
+def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
+    """Attach a runtime to the model and hook its modules."""
+    runtime = Runtime(sharded)
+    attach(sharded.model, runtime)
     hooks.install(runtime)
-    if plan.recompute:
-        for module in _recomputed(model, modules):
+    if sharded.plan.recompute:
+        for module in _recomputed(sharded.model, modules):
             hooks.recompute_activations(module)
     return runtime
 
