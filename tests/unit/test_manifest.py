@@ -19,7 +19,7 @@ from thinwire.checkpoint.manifest import (
     SAFETENSORS_CODES,
     FileEntry,
     Manifest,
-    Span,
+    StoredSpan,
     VectorEntry,
     check_cover,
     check_header,
@@ -37,8 +37,8 @@ from thinwire.errors import CheckpointError
 MANIFEST = Manifest(
     files=(FileEntry("a.safetensors", 200, 0xDEADBEEF), FileEntry("b.safetensors", 300, 7)),
     vectors={
-        "model/w": VectorEntry(30, torch.float32, (Span(0, 10, 1), Span(10, 20, 0))),
-        "model/ü": VectorEntry(3, torch.bfloat16, (Span(0, 3, 0),)),
+        "model/w": VectorEntry(30, torch.float32, (StoredSpan(0, 10, 1), StoredSpan(10, 20, 0))),
+        "model/ü": VectorEntry(3, torch.bfloat16, (StoredSpan(0, 3, 0),)),
         "nothing": VectorEntry(0, None, ()),
     },
     values={"step": 7, "lr": 1e-3, "betas": [0.9, 0.95], "name": "é\ud800", "none": None, "seed": 2**100},
@@ -57,8 +57,8 @@ def test_decodes_what_it_encodes() -> None:
 
 def test_contents_are_listed_by_file() -> None:
     assert MANIFEST.contents() == [
-        {"model/w": (torch.float32, Span(10, 20, 0)), "model/ü": (torch.bfloat16, Span(0, 3, 0))},
-        {"model/w": (torch.float32, Span(0, 10, 1))},
+        {"model/w": (torch.float32, StoredSpan(10, 20, 0)), "model/ü": (torch.bfloat16, StoredSpan(0, 3, 0))},
+        {"model/w": (torch.float32, StoredSpan(0, 10, 1))},
     ]
 
 

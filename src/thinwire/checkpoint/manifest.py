@@ -95,7 +95,7 @@ class FileEntry:
 
 @final
 @dataclass(frozen=True)
-class Span:
+class StoredSpan:
     """Elements ``offset`` to ``offset + length`` of a vector, in the file of index ``file``."""
 
     offset: int
@@ -113,7 +113,7 @@ class VectorEntry:
 
     numel: int
     dtype: torch.dtype | None
-    spans: tuple[Span, ...]
+    spans: tuple[StoredSpan, ...]
 
 
 @final
@@ -151,9 +151,9 @@ class Manifest:
             )
         return raw
 
-    def contents(self) -> list[dict[str, tuple[torch.dtype, Span]]]:
+    def contents(self) -> list[dict[str, tuple[torch.dtype, StoredSpan]]]:
         """Give, for every file in order, the one span of each key that it holds."""
-        contents: list[dict[str, tuple[torch.dtype, Span]]] = [{} for _ in self.files]
+        contents: list[dict[str, tuple[torch.dtype, StoredSpan]]] = [{} for _ in self.files]
         for key, vector in self.vectors.items():
             for span in vector.spans:
                 assert vector.dtype is not None
@@ -271,7 +271,7 @@ def check_size(path: Path, size: int) -> None:
         raise CheckpointError(f"{path}: {found} bytes, the manifest says {size}; the checkpoint is corrupt")
 
 
-def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[torch.dtype, Span]]) -> None:
+def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
     """Hold one safetensors file against its manifest entry: size, checksum and header.
 
     Args:
@@ -289,7 +289,7 @@ def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[to
     check_header(path, file.size, contents)
 
 
-def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype, Span]]) -> None:
+def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
     """Check that a safetensors header describes exactly ``contents``, without gaps, overlaps or excess.
 
     Args:
@@ -448,7 +448,7 @@ def _vector_entry(item: object, num_files: int, where: str) -> VectorEntry:
         raise CheckpointError(f"{where}: dtype {_quote(name)} is not one of {', '.join(_DTYPES)}")
     if name is None and numel:
         raise CheckpointError(f"{where}: {numel} elements of no dtype")
-    spans = tuple(Span(*_integers(span, 3, where)) for span in _array(fields["spans"], where))
+    spans = tuple(StoredSpan(*_integers(span, 3, where)) for span in _array(fields["spans"], where))
     if any(span.file >= num_files for span in spans):
         raise CheckpointError(f"{where}: a span lies in a file that is not listed")
     return VectorEntry(numel, None if name is None else _DTYPES[name], spans)

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from thinwire.checkpoint.manifest import FileEntry, Manifest, Span, check_header, crc32_of
+from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_header, crc32_of
 
 FILE_BYTES: Final = 256 << 20
 """Bytes of elements per file, at most. The writer needs about three times as much memory for a moment."""
@@ -86,7 +86,7 @@ class WrittenFile:
 
 @final
 @dataclass(frozen=True)
-class Piece:
+class PackedPiece:
     """A part of a chunk that fits in a file: elements from ``offset`` on of the vector ``key``."""
 
     key: str
@@ -105,17 +105,17 @@ class _Stored:
     dtype: torch.dtype
 
 
-def _cut(vectors: Mapping[str, ShardedVector]) -> Iterator[Piece]:
+def _cut(vectors: Mapping[str, ShardedVector]) -> Iterator[PackedPiece]:
     """Cut this rank's chunks into pieces of at most :data:`FILE_BYTES`; empty chunks leave none."""
     for key, vector in vectors.items():
         for chunk in vector.chunks:
             step = max(1, FILE_BYTES // chunk.tensor.itemsize)
             for start in range(0, chunk.tensor.numel(), step):
                 piece = chunk.tensor.detach()[start : start + step]
-                yield Piece(key, vector.numel, chunk.offset + start, piece)
+                yield PackedPiece(key, vector.numel, chunk.offset + start, piece)
 
 
-def pack(vectors: Mapping[str, ShardedVector]) -> list[list[Piece]]:
+def pack(vectors: Mapping[str, ShardedVector]) -> list[list[PackedPiece]]:
     """Deal this rank's chunks to files of at most :data:`FILE_BYTES`, a key at most once per file.
 
     Args:
@@ -124,7 +124,7 @@ def pack(vectors: Mapping[str, ShardedVector]) -> list[list[Piece]]:
     Returns:
         What each file is to hold; nothing, and no file, for empty chunks.
     """
-    files: list[list[Piece]] = []
+    files: list[list[PackedPiece]] = []
     sizes: list[int] = []
     first_open = 0
     next_file: dict[str, int] = {}
@@ -144,7 +144,7 @@ def pack(vectors: Mapping[str, ShardedVector]) -> list[list[Piece]]:
     return files
 
 
-def write_file(directory: Path, number: int, pieces: Sequence[Piece]) -> WrittenFile:
+def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> WrittenFile:
     """Write one safetensors file, make it durable, and check what the storage made of it.
 
     Args:
@@ -183,7 +183,9 @@ def write_file(directory: Path, number: int, pieces: Sequence[Piece]) -> Written
     with path.open("r+b") as stream:
         os.fsync(stream.fileno())
     size = path.stat().st_size
-    contents = {piece.key: (piece.tensor.dtype, Span(piece.offset, piece.tensor.numel(), number)) for piece in pieces}
+    contents = {
+        piece.key: (piece.tensor.dtype, StoredSpan(piece.offset, piece.tensor.numel(), number)) for piece in pieces
+    }
     check_header(path, size, contents)
     located = [(piece.key, piece.offset, piece.tensor.numel()) for piece in pieces]
     return WrittenFile(FileEntry(name, size, crc32_of(path)), located)
@@ -193,7 +195,7 @@ def write_file(directory: Path, number: int, pieces: Sequence[Piece]) -> Written
 class _Source(DefaultSavePlanner):
     """Hands the storage writer the tensors of one file."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[PackedPiece]) -> None:
         super().__init__()
         self._tensors = {piece.key: piece.tensor for piece in pieces}
         self._storages: set[int] = set()

@@ -29,7 +29,7 @@ from thinwire.agreement import Ranks as ControlGroup
 from thinwire.agreement import agree
 from thinwire.checkpoint import manifest as _manifest
 from thinwire.checkpoint.atomic import Staging, locate, recover
-from thinwire.checkpoint.manifest import Json, Manifest, Span, VectorEntry
+from thinwire.checkpoint.manifest import Json, Manifest, StoredSpan, VectorEntry
 from thinwire.checkpoint.storage import Chunk, ShardedVector, WrittenFile, pack, read_chunks, write_file
 from thinwire.errors import CheckpointError
 
@@ -409,11 +409,11 @@ def _compile(
     values: Mapping[str, Any],
 ) -> Manifest:
     files = []
-    spans: dict[str, list[Span]] = {key: [] for key in numels}
+    spans: dict[str, list[StoredSpan]] = {key: [] for key in numels}
     for index, file in enumerate(file for files_of_rank in written for file in files_of_rank):
         files.append(file.entry)
         for key, offset, length in file.pieces:
-            spans[key].append(Span(offset, length, index))
+            spans[key].append(StoredSpan(offset, length, index))
     vectors = {
         key: VectorEntry(numels[key], dtypes[key], tuple(sorted(spans[key], key=lambda span: span.offset)))
         for key in numels

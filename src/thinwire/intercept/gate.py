@@ -14,7 +14,7 @@ from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["MIN_NUMEL", "AxisCodecs", "Gate", "scale_of"]
+__all__ = ["MIN_NUMEL", "AxisCodecs", "EncodingGate", "scale_of"]
 
 MIN_NUMEL = 1024
 """Tensors with fewer values travel as they are: losses, norms, counters."""
@@ -51,7 +51,7 @@ class AxisCodecs:
         return cls(*(CodecSpec(str(codec if spec is None else spec)) for spec in (codec, gather, send)))
 
 
-class Gate:
+class EncodingGate:
     """Lets tensors through to a codec, or says why not.
 
     Args:

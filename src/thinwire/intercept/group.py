@@ -21,8 +21,8 @@ from thinwire.codecs import Codec
 from thinwire.collectives.group import before_shutdown
 from thinwire.errors import UsageError, WireError
 from thinwire.intercept import encoded
-from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, Gate, scale_of
-from thinwire.intercept.members import Members, MembersAxis
+from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, scale_of
+from thinwire.intercept.members import MemberGroup, MembersAxis
 from thinwire.intercept.plain import PlainGroup
 from thinwire.intercept.scope import in_backward, is_marked
 from thinwire.intercept.works import AllOf, Courier, Promise
@@ -85,7 +85,7 @@ class CompressingGroup(PlainGroup):
 
     def configure(self, codecs: AxisCodecs, *, min_numel: int = MIN_NUMEL, always: bool = False) -> None:
         """Change codecs, on all ranks at the same place."""
-        self._gate = Gate(len(self._ranks), codecs, min_numel, always=always)
+        self._gate = EncodingGate(len(self._ranks), codecs, min_numel, always=always)
 
     @property
     def codecs(self) -> AxisCodecs:
@@ -381,7 +381,7 @@ class CompressingGroup(PlainGroup):
             options = getattr(self._backend, "options", None)
             timeout = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
             store = dist.PrefixStore(f"thinwire/encoded/{self.number}", self._store)
-            self._members = MembersAxis(Members(self._ranks, self.rank(), self.axis, store, timeout))
+            self._members = MembersAxis(MemberGroup(self._ranks, self.rank(), self.axis, store, timeout))
         return self._members
 
     def _scale(self, opts: Any) -> float:

@@ -15,7 +15,7 @@ from thinwire.errors import CollectiveError
 from thinwire.program import Kind, Lane
 from thinwire.program.stages import TRANSFERS, Stage
 
-__all__ = ["Members", "MembersAxis"]
+__all__ = ["MemberGroup", "MembersAxis"]
 
 _device: dist.ProcessGroupGloo.Device | None = None
 
@@ -34,7 +34,7 @@ def _forget_device() -> None:
     _device = None
 
 
-class Members(Subgroup):
+class MemberGroup(Subgroup):
     """All members of a process group, with connections of their own: nothing that others send can get in between.
 
     Args:
@@ -92,9 +92,9 @@ class Members(Subgroup):
 
 
 class MembersAxis(AxisGroup):
-    """:class:`Members` as an axis inside one node."""
+    """:class:`MemberGroup` as an axis inside one node."""
 
-    def __init__(self, members: Members) -> None:
+    def __init__(self, members: MemberGroup) -> None:
         self.size = self.local = members.size
         self.index = self.local_index = members.index
         self.nodes = 1
