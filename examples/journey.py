@@ -55,7 +55,7 @@ def journey() -> list[str]:
     with recording() as records:
         model(inputs).square().mean().backward()
         engine.agree(measure=True)  # which waits until every gradient is reduced
-        gradient = engine.gradients[unit.index][0].owned.values.clone()
+        gradient = engine.sharded.gradients[unit.index][0].owned.values.clone()
         optim.step()
         engine.join_spreads()
     where = {Scope.INSIDE: "inside the node", Scope.ACROSS: "across nodes"}

@@ -42,7 +42,8 @@ def test_factors_between_keep_what_divides() -> None:
     assert factors(plan.fitted(Factor(local=3, nodes=2))) == {"params": "1x1", "grads": "1x1", "optimizer": "3x2"}
 
 
-def test_units_follow() -> None:
-    plan = Plan.preset("zero3", nodes=2, local=4, units=[{"match": "head", "params": "4x1", "grads": "4x1"}])
-    (head,) = plan.fitted(Factor(local=2, nodes=2)).units
-    assert (str(head.params), str(head.grads), head.optimizer) == ("2x1", "2x1", None)
+def test_exceptions_for_units_stay() -> None:
+    plan = Plan.preset("zero3", nodes=2, local=4, units=[{"match": "head", "dtype": "float32", "keep_gathered": True}])
+    fitted = plan.fitted(Factor(local=2, nodes=2))
+    assert factors(fitted) == {"params": "2x2", "grads": "2x2", "optimizer": "2x2"}
+    assert fitted.units == plan.units
