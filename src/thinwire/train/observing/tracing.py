@@ -39,6 +39,7 @@ MOST_OPERATIONS: Final = 40_000
 """Operations of torch beside them; its own traces have all of them."""
 
 _MARK: Final = "thinwire clock"
+_NUM_MARKS: Final = 5
 _ROUNDS: Final = 11
 _LONGEST_NAME: Final = 120
 _SHOWN: Final = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
@@ -151,8 +152,10 @@ class _Session:
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(activities=activities)
         self._profile.start()
-        with record_function(_MARK):
-            self._marked = time.perf_counter()
+        self._marked: list[float] = []
+        for _ in range(_NUM_MARKS):
+            with record_function(_MARK):
+                self._marked.append(time.perf_counter())
         self._recording = contextlib.ExitStack()
         self._wait()
         # On CUDA timelines count from an event on the idle stream, on CPU they are on the host's clock.
@@ -253,20 +256,31 @@ def _renamed(timeline: Timeline, stage: int | None, origin: float) -> list[Span]
     ]
 
 
-def _torch_spans(events: Sequence[dict[str, Any]], marked: float) -> list[Span]:
-    """Complete events of torch's trace, on the clock on which its mark was set at ``marked``."""
-    mark = next((event for event in events if event.get("name") == _MARK and event.get("ph") == "X"), None)
-    if mark is None:
-        raise ThinwireError("torch's profiler lost its first event, so its trace has no common clock with the lanes'")
-    shown = [event for event in events if event.get("ph") == "X" and event.get("cat") in _SHOWN and event is not mark]
+def _torch_spans(events: Sequence[dict[str, Any]], marked: Sequence[float]) -> list[Span]:
+    """Complete events of torch's trace, on the host's clock.
+
+    Args:
+        events: torch's trace.
+        marked: seconds on the host's clock, read inside each mark. A rank may be preempted between the start of a mark
+            and its reading, so the mark with the smallest delay aligns the clocks.
+    """
+    marks = sorted(float(event["ts"]) for event in events if event.get("name") == _MARK and event.get("ph") == "X")
+    if len(marks) != len(marked):
+        raise ThinwireError("torch's profiler lost its first events, so its trace has no common clock with the lanes'")
+    ahead = min(seconds - start / 1e6 for seconds, start in zip(marked, marks, strict=True))
+    shown = [
+        event
+        for event in events
+        if event.get("ph") == "X" and event.get("cat") in _SHOWN and event.get("name") != _MARK
+    ]
     threads = list(dict.fromkeys(event["tid"] for event in shown if event["cat"] in ("cpu_op", "user_annotation")))
     tracks = {thread: f"torch thread {number}" for number, thread in enumerate(threads)}
     return [
         Span(
             tracks.get(event["tid"], f"torch stream {event['tid']}"),
             event["name"][:_LONGEST_NAME],
-            marked + (float(event["ts"]) - float(mark["ts"])) / 1e6,
-            marked + (float(event["ts"]) + float(event["dur"]) - float(mark["ts"])) / 1e6,
+            ahead + float(event["ts"]) / 1e6,
+            ahead + (float(event["ts"]) + float(event["dur"])) / 1e6,
         )
         for event in shown
     ]
