@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
+from thinwire.sharding.inputs import cast_inputs, tensors_in
 from thinwire.sharding.local import local_gradient
 from thinwire.sharding.reads import watch_reads
 from thinwire.sharding.runtime import Runtime
@@ -25,7 +26,7 @@ def install(runtime: Runtime) -> None:
     dtype: torch.dtype = getattr(torch, runtime.plan.compute_dtype)
     for unit in runtime.units:
         _hook_unit(runtime, unit)
-    runtime.model.register_forward_pre_hook(_cast_inputs(dtype), prepend=True, with_kwargs=True)
+    runtime.model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True)
     _hook_forward(runtime)
     watch_reads(runtime)
     for module in runtime.model.modules():
@@ -87,7 +88,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
         # As FSDP2 does: a buffer in fp32 turns what it meets into fp32, which the next unit's parameters refuse.
         dtype: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
-        unit.module.register_forward_pre_hook(_cast_inputs(dtype), prepend=True, with_kwargs=True)
+        unit.module.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True)
     unit.module.register_forward_pre_hook(pre_forward, prepend=True)
     unit.module.register_forward_hook(post_forward, with_kwargs=True)
     trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]
@@ -118,9 +119,9 @@ _FOLLOWERS: Final = "_thinwire_followers"
 def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -> bool:
     """Arrange for ``pre_backward`` at the first gradient of an output, and for ``post_backward`` when the inputs'
     gradients exist. Returns whether a backward that needs the unit is sure to announce itself."""
-    outputs = [tensor for tensor in _tensors(output) if tensor.grad_fn is not None]
+    outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     # Only a sharded unit is freed behind its backward.
-    sources = [tensor for tensor in _tensors(inputs) if tensor.requires_grad] if unit.sharded else []
+    sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad] if unit.sharded else []
     if not outputs:
         return not unit.info.trainable and not sources  # then there is no backward to hear of
     inner = [tensor for tensor in sources if tensor.grad_fn is not None]
@@ -159,58 +160,6 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
     elif inner:
         torch.autograd.graph.register_multi_grad_hook(inner, post_backward)
     return True
-
-
-MAX_DEPTH = 4
-"""How deep objects within objects are searched for tensors; containers do not count."""
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    """Tensors in what modules take and return: containers, dataclasses, and the attributes of any other object."""
-    if isinstance(value, torch.Tensor):
-        return (value,)
-    if type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
-        return value
-    return _search(value, set(), MAX_DEPTH)
-
-
-def _search(value: Any, seen: set[int], depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, str | bytes | int | float | type | nn.Module) or value is None or id(value) in seen:
-        return
-    seen.add(id(value))
-    items: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        items = value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
-        items = value
-    elif depth and not callable(value):
-        names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
-        items = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in names)]
-        depth -= 1
-    for item in items:
-        yield from _search(item, seen, depth)
-
-
-def _cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]]]:
-    """Floating-point inputs of the model arrive in compute dtype, as the parameters they meet."""
-
-    def convert(value: Any) -> Any:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            return value.to(dtype)
-        if isinstance(value, dict):
-            return {key: convert(item) for key, item in value.items()}
-        if type(value) in (list, tuple):
-            return type(value)(convert(item) for item in value)
-        return value
-
-    @_outside_compile
-    def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return tuple(convert(arg) for arg in args), {key: convert(item) for key, item in kwargs.items()}
-
-    return hook
 
 
 def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
