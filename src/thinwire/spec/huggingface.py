@@ -1,4 +1,4 @@
-"""A model's shape from the ``config.json`` of a Hugging Face model."""
+"""Reads a model's shape from a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.errors import SpecError
 
 __all__ = ["huggingface_shape"]
 
-# Our key: the names under which configurations carry it, the usual one first.
+# Names that configurations use for each of our keys, the most common name first.
 _KEYS = {
     "layers": ("num_hidden_layers", "n_layer", "num_layers"),
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -32,21 +32,21 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def huggingface_shape(source: str | Path | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``ModelSpec``.
+    """Read the fields of a ``ModelSpec``.
 
     Args:
-        source: the file, the folder that holds ``config.json``, or the configuration itself.
+        source: A ``config.json``, the directory that holds one, or the configuration itself.
 
     Raises:
-        SpecError: if the file cannot be read, lacks a size, or describes what a ``ModelSpec`` cannot (mixtures of
-            experts, heads whose widths do not add up to the hidden width).
+        SpecError: The file cannot be read, lacks a size, or describes an architecture that ``ModelSpec`` cannot
+            (mixtures of experts, or heads with a total width other than the hidden width).
     """
     if isinstance(source, Mapping):
         config, what, name = source, "model.config", "model"
     else:
         file = Path(source) / "config.json" if Path(source).is_dir() else Path(source)
         config, what, name = _read(file), str(file), file.resolve().parent.name
-    config = config.get("text_config", config)  # of a model that also sees
+    config = config.get("text_config", config)  # a vision-language model nests its language model
     problems = [
         f"has none of the keys {', '.join(names)}, from which {key} is read"
         for key, names in _KEYS.items()

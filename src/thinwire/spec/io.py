@@ -1,6 +1,6 @@
-"""TOML text to plain dictionaries and back, and ``key=value`` settings from a command line.
+"""Converts TOML text to plain dictionaries and back, and applies ``key=value`` settings from a command line.
 
-Nothing here knows a specification's fields; :mod:`thinwire.spec.base` validates what is read.
+This module knows no fields of specifications; :mod:`thinwire.spec.base` validates the dictionaries.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ class Inline(dict[str, Any]):
 
 
 def read_toml(text: str, what: str) -> dict[str, Any]:
-    """TOML text as nested dictionaries; ``what`` names the text in errors.
+    """Parse TOML text into nested dictionaries; ``what`` names the text in errors.
 
     Raises:
-        SpecError: if the text is not TOML; names line and column.
+        SpecError: The text is not TOML; the error gives line and column.
     """
     try:
         return tomllib.loads(text)
@@ -31,10 +31,10 @@ def read_toml(text: str, what: str) -> dict[str, Any]:
 
 
 def read_toml_file(path: str | Path) -> dict[str, Any]:
-    """The TOML file ``path`` as nested dictionaries.
+    """Parse a TOML file into nested dictionaries.
 
     Raises:
-        SpecError: if the file cannot be read or is not TOML.
+        SpecError: The file cannot be read or is not TOML.
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -45,17 +45,20 @@ def read_toml_file(path: str | Path) -> dict[str, Any]:
 
 
 def write_toml(data: Mapping[str, Any]) -> str:
-    """TOML text of nested dictionaries; ``None`` is left out, :class:`Inline` tables stay on one line."""
+    """Write nested dictionaries as TOML text. ``None`` is left out; :class:`Inline` tables stay on one line."""
     return "\n".join(_table_lines(data, ())).strip("\n") + "\n"
 
 
 def apply_settings(data: Mapping[str, Any], settings: Sequence[str]) -> dict[str, Any]:
-    """A copy of ``data`` changed by ``settings``, each ``dotted.key=value`` with a TOML value or a bare word.
+    """Apply settings to a copy of ``data``.
 
-    ``train.steps=20``, ``plan.wire.gather=int8:256``, ``plan.overlap.gather=false`` do what they look like.
+    Args:
+        data: Nested dictionaries.
+        settings: Each ``dotted.key=value`` with a TOML value or a bare word: ``train.steps=20``,
+            ``plan.wire.gather=int8:256``, ``plan.overlap.gather=false``.
 
     Raises:
-        SpecError: if a setting has no ``=``, or a key passes through something that is not a table.
+        SpecError: A setting has no ``=``, or a key passes through a value that is not a table.
     """
     changed = copy.deepcopy(dict(data))
     problems = []
@@ -81,7 +84,7 @@ def _setting_value(text: str) -> Any:
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
-        return text  # a bare word: int8:256 or bfloat16 need no quotes on a command line
+        return text  # a bare word, so that int8:256 and bfloat16 need no quotes on a command line
 
 
 def _table_lines(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
@@ -113,7 +116,7 @@ def _inline(value: Any) -> str:
         return f"{{ {pairs} }}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(_inline(item) for item in value)}]"
-    import tomli_w  # only writing needs it: tw.shard reads
+    import tomli_w  # imported late: tw.shard only reads TOML
 
     return tomli_w.dumps({"value": value}).removeprefix("value = ").strip()
 

@@ -1,4 +1,4 @@
-"""The shape of a transformer, its parameter count and the FLOPs of a token."""
+"""The shape of a transformer, its number of parameters and its FLOPs per token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Count, Flag, Problem, Spec, rule
 from thinwire.spec.huggingface import huggingface_shape
 
-_FILLED_IN: Any = None  # no field keeps it: prepare() replaces it by a number
+_FILLED_IN: Any = None  # placeholder default: prepare() replaces it with a number before validation
 
 
 class ModelSpec(Spec):
-    """A decoder-only transformer by its dimensions; unset ``kv_heads`` and ``ffn`` follow custom."""
+    """The dimensions of a decoder-only transformer. ``kv_heads`` and ``ffn`` have defaults that depend on the rest."""
 
     name: str | None = Field(default=None, description="label, for example the preset's name")
     kind: Literal["llama", "gpt"] = Field(
@@ -25,18 +25,19 @@ class ModelSpec(Spec):
     )
     layers: Count = Field(description="transformer blocks (L)")
     hidden: Count = Field(description="width of the residual stream (h)")
-    heads: Count = Field(description="attention heads; they divide hidden")
-    kv_heads: Count = Field(default=_FILLED_IN, description="key and value heads; they divide heads; unset: heads")
+    heads: Count = Field(description="attention heads; must divide hidden")
+    kv_heads: Count = Field(default=_FILLED_IN, description="key and value heads; must divide heads; default: heads")
     ffn: Count = Field(
-        default=_FILLED_IN, description="width of the feed-forward; unset: 8/3 hidden (llama), 4 hidden (gpt)"
+        default=_FILLED_IN,
+        description="width of the feed-forward network; default: 8/3 hidden (llama), 4 hidden (gpt)",
     )
-    vocab: Count = Field(description="tokens of the vocabulary (V)")
-    seq: Count = Field(default=4096, description="tokens of a sequence (s)")
-    tied_embedding: Flag = Field(default=False, description="embedding and head share one weight")
+    vocab: Count = Field(description="tokens in the vocabulary (V)")
+    seq: Count = Field(default=4096, description="tokens per sequence (s)")
+    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Fills in ``kv_heads`` and ``ffn``."""
+        """Fill in ``kv_heads`` and ``ffn`` where they are unset."""
         filled = dict(data)
         if filled.get("kv_heads") is None and isinstance(heads := filled.get("heads"), int):
             filled["kv_heads"] = heads
@@ -51,22 +52,22 @@ class ModelSpec(Spec):
 
     @property
     def kv_hidden(self) -> int:
-        """Width of the keys (and of the values)."""
+        """Total width of the keys, and of the values."""
         return self.kv_heads * self.head_dim
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the embedding alone."""
+        """Parameters in the embedding."""
         return self.vocab * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output head that are its own."""
+        """Parameters in the output head; 0 if it shares the embedding's weight."""
         return 0 if self.tied_embedding else self.vocab * self.hidden
 
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one block: matrices, and the vectors of norms and biases."""
+        """Parameters in one block: matrices, norms and biases."""
         vectors = 2 * self.hidden
         if self.kind == "gpt":
             attention_biases = 2 * self.hidden + 2 * self.kv_hidden
@@ -75,7 +76,7 @@ class ModelSpec(Spec):
 
     @property
     def parameters(self) -> int:
-        """Parameters of the whole model."""
+        """Parameters in the whole model."""
         final_norm = self.hidden * (2 if self.kind == "gpt" else 1)
         return self.embedding_parameters + self.layers * self.layer_parameters + final_norm + self.head_parameters
 
@@ -86,14 +87,14 @@ class ModelSpec(Spec):
         return attention + feed_forward
 
     def flops_per_token(self, seq: int | None = None, *, causal: bool = False) -> int:
-        """FLOPs of one token's forward and backward, recomputation not counted.
+        """FLOPs of forward and backward for one token, without recomputation.
 
-        ``3 * (L * (2 * matrix parameters of a block + 4 s h) + 2 h V)``, which for a SwiGLU of 8h/3 is
-        ``3 L (24 h^2 + 4 s h) + 6 h V`` as AMSP and Megatron-LM (2021) count.
+        ``3 * (L * (2 * matrix parameters per block + 4 s h) + 2 h V)``. With a SwiGLU of width 8h/3 this is
+        ``3 L (24 h^2 + 4 s h) + 6 h V``, the count of AMSP and Megatron-LM (2021).
 
         Args:
-            seq: tokens of a sequence; the model's own by default.
-            causal: halves the attention term, as current Megatron-LM does, since half of it is masked.
+            seq: Tokens per sequence; default: the model's ``seq``.
+            causal: Whether to halve the attention term because half of it is masked, as current Megatron-LM does.
         """
         attention = 4 * (seq or self.seq) * self.hidden
         if causal:
@@ -106,11 +107,11 @@ class ModelSpec(Spec):
         """A published model's shape.
 
         Args:
-            name: one of :meth:`preset_names`.
-            **overrides: fields to change, for example ``seq``.
+            name: One of :meth:`preset_names`.
+            **overrides: Fields to change, for example ``seq``.
 
         Raises:
-            SpecError: if the name is unknown or an override is invalid.
+            SpecError: The name is unknown or an override is invalid.
         """
         if name not in _PRESETS:
             valid = ", ".join(_PRESETS)
@@ -122,19 +123,19 @@ class ModelSpec(Spec):
 
     @staticmethod
     def preset_names() -> tuple[str, ...]:
-        """The names that :meth:`preset` takes."""
+        """The names that :meth:`preset` accepts."""
         return tuple(_PRESETS)
 
     @classmethod
     def named(cls, text: str, **overrides: Any) -> ModelSpec:
-        """A model as a command line names it: a preset, a TOML file, or a Hugging Face ``config.json`` (or its folder).
+        """The model that a ``--model`` option names.
 
         Args:
-            text: name or path.
-            **overrides: fields to change, for example ``seq``.
+            text: A preset, a TOML file, a Hugging Face ``config.json``, or the directory that holds one.
+            **overrides: Fields to change, for example ``seq``.
 
         Raises:
-            SpecError: if it is none of these, or a field is invalid.
+            SpecError: ``text`` is none of these, or a field is invalid.
         """
         path = Path(text)
         if text in _PRESETS or not (path.exists() or path.suffix in {".toml", ".json"}):
@@ -180,13 +181,13 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "internlm-7b": _llama(32, 4096, 32, 11008, 103168, seq=2048),
     "gpt-18b": _gpt(40, 6144, 32, 50257, seq=2048),
     "gpt-neox-20b": _gpt(44, 6144, 64, 50432, seq=2048),
-    # ZeRO++ publishes the sizes of these, not the shapes: blocks of the usual widths that give the size.
+    # ZeRO++ publishes only the sizes of these. The shapes are our choice: common widths that yield the size.
     "gpt-49b": _gpt(60, 8192, 64, 50257, seq=2048),
     "gpt-91b": _gpt(50, 12288, 96, 50257, seq=2048),
     "gpt-138b": _gpt(76, 12288, 96, 50257, seq=2048),
     # The largest of Megatron-LM's weak scaling (Narayanan et al. 2021, table 1).
     "gpt-1t": _gpt(128, 25600, 160, 51200, seq=2048),
-    # Likewise for those of the EFA work; vocabulary and sequence are published (DeepSpeed PR 1453).
+    # The shapes of the EFA models are our choice, too; vocabulary and sequence are published (DeepSpeed PR 1453).
     "roberta-10b": _gpt(48, 4096, 32, 53000, seq=512, tied_embedding=True),
     "roberta-50b": _gpt(64, 8192, 64, 53000, seq=512, tied_embedding=True),
 }

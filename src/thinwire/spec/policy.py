@@ -1,9 +1,10 @@
-"""Compression policies: one name that gives every parallel dimension its codec.
+"""Compression policies: one name chooses the codec of every parallel dimension.
 
-Gradients across data-parallel ranks are taken to be close to low rank and get few bits; parameters, activations and
-optimizer shards are dense and need precision. From that split arXiv 2409.02423 builds four families with ZFP and MPC.
-Beside them stands ours, ``hybrid``: it keeps the split and takes block quantisation for ZFP, which says more per bit:
-on N(0, 1), ``zfp:8`` has 25 dB, ``int6:256,hadamard`` 31 dB at 6.1 bits and ``int8:256`` 43 dB at 8.1 bits.
+A policy assumes that data-parallel gradients are close to low rank and need few bits, while parameters, activations and
+optimizer shards are dense and need precision. arXiv 2409.02423 builds four families on this assumption, with ZFP and
+MPC. We add a fifth, ``hybrid``, which replaces ZFP with block quantization. Block quantization is more precise at the
+same size: on N(0, 1), ``zfp:8`` reaches 25 dB, ``int6:256,hadamard`` 31 dB at 6.1 bits and ``int8:256`` 43 dB at 8.1
+bits.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ POLICIES = {
     "mzhybrid:RATE": ("mpc", "zfp:RATE"),
     "zhybrid": ("zfp:24", "zfp:8"),
     "zhybrid:A-B": ("zfp:A", "zfp:B"),
-    # A rotated block has no outliers, which gradients are full of.
+    # Gradients have many outliers; the Hadamard rotation spreads each of them over its block.
     "hybrid": ("int8:256", "int6:256,hadamard"),
     "hybrid:A-B": ("intA:256", "intB:256,hadamard"),
 }
-"""What a policy may be called, capitals standing for bits per value: its codecs of dense data and of gradients."""
+"""Codec of dense data and codec of gradients by policy name. RATE, A and B stand for bits per value."""
 
 STUDIED = (
     "none",
@@ -46,7 +47,7 @@ STUDIED = (
     "zhybrid:24-8",
     "hybrid",
 )
-"""The published policies with the rates of the paper, between no codec at all and ours."""
+"""The policies that the study compares: no codec, the published policies at the paper's rates, and ``hybrid``."""
 
 _NUMBER = re.compile(r"\d+(\.\d+)?")
 
@@ -56,12 +57,12 @@ class HybridPolicy:
     """The codec of every parallel dimension.
 
     Attributes:
-        name: as it was written, one of :data:`POLICIES`.
-        dp: gradients across data-parallel ranks, reduced in any way (all-reduce, reduce-scatter).
-        gather: ZeRO's all-gather of parameters.
-        spread: what ZeRO-1 and -2 send after a step: updated parameters of the optimizer's shards.
-        tp: tensor parallelism: all-reduce, all-gather and reduce-scatter of activations and their gradients.
-        pp: messages between pipeline stages, forward and backward.
+        name: The name as the user wrote it; its form is a key of :data:`POLICIES`.
+        dp: Codec of gradients across data-parallel ranks (all-reduce and reduce-scatter).
+        gather: Codec of ZeRO's all-gather of parameters.
+        spread: Codec of the updated parameters that ZeRO-1 and ZeRO-2 send from optimizer shards after a step.
+        tp: Codec of activations and their gradients in tensor parallelism (all-reduce, all-gather, reduce-scatter).
+        pp: Codec of messages between pipeline stages, forward and backward.
     """
 
     name: str
@@ -73,13 +74,13 @@ class HybridPolicy:
 
     @classmethod
     def parse(cls, name: str) -> Self:
-        """The policy of a name.
+        """Parse the name of a policy.
 
         Args:
-            name: one of :data:`POLICIES` with numbers for the capitals: ``"zhybrid:24-8"``, ``"hybrid"``.
+            name: A key of :data:`POLICIES` with numbers in place of RATE, A and B, for example ``"zhybrid:24-8"``.
 
         Raises:
-            SpecError: if no policy has that name, or a number in it fits no codec.
+            SpecError: No policy has that name, or no codec accepts one of its numbers.
         """
         dense, gradients = _codecs(name)
         return cls(name, dp=gradients, gather=dense, spread=dense, tp=dense, pp=dense)
@@ -88,7 +89,7 @@ class HybridPolicy:
         """The codec of one of :data:`AXES`.
 
         Raises:
-            SpecError: if there is no such axis.
+            SpecError: There is no such axis.
         """
         if axis not in AXES:
             raise SpecError("axis", [f"{axis!r} is not a parallel dimension: valid are {', '.join(AXES)}"])
@@ -96,7 +97,7 @@ class HybridPolicy:
         return codec
 
     def wire(self) -> dict[str, CodecSpec]:
-        """The same as fields of :class:`~thinwire.spec.Wire`, which fills them in from its ``policy``."""
+        """The policy as fields of :class:`~thinwire.spec.Wire`, which fills them in from its ``policy``."""
         return {
             "gather": self.gather,
             "reduce_intra": self.dp,
@@ -111,7 +112,7 @@ class HybridPolicy:
 
 
 def _codecs(name: str) -> tuple[CodecSpec, CodecSpec]:
-    """The codecs of dense data and of gradients under a policy."""
+    """The codecs that a policy gives to dense data and to gradients."""
     family, colon, text = name.partition(":")
     numbers = text.split("-") if colon else []
     for form, (dense, gradients) in POLICIES.items():

@@ -1,4 +1,4 @@
-"""Profile of a cluster: the measurements that ``thinwire profile`` writes and the planner reads."""
+"""The profile of a cluster: measurements that ``thinwire profile`` writes and the planner reads."""
 
 from __future__ import annotations
 
@@ -18,69 +18,69 @@ NonNegative = Annotated[float, Field(strict=True, ge=0, allow_inf_nan=False)]
 
 
 class CollectiveRow(Spec):
-    """Times of one collective, at one size, over one shape of group."""
+    """Times of one collective for one message size and one group shape."""
 
     kind: Literal["all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send"] = Field(
-        description="the collective"
+        description="name of the collective"
     )
-    local: Count = Field(description="ranks of a group inside a node")
-    nodes: Count = Field(description="nodes a group spans")
+    local: Count = Field(description="ranks of a group on each node")
+    nodes: Count = Field(description="nodes that a group spans")
     groups: Literal["all", "one"] = Field(
         default="all",
-        description="all: every disjoint group of the cluster at once, as in training; one: a single group",
+        description="all: every disjoint group of the cluster runs at once, as in training; one: a single group runs",
     )
     sent: Bytes = Field(description="bytes that one rank sends")
-    seconds: Positive = Field(description="median time, of the slowest rank")
-    low: Positive = Field(description="lower quartile")
-    high: Positive = Field(description="upper quartile")
+    seconds: Positive = Field(description="median seconds on the slowest rank")
+    low: Positive = Field(description="lower quartile, in seconds")
+    high: Positive = Field(description="upper quartile, in seconds")
     samples: Count = Field(description="number of samples")
     processor: NonNegative = Field(
-        default=0.0, description="seconds of processor time per rank, if processors send; mean over ranks"
+        default=0.0, description="seconds of processor time per rank, if processors send; mean over the ranks"
     )
 
 
 class CodecRow(Spec):
-    """Times of a codec on one message, while all ranks of a node do the same."""
+    """Times of a codec on one message while all ranks of a node encode or decode at once."""
 
     codec: str = Field(description="name of the codec, as in a plan")
-    dtype: Literal["bfloat16", "float32"] = Field(description="of the values")
+    dtype: Literal["bfloat16", "float32"] = Field(description="data type of the values")
     work: Literal["encode", "decode", "feedback"] = Field(
         description="direction; feedback: encoding that keeps the rounding errors (error feedback)"
     )
-    numel: Count = Field(description="number of values of the message")
-    seconds: Positive = Field(description="median time")
-    low: Positive = Field(description="lower quartile")
-    high: Positive = Field(description="upper quartile")
+    numel: Count = Field(description="number of values in the message")
+    seconds: Positive = Field(description="median seconds")
+    low: Positive = Field(description="lower quartile, in seconds")
+    high: Positive = Field(description="upper quartile, in seconds")
 
 
 _Timed = TypeVar("_Timed", CollectiveRow, CodecRow)
 
 
 class ComputeRow(Spec):
-    """Times of one part of a model on one micro-batch, while all ranks of a node do the same."""
+    """Times of one part of a model on one micro-batch while all ranks of a node compute at once."""
 
     part: Literal["block", "head", "embedding"] = Field(description="part of the model; head includes the loss")
     hidden: Count = Field(description="width of the residual stream")
-    ffn: Count = Field(description="width of the feed-forward")
+    ffn: Count = Field(description="width of the feed-forward network")
     heads: Count = Field(description="attention heads")
     kv_heads: Count = Field(description="key and value heads")
-    vocab: Count = Field(description="tokens of the vocabulary")
-    seq: Count = Field(description="tokens of a sequence")
+    vocab: Count = Field(description="tokens in the vocabulary")
+    seq: Count = Field(description="tokens per sequence")
     micro_batch: Count = Field(description="sequences per micro-batch")
     dtype: Literal["bfloat16", "float32"] = Field(description="compute dtype")
     forward: Positive = Field(description="median seconds of the forward")
     backward: Positive = Field(description="median seconds of the backward")
-    flops: NonNegative = Field(description="FLOPs of the forward")
+    flops: NonNegative = Field(description="floating-point operations of the forward")
 
 
 class OverlapRow(Spec):
-    """How computation and transfers slow each other down when both run.
+    """How much computation and transfers slow each other down when they overlap.
 
-    A transfer during computation takes ``transfer`` times its seconds alone, plus ``delay``.
+    A transfer that overlaps with computation takes ``transfer`` times as long as alone, plus ``delay``.
     """
 
-    scope: Literal["inside", "across"] = Field(description="which links the transfers use")
-    sent: Bytes = Field(description="bytes that one rank sends in the largest transfer that was measured")
+    scope: Literal["inside", "across"] = Field(description="links of the transfers: inside a node or across nodes")
+    sent: Bytes = Field(description="bytes that one rank sends in the largest measured transfer")
     compute: Annotated[float, Field(strict=True, ge=1)] = Field(
         description="factor by which computation takes longer during a transfer"
     )
@@ -89,39 +89,44 @@ class OverlapRow(Spec):
     )
     delay: NonNegative | None = Field(
         default=None,
-        description="seconds by which a transfer is late during computation, whatever its size; null: measured with "
-        "transfers of one size, whose loss is all in transfer",
+        description="seconds that computation adds to a transfer of any size; null: only one size was measured, and "
+        "transfer covers the whole slowdown",
     )
-    hidden: Count | None = Field(default=None, description="width of the model that computed; null: not recorded")
+    hidden: Count | None = Field(
+        default=None, description="hidden width of the model that computed; null: not recorded"
+    )
 
 
 class Profile(Spec):
     """All measurements of one cluster."""
 
-    version: Literal[1] = Field(default=1, description="version of this format")
+    version: Literal[1] = Field(default=1, description="version of this file format")
     device: str = Field(description="name of the accelerator or the processor")
-    backend: str = Field(description="backend of torch.distributed")
-    torch: str = Field(description="version of torch")
-    nodes: Count = Field(description="nodes")
+    backend: str = Field(description="torch.distributed backend")
+    torch: str = Field(description="PyTorch version")
+    nodes: Count = Field(description="number of nodes")
     gpus_per_node: Count = Field(description="ranks per node")
     memory: Bytes = Field(description="bytes that one rank may use")
-    base_memory: Depth = Field(description="bytes a rank has in use before it holds any model")
-    update_seconds: NonNegative = Field(description="seconds of the optimizer per element of a shard")
+    base_memory: Depth = Field(description="bytes that a rank uses before it holds a model")
+    update_seconds: NonNegative = Field(description="seconds that the optimizer takes per element of a shard")
     touch_seconds: NonNegative = Field(
-        default=0.0, description="seconds per element of copying from fp32 to bf16 or back, all ranks of a node at once"
+        default=0.0,
+        description="seconds per element to copy fp32 to bf16 or back while all ranks of a node copy at once",
     )
-    step_seconds: NonNegative = Field(description="fixed seconds per step: data, hooks, control exchange")
+    step_seconds: NonNegative = Field(description="fixed seconds per step: data, hooks and the control exchange")
     crowding: NonNegative = Field(
         default=0.0,
-        description="seconds by which computation is delayed for each second of processor time that its rank uses for "
-        "something else: 0 if a core is free for it or an accelerator computes, 1 if it takes computation's own core, "
+        description="seconds by which computation is delayed for each second of processor time that its rank spends on "
+        "other work: 0 if another core is free or an accelerator computes, 1 if that work uses the computing core, "
         "more if ranks share cores",
     )
-    collectives: tuple[CollectiveRow, ...] = Field(default=(), description="collectives by shape and size")
-    codecs: tuple[CodecRow, ...] = Field(default=(), description="codecs by size")
-    compute: tuple[ComputeRow, ...] = Field(default=(), description="parts of models")
+    collectives: tuple[CollectiveRow, ...] = Field(
+        default=(), description="times of collectives by group shape and size"
+    )
+    codecs: tuple[CodecRow, ...] = Field(default=(), description="times of codecs by message size")
+    compute: tuple[ComputeRow, ...] = Field(default=(), description="times of parts of models")
     overlap: tuple[OverlapRow, ...] = Field(
-        default=(), description="how computation and transfers slow each other down"
+        default=(), description="how much computation and transfers slow each other down"
     )
 
     @classmethod
@@ -142,7 +147,7 @@ class Profile(Spec):
         return cls.parse(data, str(path))
 
     def paced(self, pace: float, *, transfers: bool = False) -> Self:
-        """The profile of the same cluster while its processors take ``pace`` times as long.
+        """The profile of the same cluster with processors that take ``pace`` times as long.
 
         Args:
             pace: Factor above 0.

@@ -1,6 +1,6 @@
-"""The recipe: everything a training run is made of, except the decisions of the plan.
+"""The recipe: model, data, training loop, optimizer, checkpoints and ranks of a run, and the name of its plan.
 
-Relative paths in a recipe file are relative to that file, so that a recipe and its data move together.
+Relative paths in a recipe file are relative to that file, so you can move a recipe together with its data.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from thinwire.spec.model import ModelSpec
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
 
 MOST_TRACED = 20
-"""Steps that may be traced at once: a trace holds every operation of every one of them."""
+"""Most steps that one trace may cover. A trace records every operation of every step."""
 
 
 def _step_range(value: Any) -> Any:
-    """First and last step of text such as ``10:13``, or of a single step."""
+    """Parse text such as ``10:13``, or a single step, into the first and the last step."""
     if isinstance(value, list | tuple) and len(value) == 2:
         return value
     match = re.fullmatch(r"(\d+)(?::(\d+))?", str(value))
@@ -36,7 +36,7 @@ def _step_range(value: Any) -> Any:
 
 
 StepRange = Annotated[tuple[int, int], BeforeValidator(_step_range)]
-"""The first and the last of some steps, both among them; text such as ``"10:13"`` is understood."""
+"""First and last step of a range, both inclusive. Text such as ``"10:13"`` is parsed."""
 
 _FILES = (
     ("data", "paths"),
@@ -47,60 +47,60 @@ _FILES = (
     ("model", "config"),
     ("plan", "file"),
 )
-"""The keys that name files."""
+"""Section and key of every recipe value that is a path or a list of paths."""
 
 
 class ModelRecipe(Spec):
-    """Which model to build: Llama and GPT by dimensions or preset, Hugging Face by path or configuration."""
+    """The model: a Llama or GPT by dimensions or preset, or a Hugging Face model by path or configuration."""
 
-    kind: Literal["llama", "gpt", "huggingface"] = Field(default="llama", description="family of the model")
+    kind: Literal["llama", "gpt", "huggingface"] = Field(default="llama", description="model family")
     preset: str | None = Field(
-        default=None, description='a published shape, for example "llama-7b"; keys beside it win'
+        default=None, description='a published shape, for example "llama-7b"; other keys of this section override it'
     )
     layers: Count | None = Field(default=None, description="transformer blocks")
     hidden: Count | None = Field(default=None, description="width of the residual stream")
-    heads: Count | None = Field(default=None, description="attention heads; they divide hidden")
-    kv_heads: Count | None = Field(default=None, description="key and value heads (llama); unset: heads")
-    ffn: Count | None = Field(default=None, description="width of the feed-forward network; unset: the kind's custom")
-    vocab: Count | None = Field(default=None, description="rows of the embedding; unset: the tokenizer's vocabulary")
-    max_seq: Count | None = Field(default=None, description="longest sequence; unset: train.seq")
-    tied_embedding: Flag = Field(default=False, description="embedding and head share one weight")
-    norm_eps: Positive = Field(default=1e-5, description="epsilon of the norms")
+    heads: Count | None = Field(default=None, description="attention heads; must divide hidden")
+    kv_heads: Count | None = Field(default=None, description="key and value heads (llama); default: heads")
+    ffn: Count | None = Field(default=None, description="width of the feed-forward network; default: depends on kind")
+    vocab: Count | None = Field(default=None, description="rows of the embedding; default: the tokenizer's vocabulary")
+    max_seq: Count | None = Field(default=None, description="longest sequence, in tokens; default: train.seq")
+    tied_embedding: Flag = Field(default=False, description="whether embedding and head share one weight")
+    norm_eps: Positive = Field(default=1e-5, description="epsilon of the normalization layers")
     rope_theta: Positive = Field(default=10_000.0, description="base of the rotary frequencies")
     positions: Literal["rotary", "learned"] = Field(default="rotary", description="position embedding (gpt)")
-    rotary_share: Share = Field(default=0.25, description="share of a head's channels that is rotated (gpt)")
+    rotary_share: Share = Field(default=0.25, description="fraction of each head's channels to rotate (gpt)")
     parallel_residual: Flag = Field(
-        default=True, description="attention and feed-forward read the same input, as NeoX does (gpt)"
+        default=True, description="whether attention and feed-forward read the same input, as in GPT-NeoX (gpt)"
     )
     path: str | None = Field(default=None, description="directory with config.json and weights (huggingface)")
     weights: Literal["file", "random"] | None = Field(
         default=None,
-        description="start from the safetensors files in path, or at random from train.seed; unset: path has files, "
-        "config has not (huggingface)",
+        description="initial weights: the safetensors files in path, or random values from train.seed; default: "
+        "file with path, random with config (huggingface)",
     )
     config: str | dict[str, Any] | None = Field(
         default=None,
-        description="a config.json, or its keys with model_type, for fresh weights (huggingface)",
+        description="a config.json, or a table of its keys including model_type; weights start at random (huggingface)",
     )
 
     @property
     def starts_from_files(self) -> bool:
-        """Whether training starts from weights in files, not at random."""
+        """Whether training starts from weights in files rather than random values."""
         return self.path is not None and self.weights != "random"
 
     def shape(self, *, vocab: int, seq: int) -> ModelSpec:
-        """The dimensions.
+        """Resolve the model's dimensions.
 
         Args:
-            vocab: the vocabulary, where this recipe leaves it open.
-            seq: the longest sequence, where this recipe leaves it open.
+            vocab: Tokens in the vocabulary, used if the recipe sets none.
+            seq: Longest sequence in tokens, used if the recipe sets none.
 
         Returns:
             The shape.
 
         Raises:
-            SpecError: a dimension is missing or does not divide another, or is none of which a ``ModelSpec`` knows
-                (mixtures of experts).
+            SpecError: A dimension is missing or does not divide another, or ``ModelSpec`` cannot describe the
+                architecture (mixtures of experts).
         """
         if self.kind == "huggingface":
             source = self.path if self.config is None else self.config
@@ -174,31 +174,37 @@ class ModelRecipe(Spec):
 
 
 class DataRecipe(Spec):
-    """Which text to train on and how it becomes tokens."""
+    """The training text and its tokenization."""
 
     source: Literal["stdlib", "text", "jsonl", "parquet", "datasets", "tokens"] = Field(
         default="stdlib",
-        description="stdlib: this machine's Python standard library; datasets: what save_to_disk of Hugging Face's "
-        "datasets wrote, and other Arrow files; tokens: bins that hold token ids",
+        description="stdlib: the source of this machine's Python standard library; datasets: the output of "
+        "save_to_disk of Hugging Face datasets, or other Arrow files; tokens: bins of token ids",
     )
-    paths: Paths = Field(default=(), description="files, directories and globs")
+    paths: Paths = Field(default=(), description="files, directories and globs to train on")
     validation_paths: Paths = Field(
-        default=(), description="the same for validation; unset: validation_share of the documents in paths"
+        default=(),
+        description="files, directories and globs to validate on; default: validation_share of the documents in paths",
     )
-    validation_share: Share = Field(default=0.05, description="share of documents kept for validation, by their hash")
-    text_key: str = Field(default="text", description="JSON key, or column of Parquet or Arrow, that holds the text")
+    validation_share: Share = Field(
+        default=0.05, description="fraction of documents held out for validation, chosen by hash"
+    )
+    text_key: str = Field(default="text", description="JSON key, or Parquet or Arrow column, that holds the text")
     tokenizer: str = Field(
         default="bpe",
-        description='"bpe" trains one on this text; or a tokenizer.json, or a directory that holds one; unset: that of '
-        "the model's directory, if there is one",
+        description='"bpe" to train a tokenizer on this text, or a tokenizer.json, or a directory that holds one; '
+        "a tokenizer in the model's directory is the default where there is one",
     )
     vocab: Count | None = Field(
-        default=None, description="ids of the trained tokenizer (4096), or of a bin without header"
+        default=None,
+        description="vocabulary size of the tokenizer to train (default: 4096), or of a bin that has no header",
     )
-    token_type: Literal["uint16", "uint32"] | None = Field(default=None, description="type of a bin without header")
-    max_bytes: Bytes | None = Field(default=None, description='read at most this much text, for example "64MiB"')
+    token_type: Literal["uint16", "uint32"] | None = Field(
+        default=None, description="integer type of a bin that has no header"
+    )
+    max_bytes: Bytes | None = Field(default=None, description='most text to read, for example "64MiB"')
     cache: str | None = Field(
-        default=None, description="directory of tokenized text; unset: $THINWIRE_CACHE or ~/.cache/thinwire"
+        default=None, description="directory for tokenized text; default: $THINWIRE_CACHE or ~/.cache/thinwire"
     )
 
     @rule("source", "paths")
@@ -221,33 +227,38 @@ class DataRecipe(Spec):
 
 
 class TrainRecipe(Spec):
-    """How long and on how much at a time."""
+    """The training loop: number of steps, batch size, validation and logging."""
 
     steps: Count = Field(description="optimizer updates")
-    seq: Count = Field(default=256, description="tokens of a sequence")
-    micro_batch: Count | None = Field(default=None, description="sequences per rank and micro-batch; unset: the plan's")
-    micro_batches: Count | None = Field(default=None, description="micro-batches per step; unset: the plan's")
+    seq: Count = Field(default=256, description="tokens per sequence")
+    micro_batch: Count | None = Field(
+        default=None, description="sequences per rank and micro-batch; default: the plan's"
+    )
+    micro_batches: Count | None = Field(default=None, description="micro-batches per step; default: the plan's")
     global_batch: Count | None = Field(
         default=None,
-        description="sequences per step over all ranks, so that any number of ranks trains alike: sets micro_batches, "
-        "and micro_batch becomes an upper bound",
+        description="sequences per step over all ranks, so that results do not depend on the number of ranks; sets "
+        "micro_batches, and micro_batch becomes an upper bound",
     )
-    recompute: Flag | None = Field(default=None, description="recompute activations in backward; unset: the plan's")
-    seed: Depth = Field(default=0, description="of the initial weights and the order of the samples")
+    recompute: Flag | None = Field(
+        default=None, description="whether to recompute activations in the backward; default: the plan's"
+    )
+    seed: Depth = Field(default=0, description="seed of the initial weights and of the sample order")
     validate_every: Depth = Field(default=100, description="steps between validations; 0: at the end only")
-    validation_samples: Count = Field(default=64, description="sequences of a validation, always the same ones")
+    validation_samples: Count = Field(default=64, description="sequences per validation; always the same ones")
     log_every: Count = Field(default=1, description="steps between lines of metrics.jsonl")
     on_nonfinite: Literal["stop", "skip"] = Field(
         default="stop",
-        description="what a NaN or infinite loss or gradient does: end the run, or skip the update",
+        description="action on a NaN or infinite loss or gradient: end the run, or skip the update",
     )
     peak_tflops: Positive | None = Field(
         default=None,
-        description="peak TFLOP/s of one device for MFU; unset: known GPUs have theirs, others no MFU",
+        description="peak TFLOP/s of one device, used for MFU; default: the published peak of a known GPU; without a "
+        "peak, MFU is not reported",
     )
-    tensorboard: Flag = Field(default=True, description="write TensorBoard events")
+    tensorboard: Flag = Field(default=True, description="whether to write TensorBoard events")
     trace_steps: StepRange | None = Field(
-        default=None, description='steps to trace, "10:13" from the 10th to the 13th; unset: none'
+        default=None, description='steps to trace, for example "10:13" for steps 10 to 13; default: none'
     )
 
     @rule("steps", "trace_steps")
@@ -276,16 +287,16 @@ class TrainRecipe(Spec):
 
 
 class OptimizerRecipe(Spec):
-    """AdamW with warm-up and cosine decay; norms, biases and other vectors are not decayed."""
+    """AdamW with linear warm-up and cosine decay. Weight decay skips norms, biases and other vectors."""
 
-    lr: Positive = Field(default=3e-4, description="highest learning rate")
+    lr: Positive = Field(default=3e-4, description="peak learning rate")
     warmup: Depth = Field(default=0, description="steps of linear warm-up")
-    final_lr_share: Share = Field(default=0.1, description="learning rate of the last step over the highest")
+    final_lr_share: Share = Field(default=0.1, description="learning rate of the last step, as a fraction of the peak")
     betas: tuple[Share, Share] = Field(default=(0.9, 0.95), description="decay rates of the moments")
-    eps: Positive = Field(default=1e-8, description="added to the root of the second moment")
+    eps: Positive = Field(default=1e-8, description="constant added to the square root of the second moment")
     weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.1, description="decoupled weight decay of matrices")
     clip: Annotated[float, Field(ge=0)] = Field(
-        default=1.0, description="largest gradient norm, larger gradients are scaled down; 0: no clipping"
+        default=1.0, description="largest gradient norm; larger gradients are scaled down; 0: no clipping"
     )
 
 
@@ -293,31 +304,31 @@ class CheckpointRecipe(Spec):
     """When to save and how many checkpoints to keep."""
 
     every: Depth = Field(default=0, description="steps between checkpoints; 0: at the end only")
-    keep: Count = Field(default=2, description="newest checkpoints that stay on disk")
+    keep: Count = Field(default=2, description="number of newest checkpoints to keep on disk")
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",
-        description="what a checkpoint that cannot be written does: end the run, or say so and try again with the "
-        "next; the last one must be written",
+        description="action if a checkpoint cannot be written: end the run, or warn and try again at the next "
+        "checkpoint; the run fails if its last checkpoint cannot be written",
     )
 
 
 class ClusterRecipe(Spec):
-    """Ranks to start. torchrun and SLURM decide themselves how many there are."""
+    """The ranks that ``thinwire train`` starts. Under torchrun or SLURM the launcher sets their number."""
 
-    nodes: Count | None = Field(default=None, description="nodes of the mesh; on one machine they are logical")
-    nproc: Count | None = Field(default=None, description="ranks of a node")
+    nodes: Count | None = Field(
+        default=None, description="nodes of the mesh; logical nodes if all ranks are on one machine"
+    )
+    nproc: Count | None = Field(default=None, description="ranks per node")
     without_gpu: Factor = Field(
-        default=Factor(), description="ranks on a machine without GPU, where nodes and nproc are unset"
+        default=Factor(), description="ranks to start on a machine without a GPU if nodes and nproc are unset"
     )
-    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the model lives")
+    device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="device that holds the model")
     timeout: Seconds = Field(default=600.0, description='longest wait in a collective, for example "10min"')
-    max_restarts: Depth = Field(
-        default=3, description="how often a lost rank restarts the run from its last checkpoint"
-    )
+    max_restarts: Depth = Field(default=3, description="most restarts from the last checkpoint after a lost rank")
     elastic: Flag = Field(
         default=False,
-        description="go on with the ranks there are, if they are not those of before: same kind of plan, same global "
-        "batch",
+        description="whether a run may continue with a different number of ranks; the kind of plan and the global "
+        "batch stay the same",
     )
 
 
@@ -325,14 +336,14 @@ _DEFAULT_PLAN = "zero1-node"
 
 
 def plan_table(value: Any) -> Any:
-    """The table that a plan's shorthand stands for.
+    """Expand a plan's shorthand into a table.
 
     Args:
-        value: a preset's name (``zero1-node`` or ``preset:zero1-node``), a ``.toml`` file, or a table, which
-            may name ``preset`` or ``file`` beside the plan's own keys and set ``compute_dtype = "auto"``.
+        value: A preset's name (``zero1-node`` or ``preset:zero1-node``), a ``.toml`` file, or a table. A table
+            may name ``preset`` or ``file`` in addition to the plan's own keys and set ``compute_dtype = "auto"``.
 
     Returns:
-        A table.
+        A table with ``preset`` or ``file``; a value that is not text is returned unchanged.
     """
     if not isinstance(value, str):
         return value
@@ -342,39 +353,40 @@ def plan_table(value: Any) -> Any:
 
 
 def model_table(source: str) -> dict[str, Any]:
-    """The table that ``--model`` stands for.
+    """Expand ``--model`` into a recipe's ``model`` table.
 
     Args:
-        source: a Hugging Face model's directory, with weights or without, or a ``config.json``.
+        source: A Hugging Face model's directory, with or without weights, or a ``config.json``.
 
     Returns:
-        A table: ``path`` where there are weights, else ``config``.
+        A table with ``path`` if the directory holds weights, otherwise with ``config``.
 
     Raises:
-        SpecError: there is no configuration.
+        SpecError: ``source`` has no configuration.
     """
     place = Path(source).expanduser()
     if not (place / "config.json" if place.is_dir() else place).is_file():
         raise SpecError(
             "--model", [f"{source} is no directory with a config.json, and no such file (nothing is downloaded)"]
         )
-    # Pickled weights, too: refusing them is better than starting at random where somebody expects them.
+    # Pickled weights count as weights: a user who has them expects training to start from them, so loading refuses
+    # them rather than starting at random.
     weights = place.is_dir() and any([*place.glob("*.safetensors*"), *place.glob("pytorch_model*.bin")])
     return {"kind": "huggingface", ("path" if weights else "config"): str(place.absolute())}
 
 
 class Recipe(Spec):
-    """A training run."""
+    """A training run: its plan, model, data, optimizer, checkpoints and ranks."""
 
     plan: Annotated[dict[str, Any], BeforeValidator(plan_table)] = Field(
         default=plan_table(_DEFAULT_PLAN),
-        description="a preset's name, a plan file, or a table: preset or file and the plan's keys to change",
+        description="a preset's name, a plan file, or a table with preset or file and the plan's keys to change",
     )
-    model: ModelRecipe = Field(description="which model to build")
-    data: DataRecipe = Field(default=DataRecipe(), description="which text to train on")
-    train: TrainRecipe = Field(description="how long and on how much at a time")
-    optimizer: OptimizerRecipe = Field(default=OptimizerRecipe(), description="how to update")
-    checkpoint: CheckpointRecipe = Field(default=CheckpointRecipe(), description="when to save")
+    model: ModelRecipe = Field(description="model to build")
+    data: DataRecipe = Field(default=DataRecipe(), description="text to train on")
+    train: TrainRecipe = Field(description="steps, batch size, validation and logging")
+    optimizer: OptimizerRecipe = Field(default=OptimizerRecipe(), description="AdamW and its learning rate schedule")
+    checkpoint: CheckpointRecipe = Field(default=CheckpointRecipe(), description="when to save checkpoints")
     cluster: ClusterRecipe = Field(default=ClusterRecipe(), description="ranks to start")
 
     @classmethod
@@ -389,23 +401,23 @@ class Recipe(Spec):
         """Read a recipe file and change it from the command line.
 
         Args:
-            path: the TOML file.
-            settings: ``dotted.key=value`` each; ``plan.*`` changes keys of the plan.
-            plan: replaces the recipe's plan: a preset's name or a plan file.
-            model: replaces the recipe's model: a Hugging Face model's directory, or its ``config.json``.
+            path: TOML file.
+            settings: Changes, each ``dotted.key=value``; ``plan.*`` changes keys of the plan.
+            plan: Preset or plan file that replaces the recipe's plan.
+            model: Hugging Face model directory or ``config.json`` that replaces the recipe's model.
 
         Returns:
             The recipe, with absolute paths.
 
         Raises:
-            SpecError: naming every problem.
+            SpecError: The recipe is invalid; the error lists every problem.
         """
         table = _absolute(read_toml_file(path), Path(path).resolve().parent)
         if plan is not None:
             table["plan"] = plan
         if model is not None:
             table["model"] = model_table(model)
-        # A table from the start, so that settings can change single keys of it.
+        # Expand the shorthand first, so that settings can change single keys of the plan.
         table["plan"] = plan_table(table.get("plan", _DEFAULT_PLAN))
         return cls.parse(_with_tokenizer(_absolute(apply_settings(table, settings), Path.cwd())), str(path))
 
@@ -420,7 +432,7 @@ class Recipe(Spec):
 
 
 def _with_tokenizer(table: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's table with the tokenizer of its model's directory, where it names none."""
+    """Fill in the tokenizer of the model's directory if the recipe names none."""
     model, data = table.get("model"), table.setdefault("data", {})
     if not isinstance(model, dict) or not isinstance(data, dict) or model.get("kind") != "huggingface":
         return table
@@ -435,7 +447,7 @@ def _with_tokenizer(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Make the file names in a recipe's table absolute; what is no text is left for validation to refuse."""
+    """Make the file names in a recipe's table absolute. Values that are not text are left for validation to reject."""
 
     def fix(value: Any) -> Any:
         if isinstance(value, str) and value != "bpe":

@@ -1,5 +1,4 @@
-"""Writes the references of plans, recipes, models and clusters from the types, so that they cannot drift from what is
-accepted.
+"""Generates the reference pages of plans, recipes, models and clusters from the types, so that they always match.
 
 ``python -m thinwire.spec.reference docs``
 """
@@ -68,11 +67,11 @@ def plan_reference() -> str:
         "# Plan reference",
         "Generated from the types by `make docs`; do not edit. [Concepts](concepts.md) explains the nouns.",
         "A plan is a TOML file, or `thinwire.Plan` in Python. Four keys are required; every other has a "
-        "default. Everything that is wrong with a plan is reported at once.",
+        "default. thinwire reports all problems of a plan at once.",
         f"```toml\n{_EXAMPLE}```",
         "## Keys",
         _fields(Plan),
-        _titled("## Factor", Factor, 'In TOML `{ local = 8, nodes = 4 }`; the text `"8x4"` means the same.'),
+        _titled("## Factor", Factor, 'In TOML, write `{ local = 8, nodes = 4 }` or the text `"8x4"`.'),
         _titled("## [overlap]", Overlap),
         _titled("## [wire]", Wire),
         _titled("## [residence]", Residence),
@@ -81,14 +80,15 @@ def plan_reference() -> str:
         _rules(Plan, Wire),
         "## Codecs",
         _table(("codec", "meaning"), ((f"`{text}`", meaning) for text, meaning in NOTATION)),
-        "Options may be combined: `int4:256,hadamard,stochastic`.",
+        "You can combine options: `int4:256,hadamard,stochastic`.",
         "## Policies",
-        "`wire.policy` chooses all six codecs by one name; RATE, A and B are bits per value.",
+        "`wire.policy` chooses all six codecs with one name. RATE, A and B are bits per value.",
         _policies(),
         "## Presets",
-        "`Plan.preset(name, nodes=4, local=8)`, or `preset:NAME` on the command line. The factors below are "
-        "those of 4 nodes of 8 ranks; presets take the mesh and scale with it. Where the column says so, "
-        "`group=` replaces the node as the factor within which a preset shards, or as its secondary factor.",
+        "Use `Plan.preset(name, nodes=4, local=8)`, or `preset:NAME` on the command line. Presets scale with the "
+        "mesh; the table shows the factors for 4 nodes of 8 ranks. If the column `group` says `yes`, `group=` sets "
+        "the factor within which the preset shards, instead of the node. If it says `secondary`, `group=` sets the "
+        "secondary factor.",
         _presets(Factor(local=8, nodes=4)),
     ]
     return "\n\n".join(sections) + "\n"
@@ -107,12 +107,14 @@ def recipe_reference() -> str:
     sections = [
         "# Recipe reference",
         "Generated from the types by `make docs`; do not edit.",
-        "A recipe is the TOML file that `thinwire train` takes: everything a run is made of. `--set KEY=VALUE` changes "
-        "any key for one run, for example `--set train.steps=50` or, of the plan, `--set plan.wire.gather=int8:256`. "
-        "Relative paths in the file are relative to the file. Everything that is wrong is reported at once.",
+        "A recipe is the TOML file that `thinwire train` reads. It describes the whole run. `--set KEY=VALUE` changes "
+        "any key for one run, for example `--set train.steps=50`, or a key of the plan, `--set "
+        "plan.wire.gather=int8:256`. Relative paths are relative to the recipe file. thinwire reports all problems of "
+        "a recipe at once.",
         "## Keys",
         _fields(Recipe),
-        '[Plan reference](plan-reference.md) has the keys of a plan; `compute_dtype` may be `"auto"` here.',
+        "The [plan reference](plan-reference.md) lists the keys of a plan. In a recipe, `compute_dtype` may also be "
+        '`"auto"`.',
         *(_titled(f"## [{key}]", spec) for key, spec in tables.items()),
     ]
     return "\n\n".join(sections) + "\n"
@@ -123,18 +125,19 @@ def cluster_reference() -> str:
     sections = [
         "# Models and clusters",
         "Generated from the types by `make docs`; do not edit.",
-        "`--model` and `--cluster` of `thinwire plan` and `thinwire sim` take a name, or a TOML file with these keys.",
-        _titled("## Model", ModelSpec, "A Hugging Face `config.json`, or its directory, does as well."),
+        "The options `--model` and `--cluster` of `thinwire plan` and `thinwire sim` accept a name, or a TOML file "
+        "with these keys.",
+        _titled("## Model", ModelSpec, "`--model` also accepts a Hugging Face `config.json`, or its directory."),
         "## Models by name",
         _models(),
         _titled("## Cluster", ClusterSpec),
         _titled("## [links]", Links),
-        _titled("## Link", Link, 'In TOML `{ bandwidth = "200gbit", latency = "5us" }`.'),
+        _titled("## Link", Link, 'In TOML, write `{ bandwidth = "200gbit", latency = "5us" }`.'),
         "## Rules",
         _rules(ModelSpec, ClusterSpec),
         "## Accelerators",
-        "`--cluster NAME:NODESxGPUS`, for example `a800-80g:128x8`. Figures are published ones; what software reaches "
-        "of them is [assumed or measured](planner.md#what-the-figures-rest-on).",
+        "Use `--cluster NAME:NODESxGPUS`, for example `a800-80g:128x8`. The figures are published peaks. The share "
+        "that software reaches is [assumed or measured](planner.md#what-the-figures-rest-on).",
         _accelerators(),
     ]
     return "\n\n".join(sections) + "\n"
@@ -145,7 +148,7 @@ PAGES = {
     "recipe-reference.md": recipe_reference,
     "cluster-reference.md": cluster_reference,
 }
-"""What writes each page of ``docs``."""
+"""Function that generates each page, by file name in ``docs``."""
 
 
 def _titled(title: str, spec: type[Spec], note: str = "") -> str:
@@ -209,7 +212,7 @@ def _default_text(field: FieldInfo) -> str:
 
 
 def _inline(value: Any) -> str:
-    """A default as TOML writes it on one line."""
+    """A default value in TOML on one line."""
     return write_toml({"value": Inline(value) if isinstance(value, dict) else value}).removeprefix("value = ").strip()
 
 

@@ -1,7 +1,6 @@
 """The plan of a recipe before the run's ranks are known: a preset or a plan file, and the keys that change it.
 
-A recipe names its plan; :meth:`PlanTemplate.read` reads the file behind that name, once. Everything else here is
-arithmetic on what has been read.
+A recipe names its plan. :meth:`PlanTemplate.read` reads the plan file once; nothing else in this module reads files.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ class PlanTemplate:
 
     Attributes:
         recipe: The recipe whose ``plan`` table this is.
-        file: The plan that the table's ``file`` holds; ``None`` where the table names a preset or is a whole plan.
+        file: The plan in the table's ``file``; ``None`` if the table names a preset or is a whole plan.
     """
 
     recipe: Recipe
@@ -35,10 +34,10 @@ class PlanTemplate:
         """Read the plan file of a recipe, if it names one.
 
         Args:
-            recipe: Any recipe.
+            recipe: The recipe.
 
         Returns:
-            The template of its plan.
+            The template of the recipe's plan.
 
         Raises:
             SpecError: The file cannot be read or holds no valid plan, or the recipe names a preset as well.
@@ -61,7 +60,7 @@ class PlanTemplate:
         """The number of tensor-parallel ranks and of pipeline stages."""
         keys = self.recipe.plan
         ways = [keys.get(axis, 1 if self.file is None else getattr(self.file, axis)) for axis in ("tp", "pp")]
-        # A value that is not a number is reported with the other problems of the plan.
+        # Validation of the plan reports a value that is not a number, together with all other problems.
         tp, pp = (way if isinstance(way, int) and way > 0 else 1 for way in ways)
         return tp, pp
 
@@ -69,24 +68,24 @@ class PlanTemplate:
         """The template of the same plan in a changed recipe.
 
         Args:
-            **changes: Keys of the recipe as :meth:`Recipe.with_` takes them, except ``plan``.
+            **changes: Keys of the recipe, except ``plan``; see :meth:`Recipe.with_`.
         """
         assert "plan" not in changes, "another plan needs another template"
         return replace(self, recipe=self.recipe.with_(**changes))
 
     def resolve(self, mesh: Factor, *, auto_dtype: Dtype = "bfloat16") -> Plan:
-        """The plan on a mesh.
+        """Resolve the plan on a mesh.
 
         Args:
-            mesh: Data-parallel ranks of a node, and nodes.
+            mesh: Data-parallel ranks per node, and nodes.
             auto_dtype: The compute dtype that ``compute_dtype = "auto"`` stands for on this machine.
 
         Returns:
             The plan, with the recipe's batch and recomputation where the recipe sets them.
 
         Raises:
-            SpecError: The preset does not exist, the plan breaks a rule or is for another mesh, or the batch or the
-                sequence length does not fit the plan.
+            SpecError: The preset does not exist, the plan breaks a rule or is for another mesh, or the batch size
+                or sequence length does not fit the plan.
         """
         plan = self._with_batch(self._without_batch(mesh, auto_dtype))
         seq = self.recipe.train.seq
@@ -97,27 +96,28 @@ class PlanTemplate:
         return plan
 
     def fitted(self, mesh: Factor) -> Self:
-        """The template for other ranks. A preset fits itself to them; any other plan is fitted.
+        """The template for another mesh.
 
         Args:
-            mesh: Data-parallel ranks of a node, and nodes.
+            mesh: Data-parallel ranks per node, and nodes.
 
         Returns:
-            A template whose recipe holds :meth:`Plan.fitted` of a plan that names its mesh.
+            This template if the plan is a preset, which scales with the mesh; otherwise a template with the result of
+            :meth:`Plan.fitted` as its recipe's plan.
         """
         named = self.mesh
         if named is None:
             return self
         table = self._without_batch(named, "bfloat16").fitted(mesh).to_dict()
         if self.recipe.plan.get("compute_dtype") == "auto":
-            table["compute_dtype"] = "auto"  # each machine chooses for itself
+            table["compute_dtype"] = "auto"  # the new machine chooses its own dtype
         return type(self)(self.recipe.with_(plan=table), file=None)
 
     def replaced(self, mesh: Factor) -> tuple[str, ...]:
-        """The keys of a plan file that the recipe's batch and recomputation replace, one sentence each.
+        """One sentence for each key of a plan file that the recipe's batch or recomputation replaces.
 
         Args:
-            mesh: Data-parallel ranks of a node, and nodes.
+            mesh: Data-parallel ranks per node, and nodes.
         """
         if self.file is None:
             return ()
@@ -174,7 +174,7 @@ class PlanTemplate:
 
 
 def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
-    """The plan with ``global_batch`` sequences per step, in the largest micro-batches that it allows."""
+    """The plan with ``global_batch`` sequences per step, in the largest micro-batches that fit."""
     share, rest = divmod(global_batch, plan.world)
     if rest:
         raise SpecError(
@@ -204,5 +204,5 @@ def _rank_kind(plan: Plan) -> str:
 
 
 def _busy_count(plan: Plan) -> int:
-    """The smallest multiple of the stages that is not less than the plan's micro-batches."""
+    """The smallest multiple of ``plan.pp`` that is at least ``plan.micro_batches``."""
     return -(-plan.micro_batches // plan.pp) * plan.pp
