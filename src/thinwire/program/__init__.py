@@ -1,4 +1,4 @@
-"""What a plan means: the ordered operations of one training step."""
+"""Programs: the ordered operations of one training step under a plan."""
 
 from thinwire.program.lower import NORM_BYTES, UNDER_WAY, buckets, control_bytes, default_trace, lower
 from thinwire.program.mesh import (

@@ -1,8 +1,8 @@
-"""Plan + units -> :class:`~thinwire.program.step.StepProgram`.
+"""Lowers a plan and a list of units to a :class:`~thinwire.program.step.StepProgram`.
 
-Lowering plays one step through, event by event, the way the runtime's hooks will see it, and writes down every
-collective. The rules are those of the design: gathers are prefetched along the trace, gradients are reduced against
-the order of the forward, synchronisation goes in buckets, the updated parameters are spread in forward order.
+Lowering walks through one step, event by event, in the order in which the runtime's hooks will see it, and records
+every collective. Gathers are prefetched along the trace, gradients are reduced in reverse forward order, gradients are
+synchronized in buckets, and updated parameters are spread in forward order.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from thinwire.spec import CodecSpec, Plan
 __all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "buckets", "control_bytes", "default_trace", "lower"]
 
 CONTROL_WORDS = 3
-"""64-bit words of the step's control exchange: order hash, unfinished gradients, step number."""
+"""Number of 64-bit words in the step's control exchange: order hash, unfinished gradients, step number."""
 
 NORM_BYTES = 8
-"""What a rank tells of its gradient norm, if it is asked for: the square of its share's, fp64."""
+"""Bytes that a rank contributes to the exchange of the gradient norm: the squared norm of its share, fp64."""
 
 UNDER_WAY = 4
-"""Reductions that may be under way while the backward goes on. Where links are slower than computation, it waits for
-them at the end in any case; without a bound it would only pile up gradients in memory first."""
+"""Most reductions in flight during the backward. If links are slower than computation, the backward has to wait for
+them anyway; without this bound, gradients would fill the memory first."""
 
 
 def control_bytes(units: Sequence[UnitInfo]) -> int:
-    """Bytes each rank contributes to the step's control exchange: the words and one bit per trainable parameter."""
+    """Bytes that each rank contributes to the step's control exchange: the words and a bit per trainable parameter."""
     return 8 * CONTROL_WORDS + padded(sum(unit.parameters for unit in units), 64) // 8
 
 
 def default_trace(units: Sequence[UnitInfo]) -> Trace:
-    """The trace of units that run one after another, unit 0 (the root, unnamed) around all others."""
+    """The trace of units that run one after another. Unit 0 encloses all others if it is the root (unnamed)."""
     order = range(len(units))
     if units and units[0].name == "":
         inner = [(phase, u) for u in order[1:] for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
@@ -46,10 +46,10 @@ def default_trace(units: Sequence[UnitInfo]) -> Trace:
 
 
 def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Trainable units grouped, in reduction order, into buckets of at least ``plan.bucket_bytes``.
+    """Group trainable units, in reduction order, into buckets of at least ``plan.bucket_bytes``.
 
-    What is left over makes a bucket of its own, or joins the one before when it is less than half of one: the step
-    waits for the last bucket, and a small one costs as many messages as a large one.
+    The remainder becomes a bucket of its own, or joins the previous bucket if it is less than half full. The step waits
+    for the last bucket, and a small bucket costs as many messages as a large one.
     """
     itemsize = ITEMSIZE[plan.effective_reduce_dtype]
     closed: list[tuple[int, ...]] = []
@@ -86,15 +86,15 @@ def lower(
     rank: int = 0,
     clip: bool = False,
 ) -> StepProgram:
-    """Write down the operations of one step.
+    """Record the operations of one step.
 
     Args:
-        plan: the plan.
-        units: the units, in the runtime's numbering.
-        micro_batches: forward/backward passes of the step (``M``).
-        trace: the observed order of units; by default, one after another with unit 0 around them when it is the root.
-        rank: whose bytes to count (ranks differ only when shares are of unequal size).
-        clip: whether ranks add up the gradient norm, in an exchange of its own.
+        plan: The plan.
+        units: The units, in the runtime's numbering.
+        micro_batches: Forward and backward passes per step (``M``).
+        trace: Observed order of units; default: :func:`default_trace`.
+        rank: The rank to count bytes for; ranks differ only if shares have unequal sizes.
+        clip: Whether ranks add up the gradient norm in an exchange of its own.
 
     Returns:
         The program of that rank. Operations, order and axes are the same on every rank.
@@ -122,7 +122,7 @@ def lower(
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """What one operation does, apart from how much and when; the fields are those of :class:`Operation`."""
+    """The fields of an :class:`Operation` that depend on neither its size nor its time."""
 
     kind: Kind
     lane: Lane
@@ -132,7 +132,7 @@ class _Call:
 
 
 class _Draft:
-    """The program as far as it is written: operations, and what events wait for and free."""
+    """A program under construction: operations so far, and the operations and units that events wait for and free."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.operations: list[Operation] = []
@@ -151,7 +151,7 @@ class _Draft:
     def add(
         self, call: _Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
     ) -> int:
-        """Write down an operation over a vector that is cut into ``pieces``, one for each member of the axis.
+        """Add an operation on a vector that is cut into ``pieces``, one for each member of the axis.
 
         Returns:
             Its index.
@@ -169,27 +169,27 @@ class _Draft:
         return index
 
     def add_even(self, call: _Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
-        """Write down an operation over a vector of ``numel`` elements, cut evenly among the members of the axis."""
+        """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
         count = self.extent(call.axis)
         return self.add(call, Even(numel // count, count), sizes, start, after)
 
     def wait(self, event: Event, operation: int) -> None:
-        """Computation waits for an operation, unless it has done so before."""
+        """Let computation wait for an operation at an event, unless it has waited for the operation before."""
         if operation not in self._waited:
             self._waited.add(operation)
             self._waits.setdefault(event, []).append(operation)
 
     def hold_back(self, unit: int, spread: tuple[int, ...]) -> None:
-        """The first gathers of a unit start after the step before has spread it."""
+        """Let the first gathers of a unit start only after the previous step's spread of it."""
         for index in self._first_gathers.get(unit, ()):
             self.operations[index] = replace(self.operations[index], after=spread)
 
     def free(self, event: Event, unit: int) -> None:
-        """A unit's gathered parameters are freed."""
+        """Free a unit's gathered parameters at an event."""
         self._frees.setdefault(event, []).append(unit)
 
     def program(self, units: Sequence[UnitInfo], micro_batches: int) -> StepProgram:
-        """All that was written down."""
+        """The finished program."""
         return StepProgram(
             units=tuple(units),
             micro_batches=micro_batches,
@@ -200,13 +200,13 @@ class _Draft:
 
 
 class _Gathers:
-    """What is gathered, which gather brings it, and when it is freed."""
+    """Gathered units: the operations that gather them, and the events that free them."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
         self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
         self._sharded = plan.params.ranks > 1
         self._kept = _kept_units(plan, units, trace)
-        self._under_way: dict[int, list[int]] = {}  # unit -> operations that brought (or will bring) it
+        self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
         self._secondary: set[int] = set()  # units whose secondary shard is valid
 
     def forward(self, micro_batch: int) -> None:
@@ -225,7 +225,7 @@ class _Gathers:
                 self._finish_forward(unit, event)
 
     def need_in_backward(self, event: Event) -> None:
-        """Backward needs a unit; the next one is gathered meanwhile."""
+        """Gather a unit that the backward needs, and prefetch the next one."""
         order = self._trace.needed_again
         self._need(event.unit, event, from_secondary=True)
         if self._plan.overlap.gather and self._plan.prefetch:
@@ -245,7 +245,8 @@ class _Gathers:
             self.free(unit, event)
 
     def _ahead(self, order: Sequence[int], position: int) -> Sequence[int]:
-        """Units to prefetch while ``order[position - 1]`` computes: the next ones, or the next blocks' modules."""
+        """Units to prefetch while ``order[position - 1]`` computes: the next units, or the modules of the next
+        blocks."""
         if self._plan.granularity == "block":
             return order[position : position + self._plan.prefetch]
         blocks = list(dict.fromkeys(self._units[unit].block for unit in order[position - 1 :]))
@@ -269,7 +270,7 @@ class _Gathers:
         if not self._sharded or unit in self._under_way:
             return
         axis = Axis.SECONDARY if from_secondary and unit in self._secondary else Axis.PARAMS
-        # The secondary shard holds what a gather brought: decoded once, not encoded again.
+        # The secondary shard holds decoded parameters of a previous gather, which are sent without a codec.
         codec = self._plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
         self._under_way[unit] = []
         for buffer in self._units[unit].buffers if self._draft.extent(axis) > 1 else ():
@@ -278,7 +279,7 @@ class _Gathers:
 
 
 class _Reductions:
-    """Gradients, reduced in one order whatever the order in which they are ready, and what is under way of them."""
+    """Reductions of gradients. Their order does not depend on the order in which gradients become ready."""
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
@@ -291,19 +292,19 @@ class _Reductions:
         self._last = True
 
     def begin(self, *, last: bool) -> None:
-        """The backward of a micro-batch begins."""
+        """Begin the backward of a micro-batch."""
         self._last = last
         self._pending = deque(self._order)
         self._ready.clear()
 
     def ready(self, unit: int, event: Event) -> None:
-        """A unit's gradients exist: reduce it and those that waited for it, as far as it is their turn."""
+        """Mark a unit's gradients as ready. Reduce the unit, and units that waited for it, if it is their turn."""
         self._ready.add(unit)
         while self._pending and self._pending[0] in self._ready:
             self._reduce(self._pending.popleft(), event)
 
     def end(self, event: Event) -> None:
-        """The backward has ended: reduce what never was ready."""
+        """End the backward: reduce the units whose gradients never became ready."""
         while self._pending:
             self._reduce(self._pending.popleft(), event)
 
@@ -326,8 +327,8 @@ class _Reductions:
         return operation
 
     def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, encoded: bool) -> None:
-        """Reduce what is encoded, or what is not, over the shard axis (each micro-batch if ``G`` is sharded like
-        ``OS``), then over the replicas."""
+        """Reduce the encoded or the unencoded part of a bucket over the shard axis (in every micro-batch if ``G`` is
+        sharded like ``OS``), then over the replicas."""
         carried = [
             (unit, b) for unit in bucket for b in self._units[unit].buffers if b.trainable and b.encoded is encoded
         ]
@@ -351,7 +352,7 @@ class _Reductions:
             self._started(synced, event, overlapped=overlapped)
 
     def _started(self, operation: int, event: Event, *, overlapped: bool) -> None:
-        """Computation waits for a reduction at once, or for the oldest when too many are under way."""
+        """Let computation wait for a reduction at once, or for the oldest one if too many are in flight."""
         if not overlapped:
             self._draft.wait(event, operation)
             return
@@ -361,7 +362,7 @@ class _Reductions:
 
 
 def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft, *, clip: bool) -> None:
-    """Write down the end of a step: reductions are joined, ranks compare notes, updated parameters are spread."""
+    """Record the end of a step: wait for reductions, run the control exchange, and spread updated parameters."""
     event = Event(Phase.STEP, -1, 0)
     for operation in draft.operations:
         if operation.lane in (Lane.REDUCE, Lane.SYNC):
@@ -376,9 +377,9 @@ def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draf
 
 
 def _spread(plan: Plan, unit: int, info: UnitInfo, draft: _Draft, *, needed: bool) -> None:
-    """Spread a unit's updated parameters. The next step's first gather of the unit and its first forward wait.
+    """Spread a unit's updated parameters. The next step's first gather of the unit and its first forward wait for it.
 
-    Whoever reads a unit that the forward does not need waits for it, at an event that the program does not know.
+    A reader of a unit that the forward does not need waits as well, at an event outside the program.
     """
     event = Event(Phase.STEP, -1, 0)
     kind = Kind.ALL_GATHER if plan.partition == "intra" else Kind.BROADCAST

@@ -1,11 +1,11 @@
-"""Where ranks stand: the mesh, its axes, and what one rank sends along each of them.
+"""The mesh, its axes, and the bytes that one rank sends along each axis.
 
-A factor ``a x b`` covers ``a`` ranks of a node times ``b`` nodes. Between two nested factors lies an *axis*: the ranks
-that agree on everything inside the inner factor and differ only up to the outer one. Every collective runs along one
-axis, in at most two **hops**: *inside* a node and *across* nodes, so that each byte enters a node once.
+A factor ``a x b`` covers ``a`` ranks on each of ``b`` nodes. Two nested factors define an *axis*: ranks with the same
+position inside the inner factor that differ only within the outer one. Every collective runs along one axis, in at most
+two **hops**, *inside* a node and *across* nodes, so that each byte enters a node once.
 
-Members of an axis are numbered local-major (``index = local_index * num_nodes + node_index``). With this order the two
-hops of an all-gather write contiguous pieces and need no reordering copy, and nested shards stay contiguous.
+Members of an axis are numbered local-major (``index = local_index * num_nodes + node_index``). In this order the two
+hops of an all-gather write contiguous pieces without a reordering copy, and nested shards stay contiguous.
 """
 
 from __future__ import annotations
@@ -41,31 +41,31 @@ class Axis(StrEnum):
     """A direction of the mesh along which collectives run."""
 
     PARAMS = "params"
-    """The ranks which together hold one copy of ``P`` (size ``s_p``)."""
+    """Ranks that together hold one copy of ``P`` (size ``s_p``)."""
     SECONDARY = "secondary"
-    """The ranks which together hold one secondary copy of ``P`` (hpZ)."""
+    """Ranks that together hold one secondary copy of ``P`` (hpZ)."""
     SHARD = "shard"
-    """The ranks with the same ``P`` shard and different ``OS`` shards (size ``s_os / s_p``)."""
+    """Ranks with the same ``P`` shard and different ``OS`` shards (size ``s_os / s_p``)."""
     REPLICA = "replica"
-    """The ranks with the same ``OS`` shard (size ``s_dp / s_os``)."""
+    """Ranks with the same ``OS`` shard (size ``s_dp / s_os``)."""
     WORLD = "world"
     """Every data-parallel rank."""
 
 
 class Kind(StrEnum):
-    """What a collective does."""
+    """The kind of a collective."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
     ALL_REDUCE = "all_reduce"
     BROADCAST = "broadcast"
-    """A grouped call of broadcasts, one from every member of the axis, of pieces of unequal size."""
+    """Grouped broadcasts, one from every member of the axis, of pieces with unequal sizes."""
     SEND = "send"
-    """From one member to another."""
+    """A message from one member to another."""
 
 
 class Scope(StrEnum):
-    """Which links a hop uses."""
+    """The links of a hop: inside a node or across nodes."""
 
     INSIDE = "inside"
     ACROSS = "across"
@@ -76,11 +76,12 @@ class Hop:
     """One exchange of a collective, within a node or across nodes.
 
     Attributes:
-        kind: what is exchanged; neither ``SEND`` nor ``ALL_REDUCE``, which is a reduce-scatter and an all-gather.
-        scope: inside a node or across nodes.
-        ranks: number of ranks that take part.
-        sent: bytes this rank sends.
-        stride: nodes from one rank to the next, across nodes.
+        kind: Kind of exchange; never ``SEND``, nor ``ALL_REDUCE``, which consists of a reduce-scatter and an
+            all-gather.
+        scope: Inside a node or across nodes.
+        ranks: Number of ranks that take part.
+        sent: Bytes that this rank sends.
+        stride: Distance from one rank to the next in nodes, for a hop across nodes.
     """
 
     kind: Kind
@@ -92,7 +93,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks a rank meets along an axis: those of its node, and its peers on the other nodes."""
+    """The ranks that a rank communicates with along an axis: those of its node, and its peers on other nodes."""
 
     inside: tuple[int, ...]
     across: tuple[int, ...]
@@ -104,7 +105,7 @@ class Members:
 
 
 def axis_extent(plan: Plan, axis: Axis) -> tuple[Factor, Factor]:
-    """The inner and the outer factor between which an axis lies."""
+    """The inner and the outer factor that define an axis."""
     match axis:
         case Axis.PARAMS:
             return _ONE, plan.params
@@ -119,33 +120,34 @@ def axis_extent(plan: Plan, axis: Axis) -> tuple[Factor, Factor]:
 
 
 def axis_stride(plan: Plan, axis: Axis) -> int:
-    """Nodes from one rank of an axis to its peer on the next node: 1 where they are neighbours."""
+    """Distance in nodes from one rank of an axis to its peer on the next node; 1 for neighbors."""
     inner, _ = axis_extent(plan, axis)
     return inner.nodes
 
 
 def node_order(plan: Plan) -> tuple[int, ...]:
-    """The physical node that takes each place of a plan's mesh.
+    """The physical node at each position of a plan's mesh.
 
     Raises:
-        SpecError: if its placement takes the ranks of one place from several nodes.
+        SpecError: The plan's placement fills one node of the mesh from several physical nodes.
     """
     local, nodes = plan.mesh.local, plan.mesh.nodes
     if plan.placement is None:
         return tuple(range(nodes))
-    found = [{rank // local for rank in plan.placement[start : start + local]} for start in range(0, plan.world, local)]
+    starts = range(0, plan.world, local)
+    sources = [{rank // local for rank in plan.placement[start : start + local]} for start in starts]
     problems = [
-        f"placement fills node {place} of the mesh from nodes {sorted(of)}: keep nodes whole"
-        for place, of in enumerate(found)
-        if len(of) > 1
+        f"placement fills node {position} of the mesh from nodes {sorted(nodes_used)}: keep nodes whole"
+        for position, nodes_used in enumerate(sources)
+        if len(nodes_used) > 1
     ]
     if problems:
         raise SpecError("plan", problems)
-    return tuple(min(of) for of in found)
+    return tuple(min(nodes_used) for nodes_used in sources)
 
 
 def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:
-    """The ranks that ``rank`` meets along ``axis``, itself included, in ascending order."""
+    """The ranks that ``rank`` communicates with along ``axis``, itself included, in ascending order."""
     inner, outer = axis_extent(plan, axis)
     node, local = divmod(rank, plan.mesh.local)
     locals_ = _span(local, inner.local, outer.local)
@@ -157,20 +159,20 @@ def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:
 
 
 def axis_index(plan: Plan, axis: Axis, rank: int) -> int:
-    """Position of ``rank`` along ``axis``, local-major: which shard of the axis it holds."""
+    """Local-major position of ``rank`` along ``axis``, which is the index of the shard that it holds."""
     members = axis_members(plan, axis, rank)
     return members.inside.index(rank) * len(members.across) + members.across.index(rank)
 
 
 @dataclass(frozen=True, slots=True)
 class MessageSizes:
-    """Bytes that so many elements become as one message, by where they travel.
+    """Message sizes: functions from a number of elements to bytes, by hop.
 
     Attributes:
-        scatter_inside: a column, in the first hop of a reduction.
-        scatter_across: a piece, in its second hop.
-        gather: a piece, in both hops of an all-gather.
-        encoded: whether a codec makes the messages.
+        scatter_inside: Bytes of a column in the first hop of a reduction.
+        scatter_across: Bytes of a piece in the second hop of a reduction.
+        gather: Bytes of a piece in either hop of an all-gather.
+        encoded: Whether a codec encodes the messages.
     """
 
     scatter_inside: Callable[[int], int]
@@ -180,7 +182,7 @@ class MessageSizes:
 
     @classmethod
     def plain(cls, itemsize: int) -> MessageSizes:
-        """Elements of ``itemsize`` bytes that travel as they are."""
+        """Sizes of unencoded messages whose elements have ``itemsize`` bytes."""
 
         def size(numel: int) -> int:
             return numel * itemsize
@@ -200,16 +202,16 @@ def hops(
     """The hops of one collective and the bytes that one rank sends in each.
 
     Args:
-        kind: the collective, none of ``SEND``.
-        local: ranks of the axis inside a node.
-        nodes: nodes the axis spans.
-        pieces: elements of every member's piece, local-major; their sum is the whole vector.
-        index: this rank's position along the axis.
-        messages: what pieces and columns weigh on the wire.
-        stride: nodes from one of these to the next.
+        kind: Kind of the collective; not ``SEND``.
+        local: Ranks of the axis on each node.
+        nodes: Nodes that the axis spans.
+        pieces: Number of elements in each member's piece, local-major; their sum is the length of the vector.
+        index: This rank's position along the axis.
+        messages: Message sizes.
+        stride: Distance from one node of the axis to the next, in nodes.
 
     Returns:
-        Hops in the order in which they run; hops over a single rank are left out.
+        Hops in execution order, without hops over a single rank.
     """
     place, node = divmod(index, nodes)
     columns = [pieces[i * nodes : (i + 1) * nodes] for i in range(local)]
@@ -222,7 +224,7 @@ def hops(
         Hop(Kind.REDUCE_SCATTER, Scope.ACROSS, nodes, to_peers, stride),
     )
     if kind is Kind.ALL_REDUCE and local * nodes == 2 and messages.encoded:
-        # Two members exchange a message each of the whole vector, which is like gathering two such pieces.
+        # Each of two members sends the whole vector, which costs as much as gathering two pieces of that size.
         return hops(Kind.ALL_GATHER, local, nodes, Even(summed(pieces), 2), index, messages, stride)
     spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
     gather: tuple[Hop, ...] = (
@@ -242,6 +244,6 @@ def hops(
 
 
 def _span(position: int, inner: int, outer: int) -> range:
-    """Positions that share ``position``'s place inside ``inner`` and its block of ``outer``."""
+    """Positions with ``position``'s offset inside ``inner`` and in the same block of ``outer``."""
     start = position // outer * outer + position % inner
     return range(start, start + outer, inner)

@@ -1,4 +1,4 @@
-"""How flat buffers are padded, and how optimizer shards are dealt: the arithmetic that runtime and planner share."""
+"""Padding of flat buffers and assignment of optimizer shards: arithmetic that the runtime and the planner share."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["ALIGNMENT_BYTES", "LARGE_LEAF", "Even", "compact", "deal", "flat_num
 ALIGNMENT_BYTES = 16
 
 LARGE_LEAF = 100
-"""A leaf outside the blocks (embedding, head) is a unit when it holds at least 1/LARGE_LEAF of the parameters."""
+"""A leaf outside the blocks (embedding, head) becomes a unit if it holds at least 1/LARGE_LEAF of all parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Even(Sequence[int]):
-    """``number`` pieces of ``size`` elements each, in constant space: plans are priced for 100,000 ranks too."""
+    """``number`` pieces of ``size`` elements each, in constant space, so that plans for 100,000 ranks stay small."""
 
     size: int
     number: int
@@ -40,7 +40,7 @@ class Even(Sequence[int]):
 
 
 def compact(pieces: Sequence[int]) -> Sequence[int]:
-    """The same sizes, as :class:`Even` if they are equal, else as a tuple."""
+    """The sizes as :class:`Even` if they are all equal, otherwise as a tuple."""
     if isinstance(pieces, Even):
         return pieces
     even = len(set(pieces)) == 1
@@ -48,12 +48,12 @@ def compact(pieces: Sequence[int]) -> Sequence[int]:
 
 
 def summed(pieces: Sequence[int], size_of: Callable[[int], int] = int) -> int:
-    """The sum of ``size_of`` each piece."""
+    """The sum of ``size_of(piece)`` over all pieces."""
     return pieces.number * size_of(pieces.size) if isinstance(pieces, Even) else sum(map(size_of, pieces))
 
 
 def together(shares: Sequence[Sequence[int]]) -> Sequence[int]:
-    """What each owner has of several buffers in all."""
+    """Each owner's number of elements, summed over several buffers."""
     if all(isinstance(of_buffer, Even) for of_buffer in shares):
         return Even(sum(of_buffer[0] for of_buffer in shares), len(shares[0]))
     return tuple(sum(column) for column in zip(*shares, strict=True))
@@ -65,16 +65,17 @@ def padded(numel: int, multiple: int) -> int:
 
 
 def flat_numel(payload: int, plan: Plan, itemsize: int) -> int:
-    """Length of a flat buffer of ``payload`` elements: every shard of every factor is equal and aligned to 16 bytes."""
+    """Padded length of a flat buffer with ``payload`` elements; shards of every factor are equal and 16-byte
+    aligned."""
     return padded(max(payload, 1), plan.world * max(1, ALIGNMENT_BYTES // itemsize))
 
 
 def deal(lengths: Sequence[int], owners: int) -> list[int]:
-    """Deal pieces greedily, largest first, each to the owner that holds least so far.
+    """Assign pieces greedily, largest first, to the owner that holds the fewest elements so far.
 
     Args:
-        lengths: of the pieces, in an order that settles ties.
-        owners: how many there are.
+        lengths: Number of elements in each piece; ties are assigned in this order.
+        owners: Number of owners.
 
     Returns:
         The owner of each piece.

@@ -1,6 +1,6 @@
-"""The stages of a collective: the one vocabulary of what performs, prices and plays them.
+"""The stages of a collective, shared by the runtime, the cost model and the simulator.
 
-Each stage of a lane is a queue of its own, in the runtime as in the simulator.
+Each stage of a lane is a queue of its own, both in the runtime and in the simulator.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ __all__ = ["TRANSFERS", "Stage"]
 
 
 class Stage(StrEnum):
-    """A hop of a collective, and how far it goes, or a codec's work before or after a hop.
+    """One hop of a collective, inside a node or across nodes, or a codec's work before or after a hop.
 
-    Packing a bucket is part of the collective's first stage, and taking sums out of it part of the last.
+    Packing a bucket is part of the collective's first stage; unpacking the sums is part of its last stage.
     """
 
     ENCODE = "encode"
     SCATTER_INSIDE = "scatter-inside"
     RECODE = "recode"
-    """Between the hops of a reduction: decode and add, encode the sum."""
+    """Work between the two hops of a reduction: decode and add, then encode the sum."""
     SCATTER_ACROSS = "scatter-across"
     DECODE = "decode"
     ENCODE_GATHER = "encode-gather"
@@ -29,9 +29,10 @@ class Stage(StrEnum):
     GATHER_INSIDE = "gather-inside"
     DECODE_GATHER = "decode-gather"
     CALL = "call"
-    """The whole of a collective that another engine leaves to a library. thinwire's own have hops instead."""
+    """A whole collective that another engine makes as one library call. thinwire's own collectives have hops
+    instead."""
     HOST = "host"
-    """Work of another engine's host before a call."""
+    """Host time that another engine spends before a call."""
 
     @property
     def scope(self) -> Scope:
@@ -41,4 +42,4 @@ class Stage(StrEnum):
 
 
 TRANSFERS = (Stage.SCATTER_INSIDE, Stage.SCATTER_ACROSS, Stage.GATHER_ACROSS, Stage.GATHER_INSIDE)
-"""The stages that send: the hops."""
+"""The stages that send data over links."""

@@ -1,7 +1,7 @@
-"""The program of one step: which operation starts at which event, on which lane, and what waits for it.
+"""The program of one step: its operations, the events that start them, their lanes, and the events that wait for them.
 
-A :class:`StepProgram` is what a plan *means* for a given list of units. The simulator prices it, the runtime performs
-it, and a test holds the one against the other.
+A :class:`StepProgram` is the meaning of a plan for a given list of units. The simulator prices it, the runtime performs
+it, and a test compares the two.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Lane(StrEnum):
 
 
 class Phase(StrEnum):
-    """What happens to a unit, or to the whole model when an event names no unit."""
+    """A phase of a unit, or of the whole model if the event names no unit."""
 
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"
@@ -37,7 +37,7 @@ class Phase(StrEnum):
     GRADS_READY = "grads_ready"
     """The last gradient of the unit's parameters exists."""
     POST_BACKWARD = "post_backward"
-    """Nothing reads the unit's parameters any more in this backward."""
+    """The backward no longer reads the unit's parameters."""
     BACKWARD_END = "backward_end"
     """The backward of the whole model has ended."""
     STEP = "step"
@@ -56,11 +56,11 @@ class BufferInfo:
     """One flat buffer of a unit.
 
     Attributes:
-        numel: padded length in elements; every factor of the plan divides it.
-        itemsize: bytes of one element in compute dtype.
-        trainable: whether gradients and optimizer states exist for it.
-        shares: elements of each member's part of this rank's ``P`` shard along the shard axis, in axis order.
-        encoded: whether the plan's codecs apply to it.
+        numel: Padded length in elements; every factor of the plan divides it.
+        itemsize: Bytes per element in the compute dtype.
+        trainable: Whether the buffer has gradients and optimizer states.
+        shares: Number of elements that each member of the shard axis owns in this rank's ``P`` shard, in axis order.
+        encoded: Whether the plan's codecs apply to the buffer.
     """
 
     numel: int
@@ -70,22 +70,21 @@ class BufferInfo:
     encoded: bool = True
 
     def __post_init__(self) -> None:
-        # One form for equal content, and a small one for many ranks.
+        # A canonical form makes equal buffers compare equal, and it stays small for many ranks.
         object.__setattr__(self, "shares", compact(self.shares))
 
 
 @dataclass(frozen=True, slots=True)
 class UnitInfo:
-    """What the program must know of a unit.
+    """Properties of a unit that its program depends on.
 
     Attributes:
-        name: dotted module name; empty for the root.
-        buffers: its flat buffers.
-        parameters: number of trainable parameters (tensors).
-        block: number of the block it belongs to; units of a block are prefetched together under
-            ``granularity = "module"``.
-        keeps_gathered: whether it stays gathered from its forward to its backward by an exception of the plan;
-            ``None`` follows ``keep_gathered``.
+        name: Dotted module name; empty for the root.
+        buffers: The unit's flat buffers.
+        parameters: Number of trainable parameter tensors.
+        block: Number of the unit's block; units of a block are prefetched together under ``granularity = "module"``.
+        keeps_gathered: Whether the unit stays gathered from its forward to its backward, if the plan overrides this
+            for the unit; ``None`` follows the plan's ``keep_gathered``.
     """
 
     name: str
@@ -96,17 +95,17 @@ class UnitInfo:
 
     @property
     def trainable(self) -> bool:
-        """Whether any buffer has gradients."""
+        """Whether any of the unit's buffers has gradients."""
         return any(buffer.trainable for buffer in self.buffers)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its parameters when they are gathered."""
+        """Bytes of the unit's gathered parameters."""
         return sum(buffer.numel * buffer.itemsize for buffer in self.buffers)
 
 
 Moment = tuple[Phase, int]
-"""An event of any one micro-batch: its phase and its unit."""
+"""Phase and unit of an event, for any micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +113,10 @@ class Trace:
     """The order in which the units of one micro-batch ran. Prefetching follows it.
 
     Attributes:
-        forward: moments of phases ``PRE_FORWARD`` and ``POST_FORWARD``.
-        backward: moments of phases ``PRE_BACKWARD`` (when backward first needs a unit), ``GRADS_READY`` and
-            ``POST_BACKWARD``. A unit without one of the latter two is reduced, or freed, when the backward ends.
+        forward: Moments with phase ``PRE_FORWARD`` or ``POST_FORWARD``.
+        backward: Moments with phase ``PRE_BACKWARD`` (the backward first needs the unit), ``GRADS_READY`` or
+            ``POST_BACKWARD``. A unit without ``GRADS_READY`` is reduced, and one without ``POST_BACKWARD`` is freed,
+            at the end of the backward.
     """
 
     forward: tuple[Moment, ...]
@@ -124,9 +124,9 @@ class Trace:
 
     @staticmethod
     def of_forward(forward: Iterable[Moment]) -> Trace:
-        """A trace whose backward runs against the order in which units finished their forward.
+        """A trace with the given forward, and a backward in the reverse order of the ends of the forwards.
 
-        Units that enclose others have their gradients at the end of the backward.
+        The gradients of a unit that encloses others are ready at the end of the backward.
         """
         trace = Trace(tuple(forward), ())
         finished = dict.fromkeys(unit for phase, unit in reversed(trace.forward) if phase is Phase.POST_FORWARD)
@@ -153,18 +153,18 @@ class Trace:
 
     @property
     def reduction_order(self) -> tuple[int, ...]:
-        """Units in the one order in which their gradients are reduced, on every rank: against the forward."""
+        """Units in the order in which every rank reduces their gradients: the reverse of the forward."""
         return tuple(reversed(tuple(dict.fromkeys(self.needed))))
 
     @property
     def tail(self) -> frozenset[int]:
-        """Units that finish their forward after the last unit began: backward needs them first."""
+        """Units that finish their forward after the last unit began. The backward needs them first."""
         last = max((i for i, (phase, _) in enumerate(self.forward) if phase is Phase.PRE_FORWARD), default=0)
         return frozenset(unit for _, unit in self.forward[last:])
 
     @property
     def enclosing(self) -> frozenset[int]:
-        """Units of the tail that began before its last one."""
+        """Units of the tail that began before the last unit of the tail."""
         return self.tail - {self.needed[-1]}
 
 
@@ -173,15 +173,16 @@ class Operation:
     """One collective of the step.
 
     Attributes:
-        index: position in ``StepProgram.operations``.
-        kind: what it does.
-        lane: the queue it runs on; operations of a lane run in program order.
-        axis: the direction of the mesh.
-        units: the units whose data it carries.
-        hops: what this rank sends, inside and across nodes.
-        start: the event that starts it.
-        after: operations on other lanes whose result it needs. Spreads among them are those of the step before.
-        encoded: whether the plan's codecs apply to what it carries.
+        index: Position in ``StepProgram.operations``.
+        kind: Kind of the collective.
+        lane: The queue that the operation runs on; operations of a lane run in program order.
+        axis: Axis of the mesh that the operation runs along.
+        units: Units whose data the operation transfers.
+        hops: The exchanges of the operation, with the bytes that this rank sends in each.
+        start: Event that starts the operation.
+        after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
+            previous step.
+        encoded: Whether the plan's codecs apply to the data.
     """
 
     index: int
@@ -195,7 +196,7 @@ class Operation:
     encoded: bool = False
 
     def sent(self, scope: Scope) -> int:
-        """Bytes this rank sends inside its node or across nodes."""
+        """Bytes that this rank sends inside its node or across nodes."""
         return sum(hop.sent for hop in self.hops if hop.scope is scope)
 
 
@@ -203,16 +204,16 @@ class Operation:
 class StepProgram:
     """The ordered operations of one step in steady state.
 
-    The program is a cycle: parameter spreads start at the ``STEP`` event and the next step's first gathers (or
-    pre-forwards) wait for them.
+    The program is a cycle: spreads start at the ``STEP`` event, and the next step's first gathers (or pre-forwards)
+    wait for them.
 
     Attributes:
-        units: the units it was lowered for.
-        micro_batches: forward/backward passes of the step.
-        operations: every collective, in the order in which one rank starts them.
-        waits: operations that computation waits for at an event, after it has started what starts there. Each
-            operation is waited for once.
-        frees: units whose gathered parameters are freed at an event.
+        units: Units that the program was lowered for.
+        micro_batches: Forward and backward passes per step.
+        operations: Every collective, in the order in which a rank starts them.
+        waits: Operations that computation waits for, by event. Computation first starts the event's own operations. It
+            waits for each operation once.
+        frees: Units whose gathered parameters are freed, by event.
     """
 
     units: tuple[UnitInfo, ...]
@@ -233,7 +234,7 @@ class StepProgram:
         return self._starts.get(event, ())
 
     def traffic(self) -> dict[Lane, dict[Scope, int]]:
-        """Bytes this rank sends per step, by lane and scope."""
+        """Bytes that this rank sends per step, by lane and scope."""
         total = {lane: dict.fromkeys(Scope, 0) for lane in Lane}
         for operation in self.operations:
             for hop in operation.hops:

@@ -1,4 +1,4 @@
-"""What happened when in a step, measured or simulated, and as a Chrome/Perfetto trace."""
+"""Timelines of measured or simulated steps, and their export as Chrome/Perfetto traces."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ __all__ = ["COMPUTE", "STEP", "WAITING", "Level", "Span", "Timeline", "chrome_tr
 COMPUTE = "compute"
 """The track of computation."""
 WAITING = "waiting"
-"""The track of the time computation stood still for a lane."""
+"""The track of the time that computation waits for a lane."""
 STEP = "step"
 """The track of whole steps."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time.
+    """An interval of activity on one track.
 
     Attributes:
-        track: where it ran: computation, or a stage of a lane.
-        name: what it was.
-        start: seconds on the clock of its timeline.
-        end: seconds, not before ``start``.
+        track: Computation, or a stage of a lane.
+        name: Name of the activity.
+        start: Seconds on the timeline's clock.
+        end: Seconds on the timeline's clock, at least ``start``.
     """
 
     track: str
@@ -36,12 +36,12 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """How much of something there is from a moment on.
+    """An amount of memory from a point in time on.
 
     Attributes:
-        name: of what.
-        time: seconds on the clock of its timeline.
-        amount: in bytes.
+        name: What the memory holds.
+        time: Seconds on the timeline's clock.
+        amount: Bytes.
     """
 
     name: str
@@ -57,13 +57,13 @@ class Timeline:
         self._spans: list[Span] = []
 
     def add(self, track: str, name: str, start: float, end: float) -> None:
-        """Note that something ran from ``start`` to ``end`` (seconds)."""
+        """Record that an activity ran from ``start`` to ``end`` (seconds)."""
         with self._lock:
             self._spans.append(Span(track, name, start, end))
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """What has been noted so far."""
+        """The spans recorded so far."""
         with self._lock:
             return tuple(self._spans)
 
@@ -71,13 +71,13 @@ class Timeline:
 def chrome_trace(
     by_rank: Mapping[int, Iterable[Span]], levels: Mapping[int, Iterable[Level]] | None = None
 ) -> dict[str, Any]:
-    """The spans of some ranks in Chrome's trace-event format, which Perfetto and chrome://tracing show.
+    """Convert spans to Chrome's trace-event format, which Perfetto and chrome://tracing display.
 
-    Ranks become processes, tracks threads and levels counters; time starts at the first span.
+    Each rank becomes a process, each track a thread and each level a counter. Time starts at the first span.
 
     Args:
-        by_rank: spans.
-        levels: of the same ranks.
+        by_rank: Spans, by rank.
+        levels: Memory levels of the same ranks.
     """
     spans_of = {rank: list(spans) for rank, spans in by_rank.items()}
     origin = min((span.start for spans in spans_of.values() for span in spans), default=0.0)

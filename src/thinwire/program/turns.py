@@ -1,8 +1,8 @@
-"""The program of a backward as the runtime performs it: what happens when it is a unit's turn to be reduced.
+"""The reductions of a backward, cut into turns: what happens when it is a unit's turn to be reduced.
 
-Units are reduced in one order on every rank. An event may find several units ready at once, or none, and autograd may
-deliver gradients in another order than it did when the trace was taken. The program is therefore cut into *turns*, one
-for each unit, which hold in whatever event a unit's turn comes.
+Every rank reduces units in the same order. At an event, several units may be ready at once, or none, and autograd may
+deliver gradients in another order than in the trace. The program is therefore cut into *turns*, one for each unit. A
+turn stays valid at whatever event it comes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _REDUCTIONS = (Lane.REDUCE, Lane.SYNC)
 
 @dataclass(frozen=True, slots=True)
 class ReductionTurn:
-    """What happens when it is a unit's turn to be reduced.
+    """The actions of one unit's turn.
 
     Attributes:
-        starts: reductions that start, in order.
-        waits: reductions that computation then waits for, counted back from the newest one, which is 0. A count holds
-            in every micro-batch, whatever the index of the operation.
-        settles: units whose gradients take part in no later reduction of this micro-batch.
+        starts: Reductions to start, in order.
+        waits: Reductions that computation then waits for, counted back from the newest one, which is 0. Unlike indices
+            of operations, these counts are the same in every micro-batch.
+        settles: Units whose gradients take part in no later reduction of this micro-batch.
     """
 
     starts: tuple[Operation, ...] = ()
@@ -40,12 +40,12 @@ def reduction_turns(
     """Cut the reductions of one micro-batch into turns.
 
     Args:
-        program: the program of a step.
-        micro_batch: which of its micro-batches.
-        closed: the buckets that trainable units are reduced in, in order.
+        program: Program of a step.
+        micro_batch: Number of the micro-batch.
+        closed: Buckets of trainable units, in reduction order.
 
     Returns:
-        The turn of each of these units, in order.
+        The turn of each of these units, in reduction order.
     """
     reductions = [op for op in program.operations if op.lane in _REDUCTIONS]
     position = {op.index: number for number, op in enumerate(reductions)}
@@ -53,7 +53,7 @@ def reduction_turns(
     starts: dict[int, list[Operation]] = {unit: [] for bucket in closed for unit in bucket}
     closes = {unit: bucket[-1] for bucket in closed for unit in bucket}
     turn_of: dict[int, int] = {}  # unit -> the unit in whose turn its last reduction starts
-    closing: dict[Event, tuple[int, int]] = {}  # event -> the last turn that it takes, and its newest reduction
+    closing: dict[Event, tuple[int, int]] = {}  # event -> the last turn taken at it, and that turn's newest reduction
     for op in mine:
         # A bucket is reduced in the turn of its last unit.
         turn = op.units[0] if op.axis is Axis.PARAMS else closes[op.units[0]]

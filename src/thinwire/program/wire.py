@@ -1,4 +1,4 @@
-"""What a plan's codecs make of a collective: the bytes of its messages, and the codecs that have nothing to do."""
+"""Effects of a plan's codecs on collectives: the bytes of their messages, and the codecs that are never used."""
 
 from __future__ import annotations
 
@@ -24,36 +24,37 @@ __all__ = [
 
 ITEMSIZE = {"bfloat16": 2, "float32": 4}
 _LENGTH_BYTES = 8
-"""A message of variable length is announced by its length."""
+"""Bytes of the length that precedes a message of variable length."""
 
 
 def axis_shape(plan: Plan, axis: Axis) -> tuple[int, int]:
-    """Ranks of an axis inside a node, and nodes it spans."""
+    """Ranks of an axis on each node, and the nodes that the axis spans."""
     inner, outer = axis_extent(plan, axis)
     return outer.local // inner.local, outer.nodes // inner.nodes
 
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """What makes the messages of a hop.
+    """The encoding of a hop's messages.
 
     Attributes:
-        codec: which.
-        dtype: of the values, ``"bfloat16"`` or ``"float32"``.
+        codec: The codec.
+        dtype: Data type of the values, ``"bfloat16"`` or ``"float32"``.
     """
 
     codec: CodecSpec
     dtype: str
 
     def message(self, numel: int) -> int:
-        """Bytes of so many values as one message; at most, where its length depends on them."""
+        """Bytes of a message with ``numel`` values; an upper bound if its length depends on the values."""
         if self.codec.is_none:
             return numel * ITEMSIZE[self.dtype]
         announced = _LENGTH_BYTES if self.codec.is_variable_length else 0
         return self.codec.max_wire_bytes(numel, self.dtype) + announced
 
     def slot(self, numel: int) -> int:
-        """The same as one of several messages of a gather: those of fixed length keep their distance."""
+        """Bytes that one of several messages of a gather occupies; messages of fixed length are padded for
+        alignment."""
         if self.codec.is_none or self.codec.is_variable_length:
             return self.message(numel)
         return self.codec.slot_bytes(numel, self.dtype)
@@ -61,12 +62,12 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True)
 class ReductionEncodings:
-    """What makes the messages of a reduction, by hop.
+    """The encodings of a reduction's messages, by hop.
 
     Attributes:
-        inside: columns, on the first hop.
-        across: a node's sums, on the second.
-        gather: the sums of all, on their way back.
+        inside: Encoding of columns in the first hop.
+        across: Encoding of a node's sums in the second hop.
+        gather: Encoding of the total sums when they are gathered.
     """
 
     inside: Encoding
@@ -75,9 +76,9 @@ class ReductionEncodings:
 
     @classmethod
     def of(cls, local: int, nodes: int, intra: CodecSpec, inter: CodecSpec, dtype: str) -> ReductionEncodings:
-        """Over a group of ``local`` ranks in each of ``nodes`` nodes, of gradients in ``dtype``.
+        """The encodings of a reduction of ``dtype`` gradients over ``local`` ranks on each of ``nodes`` nodes.
 
-        A codec across nodes encodes fp32 sums; the farther hop's encodes what is gathered.
+        A codec across nodes encodes fp32 sums. The codec of the farthest hop also encodes the gathered sums.
         """
         farther = inter if nodes > 1 else intra
         return cls(
@@ -87,18 +88,18 @@ class ReductionEncodings:
         )
 
     def sizes(self) -> MessageSizes:
-        """Of all messages."""
+        """Message sizes of all hops."""
         encoded = not self.gather.codec.is_none
         return MessageSizes(self.inside.message, self.across.message, self.gather.slot, encoded=encoded)
 
 
 def sums_dtype(inter: CodecSpec, dtype: str) -> str:
-    """In what a node's sums of gradients in ``dtype`` go on to other nodes: fp32 if a codec encodes them."""
+    """Data type of a node's sums of ``dtype`` gradients when they cross nodes; fp32 if a codec encodes them."""
     return dtype if inter.is_none else "float32"
 
 
 def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
-    """Messages of an all-gather or a grouped broadcast of parts of a flat buffer."""
+    """Message sizes of an all-gather, or of grouped broadcasts, of parts of a flat buffer."""
     if codec.is_none or not buffer.encoded:
         return MessageSizes.plain(buffer.itemsize)
     size = Encoding(codec, {2: "bfloat16", 4: "float32"}[buffer.itemsize]).slot
@@ -106,26 +107,26 @@ def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
 
 
 def reduction_encodings(plan: Plan, axis: Axis) -> ReductionEncodings:
-    """Of gradients that a plan's codecs apply to, along an axis."""
+    """The encodings of a reduction along an axis, for gradients that the plan's codecs apply to."""
     wire, dtype = plan.wire, plan.effective_reduce_dtype
     return ReductionEncodings.of(*axis_shape(plan, axis), wire.reduce_intra, wire.reduce_inter, dtype)
 
 
 def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
-    """Messages of a reduce-scatter or an all-reduce of gradients along an axis."""
+    """Message sizes of a reduce-scatter or an all-reduce of gradients along an axis."""
     if not encoded:
         return MessageSizes.plain(ITEMSIZE[plan.effective_reduce_dtype])
     return reduction_encodings(plan, axis).sizes()
 
 
 def is_excluded(plan: Plan, name: str) -> bool:
-    """Whether a parameter always travels as it is (``wire.exclude``: patterns as in a shell). Without codecs all do,
-    and none is set apart."""
+    """Whether a parameter matches ``wire.exclude`` (shell patterns) and is therefore never encoded. Always false if the
+    plan has no codecs, because then no parameter needs a separate buffer."""
     return not plan.wire.is_none and any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:
-    """What of a plan's ``wire`` has nothing to do, each with the reason, in one sentence each."""
+    """One sentence for each setting of a plan's ``wire`` that has no effect, with the reason."""
     shapes = {axis: axis_shape(plan, axis) for axis in Axis}
     reductions = [shapes[axis] for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)]
     reasons = {
