@@ -18,11 +18,11 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
     import thinwire.plan as planner
     from thinwire.report import Sheet, rich_table
 
-    found = planner.amsp_search(job)
-    rows = [row for number, row in enumerate(found) if number < top or row.label]
+    plans = planner.amsp_search(job)
+    rows = [row for number, row in enumerate(plans) if number < top or row.label]
     introduce(job, console)
     columns = ["", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s", "GiB", ""]
-    cells = [_cells(found.index(row) + 1, row) for row in rows]
+    cells = [_cells(plans.index(row) + 1, row) for row in rows]
     console.print(
         rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
     )
@@ -40,7 +40,7 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
     return {
         "plans": [
             {
-                **row_json(job, found.index(row) + 1, overlapped),
+                **row_json(job, plans.index(row) + 1, overlapped),
                 "objective_seconds": row.objective,
                 "times": {
                     "params": row.times.params,

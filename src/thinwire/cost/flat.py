@@ -1,6 +1,6 @@
-"""Collectives as other engines perform them: one library call over the whole group, a ring or a tree.
+"""Prices of other engines' collectives: one library call over the whole group, as a ring or a tree.
 
-thinwire's own take two hops, which ``cost/operations.py`` prices one by one.
+thinwire's own collectives have two hops, which ``cost/operations.py`` prices one by one.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ class FlatCollectives:
     """Ring collectives over a sub-mesh, every group of the cluster at once.
 
     Args:
-        cluster: links.
-        efficiency: share of the links that software reaches.
-        contention: whether groups that cross nodes at the same time share a node's cards; AMSP's sums leave it out.
+        cluster: Cluster that provides the links.
+        efficiency: Share of the links' nominal rates that software reaches.
+        contention: Whether groups that cross nodes at the same time share a node's network cards. AMSP's model
+            ignores this contention.
     """
 
     def __init__(self, cluster: ClusterSpec, efficiency: Efficiency | None = None, *, contention: bool = True) -> None:
@@ -41,17 +42,17 @@ class FlatCollectives:
         self._fabric = Fabric(cluster)
 
     def spine_load(self, mesh: Factor, stride: int) -> float:
-        """How many times longer a collective keeps the spine busy than the cards of a node; 0 where it crosses none."""
+        """Busy time of the spine over busy time of a node's network cards; 0 if the group does not cross the spine."""
         return self._fabric.route(mesh.nodes, stride).load
 
     def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor, stride: int = 1) -> float:
-        """Time of one collective.
+        """Seconds of one collective.
 
         Args:
-            kind: all-gather, reduce-scatter, all-reduce or broadcast.
-            size: bytes of the whole vector.
-            mesh: the group.
-            stride: nodes from one of its nodes to the next.
+            kind: All-gather, reduce-scatter, all-reduce or broadcast.
+            size: Bytes of the whole vector.
+            mesh: Shape of the group.
+            stride: Distance from one node of the group to the next, in nodes.
         """
         ranks = mesh.ranks
         if ranks == 1:
@@ -71,7 +72,7 @@ class FlatCollectives:
         ring = latency + 8 * size * (ranks - 1) / ranks / bandwidth
         if kind != "AR":
             return ring
-        # What NCCL takes where latency would dominate: chains inside nodes, a tree across them.
+        # If latency dominates, NCCL uses chains inside nodes and a tree across them.
         hops = math.log2(mesh.nodes) * route.latency + (mesh.local - 1) * links.inside.latency
         return 2 * min(ring, hops + 8 * size / bandwidth)
 
@@ -86,26 +87,30 @@ def flat_moves(
     whole_sync: bool,
     calls: int = 1,
 ) -> list[PricedStage]:
-    """The moves of an operation in an engine that makes one call for it.
+    """Price the stages of an operation in an engine that makes one library call for it.
 
-    Reductions with codecs take thinwire's hops: so ZeRO++ publishes them, and their second hop is what they are for.
+    Reductions with codecs keep thinwire's two hops, as in the paper on ZeRO++, where the second hop is the reason for
+    the codec.
 
     Args:
-        plan: whose codecs apply.
-        operation: one of its program.
-        units: of the program.
-        rates: of codecs, and of what computation and transfers do to each other.
-        flat: times of calls.
-        whole_sync: whether gradients are synchronised by one all-reduce over all ranks that hold them, of which each
-            keeps its share (AMSP's select and drop), instead of a reduce-scatter and an all-reduce of shares.
-        calls: into how many calls the engine cuts it; each pays the latency of its group.
+        plan: Plan with the codecs.
+        operation: Operation of the plan's program.
+        units: Units of the program.
+        rates: Seconds of codecs, and the slowdown between computation and transfers.
+        flat: Seconds of library calls.
+        whole_sync: Whether gradients are synchronized by one all-reduce over all ranks that hold them, after which
+            each rank keeps its share (AMSP's select and drop), instead of a reduce-scatter and an all-reduce of shares.
+        calls: Number of calls that the engine splits the operation into; each has the latency of its group.
+
+    Returns:
+        The stages in order; stages that take no time are left out.
     """
     coded = coded_hops(plan, operation)
     gradients = operation.lane in (Lane.REDUCE, Lane.SYNC)
     if not coded or operation.lane is Lane.CONTROL or (gradients and not coded[0].encoding.codec.is_none):
         return moves(plan, operation, rates)
     if whole_sync and gradients and operation.axis is Axis.REPLICA and plan.optimizer != plan.params:
-        return []  # part of the all-reduce that stands for the reduce-scatter
+        return []  # included in the all-reduce that replaces the reduce-scatter
     local, nodes = axis_shape(plan, operation.axis)
     mesh, stride = Factor(local=local, nodes=nodes), axis_stride(plan, operation.axis)
     values = _whole(coded, operation, mesh.ranks)
@@ -122,20 +127,20 @@ def flat_moves(
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE
     encoded = not coded[0].encoding.codec.is_none
     beside = rates.beside(operation.kind, scope, mesh.ranks, round(values * per_value), encoded=encoded)
-    found = [
+    priced = [
         PricedStage(Stage.ENCODE, None, codec_seconds(rates, coded[0], encoded=values / mesh.ranks)),
         PricedStage(Stage.CALL, scope, seconds, beside, flat.spine_load(mesh, stride)),
         PricedStage(Stage.DECODE, None, codec_seconds(rates, coded[0], decoded=values)),
     ]
-    return [move for move in found if move.seconds]
+    return [stage for stage in priced if stage.seconds]
 
 
 def _shares(operation: Operation, units: Sequence[UnitInfo]) -> list[Sequence[int]]:
-    """Elements of every owner, by buffer."""
+    """Number of elements that each owner has, by buffer."""
     return [buffer.shares for unit in operation.units for buffer in units[unit].buffers]
 
 
 def _whole(coded: Sequence[CodedHop], operation: Operation, ranks: int) -> float:
-    """Values of the whole vector, from what one rank sends of it."""
+    """Number of values in the whole vector, computed from the number that one rank sends."""
     sent = sum(step.values for step in coded)
     return sent * ranks / (ranks - 1) / (2 if operation.kind is Kind.ALL_REDUCE else 1)

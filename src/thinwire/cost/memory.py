@@ -1,10 +1,11 @@
-"""Bytes of one rank at the peak of a step, by what they hold.
+"""Peak memory of one rank during a step, in bytes, by content.
 
-Model states as the runtime keeps them: ``P`` in the compute dtype, ``G`` in the accumulate dtype, fp32 masters and
-AdamW's two moments; the largest share counts where whole tensors are dealt. Activations follow Korthikanti et al. 2022
-("Reducing Activation Recomputation", section 4) for the built-in models without dropout and with fused attention, which
-drops the term in the square of the sequence. A pipeline's ranks differ: the first keeps most micro-batches in flight
-and the last has the logits, so the one that needs most counts.
+Model states are counted as the runtime keeps them: ``P`` in the compute dtype, ``G`` in the accumulate dtype, fp32
+masters and AdamW's two moments. If whole tensors are assigned to ranks, the largest share counts. Activations follow
+Korthikanti et al. 2022 ("Reducing Activation Recomputation", section 4) for the built-in models, without dropout and
+with fused attention, which removes the term that is quadratic in the sequence length. The ranks of a pipeline differ:
+the first keeps the most micro-batches in flight, and the last holds the logits. The rank that needs the most memory
+counts.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from thinwire.spec.pipeline import STAGES_OF_A_RANK
 __all__ = [
     "OVERHEAD",
     "Memory",
-    "Stage",
+    "PipelineShare",
     "States",
     "activation_bytes",
     "demanding_stages",
@@ -37,22 +38,23 @@ __all__ = [
 ]
 
 OVERHEAD = 1_500 << 20
-"""Bytes of a GPU that hold no tensor: contexts, communicators, libraries, fragments. A profile measures it."""
+"""Bytes of GPU memory that hold no tensors: contexts, communicators, libraries, fragmentation. A profile measures
+them."""
 
 _LOSS_CHUNK = 1 << 22
-"""Logits that the loss works on at a time, in two fp32 copies."""
+"""Number of logits per chunk of the loss, which needs two fp32 copies of a chunk."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """What one rank has of a pipeline; without one, all of it.
+class PipelineShare:
+    """One rank's share of a pipeline; the whole model if there is no pipeline.
 
     Attributes:
-        blocks: of the model, over all of the rank's chunks.
-        chunks: consecutive parts of the model that it holds.
-        in_flight: passes through a chunk whose activations it keeps at once.
-        first: whether it has the embedding.
-        last: whether it has the head.
+        blocks: Number of blocks in all of the rank's chunks.
+        chunks: Number of chunks (consecutive parts of the model) on the rank.
+        in_flight: Most passes through a chunk whose activations the rank keeps at once.
+        first: Whether the rank has the embedding.
+        last: Whether the rank has the head.
     """
 
     blocks: int
@@ -63,18 +65,18 @@ class Stage:
 
     @property
     def kept_blocks(self) -> int:
-        """Passes through a block whose activations it keeps at once."""
+        """Most passes through a block whose activations the rank keeps at once."""
         return -(-self.in_flight * self.blocks // self.chunks)
 
 
 @dataclass(frozen=True, slots=True)
 class States:
-    """Bytes per parameter of what a rank keeps.
+    """Bytes of model states per parameter.
 
     Attributes:
-        params: of ``P``.
-        grads: of ``G``.
-        optimizer: of ``OS``: master and moments.
+        params: Bytes of ``P``.
+        grads: Bytes of ``G``.
+        optimizer: Bytes of ``OS``: the master parameter and the moments.
     """
 
     params: int
@@ -83,30 +85,30 @@ class States:
 
     @classmethod
     def of(cls, plan: Plan) -> States:
-        """As thinwire's runtime keeps them, with AdamW; fp32 parameters are their own master."""
+        """The states of thinwire's runtime with AdamW. fp32 parameters serve as their own masters."""
         master = 0 if plan.compute_dtype == "float32" and plan.params == plan.optimizer else 4
         return cls(ITEMSIZE[plan.compute_dtype], ITEMSIZE[plan.accumulate_dtype], master + 8)
 
 
 AMSP_STATES = States(2, 2, 12)
-"""As AMSP counts (section 3): gradients in bf16."""
+"""States as AMSP counts them (section 3), with bf16 gradients."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of one rank, by what they hold.
+    """Bytes of one rank's memory, by content.
 
     Attributes:
-        params: the ``P`` shard.
-        grads: the ``G`` shard.
-        optimizer: the ``OS`` shard.
-        secondary: the secondary parameter shard.
-        gathered: whole units during their computation.
-        buffers: gradients on their way, codecs' messages and sums.
-        feedback: what error feedback keeps.
-        activations: kept from forward to backward.
-        logits: logits, their gradient and the loss.
-        overhead: what is in use without any model.
+        params: Bytes of the ``P`` shard.
+        grads: Bytes of the ``G`` shard.
+        optimizer: Bytes of the ``OS`` shard.
+        secondary: Bytes of the secondary parameter shard.
+        gathered: Bytes of the units that are gathered at once.
+        buffers: Bytes of gradients in flight, encoded messages and sums.
+        feedback: Bytes of rounding errors that error feedback keeps.
+        activations: Bytes of activations kept from forward to backward.
+        logits: Bytes of logits, their gradients and the loss.
+        overhead: Bytes in use without a model.
     """
 
     params: int
@@ -122,11 +124,11 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Total bytes."""
         return sum(self.by_part().values())
 
     def by_part(self) -> dict[str, int]:
-        """Bytes by name."""
+        """Bytes by name of the attribute."""
         return {name: getattr(self, name) for name in self.__dataclass_fields__}
 
 
@@ -140,22 +142,22 @@ def memory(
     overhead: int = OVERHEAD,
     touched_only: bool = False,
     share: int | None = None,
-    stage: Stage | None = None,
+    stage: PipelineShare | None = None,
 ) -> Memory:
-    """Bytes of a rank under a plan.
+    """Peak memory of one rank under a plan.
 
     Args:
-        model: its shape; of a pipeline, a rank's part of it.
-        plan: factors, dtypes, micro-batch and recomputation.
-        units: of the model.
-        seq: tokens of a sequence.
-        states: bytes per parameter; thinwire's by default.
-        overhead: bytes in use without any model.
-        touched_only: whether memory counts when it is written, as on a host, not when it is allocated: with one
-            micro-batch gradients go from autograd to the reduction, past the ``G`` shard.
-        share: elements that the rank owns which owns most; from ``units`` by default.
-        stage: the rank of thinwire's own pipeline, or of its tensor parallelism. By default any system's: with as many
-            micro-batches in flight as the first rank, with the logits of the last, and with no buffers for messages.
+        model: Dimensions of the model, or of the rank's part of it in a pipeline.
+        plan: The plan; factors, dtypes, micro-batch and recomputation matter.
+        units: Units of the model.
+        seq: Tokens per sequence.
+        states: Bytes per parameter; default: those of thinwire's runtime.
+        overhead: Bytes in use without a model.
+        touched_only: Whether memory counts when it is written, as on a host, rather than when it is allocated. With one
+            micro-batch, gradients go straight from autograd to the reduction, and the ``G`` shard is never written.
+        share: Number of elements on the rank that owns the most; default: computed from ``units``.
+        stage: The rank's share of thinwire's own pipeline or tensor parallelism. The default describes any system: as
+            many micro-batches in flight as on the first rank, the logits of the last, and no buffers for messages.
     """
     states = states or States.of(plan)
     share = _largest_share(units) if share is None else share
@@ -175,45 +177,45 @@ def memory(
     )
 
 
-def working_memory(model: ModelSpec, plan: Plan, *, seq: int, stage: Stage) -> int:
+def working_memory(model: ModelSpec, plan: Plan, *, seq: int, stage: PipelineShare) -> int:
     """Bytes that depend on the micro-batch: activations, messages between stages, logits and the loss."""
     logits = _logits(model, *_tokens(plan, seq)) if stage.last else 0
     return _activations(model, plan, seq, stage) + _messages(model, plan, seq, stage) + logits
 
 
 def largest_memory(model: ModelSpec, plan: Plan, *, seq: int, overhead: int, touched_only: bool = False) -> Memory:
-    """Bytes of the rank that needs most, as thinwire runs a plan with its tensor and pipeline parallelism.
+    """Peak memory of the rank that needs the most, under thinwire's own tensor and pipeline parallelism.
 
     Args:
-        model: the whole model.
-        plan: the plan.
-        seq: tokens of a sequence.
-        overhead: bytes in use without any model.
-        touched_only: see :func:`memory`.
+        model: Dimensions of the whole model.
+        plan: The plan.
+        seq: Tokens per sequence.
+        overhead: Bytes in use without a model.
+        touched_only: See :func:`memory`.
     """
-    found = []
+    by_stage = []
     for stage in demanding_stages(stages(model.layers, plan)):
         part = stage_model(model, stage.blocks)
         held = held_units(part, plan, stage)
         needed = memory(part, plan, held, seq=seq, overhead=overhead, touched_only=touched_only, stage=stage)
-        found.append(needed)
-    return max(found, key=lambda needed: needed.total)
+        by_stage.append(needed)
+    return max(by_stage, key=lambda needed: needed.total)
 
 
-def stages(layers: int, plan: Plan) -> list[Stage]:
-    """Every rank of the pipeline, as ``thinwire.parallel`` deals blocks out and torch's schedules run them.
+def stages(layers: int, plan: Plan) -> list[PipelineShare]:
+    """The pipeline shares of all ranks, as ``thinwire.parallel`` assigns blocks and torch's schedules run them.
 
-    1F1B has as many micro-batches in flight as there are ranks from here to the last. Interleaved, the first pass of a
-    round of micro-batches through all chunks but one comes before, and two for each rank behind (Narayanan et al. 2021,
-    arXiv 2104.04473, section 2.2).
+    Under 1F1B, a rank has one micro-batch in flight for itself and one for each later rank. Under the interleaved
+    schedule, a rank first runs a round of micro-batches through all chunks but one, then two more passes for each later
+    rank (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Args:
-        layers: blocks of the model.
-        plan: with stages, schedule and micro-batches.
+        layers: Number of blocks in the model.
+        plan: The plan; stages, schedule and micro-batches matter.
     """
     pp, chunks, count = plan.pp, STAGES_OF_A_RANK[plan.schedule], plan.micro_batches
     bounds = [index * layers // (pp * chunks) for index in range(pp * chunks + 1)]
-    found = []
+    shares = []
     for rank in range(pp):
         blocks = sum(bounds[index + 1] - bounds[index] for index in range(rank, pp * chunks, pp))
         if chunks == 1:
@@ -221,33 +223,33 @@ def stages(layers: int, plan: Plan) -> list[Stage]:
         else:
             a_round = count // max(1, count // pp)
             in_flight = min(count * chunks, (chunks - 1) * a_round + 2 * (pp - 1 - rank) + 1)
-        found.append(Stage(blocks, chunks, in_flight, rank == 0, rank == pp - 1))
-    return found
+        shares.append(PipelineShare(blocks, chunks, in_flight, rank == 0, rank == pp - 1))
+    return shares
 
 
-def demanding_stages(found: Sequence[Stage]) -> list[Stage]:
-    """Those of which one needs most memory: both ends, and of others with equally many blocks the first."""
-    if len(found) == 1:
-        return list(found)
-    between: dict[int, Stage] = {}
-    for stage in found[1:-1]:
-        between.setdefault(stage.blocks, stage)
-    return [found[0], *between.values(), found[-1]]
+def demanding_stages(shares: Sequence[PipelineShare]) -> list[PipelineShare]:
+    """The shares that may need the most memory: both ends, and the first of those with equally many blocks between."""
+    if len(shares) == 1:
+        return list(shares)
+    between: dict[int, PipelineShare] = {}
+    for share in shares[1:-1]:
+        between.setdefault(share.blocks, share)
+    return [shares[0], *between.values(), shares[-1]]
 
 
 @lru_cache(maxsize=64)
 def stage_model(model: ModelSpec, blocks: int) -> ModelSpec:
-    """The shape with so many blocks."""
+    """The model with ``blocks`` blocks."""
     return model if blocks == model.layers else model.with_(layers=blocks)
 
 
-def held_units(model: ModelSpec, plan: Plan, stage: Stage) -> list[UnitInfo]:
-    """Units of a stage: the embedding is the first rank's, the head the last one's.
+def held_units(model: ModelSpec, plan: Plan, stage: PipelineShare) -> list[UnitInfo]:
+    """Units of one rank. The first rank has the embedding and the last rank has the head.
 
     Args:
-        model: with the stage's blocks.
-        plan: the plan.
-        stage: the rank.
+        model: Dimensions of the model, with the rank's number of blocks.
+        plan: The plan.
+        stage: The rank's share of the pipeline.
     """
     cut = parts(model, plan.granularity, plan.tp)
     return [
@@ -258,13 +260,13 @@ def held_units(model: ModelSpec, plan: Plan, stage: Stage) -> list[UnitInfo]:
 
 
 def _largest_share(units: Sequence[UnitInfo]) -> int:
-    """Elements of the rank that owns most."""
+    """Number of elements on the rank that owns the most."""
     shares = together([buffer.shares for unit in units for buffer in unit.buffers])
     return shares[0] if isinstance(shares, Even) else max(shares)
 
 
 def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """The units that computation and prefetch hold at once, and those that stay gathered until backward."""
+    """Bytes of the units that computation and prefetch hold at once, and of those that stay gathered until backward."""
     if plan.params.ranks == 1:
         return 0
     sizes = [unit.nbytes for unit in units]
@@ -276,8 +278,8 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Gradients of one unit before they are reduced, a bucket that is filled, and what is under way; messages of
-    codecs."""
+    """Bytes of one unit's gradients before they are reduced, of a bucket that is filling up, of reductions in flight,
+    and of encoded messages."""
     reduce_size = ITEMSIZE[plan.effective_reduce_dtype]
     largest = max(sum(b.numel for b in unit.buffers) for unit in units)
     padded = sum(b.numel for unit in units for b in unit.buffers)
@@ -296,13 +298,14 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 def _scattered(plan: Plan, numel: int) -> int:
-    """Gradients in a reduce-scatter, and what is received: messages, or values as they are."""
+    """Bytes of gradients in a reduce-scatter, and of the messages or values that it receives."""
     values = ITEMSIZE[plan.effective_reduce_dtype] * numel
     return values + (_message_bytes(plan, numel) or values)
 
 
 def _reduced(plan: Plan, numel: int) -> int:
-    """A bucket in a reduce-scatter over the ranks that share OS, or in an all-reduce over replicas, or in both."""
+    """Bytes of a bucket in a reduce-scatter over the ranks that share OS, in an all-reduce over replicas, or in
+    both."""
     total, ranks = 0, plan.optimizer.ranks // plan.params.ranks
     if ranks > 1:
         numel, whole = numel // ranks, numel
@@ -313,7 +316,7 @@ def _reduced(plan: Plan, numel: int) -> int:
 
 
 def _message_bytes(plan: Plan, numel: int) -> int:
-    """Of gradients, encoded; and the node's sums between the hops."""
+    """Bytes of encoded gradients, and of the node's sums between the hops."""
     local, _ = axis_shape(plan, Axis.SHARD)
     wire, total = plan.wire, 0
     if not wire.reduce_intra.is_none:
@@ -324,14 +327,14 @@ def _message_bytes(plan: Plan, numel: int) -> int:
 
 
 def _spread_bytes(plan: Plan, shard: int) -> int:
-    """Messages of all spread parameters: the optimizer has every unit's ready before the first is on its way."""
+    """Bytes of the messages of all spread parameters: the optimizer updates every unit before the first is sent."""
     if plan.wire.spread.is_none or plan.optimizer == plan.params:
         return 0
     return plan.wire.spread.max_wire_bytes(shard, plan.compute_dtype)
 
 
 def _feedback(plan: Plan, padded: int) -> int:
-    """fp32 of what the last hop of every reduction sends."""
+    """Bytes of fp32 rounding errors, one for each value that the last hop of a reduction sends."""
     if not plan.wire.error_feedback:
         return 0
     shard, total = padded // plan.params.ranks, 0
@@ -344,10 +347,10 @@ def _feedback(plan: Plan, padded: int) -> int:
 
 
 def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
-    """What one block keeps of so many tokens from its forward to its backward."""
+    """Bytes that one block keeps from its forward to its backward for ``tokens`` tokens."""
     h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
-    # Input and output of both norms, rotated queries and keys, values, attention's output twice (as it is and
-    # flattened); then gate, up, silu(gate) and their product, or GELU's input and output.
+    # Input and output of both norms, rotated queries and keys, values, the attention output twice (plain and
+    # flattened); then gate, up, silu(gate) and their product, or the input and output of GELU.
     width = 7 * h + 2 * kv + (4 if model.kind == "llama" else 2) * ffn
     softmax = 4 * model.heads  # one fp32 normaliser for each head
     return tokens * (itemsize * width + softmax)
@@ -357,10 +360,10 @@ def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *
     """Bytes that each part of a model keeps from its forward to its backward.
 
     Args:
-        model: its shape.
-        plan: micro-batch, tensor parallelism, recomputation.
-        parts: of the model.
-        seq: tokens of a sequence.
+        model: Dimensions of the model.
+        plan: The plan; micro-batch, tensor parallelism and recomputation matter.
+        parts: Parts of the model.
+        seq: Tokens per sequence.
     """
     tokens, itemsize = -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
     inputs = tokens * model.hidden * itemsize
@@ -377,32 +380,33 @@ def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *
 
 
 def _tokens(plan: Plan, seq: int) -> tuple[int, int]:
-    """Tokens of a micro-batch on a tensor-parallel rank, and bytes of a value."""
-    # Tensor-parallel ranks cut the sequence where they do not cut heads and channels (Korthikanti et al., section 4.2).
+    """Tokens of a micro-batch on one tensor-parallel rank, and bytes per value."""
+    # Tensor-parallel ranks split the sequence wherever they do not split heads and channels (Korthikanti et al.,
+    # section 4.2).
     return -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
 
 
-def _activations(model: ModelSpec, plan: Plan, seq: int, stage: Stage | None) -> int:
+def _activations(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare | None) -> int:
     tokens, itemsize = _tokens(plan, seq)
     block = activation_bytes(model, tokens, itemsize)
     inputs = tokens * model.hidden * itemsize
     if stage is None:
         kept, ends = model.layers * min(plan.pp, plan.micro_batches), 3 * inputs
     else:
-        # What attention, the feed-forward and the head read is gathered over the tensor-parallel ranks, and torch keeps
-        # it so for the gradients of their weights; Korthikanti et al. gather it again.
+        # The inputs of attention, feed-forward and head are gathered over the tensor-parallel ranks. Torch keeps them
+        # gathered for the gradients of the weights, whereas Korthikanti et al. gather them again.
         block += 2 * (plan.tp - 1) * inputs
         kept = stage.kept_blocks
-        # The embedding's output; the final norm's input and output; what other stages have been sent.
+        # The embedding's output, the final norm's input and output, and messages sent to other stages.
         ends = stage.first * inputs + stage.last * (1 + plan.tp) * inputs
         ends += stage.in_flight * (stage.chunks - stage.last) // stage.chunks * inputs
     return (kept * inputs + block if plan.recompute else kept * block) + ends
 
 
-def _messages(model: ModelSpec, plan: Plan, seq: int, stage: Stage | None) -> int:
-    """Buffers for what a stage receives: torch's pipelining has one for each micro-batch of a step, both ways.
+def _messages(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare | None) -> int:
+    """Bytes of a stage's receive buffers. Torch's pipelining has one for each micro-batch of a step and each direction.
 
-    Those that micro-batches in flight came in are counted with their activations.
+    The buffers of micro-batches in flight are counted with the activations.
     """
     if stage is None or plan.pp == 1:
         return 0

@@ -1,4 +1,4 @@
-"""What one operation of a program consists of: transfers, and a codec's work around them."""
+"""Splits an operation of a program into stages with a price: transfers, and the codec work before and after them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _GATHERS = {Scope.INSIDE: Stage.GATHER_INSIDE, Scope.ACROSS: Stage.GATHER_ACROSS
 
 @dataclass(frozen=True, slots=True)
 class PricedStage:
-    """One part of a collective, and how long it takes.
+    """One stage of a collective with its duration.
 
     Attributes:
-        stage: the queue it waits in; work of one stage of a lane runs one after another.
-        scope: the links it uses; ``None`` for work of the processor.
-        seconds: alone.
-        beside: what it and computation do to each other.
-        spine_load: how many times longer it keeps the spine busy than the cards of a node.
-        copies: whether it packs a bucket, or takes sums out of one, as part of the stage.
+        stage: Queue of the stage; work in one stage of a lane runs one after another.
+        scope: Links that the stage uses; ``None`` for work of the processor.
+        seconds: Seconds without interference from anything else.
+        beside: Slowdown between the stage and computation.
+        spine_load: Busy time of the spine over busy time of a node's network cards.
+        copies: Whether this is the packing of a bucket, or the unpacking of its sums, as part of the stage.
     """
 
     stage: Stage
@@ -41,13 +41,13 @@ class PricedStage:
 
 @dataclass(frozen=True, slots=True)
 class CodedHop:
-    """One hop with what makes its messages.
+    """One hop with the encoding of its messages.
 
     Attributes:
-        hop: the exchange.
-        encoding: codec, and dtype of the values.
-        feedback: whether encoding keeps what is lost.
-        difference: whether the messages are differences from what ranks hold.
+        hop: The exchange.
+        encoding: Codec, and dtype of the values.
+        feedback: Whether encoding keeps the rounding errors (error feedback).
+        difference: Whether the messages hold differences from the values on the receiving ranks.
     """
 
     hop: Hop
@@ -57,12 +57,12 @@ class CodedHop:
 
     @property
     def values(self) -> float:
-        """Values that this rank sends."""
+        """Number of values that this rank sends."""
         return self.hop.sent / largest_bytes_per_value(self.encoding.codec, self.encoding.dtype)
 
     @property
     def sent(self) -> int:
-        """Bytes that it sends; of messages of variable length, as they usually come out."""
+        """Bytes that this rank sends; typical bytes for messages of variable length."""
         codec = self.encoding.codec
         if not codec.is_variable_length:
             return self.hop.sent
@@ -70,39 +70,39 @@ class CodedHop:
 
 
 def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
-    """The moves of an operation in order, as ``collectives/`` performs them.
+    """The stages of an operation, in the order in which ``collectives/`` performs them.
 
     Args:
-        plan: whose codecs apply.
-        operation: one of its program.
-        rates: how long each takes.
+        plan: Plan with the codecs.
+        operation: Operation of the plan's program.
+        rates: Seconds of transfers, codecs and copies.
     """
     coded = coded_hops(plan, operation)
-    found = moves_of(coded, rates)
+    priced = moves_of(coded, rates)
     if operation.axis not in (Axis.SHARD, Axis.REPLICA) or operation.lane is Lane.SPREAD or not coded:
-        return found
-    # Gradients of several units are packed into a bucket, and sums taken out of it.
+        return priced
+    # Gradients of several units are packed into a bucket, and their sums are unpacked from it.
     local, nodes = axis_shape(plan, operation.axis)
     whole = whole_numel(coded)
     taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
-    pack = PricedStage(found[0].stage, None, rates.touch(whole), copies=True)
-    return [pack, *found, PricedStage(found[-1].stage, None, rates.touch(taken), copies=True)]
+    pack = PricedStage(priced[0].stage, None, rates.touch(whole), copies=True)
+    return [pack, *priced, PricedStage(priced[-1].stage, None, rates.touch(taken), copies=True)]
 
 
 def coded_hops(plan: Plan, operation: Operation) -> list[CodedHop]:
-    """The hops of an operation with what makes their messages."""
+    """The hops of an operation with the encodings of their messages."""
     return [_coded(plan, operation, hop) for hop in operation.hops]
 
 
 def moves_of(hops: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
-    """The moves of one collective: hops that scatter, then hops that gather."""
+    """The stages of one collective: hops that scatter, then hops that gather."""
     scatters = [step for step in hops if step.hop.kind is Kind.REDUCE_SCATTER]
     gathers = [step for step in hops if step.hop.kind is not Kind.REDUCE_SCATTER]
     return [*_scattered(scatters, rates), *_gathered(gathers, rates)]
 
 
 def whole_numel(hops: Sequence[CodedHop]) -> float:
-    """Values of the vector that a reduction is over."""
+    """Number of values in the vector that a collective reduces."""
     first = hops[0]
     if first.hop.kind is not Kind.REDUCE_SCATTER:
         return first.values  # two members exchange whole vectors
@@ -110,14 +110,14 @@ def whole_numel(hops: Sequence[CodedHop]) -> float:
 
 
 def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
-    """A hop with what makes its messages, and whether error feedback goes with it."""
+    """A hop with the encoding of its messages, and whether error feedback applies to it."""
     if not operation.encoded:
         gradients = operation.lane in (Lane.REDUCE, Lane.SYNC)
         return CodedHop(hop, Encoding(_NONE, plan.effective_reduce_dtype if gradients else plan.compute_dtype))
     if operation.lane is Lane.GATHER:
         return CodedHop(hop, Encoding(plan.wire.gather, plan.compute_dtype))
     if operation.lane is Lane.SPREAD:
-        # Differences are fp32: masters less what ranks hold.
+        # Differences are fp32: master parameters minus the values on the receiving ranks.
         dtype = "float32" if plan.wire.spread_difference else plan.compute_dtype
         return CodedHop(hop, Encoding(plan.wire.spread, dtype), difference=plan.wire.spread_difference)
     encodings = reduction_encodings(plan, operation.axis)
@@ -131,22 +131,22 @@ def _coded(plan: Plan, operation: Operation, hop: Hop) -> CodedHop:
 
 
 def _scattered(steps: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
-    """Encode, send, decode and add; between two hops decoding and encoding are one move."""
-    found: list[PricedStage] = []
-    waiting = 0.0  # a codec's work before the next hop
+    """Encode, send, decode and add. Decoding and encoding between two hops form one stage."""
+    priced: list[PricedStage] = []
+    waiting = 0.0  # seconds of codec work before the next hop
     for number, step in enumerate(steps):
         waiting += codec_seconds(rates, step, encoded=step.values)
         if waiting:
-            found.append(PricedStage(Stage.ENCODE if number == 0 else Stage.RECODE, None, waiting))
-        found.append(_transfer(_SCATTERS, step, rates))
+            priced.append(PricedStage(Stage.ENCODE if number == 0 else Stage.RECODE, None, waiting))
+        priced.append(_transfer(_SCATTERS, step, rates))
         waiting = codec_seconds(rates, step, decoded=step.values)
     if waiting:
-        found.append(PricedStage(Stage.DECODE, None, waiting))
-    return found
+        priced.append(PricedStage(Stage.DECODE, None, waiting))
+    return priced
 
 
 def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
-    """A piece is encoded once, travels both hops as it is, and all pieces, the own one too, are decoded at the end."""
+    """Encode a piece once, send it over both hops unchanged, and decode all pieces, including the rank's own."""
     if not steps:
         return []
     first = steps[0]
@@ -156,7 +156,7 @@ def _gathered(steps: Sequence[CodedHop], rates: Rates) -> list[PricedStage]:
     encoding = codec_seconds(rates, first, encoded=piece)
     decoding = codec_seconds(rates, first, decoded=whole)
     if first.difference and not first.encoding.codec.is_none:
-        # What is held is subtracted, and at the end widened, added to and rounded again.
+        # Encoding subtracts the current values. Decoding widens them, adds the differences and rounds the sums.
         encoding += rates.touch(piece)
         decoding += rates.touch(2 * whole)
     before = [PricedStage(Stage.ENCODE_GATHER, None, encoding)] if encoding else []
@@ -175,6 +175,6 @@ def _transfer(stages: Mapping[Scope, Stage], step: CodedHop, rates: Rates) -> Pr
 
 
 def codec_seconds(rates: Rates, step: CodedHop, *, encoded: float = 0.0, decoded: float = 0.0) -> float:
-    """Seconds that a hop's codec works on so many values."""
+    """Seconds that a hop's codec takes to encode and decode these numbers of values."""
     codec, dtype = step.encoding.codec, step.encoding.dtype
     return 0.0 if codec.is_none else rates.codec(Work(codec, dtype, encoded, decoded, step.feedback))

@@ -245,10 +245,10 @@ def hop_route(fabric: Fabric, kind: Kind, ranks: int, stride: int) -> Route:
 
 
 def declared_seconds(codec: CodecSpec, dtype: str, values: float) -> float:
-    """How long a codec of another package takes to encode or decode so many values, by the speed that it declares.
+    """Seconds that a codec of another package takes to encode or decode ``values`` values at its declared speed.
 
     Raises:
-        SpecError: if it declares none.
+        SpecError: The codec declares no speed.
     """
     assert codec.plugin is not None
     speed = codec.plugin.bytes_per_second

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from thinwire.cost import Busy, Pricer, Rates, Traffic, UnitKind, memory, working_memory
-from thinwire.cost.memory import Stage, demanding_stages, held_units, stage_model, stages
+from thinwire.cost.memory import PipelineShare, demanding_stages, held_units, stage_model, stages
 from thinwire.plan.rules import Chain, Cut, chain_ends, secondaries
 from thinwire.plan.training_job import CODEC_LEVELS, TrainingJob
 from thinwire.program import Kind, Scope, default_trace
@@ -279,7 +279,7 @@ class Drafts:
         work = Workload(self.job.parts(plan), (), self.job.seq)
         return idle_seconds(plan, work, rates, message) + message_seconds(plan, message)
 
-    def _demanding(self, micro_batches: int) -> list[Stage]:
+    def _demanding(self, micro_batches: int) -> list[PipelineShare]:
         return demanding_stages(stages(self.job.model.layers, self._base.with_(micro_batches=micro_batches)))
 
     def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:

@@ -1,10 +1,10 @@
-"""Which host takes which place of the mesh: groups that cross nodes stay below one leaf switch where they can.
+"""Assigns hosts to the nodes of the mesh so that groups that cross nodes stay below one leaf switch where possible.
 
-A plan's factors nest: ``P`` over a few nodes, ``OS`` over more. The hosts of a block of nodes that belongs together are
-taken from one leaf; what is left over of several leaves makes the blocks that cannot avoid the spine, of as few leaves
-as possible. That is done for all factors and for some of them, and the simulator says in which order the plan's step is
-shortest, at the prices by which the search compares plans. Launchers take the result as an order of hosts: torchrun's
-node ranks, an MPI rankfile, or SLURM's arbitrary distribution.
+A plan's factors nest: ``P`` spans a few nodes, and ``OS`` spans more. Nodes that belong to one block are taken from one
+leaf. The remaining hosts of several leaves form the blocks that have to cross the spine, from as few leaves as
+possible. This is done for all factors and for subsets of them, and the simulator picks the order with the shortest
+step, at the prices that the search uses. Launchers take the result as an order of hosts: torchrun's node ranks, an MPI
+rankfile, or SLURM's arbitrary distribution.
 """
 
 from __future__ import annotations
@@ -28,10 +28,13 @@ def read_hosts(path: Path) -> dict[str, str]:
     """Hosts and their leaves, in the scheduler's order.
 
     Args:
-        path: a line for each host: its name, and the name of its leaf switch; ``#`` begins a comment.
+        path: File with one line per host: its name and the name of its leaf switch. ``#`` begins a comment.
+
+    Returns:
+        The leaf of every host, by host.
 
     Raises:
-        SpecError: the file cannot be read, or a line is malformed, or a host appears twice.
+        SpecError: The file cannot be read, a line is malformed, or a host appears twice.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -58,12 +61,12 @@ def read_hosts(path: Path) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Placed:
-    """An order of hosts, and what it is worth.
+    """An order of hosts with its costs.
 
     Attributes:
-        order: of the hosts, as the nodes of the mesh.
-        seconds: of the plan's step in that order.
-        crossing: share of what nodes send to each other that leaves its leaf.
+        order: Hosts, in the order of the mesh's nodes.
+        seconds: Seconds of the plan's step in this order.
+        crossing: Fraction of the bytes between nodes that cross from one leaf to another.
     """
 
     order: tuple[str, ...]
@@ -72,76 +75,76 @@ class Placed:
 
 
 def leaf_numbers(hosts: Mapping[str, str], order: Iterable[str] | None = None) -> tuple[int, ...]:
-    """Number of every host's leaf, as a cluster has it.
+    """Number the leaves, and return each host's number as a cluster specification needs it.
 
     Args:
-        hosts: leaf of every host.
-        order: of the hosts; leaf by leaf by default, so that plans can be compared before their hosts are ordered.
+        hosts: Leaf of every host.
+        order: Order of the hosts; default: leaf by leaf, to compare plans before their hosts are ordered.
     """
     number = {leaf: index for index, leaf in enumerate(dict.fromkeys(hosts.values()))}
     return tuple(number[hosts[host]] for host in (_ordered(list(hosts), hosts, []) if order is None else order))
 
 
 def place(job: TrainingJob, plan: Plan, hosts: Mapping[str, str]) -> Placed:
-    """Hosts in the order of the mesh's nodes in which the plan's step is shortest; of several, the one that crosses the
-    spine least.
+    """Find the order of hosts with the shortest step; of equally short ones, the order that crosses the spine least.
 
     Args:
-        job: whose rates price the step. Without a figure for the spine all orders take as long.
-        plan: whose factors say which nodes belong together.
-        hosts: leaf of every host, in the scheduler's order, which settles ties.
+        job: Training job with the rates that price the step. If its cluster has no figure for the spine, all orders
+            take equally long.
+        plan: Plan with the factors that define which nodes belong together.
+        hosts: Leaf of every host, in the scheduler's order, which breaks ties.
 
     Raises:
-        SpecError: if there are not as many hosts as the cluster has nodes.
+        SpecError: The number of hosts is not the cluster's number of nodes.
     """
     if len(hosts) != job.cluster.nodes:
         raise SpecError("hosts", [f"there are {len(hosts)} hosts, and the cluster has {job.cluster.nodes} nodes"])
     traffic = _traffic(job, plan)
     placed = (_placed(job, plan, order, hosts, traffic) for order in _candidates(plan, hosts))
-    return min(placed, key=lambda found: (found.seconds, found.crossing))
+    return min(placed, key=lambda placement: (placement.seconds, placement.crossing))
 
 
 def placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str]) -> Placed:
-    """What an order is worth.
+    """Price an order of hosts.
 
     Args:
-        job: whose rates price the step.
-        plan: whose step it is.
-        order: of the hosts.
-        hosts: leaf of every host.
+        job: Training job with the rates that price the step.
+        plan: The plan.
+        order: Hosts, in the order of the mesh's nodes.
+        hosts: Leaf of every host.
     """
     return _placed(job, plan, order, hosts, _traffic(job, plan))
 
 
 def hostfile(order: Sequence[str]) -> str:
-    """One host a line: its line number is torchrun's ``--node-rank``."""
+    """A file with one host per line; the line number, from 0, is torchrun's ``--node-rank``."""
     return "".join(f"{host}\n" for host in order)
 
 
 def rankfile(order: Sequence[str], local: int) -> str:
-    """An Open MPI rankfile."""
+    """An Open MPI rankfile with one line per rank."""
     return "".join(
         f"rank {node * local + slot}={host} slot={slot}\n" for node, host in enumerate(order) for slot in range(local)
     )
 
 
 def slurm_hostfile(order: Sequence[str], local: int) -> str:
-    """For ``SLURM_HOSTFILE`` with ``srun --distribution=arbitrary``: a line for each task."""
+    """A file for ``SLURM_HOSTFILE`` with ``srun --distribution=arbitrary``, with one line per task."""
     return "".join(f"{host}\n" for host in order for _ in range(local))
 
 
 Traffic = Mapping[tuple[Kind, int, int], int]
-"""Bytes that a rank sends to other nodes in a step, by kind of hop, nodes of its group and stride."""
+"""Bytes that a rank sends to other nodes per step, by kind of hop, nodes in its group, and stride."""
 
 
 def _traffic(job: TrainingJob, plan: Plan) -> Traffic:
-    found: dict[tuple[Kind, int, int], int] = {}
+    sent: dict[tuple[Kind, int, int], int] = {}
     for operation in lower(plan, job.units(plan), micro_batches=plan.micro_batches).operations:
         for hop in operation.hops:
             if hop.scope is Scope.ACROSS:
                 key = hop.kind, hop.ranks, hop.stride
-                found[key] = found.get(key, 0) + hop.sent
-    return found
+                sent[key] = sent.get(key, 0) + hop.sent
+    return sent
 
 
 def _placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[str, str], traffic: Traffic) -> Placed:
@@ -153,8 +156,8 @@ def _placed(job: TrainingJob, plan: Plan, order: Sequence[str], hosts: Mapping[s
 
 
 def _candidates(plan: Plan, hosts: Mapping[str, str]) -> Iterable[tuple[str, ...]]:
-    """The scheduler's order, and hosts packed for all factors or for some: what suits one may tear another apart. And
-    leaf by leaf for the groups between blocks, which hold one node of each."""
+    """The orders to try: the scheduler's, and hosts packed for all factors or for some, because packing for one factor
+    may split the groups of another. Also leaf by leaf, for groups that hold one node of every block."""
     blocks, names = _blocks(plan), list(hosts)
     chosen = (some for count in range(len(blocks) + 1) for some in itertools.combinations(blocks, count))
     packed = [tuple(_ordered(names, hosts, some)) for some in chosen]
@@ -163,21 +166,21 @@ def _candidates(plan: Plan, hosts: Mapping[str, str]) -> Iterable[tuple[str, ...
 
 
 def _strided(order: Sequence[str], size: int) -> tuple[str, ...]:
-    """Neighbours in ``order`` put into the same place of blocks of ``size`` that follow each other."""
+    """Put neighbors in ``order`` at the same position of consecutive blocks of ``size`` nodes."""
     count = len(order) // size
     return tuple(order[place * count + block] for block in range(count) for place in range(size))
 
 
 def _blocks(plan: Plan) -> list[int]:
-    """Nodes that belong together, by factor, largest first."""
+    """Numbers of nodes per block, one for each factor, largest first."""
     sizes = {factor.nodes for factor in (plan.params, plan.grads, plan.optimizer, plan.secondary) if factor is not None}
     if plan.pp > 1:
-        sizes.add(plan.mesh.nodes)  # of a stage
+        sizes.add(plan.mesh.nodes)  # nodes of a pipeline stage
     return sorted((size for size in sizes if size > 1), reverse=True)
 
 
 def _ordered(names: Sequence[str], leaf_of: Mapping[str, str], blocks: Sequence[int]) -> list[str]:
-    """Whole blocks of one leaf first; the rest again with smaller blocks, leaf by leaf."""
+    """Take whole blocks from single leaves first; order the remaining hosts with smaller blocks, leaf by leaf."""
     by_leaf = _grouped(names, leaf_of)
     if not blocks:
         return [name for leaf in by_leaf.values() for name in leaf]
@@ -192,7 +195,7 @@ def _ordered(names: Sequence[str], leaf_of: Mapping[str, str], blocks: Sequence[
 
 
 def _filled(names: Sequence[str], leaf_of: Mapping[str, str], size: int, smaller: Sequence[int]) -> list[str]:
-    """Blocks of what is left of the leaves: each takes the largest remainder first, then what fills it best."""
+    """Fill blocks from the remaining hosts: each takes the largest remainder of a leaf first, then the best fit."""
     by_leaf = _grouped(names, leaf_of)
     order: list[str] = []
     while by_leaf:
@@ -212,7 +215,7 @@ def _filled(names: Sequence[str], leaf_of: Mapping[str, str], size: int, smaller
 
 
 def _grouped(names: Iterable[str], leaf_of: Mapping[str, str]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for name in names:
-        found.setdefault(leaf_of[name], []).append(name)
-    return found
+        names_of.setdefault(leaf_of[name], []).append(name)
+    return names_of

@@ -213,7 +213,7 @@ def _write(
         stand_in = torch.empty(layout.shapes[tensor.source], device="meta")
         planned.append(_Planned(tensor, tuple(tensor.make(stand_in).shape)))
     shards = list(_dealt(planned, dtype.itemsize, max_shard_bytes))
-    source = _Source(saved)
+    source = _CheckpointReader(saved)
     written = []
     for number, shard in enumerate(shards, start=1):
         name = SINGLE if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
@@ -242,7 +242,7 @@ def _dealt(planned: Sequence[_Planned], itemsize: int, max_shard_bytes: int) -> 
     yield shard
 
 
-class _Source:
+class _CheckpointReader:
     """Parameters of a checkpoint; the last is kept, as several tensors may be parts of it."""
 
     def __init__(self, saved: SavedModel) -> None:
@@ -256,7 +256,7 @@ class _Source:
         return self._last[1]
 
 
-def _write_file(path: Path, parts: Sequence[_Planned], source: _Source, dtype: torch.dtype) -> None:
+def _write_file(path: Path, parts: Sequence[_Planned], source: _CheckpointReader, dtype: torch.dtype) -> None:
     """Write a safetensors file: the length of a header, the header (JSON, padded), the tensors' bytes."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0

@@ -38,7 +38,7 @@ _OF_NO_USE: Final = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.a
 
 @final
 @dataclass(frozen=True)
-class _Held:
+class _StoredTensor:
     """A tensor in a file."""
 
     file: Path
@@ -68,7 +68,7 @@ class LoadedValues:
 
     def __init__(self, directory: Path, model: nn.Module, prefix: str) -> None:
         self._directory, self._model, self._prefix = directory, model, prefix
-        self._sources: dict[str, list[tuple[FileTensor, _Held]]] = {}
+        self._sources: dict[str, list[tuple[FileTensor, _StoredTensor]]] = {}
         self._handles: dict[Path, Any] = {}
 
     def open(self) -> str:
@@ -108,7 +108,7 @@ class LoadedValues:
         assert whole is not None, "the tensors cover the parameter"
         return whole
 
-    def _slice(self, tensor: FileTensor, held: _Held, region: Region) -> Tensor:
+    def _slice(self, tensor: FileTensor, held: _StoredTensor, region: Region) -> Tensor:
         try:
             if held.file not in self._handles:
                 self._handles[held.file] = safe_open(held.file, framework="pt", device="cpu")
@@ -120,7 +120,7 @@ class LoadedValues:
             raise DataError(f"{held.file}: {tensor.name} cannot be read: {error}") from error
 
 
-def _headers(directory: Path) -> dict[str, _Held]:
+def _headers(directory: Path) -> dict[str, _StoredTensor]:
     """Every tensor of a model's files, from their headers."""
     if (directory / INDEX).is_file():
         listed = _read_index(directory / INDEX)
@@ -138,7 +138,7 @@ def _headers(directory: Path) -> dict[str, _Held]:
             )
             + ', or start at random with model.weights = "random"'
         )
-    held: dict[str, _Held] = {}
+    held: dict[str, _StoredTensor] = {}
     for file in files:
         for name, entry in _header(directory / file).items():
             if name in held:
@@ -150,11 +150,13 @@ def _headers(directory: Path) -> dict[str, _Held]:
     return held
 
 
-def _header(file: Path) -> dict[str, _Held]:
+def _header(file: Path) -> dict[str, _StoredTensor]:
     try:
         with safe_open(file, framework="pt", device="cpu") as handle:
             slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            return {name: _Held(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            return {
+                name: _StoredTensor(file, tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()
+            }
     except (OSError, SafetensorError) as error:
         raise DataError(f"{file} is no complete safetensors file: {error}") from error
 
@@ -175,14 +177,16 @@ def _read_index(file: Path) -> dict[str, str]:
     return listed
 
 
-def _matched(model: Any, held: Mapping[str, _Held]) -> tuple[dict[str, list[tuple[FileTensor, _Held]]], list[str]]:
+def _matched(
+    model: Any, held: Mapping[str, _StoredTensor]
+) -> tuple[dict[str, list[tuple[FileTensor, _StoredTensor]]], list[str]]:
     """Where each parameter is found, and what is wrong, one phrase for each kind of problem."""
     expected: dict[str, list[FileTensor]] = {}
     for tensor in file_tensors(model):
         expected.setdefault(tensor.source, []).append(tensor)
     aliases = _aliases(model)
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    sources: dict[str, list[tuple[FileTensor, _Held]]] = {}
+    sources: dict[str, list[tuple[FileTensor, _StoredTensor]]] = {}
     missing, wrong, used = [], [], set()
     for source, tensors in expected.items():
         stored = next(
@@ -256,7 +260,7 @@ def _phrase(what: str, names: Sequence[str]) -> list[str]:
     return [f"{len(names)} {what}: {', '.join(names[:3])}{more}"]
 
 
-def _digest(held: Mapping[str, _Held]) -> str:
+def _digest(held: Mapping[str, _StoredTensor]) -> str:
     """Of all headers, and of the last bytes of each file: other weights of the same shapes are noticed."""
     digest = hashlib.blake2b(digest_size=6)
     digest.update(repr(sorted((name, entry.shape, entry.dtype) for name, entry in held.items())).encode())
