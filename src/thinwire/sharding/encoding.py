@@ -1,4 +1,4 @@
-"""The codecs of a plan, made for a device; and the plans whose codecs this runtime cannot follow."""
+"""Creates a plan's codecs for a device, and checks whether this runtime supports them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", 
 
 @dataclass(frozen=True)
 class PlanCodecs:
-    """What encodes a plan's messages; ``None`` sends values as they are.
+    """The codecs of a plan; ``None`` sends values unencoded.
 
     Attributes:
-        gather: parameters, before a unit runs.
-        reduce: gradients, hop by hop.
-        spread: parameters, after an update.
+        gather: Codec of parameters that are gathered before a unit runs.
+        reduce: Codecs of gradients, by hop.
+        spread: Codec of parameters that are spread after an update.
     """
 
     gather: Codec | None
@@ -35,7 +35,7 @@ class PlanCodecs:
 
     @classmethod
     def of(cls, plan: Plan, device: torch.device, backend: str | None = None) -> PlanCodecs:
-        """The codecs of a plan, by a backend or the device's own."""
+        """Create the codecs of a plan, with the given backend or the device's default."""
 
         def made(spec: CodecSpec) -> Codec | None:
             return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
@@ -46,10 +46,10 @@ class PlanCodecs:
 
 
 def agreed_codecs(plan: Plan) -> tuple[str, ...]:
-    """The plan's codecs of other packages, each with the version that all ranks must share. Imports them.
+    """Import the plan's codecs of other packages, and name each with the version that all ranks must share.
 
     Raises:
-        SpecError: if one cannot be loaded.
+        SpecError: A codec cannot be loaded.
     """
     named = [*plan.wire.codecs().values(), *(unit.codec for unit in plan.units if unit.codec is not None)]
     specs = {spec for spec in named if spec.plugin is not None}
@@ -62,7 +62,7 @@ def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
     """Raise if a pattern of ``wire.exclude`` matches none of the model's parameters.
 
     Raises:
-        SpecError: naming the patterns.
+        SpecError: Some patterns match nothing; the error names them.
     """
     idle = [pattern for pattern in plan.wire.exclude if not fnmatch.filter(names, pattern)]
     if idle:
@@ -73,13 +73,13 @@ def check_exclusions(plan: Plan, names: Sequence[str]) -> None:
 
 
 def rounds_parameters(plan: Plan) -> bool:
-    """Whether ranks compute with something else than the optimizer's values because these travel through a codec, so
-    that the optimizer keeps values of its own even where it has the same dtype."""
+    """Whether a codec changes the parameters on their way from the optimizer to the ranks that compute with them. The
+    optimizer then keeps its own values even if they have the same dtype."""
     return not plan.wire.spread.is_lossless and axis_shape(plan, Axis.SHARD) != (1, 1)
 
 
 def codec_problems(plan: Plan) -> Iterator[str]:
-    """What of a plan's ``wire`` this runtime cannot do, in one sentence each."""
+    """One sentence for each setting of a plan's ``wire`` that this runtime does not support."""
     dtypes: dict[str, set[str]] = {
         "gather": {plan.compute_dtype},
         "spread": {plan.compute_dtype},

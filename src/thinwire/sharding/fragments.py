@@ -17,16 +17,17 @@ __all__ = ["OwnedFragment", "own_fragments"]
 
 @dataclass(frozen=True)
 class OwnedFragment:
-    """A fragment this rank updates.
+    """A fragment that this rank updates.
 
     Attributes:
-        unit: index of its unit.
-        slot: index of its parameter within the unit.
-        fragment: which part of the parameter it is.
-        value: what the optimizer updates, fp32; in the parameter's shape if whole, else 1-D.
-        held: the same elements of the P shard, 1-D: what ranks compute with.
-        grad: its gradient, in the plan's ``accumulate_dtype``, same shape.
-        source: the gradient that ``grad`` is a part of.
+        unit: Index of the fragment's unit.
+        slot: Index of the fragment's parameter within the unit.
+        fragment: Position of the fragment in the parameter and in the share.
+        value: Master values that the optimizer updates, fp32; in the parameter's shape if the fragment is the whole
+            parameter, otherwise 1-D.
+        held: The same elements of the P shard, which ranks compute with; 1-D, in the compute dtype.
+        grad: Gradient of the fragment in the plan's ``accumulate_dtype``, with the shape of ``value``.
+        source: Gradient of the unit's buffer that ``grad`` is a part of.
     """
 
     unit: int
@@ -41,13 +42,13 @@ class OwnedFragment:
 def own_fragments(
     units: Iterable[Unit], gradients: Mapping[int, Sequence[UnitGradient]], shard: int, share: int
 ) -> list[OwnedFragment]:
-    """Every fragment of a rank's shares, with views of its master and its gradient.
+    """List every fragment in a rank's shares, with views of its master values and its gradient.
 
     Args:
-        units: of the model.
-        gradients: by unit.
-        shard: which P shard the rank holds.
-        share: which share of it the rank updates.
+        units: Units of the model.
+        gradients: Gradients by unit.
+        shard: Index of the P shard that the rank holds.
+        share: Index of the share of this shard that the rank updates.
     """
     owned = []
     for unit in units:

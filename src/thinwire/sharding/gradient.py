@@ -1,16 +1,17 @@
 """One unit's gradients on this rank: from autograd's tensors to the share that the optimizer reads.
 
-Three buffers take part, each only where the plan needs it:
+There are three buffers, each allocated only if the plan needs it:
 
-- ``staging``: the micro-batch's whole gradient in wire dtype, laid out like the parameters; lives until it is sent;
-- ``local``: the gradient shard ``G`` that accumulates over micro-batches, where ``s_g = s_p < s_os``;
-- ``owned``: the gradient of this rank's optimizer share; where ``s_g = s_os`` it is ``G``.
+- ``staging``: the micro-batch's whole gradient in wire dtype, laid out like the parameters; freed once it is sent;
+- ``local``: the gradient shard ``G`` that accumulates over micro-batches, if ``s_g = s_p < s_os``;
+- ``owned``: the gradient of this rank's optimizer share; if ``s_g = s_os``, it is ``G``.
 
 ``local`` and ``owned`` have the plan's ``accumulate_dtype``. Each reduction is summed in fp32, added to the accumulator
 in fp32, and rounded to that dtype once.
 
-Every reduction is a mean (or a sum) over its axis and is added to what is there, so reductions stay right however often
-a backward runs before the step. A mean of replicas may be averaged again; a sum is divided among them first.
+Every reduction is a mean (or a sum) over its axis and is added to the buffer's content, so the result is right no
+matter how many backwards run before the step. A mean over replicas may be averaged again; a sum is divided among them
+first.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ __all__ = ["Accumulator", "Topology", "UnitGradient"]
 
 
 class Topology:
-    """The sizes of the axes, and what follows from them for gradients."""
+    """The sizes of the axes, and the scales of reductions that follow from them."""
 
     def __init__(self, plan: Plan) -> None:
         self.params, self.shard, self.replica = (
@@ -40,15 +41,15 @@ class Topology:
         self.mean = plan.grad_reduce == "mean"
 
     def scale(self, size: int) -> float:
-        """Factor of a reduction over ``size`` ranks."""
+        """Factor that scales a sum over ``size`` ranks."""
         return 1.0 / size if self.mean else 1.0
 
 
 class Accumulator:
-    """A buffer that knows whether it still holds nothing.
+    """A buffer that keeps track of whether it is empty.
 
     Args:
-        values: 1-D tensor; its content is undefined while ``empty``.
+        values: 1-D tensor; its content is undefined while the accumulator is ``empty``.
     """
 
     def __init__(self, values: torch.Tensor) -> None:
@@ -56,7 +57,7 @@ class Accumulator:
         self.empty = True
 
     def claim(self) -> bool:
-        """Announce a write: whether to add (``True``) or to overwrite (``False``)."""
+        """Announce a write; returns whether to add to the content (``True``) or to overwrite it (``False``)."""
         accumulate, self.empty = not self.empty, False
         return accumulate
 
@@ -65,13 +66,13 @@ class UnitGradient:
     """The gradient of one of a unit's trainable buffers.
 
     Args:
-        unit: number of the unit.
-        name: of the unit, for timelines.
-        first_slot: number that the unit's parameters have before this buffer's.
-        layout: the buffer.
-        shares: the optimizer ranks' shares of this rank's P shard.
-        owned: memory for the gradient of this rank's share, 1-D, in the plan's ``accumulate_dtype``.
-        topology: axis sizes.
+        unit: Number of the unit.
+        name: Name of the unit, for timelines.
+        first_slot: Number of parameters in the unit's earlier buffers.
+        layout: Layout of the buffer.
+        shares: Shares of this rank's P shard, by optimizer rank.
+        owned: Memory for the gradient of this rank's share, 1-D, in the plan's ``accumulate_dtype``.
+        topology: Sizes of the axes.
     """
 
     def __init__(
@@ -87,20 +88,20 @@ class UnitGradient:
         self.unit, self.name, self.first_slot = unit, name, first_slot
         self.layout, self.shares, self.topology = layout, shares, topology
         self.share_sizes = tuple(sum(run.length for run in share) for share in shares)
-        # Dealt shares may also be one run each and cover the shard, but out of order or of unequal length.
+        # Whole-tensor shares may also be one run each and cover the shard, but out of order or with unequal lengths.
         length = layout.shard_numel // len(shares)
         self.even = all(share == (Run(i * length, length),) for i, share in enumerate(shares))
         self.owned = Accumulator(owned)
         self.staging: torch.Tensor | None = None
         self.unsynced = False
-        self.synchronised = False  # ``owned`` is a sum over the replicas, and the next one will include it
+        self.synchronised = False  # whether ``owned`` is a sum over the replicas, which the next sum will include
         self._local: Accumulator | None = self.owned if topology.shard == 1 else None
         self._seen: set[int] = set()
         self._into_local = False
 
     @property
     def local(self) -> Accumulator:
-        """The gradient shard ``G`` where it is not sharded like the optimizer; allocated when first accumulated."""
+        """The gradient shard ``G`` if it is not sharded like the optimizer; allocated on first use."""
         if self._local is None:
             device = self.owned.values.device
             self._local = Accumulator(allocate(self.layout.shard_numel, self.topology.accumulate_dtype, device))
@@ -108,7 +109,7 @@ class UnitGradient:
 
     @property
     def has_local(self) -> bool:
-        """Whether ``G`` of its own holds something."""
+        """Whether a separate ``G`` exists and is not empty."""
         return self._local is not None and not self._local.empty
 
     @property
@@ -118,16 +119,16 @@ class UnitGradient:
 
     @property
     def started(self) -> bool:
-        """Whether any parameter has delivered since the last reduction."""
+        """Whether any parameter has delivered its gradient since the last reduction."""
         return bool(self._seen)
 
     def collect(self, index: int, grad: torch.Tensor, *, last: bool) -> None:
         """Take the gradient of parameter ``index``; the caller then drops autograd's tensor.
 
         Args:
-            index: slot of the parameter.
-            grad: its gradient, in the parameter's shape.
-            last: whether this is the step's last micro-batch.
+            index: Slot of the parameter.
+            grad: Gradient, in the parameter's shape.
+            last: Whether this is the step's last micro-batch.
         """
         if not self._seen:
             self._begin(last=last)
@@ -145,7 +146,7 @@ class UnitGradient:
         """Close the micro-batch: parameters without a gradient count as zero.
 
         Returns:
-            The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` where it accumulates at home.
+            The whole gradient on this rank: ``staging`` (wire dtype), or ``local`` if gradients accumulate there.
         """
         if not self._seen:
             self._begin(last=last)
@@ -164,8 +165,8 @@ class UnitGradient:
         return staging
 
     def drop(self) -> None:
-        """Drop what a failed backward delivered so far. Where it went home into ``local``, that is lost with it: zero
-        the gradients and take the step's micro-batches again."""
+        """Drop the gradients that a failed backward has delivered. If they were added to ``local``, its earlier content
+        is lost as well: zero the gradients and repeat the step's micro-batches."""
         if self._into_local and self._seen:
             self.local.empty = True
         self.staging = None
@@ -180,10 +181,10 @@ class UnitGradient:
         self.unsynced = self.synchronised = False
 
     def _begin(self, *, last: bool) -> None:
-        """Decide where this micro-batch's gradients go.
+        """Choose the buffer for this micro-batch's gradients.
 
-        Where P is whole and G is not sharded like OS they are added up at home, except when the step's only
-        micro-batch can go to the wire at once.
+        If P is not sharded and G is not sharded like OS, gradients accumulate in ``local``, unless the step's only
+        micro-batch can be sent at once.
         """
         topology = self.topology
         if self.synchronised and not topology.mean:

@@ -1,7 +1,7 @@
-"""What a runtime really did in a step, in the words of the program, which it never reads.
+"""Records the actions of a runtime in a step, in the terms of the program but without reading it.
 
-Lanes note the collectives that start and the tickets that computation waits for; units note when they are freed; the
-runtime says at which event. Tests hold a journal against the program that the runtime performs.
+Lanes record the collectives that start and the tickets that computation waits for. Units record when they are freed.
+The runtime provides the event. Tests compare a journal with the program that the runtime performs.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ __all__ = ["Journal", "Load", "StartedCollective", "JournaledStep"]
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a collective carries, and along which axis.
+    """Description of a collective's data, and its axis.
 
     Attributes:
-        label: its name in timelines.
-        axis: the direction of the mesh.
-        units: numbers of the units whose data it carries.
-        encoded: whether the plan's codecs apply to these data.
+        label: Name of the collective in timelines.
+        axis: Axis of the mesh that the collective runs along.
+        units: Numbers of the units whose data the collective carries.
+        encoded: Whether the plan's codecs apply to the data.
     """
 
     label: str
@@ -45,13 +45,13 @@ class StartedCollective(NamedTuple):
 
 @dataclass
 class JournaledStep:
-    """What happened in one step.
+    """The actions of one step.
 
     Attributes:
-        starts: collectives in the order in which they started.
-        waits: for each event, the numbers of the collectives that computation waited for. Numbers are positions in
-            ``starts``, of the step in which the collective started.
-        frees: for each event, the units whose gathered parameters were freed.
+        starts: Collectives, in the order in which they started.
+        waits: By event, the numbers of the collectives that computation waited for. A number is a position in
+            ``starts`` of the step in which the collective started.
+        frees: By event, the units whose gathered parameters were freed.
     """
 
     starts: list[StartedCollective] = field(default_factory=list)
@@ -60,26 +60,26 @@ class JournaledStep:
 
 
 class Journal:
-    """Collects what happens, step by step.
+    """Collects the actions of a runtime, by step.
 
     Args:
-        now: the number of the present step, and its event.
+        now: Returns the number of the current step and its current event.
     """
 
     def __init__(self, now: Callable[[], tuple[int, Event]]) -> None:
         self._now = now
         self._steps: dict[int, JournaledStep] = {}
-        # By the identity of the ticket, which is kept alive: the number of its collective, and whether it was waited
-        # for.
+        # The key is the identity of a ticket, which is kept alive. The value holds the number of its collective, and
+        # whether computation has waited for it.
         self._tickets: dict[int, tuple[object, int]] = {}
         self._waited: set[int] = set()
 
     def step(self, number: int) -> JournaledStep:
-        """What happened in the step of that number."""
+        """The actions of the step with that number."""
         return self._steps.setdefault(number, JournaledStep())
 
     def started(self, lane: Lane, load: Load, ticket: object, after: tuple[object, ...]) -> None:
-        """A collective starts; ``after`` are the tickets that it needs."""
+        """Record that a collective starts; ``after`` holds the tickets that it waits for."""
         step, event = self._now()
         starts = self.step(step).starts
         self._tickets[id(ticket)] = ticket, len(starts)
@@ -87,7 +87,7 @@ class Journal:
         starts.append(StartedCollective(lane, load.axis, load.units, load.encoded, event, needed))
 
     def waited(self, ticket: object) -> None:
-        """Computation waits for a ticket, whether or not it has finished by then."""
+        """Record that computation waits for a ticket, even if the ticket has already finished."""
         if id(ticket) in self._waited or id(ticket) not in self._tickets:
             return
         self._waited.add(id(ticket))
@@ -95,6 +95,6 @@ class Journal:
         self.step(step).waits.setdefault(event, []).append(self._tickets[id(ticket)][1])
 
     def freed(self, unit: int) -> None:
-        """A unit's gathered parameters are freed."""
+        """Record that a unit's gathered parameters are freed."""
         step, event = self._now()
         self.step(step).frees.setdefault(event, []).append(unit)

@@ -41,29 +41,29 @@ UNNAMED = Load("", Axis.WORLD)
 
 
 class Ticket(ABC):
-    """A submitted body, kept until it has finished: the memory that it works in must not be used for anything else."""
+    """A submitted body. The ticket keeps the body's memory alive until the body has finished."""
 
     @abstractmethod
     def wait(self) -> None:
-        """Let computation go on only when the body has finished; re-raises its error."""
+        """Let computation continue only after the body has finished; re-raises the body's error."""
 
     @abstractmethod
     def done(self) -> bool:
-        """Whether it has finished, without waiting."""
+        """Whether the body has finished; does not wait."""
 
     @abstractmethod
     def raise_error(self) -> None:
-        """Raise the body's error, if it has finished with one; waits for nothing."""
+        """Raise the body's error, if it has finished with one; does not wait."""
 
 
 class _Worker(ABC):
-    """What runs the bodies of one stage of a lane."""
+    """Runs the bodies of one stage of a lane."""
 
     def __init__(self, name: str, recorder: _Recorder) -> None:
         self.name, self._recorder = name, recorder
 
     def waited_for(self, ticket: Ticket) -> None:
-        """Computation waits for a ticket."""
+        """Record that computation waits for a ticket."""
         if (journal := self._recorder.journal) is not None:
             journal.waited(ticket)
 
@@ -72,11 +72,11 @@ class _Worker(ABC):
 
     @abstractmethod
     def exposed(self) -> float:
-        """Seconds computation stood still for this worker since the last call."""
+        """Seconds that computation waited for this worker since the last call."""
 
     @abstractmethod
     def worked(self) -> float:
-        """Seconds its bodies took since the last call, waiting for peers included."""
+        """Seconds that the worker's bodies took since the last call, including waiting for peers."""
 
     @abstractmethod
     def drain(self) -> None:
@@ -93,7 +93,7 @@ class _Worker(ABC):
 class _ThreadTicket(Ticket):
     def __init__(self, worker: _ThreadWorker, body: Body, after: Sequence[Ticket], label: str) -> None:
         self._worker, self._body, self._after, self._label = worker, body, after, label
-        # A lock that is released once is the cheapest thing to wait on: there is one for every hop of every collective.
+        # A lock that is released once is the cheapest way to wait, and every hop of every collective needs one.
         self._running = threading.Lock()
         self._running.acquire()
         self._finished = False
@@ -110,12 +110,12 @@ class _ThreadTicket(Ticket):
             self._worker.note(self._worker.name, self._label, started)
         except BaseException as error:
             self._error = error
-        self._body, self._after = _nothing, ()  # lets go of the buffers
+        self._body, self._after = _nothing, ()  # drops the references to buffers
         self._finished = True
         self._running.release()
 
     def join(self) -> None:
-        """Wait without counting the time as exposed (another lane waits, not computation)."""
+        """Wait without counting the time as exposed, because another lane waits rather than computation."""
         self.finished()
         self.raise_error()
 
@@ -136,7 +136,7 @@ class _ThreadTicket(Ticket):
         return self._finished
 
     def finished(self, timeout: float = -1) -> bool:
-        """Wait, at most ``timeout`` seconds if it is not negative; errors are not raised."""
+        """Wait at most ``timeout`` seconds, or without limit if it is negative. Errors are not raised."""
         if not self._finished and self._running.acquire(timeout=timeout):
             self._running.release()
         return self._finished
@@ -148,15 +148,15 @@ def _nothing() -> None:
 
 @final
 class _Thread:
-    """A worker's thread: one for all models of the process. They share the process groups, so their transfers must run
-    in one order, the same on every rank: the order in which computation submits them."""
+    """A worker's thread, which all models of the process share. They also share the process groups, so their transfers
+    must run in the same order on every rank: the order in which computation submits them."""
 
     by_name: ClassVar[dict[str, _Thread]] = {}
 
     def __init__(self, name: str) -> None:
         self._queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
         self._newest: _ThreadTicket | None = None
-        # A daemon, so that a stuck peer cannot keep the process from leaving.
+        # A daemon, so that the process can exit even if a peer is stuck.
         threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True).start()
 
     def put(self, ticket: _ThreadTicket) -> None:
@@ -164,7 +164,7 @@ class _Thread:
         self._queue.put(ticket)
 
     def rest(self, timeout: float) -> None:
-        """Wait until all that it was given is done, at most ``timeout`` seconds."""
+        """Wait at most ``timeout`` seconds until all tickets are done."""
         if self._newest is not None:
             self._newest.finished(timeout)
 
@@ -178,8 +178,8 @@ class _Thread:
 
 @atexit.register
 def _rest() -> None:
-    """The end of the interpreter finds threads in Python: amid the transport's C++ it would abort the process. After an
-    error, what is under way may never end."""
+    """Bring the threads to rest before the interpreter exits: a thread inside the transport's C++ would abort the
+    process at that moment. The wait is limited, because after an error a ticket may never finish."""
     deadline = time.monotonic() + (1.0 if hasattr(sys, "last_value") else DEFAULT_TIMEOUT.total_seconds())
     for thread in _Thread.by_name.values():
         thread.rest(max(0.0, deadline - time.monotonic()))
@@ -202,7 +202,7 @@ class _ThreadWorker(_Worker):
         return ticket
 
     def note(self, track: str, label: str, started: float) -> None:
-        """Put what began at ``started`` and ends now on the timeline, if there is one."""
+        """Add a span from ``started`` until now to the timeline, if one is recorded."""
         if (timeline := self._recorder.timeline) is not None:
             timeline.add(track, label, started, time.perf_counter())
 
@@ -220,7 +220,7 @@ class _ThreadWorker(_Worker):
 
     def close(self) -> None:
         if self._last is not None and not self._last.finished(timeout=1.0):
-            _Thread.by_name.pop(self.name, None)  # stuck: the next job gets a thread of its own
+            _Thread.by_name.pop(self.name, None)  # the thread is stuck, so the next job gets a new one
         self._last = None
 
 
@@ -244,7 +244,7 @@ class _StreamTicket(Ticket):
             compute.wait_event(self.event)
             after.record(compute)
             self._worker.stalled(before, after, self._label)
-        # The compute stream is now ordered behind the body: memory freed from here on is reused after it.
+        # The compute stream is now ordered after the body, so memory freed from now on is reused only after the body.
         self._release()
 
     def done(self) -> bool:
@@ -254,10 +254,10 @@ class _StreamTicket(Ticket):
         return True
 
     def raise_error(self) -> None:
-        pass  # a body runs when it is submitted, and raises there
+        pass  # a body is queued when it is submitted, and raises its error then
 
     def _release(self) -> None:
-        """Let go of the memory of this body, and of those that it has waited for."""
+        """Release the memory of this body, and of the bodies that it has waited for."""
         waiting = [self]
         while waiting:
             ticket = waiting.pop()
@@ -266,7 +266,7 @@ class _StreamTicket(Ticket):
 
 
 class _Stopwatch:
-    """Adds up the time between pairs of events; what is over is added at once, so that nothing piles up unread."""
+    """Adds up the time between pairs of events. Finished pairs are added at once, so that they do not accumulate."""
 
     def __init__(self) -> None:
         self._pairs: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -280,7 +280,7 @@ class _Stopwatch:
         self._pairs.append((begun, ended))
 
     def take(self) -> float:
-        """Seconds since the last call; waits for what is under way."""
+        """Seconds counted since the last call; waits for pairs that have not finished."""
         while self._pairs:
             begun, ended = self._pairs.popleft()
             ended.synchronize()
@@ -321,7 +321,7 @@ class _StreamWorker(_Worker):
         return ticket
 
     def stalled(self, before: torch.cuda.Event, after: torch.cuda.Event, label: str) -> None:
-        """Computation waits between two events."""
+        """Record that computation waited between two events."""
         self._recorder.measure(WAITING, f"for {label}", before, after)
         self._stalls.add(before, after)
 
@@ -348,10 +348,10 @@ class _StreamWorker(_Worker):
 
 
 class _Recorder:
-    """Where workers put what they did while somebody looks.
+    """Collects the spans of all workers while a timeline is recorded.
 
-    On CUDA the host knows when something was queued, not when it ran: pairs of events are kept and read at the end,
-    relative to one that was recorded at the beginning.
+    On CUDA the host knows when work was queued, but not when it ran. Pairs of events are therefore kept and read at the
+    end, relative to an event that was recorded at the beginning.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -370,7 +370,7 @@ class _Recorder:
         return self.timeline
 
     def mark(self) -> Mark:
-        """This moment of computation, for :meth:`computed`; ``None`` while nobody looks."""
+        """The current time of computation, for :meth:`computed`; ``None`` while no timeline is recorded."""
         if self.timeline is None or self._device.type != "cuda":
             return None if self.timeline is None else time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -378,7 +378,7 @@ class _Recorder:
         return event
 
     def computed(self, label: str, since: Mark) -> None:
-        """Computation did ``label`` since a mark."""
+        """Record a span of computation from a mark until now."""
         now = self.mark()
         if self.timeline is None:
             return
@@ -408,8 +408,8 @@ class Lanes:
     """The lanes of one model.
 
     Args:
-        device: where its tensors live; decides between threads and streams.
-        stages: whether the stages of different collectives of a lane run side by side.
+        device: Device of the model's tensors; CUDA uses streams, the CPU uses threads.
+        stages: Whether stages of different collectives of a lane run at the same time.
     """
 
     def __init__(self, device: torch.device, *, stages: bool = True) -> None:
@@ -426,13 +426,14 @@ class Lanes:
         after: Sequence[Ticket] = (),
         load: Load = UNNAMED,
     ) -> Ticket:
-        """Queue a collective, or a body that is all of one.
+        """Queue a collective.
 
         Args:
-            lane: where it runs; moves of one stage of a lane run one after another.
-            work: the moves, at least one, or a body. They must not allocate what outlives them.
-            after: tickets it needs.
-            load: what it carries, for timelines and journals.
+            lane: Lane of the collective; moves of one stage of a lane run one after another.
+            work: The moves, at least one, or a single body for the whole collective. They must not allocate memory that
+                outlives them.
+            after: Tickets that must finish first.
+            load: Description of the data, for timelines and journals.
         """
         needed = (*after, self._newest[lane]) if not self._stages and lane in self._newest else after
         for move in work if isinstance(work, Moves) else (Move(Stage.SCATTER_INSIDE, work),):
@@ -445,14 +446,14 @@ class Lanes:
         return ticket
 
     def exposed(self) -> dict[LaneName, float]:
-        """Seconds computation stood still for each lane since the last call."""
+        """Seconds that computation waited for each lane since the last call."""
         seconds = dict.fromkeys((LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD), 0.0)
         for (lane, _), worker in self._workers.items():
             seconds[lane] += worker.exposed()
         return seconds
 
     def worked(self) -> dict[LaneName, dict[str, float]]:
-        """Seconds each lane worked since the last call, transfers (waiting for peers included) and codecs apart."""
+        """Seconds that each lane worked since the last call: transfers (including waiting for peers), and codecs."""
         seconds: dict[LaneName, dict[str, float]] = {
             lane: {"transfer": 0.0, "codec": 0.0}
             for lane in (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD)
@@ -462,24 +463,24 @@ class Lanes:
         return seconds
 
     def start_timeline(self) -> Timeline:
-        """Record what every stage of every lane does, and what computation waits for, from now on."""
+        """Start to record the work of every stage of every lane, and the waits of computation."""
         return self._recorder.start()
 
     def stop_timeline(self) -> None:
-        """Stop recording; the timeline is complete then."""
+        """Stop recording, which completes the timeline."""
         self._recorder.stop()
 
     @property
     def journal(self) -> Journal | None:
-        """Where to note what happens, while somebody wants to know."""
+        """The journal that is being kept; ``None`` if there is none."""
         return self._recorder.journal
 
     @contextlib.contextmanager
     def keep_journal(self, now: Callable[[], tuple[int, Event]]) -> Iterator[Journal]:
-        """Note what starts, what computation waits for and what is freed.
+        """Keep a journal of the collectives that start, the waits of computation, and the units that are freed.
 
         Args:
-            now: the number of the present step, and its event.
+            now: Returns the number of the current step and its current event.
         """
         self._recorder.journal = journal = Journal(now)
         try:
@@ -488,27 +489,27 @@ class Lanes:
             self._recorder.journal = None
 
     def mark(self) -> Mark:
-        """This moment of computation; ``None`` while no timeline is recorded."""
+        """The current time of computation; ``None`` while no timeline is recorded."""
         return self._recorder.mark()
 
     def computed(self, what: str, name: str, since: Mark) -> None:
-        """Put what computation did since a mark on the timeline, if one is recorded.
+        """Add a span of computation to the timeline, if one is recorded.
 
         Args:
-            what: for example ``forward``.
-            name: of what it was done with.
-            since: when it began; nothing is noted without a mark.
+            what: Kind of computation, for example ``forward``.
+            name: Name of the unit.
+            since: Mark of its beginning; without a mark, nothing is recorded.
         """
         if since is not None:
             self._recorder.computed(f"{what} {name}", since)
 
     def drain(self) -> None:
-        """Block until everything submitted has run, errors unseen."""
+        """Block until all submitted work has run; does not raise errors."""
         for worker in self._workers.values():
             worker.drain()
 
     def close(self) -> None:
-        """Let what is under way finish, for a second at most."""
+        """Wait at most a second for submitted work, then close the workers."""
         for worker in self._workers.values():
             worker.close()
 

@@ -1,12 +1,12 @@
-"""How a unit's parameters lie in flat buffers, and which part of them each rank holds.
+"""The layout of a unit's parameters in flat buffers, and the part that each rank holds.
 
-Coordinates, from the outside in:
+Terms, from the largest to the smallest:
 
 - a *flat buffer* is the concatenation of a unit's parameters of one dtype and ``requires_grad``, padded;
 - a *P shard* is one of ``s_p`` equal slices of it;
-- a *share* is what one optimizer rank owns of a P shard: one equal slice (``intra``), or whole fragments dealt by size
-  (``inter``). A share is a tuple of runs in coordinates of the P shard;
-- a *fragment* is the part of one parameter inside one share: what the optimizer sees.
+- a *share* is the part of a P shard that one optimizer rank owns: one of several equal slices (``intra``), or whole
+  fragments assigned by size (``inter``). A share is a tuple of runs in coordinates of the P shard;
+- a *fragment* is the part of one parameter inside one share. The optimizer works on fragments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Slot:
 
     @cached_property
     def numel(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements in the parameter."""
         return math.prod(self.shape)
 
     @cached_property
@@ -56,10 +56,10 @@ class Fragment:
     """The part of one parameter that one optimizer rank owns.
 
     Attributes:
-        slot: the parameter.
-        offset: first element, within the parameter.
-        length: elements.
-        position: first element within the share (runs laid end to end).
+        slot: Slot of the parameter.
+        offset: First element, relative to the parameter.
+        length: Number of elements.
+        position: First element, relative to the share with its runs laid end to end.
     """
 
     slot: Slot
@@ -69,7 +69,7 @@ class Fragment:
 
     @property
     def whole(self) -> bool:
-        """Whether it is the entire parameter."""
+        """Whether the fragment is the entire parameter."""
         return self.length == self.slot.numel
 
 
@@ -78,12 +78,13 @@ class FlatLayout:
     """One flat buffer of a unit.
 
     Attributes:
-        slots: its parameters, in order.
-        numel: padded length; a multiple of the world size times the alignment.
-        num_shards: ``s_p``, into how many P shards it is cut.
-        dtype: compute dtype.
-        trainable: whether it has gradients.
-        encoded: whether the plan's codecs apply to it: it has numbers, and they are not excluded.
+        slots: Slots of the buffer's parameters, in order.
+        numel: Padded length in elements; a multiple of the world size times the alignment.
+        num_shards: Number of P shards (``s_p``).
+        dtype: Compute dtype.
+        trainable: Whether the buffer has gradients.
+        encoded: Whether the plan's codecs apply to the buffer; false for buffers without floating-point values and for
+            excluded parameters.
     """
 
     slots: tuple[Slot, ...]
@@ -95,13 +96,13 @@ class FlatLayout:
 
     @property
     def payload(self) -> int:
-        """Elements that are parameters, not padding."""
+        """Number of elements without padding."""
         last = self.slots[-1]
         return last.offset + last.numel
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one P shard."""
+        """Number of elements in one P shard."""
         return self.numel // self.num_shards
 
     @cached_property
@@ -110,14 +111,14 @@ class FlatLayout:
         return {slot.name: slot for slot in self.slots}
 
     def pieces(self, shard: int) -> list[tuple[Slot, int, Run]]:
-        """What parameters contribute to a P shard: ``(slot, offset within the parameter, run in the shard)``."""
+        """The parts of parameters in a P shard: ``(slot, offset within the parameter, run in the shard)``."""
         begin, end = shard * self.shard_numel, (shard + 1) * self.shard_numel
-        found = []
+        parts = []
         for slot in self.slots:
             first, last = max(slot.offset, begin), min(slot.offset + slot.numel, end)
             if first < last:
-                found.append((slot, first - slot.offset, Run(first - begin, last - first)))
-        return found
+                parts.append((slot, first - slot.offset, Run(first - begin, last - first)))
+        return parts
 
     def fragments(self, shard: int, share: Sequence[Run]) -> tuple[Fragment, ...]:
         """The fragments of a share of a P shard."""
@@ -160,13 +161,13 @@ def even_shares(layout: FlatLayout, plan: Plan) -> tuple[tuple[Run, ...], ...]:
 
 
 def deal_shares(layouts: Sequence[FlatLayout], plan: Plan, shard: int) -> list[tuple[tuple[Run, ...], ...]]:
-    """Inter-tensor partition: whole fragments of P shard ``shard`` of all buffers, dealt greedily, largest first, to
-    the rank that holds least so far.
+    """Inter-tensor partition: assign whole fragments of one P shard of all buffers greedily, largest first, to the rank
+    that holds the fewest elements so far.
 
     Args:
-        layouts: every trainable flat buffer of the model.
-        plan: the plan.
-        shard: which P shard.
+        layouts: Every trainable flat buffer of the model.
+        plan: The plan.
+        shard: Index of the P shard.
 
     Returns:
         For each buffer, the shares by position along the shard axis; each a tuple of runs in ascending order.
@@ -181,12 +182,12 @@ def deal_shares(layouts: Sequence[FlatLayout], plan: Plan, shard: int) -> list[t
 
 
 def shard_index(plan: Plan, rank: int) -> int:
-    """Which P shard a rank holds."""
+    """Index of the P shard that a rank holds."""
     return axis_index(plan, Axis.PARAMS, rank)
 
 
 def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """Runs in ascending order, neighbours joined."""
+    """Runs in ascending order, with adjacent runs merged."""
     joined: list[Run] = []
     for run in sorted(runs, key=lambda run: run.start):
         if joined and joined[-1].start + joined[-1].length == run.start:

@@ -1,4 +1,4 @@
-"""The programs that a runtime performs, and what hooks look up in them."""
+"""The programs that a runtime performs, and the tables in which hooks look up their actions."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ from thinwire.spec import Plan
 __all__ = ["Lower", "Place", "Prefetch", "Programs", "place_of"]
 
 MOST_PROGRAMS = 16
-"""Programs that are remembered. A model that runs in ever new orders does not collect them."""
+"""Most programs to cache, so that a model whose order of units keeps changing does not fill the memory."""
 
 ANY_MICRO_BATCHES = UNDER_WAY + 2
-"""Micro-batches of the program that stands for any longer one: by then reductions wait for each other as they will."""
+"""Micro-batches in the program that represents all longer ones. From this length on, waits follow a fixed pattern."""
 
 Lower = Callable[..., StepProgram]
 """A function like :func:`thinwire.program.lower`."""
 
 Place = tuple[int, int]
-"""A micro-batch of a program that stands for the present one, and the number of micro-batches of that program."""
+"""The representative of a micro-batch: its number in a program, and the number of micro-batches in that program."""
 
 
 def place_of(micro_batch: int, *, last: bool) -> Place:
-    """Which micro-batch of which program stands for a micro-batch of a step of unknown length."""
+    """The representative of a micro-batch in a step whose length is not known yet."""
     if last:
         count = min(micro_batch, ANY_MICRO_BATCHES - 1) + 1
         return count - 1, count
@@ -53,8 +53,8 @@ class Prefetch:
     """A gather that starts ahead of time.
 
     Attributes:
-        unit: whose parameters.
-        from_secondary: whether from the secondary shard.
+        unit: Number of the unit to gather.
+        from_secondary: Whether to gather from the secondary shard.
     """
 
     unit: int
@@ -62,15 +62,15 @@ class Prefetch:
 
 
 class Programs:
-    """The programs of one model, each lowered once, and tables made of them, so that hooks only look things up.
+    """The programs of one model, each lowered once, and lookup tables for hooks.
 
     Args:
-        plan: the plan.
-        infos: the units as the program knows them.
-        rank: whose program.
+        plan: The plan.
+        infos: Descriptions of the units.
+        rank: Rank that performs the programs.
 
     Attributes:
-        trace: the order of units that tables follow; ``None`` before the first micro-batch has ended.
+        trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.
     """
 
     def __init__(self, plan: Plan, infos: Sequence[UnitInfo], rank: int) -> None:
@@ -90,10 +90,10 @@ class Programs:
         """The program of a step.
 
         Args:
-            micro_batches: forward and backward passes of the step.
-            clip: whether ranks add up the gradient norm.
-            trace: the order of units, if not the adopted one.
-            unit_by_unit: whether every unit is reduced in a bucket of its own.
+            micro_batches: Forward and backward passes per step.
+            clip: Whether ranks add up the gradient norm.
+            trace: Order of units; default: the adopted trace.
+            unit_by_unit: Whether every unit is reduced in a bucket of its own.
         """
         trace = trace or self._trace_so_far()
         key = (trace, micro_batches, clip, unit_by_unit)
@@ -112,15 +112,15 @@ class Programs:
         self._forget_tables()
 
     def replan(self, plan: Plan) -> None:
-        """Go by another plan, which differs in its codecs only."""
+        """Switch to a plan that differs only in its codecs."""
         self.plan = plan
         self._programs.clear()
         self._forget_tables()
 
     def lower_by(self, lowering: Lower) -> None:
-        """Perform the programs that another function writes. Every rank has to do the same.
+        """Replace the function that lowers programs. Every rank has to do the same.
 
-        Tests find out by it which fields of a program the runtime obeys.
+        Tests use this to find out which fields of a program the runtime obeys.
         """
         self._lower = lowering
         self._programs.clear()
@@ -139,8 +139,8 @@ class Programs:
         """The reductions of a micro-batch.
 
         Args:
-            place: where in the step it stands.
-            forward: the forward that it had, if not the trace's.
+            place: Representative of the micro-batch.
+            forward: Forward events of the micro-batch; default: those of the trace.
         """
         if forward:
             return self._cut(Trace.of_forward(forward), place)
@@ -149,7 +149,7 @@ class Programs:
         return self._turns[place]
 
     def spreads(self) -> tuple[tuple[Operation, bool], ...]:
-        """The spreads of updated parameters, in order, each with whether the step waits for it."""
+        """The spreads of updated parameters in order, each with a flag that is true if the step waits for it."""
         if self._spreads is None:
             program, step = self.program(1), Event(Phase.STEP, -1, 0)
             waited = program.waits.get(step, ())
@@ -166,12 +166,12 @@ class Programs:
         return self._kept
 
     def update_order(self) -> tuple[int, ...]:
-        """Units in the order in which their gradients arrive; those that the forward left out come first."""
+        """Units in the order in which their gradients arrive; units that the forward skipped come first."""
         traced = self._trace_so_far().reduction_order
         return (*(unit for unit in reversed(range(len(self.infos))) if unit not in traced), *traced)
 
     def following(self, unit: int) -> tuple[int, ...]:
-        """The units to gather while ``unit`` runs in an evaluation, which has no program of its own."""
+        """The units to gather while ``unit`` runs in an evaluation, which has no program."""
         if self.trace is None or not self.plan.overlap.gather or unit not in self.trace.needed:
             return ()
         position = self.trace.needed.index(unit) + 1
@@ -202,7 +202,7 @@ class Programs:
 
         def alone(unit: int) -> ReductionTurn:
             if unit not in trace.reduction_order:
-                # The forward left the unit out, but somebody else read its parameters.
+                # The forward skipped the unit, but other code read its parameters.
                 return self._cut(default_trace(self.infos), place).alone(unit)
             return table(unit_by_unit=True)[unit]
 

@@ -1,8 +1,9 @@
-"""Gradients on their way: whose turn it is to be reduced, and what is under way.
+"""Reduces gradients: keeps track of whose turn it is, and of the reductions in flight.
 
-Units are reduced in one order on every rank, the reverse of their forward, whatever order autograd delivers them in; a
-unit that is ready early waits for its predecessors, and a unit that never becomes ready is reduced when the backward
-ends. Which reductions start in a unit's turn, and what computation then waits for, is the program's to say.
+Every rank reduces units in the same order, the reverse of their forward, no matter in which order autograd delivers
+gradients. A unit that is ready early waits for its predecessors. A unit that never becomes ready is reduced at the end
+of the backward. The program determines which reductions start in a unit's turn, and which of them computation then
+waits for.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class Turns:
     """The program of one backward.
 
     Attributes:
-        by_unit: the turn of each trainable unit of the forward, in reduction order.
-        alone: the turn of a unit that is reduced by itself, because its gradients came late.
+        by_unit: Turns of the trainable units of the forward, in reduction order.
+        alone: Returns the turn of a unit that is reduced by itself because its gradients came late.
     """
 
     by_unit: Mapping[int, ReductionTurn]
@@ -39,9 +40,9 @@ class _UnderWay:
     """A reduction that has started.
 
     Attributes:
-        ticket: what waits for it.
-        units: whose gradients it carries.
-        waited: whether computation has waited for it.
+        ticket: Ticket of the reduction.
+        units: Units whose gradients the reduction carries.
+        waited: Whether computation has waited for the reduction.
     """
 
     ticket: Ticket
@@ -49,7 +50,7 @@ class _UnderWay:
     waited: bool = False
 
     def wait(self) -> None:
-        """Let computation wait, once."""
+        """Let computation wait for the reduction, unless it has done so before."""
         if not self.waited:
             self.waited = True
             self.ticket.wait()
@@ -59,12 +60,12 @@ class Reducer:
     """Reduces the gradients of all units.
 
     Args:
-        gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
-        reductions: makes the collectives.
-        lanes: where they run.
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
+        reductions: Builds the collectives.
+        lanes: Lanes that the collectives run on.
 
     Attributes:
-        parts: every gradient of every unit.
+        parts: Gradients of all units.
     """
 
     def __init__(self, gradients: Mapping[int, Sequence[UnitGradient]], reductions: Reductions, lanes: Lanes) -> None:
@@ -72,25 +73,25 @@ class Reducer:
         self.parts = tuple(part for parts in gradients.values() for part in parts)
         self._lanes = lanes
         self._turns = Turns({}, lambda _: ReductionTurn())
-        self._pending: deque[int] = deque()  # units whose turn is to come, in order
+        self._pending: deque[int] = deque()  # units whose turn has not come yet, in order
         self._ready: set[int] = set()  # units whose gradients are complete
-        self._reduced: set[int] = set()  # units whose turn has been
+        self._reduced: set[int] = set()  # units whose turn is over
         self._under_way: deque[_UnderWay] = deque()  # from the oldest one not waited for; the newest is last
-        self._tickets: dict[int, Ticket] = {}  # of this backward, by the operation's index
+        self._tickets: dict[int, Ticket] = {}  # tickets of this backward, by the operation's index
         self._last = True  # whether this is the step's last backward
 
     # -- a backward, from begin to end -------------------------------------------------------------------------
 
     def begin(self, turns: Turns, *, last: bool) -> None:
-        """A backward starts.
+        """Begin a backward.
 
         Args:
-            turns: its program, in the same order on every rank.
-            last: whether it belongs to the step's last micro-batch.
+            turns: Turns of the backward, in the same order on every rank.
+            last: Whether the backward belongs to the step's last micro-batch.
         """
         if self._last:
-            # A step's reductions are still under way where backwards follow each other without a step between: what
-            # they write must not be added to yet.
+            # If backwards follow each other without a step in between, reductions may still be in flight, and nothing
+            # may be added to the buffers that they write.
             self.join()
         self._last, self._turns = last, turns
         self._pending = deque(turns.by_unit)
@@ -99,17 +100,17 @@ class Reducer:
         self._tickets.clear()
 
     def collect(self, unit: int, index: int, grad: torch.Tensor) -> bool:
-        """Take one parameter's gradient; whether its unit is complete now."""
+        """Take one parameter's gradient; returns whether its unit is now complete."""
         parts = self.gradients[unit]
         part = parts[0] if len(parts) == 1 else next(p for p in reversed(parts) if p.first_slot <= index)
         if unit in self._reduced:
-            self.join()  # a late gradient must not be added to what a lane is reading
+            self.join()  # a late gradient must not be added to a buffer that a lane is reading
         part.collect(index - part.first_slot, grad, last=self._last)
         part.unsynced = True
         return part.complete and _complete(parts)
 
     def ready(self, unit: int) -> None:
-        """A unit is complete: reduce it, and those that waited for it, in order."""
+        """Mark a unit as complete. Reduce it, and the units that waited for it, in order."""
         self._ready.add(unit)
         while self._pending and self._pending[0] in self._ready:
             self._take_turn(self._pending.popleft())
@@ -119,7 +120,7 @@ class Reducer:
         return unit in self._reduced or _complete(self.gradients[unit])
 
     def end(self) -> None:
-        """The backward has ended: reduce what never became complete, and what came late."""
+        """End the backward: reduce the units that never became complete, and gradients that came late."""
         while self._pending:
             self._take_turn(self._pending.popleft())
         for unit, parts in self.gradients.items():
@@ -128,7 +129,7 @@ class Reducer:
                 self._perform(unit, self._turns.alone(unit))
 
     def abort(self) -> None:
-        """The backward failed: what it has collected and not sent is dropped; what is under way arrives."""
+        """Drop the gradients that a failed backward has collected and not sent; reductions in flight finish."""
         self._pending.clear()
         self._ready.clear()
         self.reductions.drop_sources()
@@ -137,23 +138,23 @@ class Reducer:
             part.drop()
 
     def join(self) -> None:
-        """Wait until every reduction has arrived."""
+        """Wait until every reduction has finished."""
         while self._under_way:
             self._under_way.popleft().wait()
 
     def join_unit(self, unit: int) -> None:
-        """Wait until every reduction of one unit has arrived."""
+        """Wait until every reduction of one unit has finished."""
         for reduction in self._under_way:
             if unit in reduction.units:
                 reduction.wait()
 
     def encode(self, *, wanted: bool) -> None:
-        """Whether gradients are encoded from now on; ``True`` by default."""
+        """Set whether gradients are encoded from now on; they are by default."""
         self.forget_lost()
         self.reductions.encode(wanted=wanted)
 
     def forget_lost(self) -> None:
-        """Forget what codecs lost of earlier gradients."""
+        """Forget the rounding errors of earlier gradients (error feedback)."""
         self.join()
         self.reductions.lost.clear()
 
@@ -174,7 +175,7 @@ class Reducer:
         for operation in turn.starts:
             self._start(operation, goes_on=operation.index in goes_on)
         self.reductions.settle(turn.settles, last=self._last)
-        # All are counted before any is waited for: waiting changes nothing about which is the newest.
+        # Resolve all counts before waiting, because they count back from the newest reduction.
         for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:
             reduction.wait()
         while self._under_way and self._under_way[0].waited:

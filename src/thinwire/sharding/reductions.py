@@ -1,4 +1,4 @@
-"""The collectives that reduce gradients: an operation of the program becomes moves over the gradients of its units."""
+"""Builds the collectives that reduce gradients: turns an operation of the program into moves."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from thinwire.spec import Plan
 __all__ = ["Reductions"]
 
 Bucket = list[tuple[UnitGradient, torch.Tensor]]
-"""Gradients that one collective carries, each with the tensor that holds its values now."""
+"""Gradients that one collective carries, each with the tensor that currently holds its values."""
 
 _VERBS = {Axis.PARAMS: "reduce", Axis.SHARD: "scatter", Axis.REPLICA: "sync"}
 
 
 class Reductions:
-    """Turns operations into moves, and knows where the values of each gradient are between two of them.
+    """Turns operations into moves, and keeps track of the tensors that hold gradients between two operations.
 
     Args:
-        plan: the plan.
-        gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
-        groups: the ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
-        codecs: what encodes gradients.
-        seeds: for codecs that round at random.
+        plan: The plan.
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
+        groups: Groups of ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
+        codecs: Codecs of gradients, by hop.
+        seeds: Seeds for codecs with stochastic rounding.
 
     Attributes:
-        lost: what codecs rounded away of this rank's messages and the next step makes up for (error feedback), fp32,
-            by reduction; the same reductions on every rank, of sizes of their own.
+        lost: Rounding errors of this rank's messages, which the next step adds (error feedback); fp32, by reduction.
+            Every rank has the same reductions, but sizes may differ.
     """
 
     def __init__(
@@ -52,27 +52,27 @@ class Reductions:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
         self._plan_codecs, self._codecs = codecs, codecs
         self._topology = Topology(plan)
-        self._sources: dict[UnitGradient, torch.Tensor] = {}  # of units whose turn has been, until they are settled
-        self._vectors: dict[tuple[UnitGradient, ...], torch.Tensor] = {}  # of buckets between scatter and sync
+        self._sources: dict[UnitGradient, torch.Tensor] = {}  # gradients of units from their turn until they settle
+        self._vectors: dict[tuple[UnitGradient, ...], torch.Tensor] = {}  # sums of buckets between scatter and sync
         self._loads: dict[tuple[Axis, tuple[UnitGradient, ...]], Load] = {}
         self.lost: dict[str, torch.Tensor] = {}
 
     def take(self, parts: Sequence[UnitGradient], *, last: bool) -> None:
-        """It is a unit's turn: close the micro-batch's gradients.
+        """Finish a unit's gradients of this micro-batch, at the unit's turn.
 
         Args:
-            parts: the gradients of its buffers.
-            last: whether this is the step's last micro-batch.
+            parts: Gradients of the unit's buffers.
+            last: Whether this is the step's last micro-batch.
         """
         for part in parts:
             self._sources[part] = part.finish(last=last)
 
     def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:
-        """The moves of an operation, and what it carries.
+        """Build the moves of an operation, and the description of its data.
 
         Args:
-            operation: a reduction of the program.
-            goes_on: whether another reduction takes its result further.
+            operation: Reduction of the program.
+            goes_on: Whether another reduction continues with the result.
         """
         bucket = [
             (part, self._sources[part])
@@ -91,11 +91,11 @@ class Reductions:
         return moves, self._load(operation.axis, tuple(part for part, _ in bucket))
 
     def settle(self, units: Sequence[int], *, last: bool) -> None:
-        """No later reduction of this micro-batch takes the gradients of these units.
+        """Release the sources of units that take part in no later reduction of this micro-batch.
 
         Args:
-            units: their numbers.
-            last: whether this is the step's last micro-batch, so that gradients are complete.
+            units: Numbers of the units.
+            last: Whether this is the step's last micro-batch, so that gradients are complete.
         """
         for unit in units:
             for part in self._gradients[unit]:
@@ -106,12 +106,12 @@ class Reductions:
                         part.local.empty = True
 
     def drop_sources(self) -> None:
-        """Drop what was collected and not reduced."""
+        """Drop gradients that were collected and not reduced."""
         self._sources.clear()
         self._vectors.clear()
 
     def encode(self, *, wanted: bool) -> None:
-        """Whether gradients are encoded from now on."""
+        """Set whether gradients are encoded from now on."""
         self._codecs = self._plan_codecs if wanted else EXACT
 
     # -- the three axes ----------------------------------------------------------------------------------------
@@ -187,11 +187,12 @@ class Reductions:
     def _synchronise(self, bucket: Bucket) -> Moves:
         """All-reduce a bucket's optimizer shares over their replicas.
 
-        The shares are those a scatter left in a vector in wire dtype, which serves as scratch, or the sources'.
+        The shares come from the vector of a previous scatter (in wire dtype), which may be overwritten, or from the
+        sources.
         """
         topology, group = self._topology, self._groups[Axis.REPLICA]
         vector = self._vectors.pop(tuple(part for part, _ in bucket), None)
-        # What already is the accumulated gradient is replaced by its mean; anything else is added to it.
+        # A share that already is the accumulated gradient is replaced by its mean; any other share is added.
         adds = [
             False if vector is None and source is part.owned.values else part.owned.claim() for part, source in bucket
         ]
@@ -224,12 +225,12 @@ class Reductions:
     # -- error feedback ----------------------------------------------------------------------------------------
 
     def _lost_by_scatter(self, axis: Axis, bucket: Bucket, sizes: Sequence[int]) -> Residual | None:
-        """What a reduce-scatter's last hop lost of the bucket's gradients so far."""
+        """Rounding errors so far of a reduce-scatter's last hop on the bucket's gradients."""
         group = self._groups[axis]
         return self._lost_of(str(axis), group, bucket, residual_numel(group, sizes))
 
     def _lost_of(self, what: str, group: AxisGroup, bucket: Bucket, numel: int) -> Residual | None:
-        """fp32, kept from step to step, nothing at first; ``None`` without error feedback, or if nothing gets lost."""
+        """Rounding errors, fp32, kept from step to step; ``None`` without error feedback or with lossless codecs."""
         codecs = self._codecs_of(bucket)
         codec = codecs.across if group.nodes > 1 else codecs.inside
         if not self._plan.wire.error_feedback or codec is None or codec.spec.is_lossless:
@@ -244,7 +245,7 @@ class Reductions:
         return self._codecs if bucket[0][0].layout.encoded else EXACT
 
     def _load(self, axis: Axis, parts: tuple[UnitGradient, ...]) -> Load:
-        """What a reduction of these gradients carries, made once."""
+        """The description of a reduction of these gradients, which is created once."""
         load = self._loads.get((axis, parts))
         if load is None:
             label = f"{_VERBS[axis]} {', '.join(part.name for part in parts)}"
@@ -254,7 +255,7 @@ class Reductions:
 
 
 def _share_sizes(bucket: Bucket) -> list[int]:
-    """Elements of a bucket that each rank of the shard axis owns."""
+    """Number of a bucket's elements that each rank of the shard axis owns."""
     return [sum(column) for column in zip(*(g.share_sizes for g, _ in bucket), strict=True)]
 
 
@@ -317,7 +318,7 @@ def _concatenation(bucket: Bucket, ranks: int, dtype: torch.dtype) -> tuple[torc
 
 
 def _nothing() -> None:
-    """Fill a vector that is full already."""
+    """Do nothing: the vector is already filled."""
 
 
 def _zero(padding: torch.Tensor) -> None:
@@ -325,12 +326,12 @@ def _zero(padding: torch.Tensor) -> None:
 
 
 def _takes_sums(bucket: Bucket) -> bool:
-    """Whether fp32 sums can be written where a bucket's only gradient is kept."""
+    """Whether fp32 sums can be written directly into the buffer of a bucket's only gradient."""
     return len(bucket) == 1 and bucket[0][0].owned.values.dtype == torch.float32
 
 
 def _deliver(sums: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
-    """Give fp32 sums to an accumulator, added in fp32 and rounded once."""
+    """Write or add fp32 sums to an accumulator, with one rounding after the fp32 addition."""
     if add:
         target.add_(sums)
     else:
@@ -338,7 +339,7 @@ def _deliver(sums: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
 
 
 def _distribute(bucket: Bucket, values: torch.Tensor, adds: Sequence[bool]) -> None:
-    """Give each unit of a bucket its part of ``values``."""
+    """Deliver to each unit of a bucket its part of ``values``."""
     position = 0
     for (gradient, _), add in zip(bucket, adds, strict=True):
         owned = gradient.owned.values

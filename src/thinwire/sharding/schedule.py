@@ -1,9 +1,9 @@
-"""The cursor: where this step is in the program, and what the program wants done there.
+"""The cursor of a step: its position in the program, and the actions of the program at that position.
 
-Correctness belongs to the units, which act on demand: prefetch, order and overlap come from here. Step 0 runs on demand
-and is recorded as a trace. From then on the program is lowered from the trace, and hooks look up what to start. When
-events stop following the trace (a conditional unit, two forwards before a backward) the rest of the micro-batch gathers
-on demand, its reductions follow a program that is lowered from the forward it had, the trace is taken anew, and the
+Units act on demand and are correct by themselves; this module adds prefetch, order and overlap. Step 0 runs on demand
+and is recorded as a trace. From then on, the program is lowered from the trace, and hooks look up what to start. If
+events deviate from the trace (a conditional unit, two forwards before a backward), the rest of the micro-batch gathers
+on demand, and its reductions follow a program that is lowered from its own forward. The trace is then replaced, and the
 deviation is reported once.
 """
 
@@ -20,7 +20,7 @@ __all__ = ["Schedule"]
 log = logging.getLogger("thinwire")
 
 MOST_EVENTS = 1 << 18
-"""Forward events of one micro-batch that are remembered."""
+"""Most forward events of one micro-batch to remember."""
 
 _MASK = (1 << 62) - 1
 _CODES = {phase: code for code, phase in enumerate(Phase, start=1)}
@@ -30,12 +30,12 @@ class Schedule:
     """Follows one model through its steps.
 
     Args:
-        programs: the model's programs.
+        programs: Programs of the model.
 
     Attributes:
-        order_hash: of every event of this step that all ranks must have in the same order.
-        micro_batch: number of the present micro-batch.
-        last: whether it is the step's last.
+        order_hash: Hash of this step's events that must have the same order on all ranks.
+        micro_batch: Number of the current micro-batch.
+        last: Whether the current micro-batch is the step's last.
     """
 
     def __init__(self, programs: Programs) -> None:
@@ -44,18 +44,18 @@ class Schedule:
         self.micro_batch = 0
         self.last = True
         self._expected: tuple[int, ...] = ()  # the trace's units, in the order in which its backward needs them
-        # The present micro-batch: its events so far, the units its backward has needed, whether it has left the trace.
+        # The current micro-batch: its events so far, units that its backward has needed, and whether it has deviated.
         self._forward: list[Moment] = []
         self._backward: list[Moment] = []
         self._needed: list[int] = []
         self._deviated = False
-        self._parked: dict[int, list[Moment]] = {}  # forward events of a pipeline's other micro-batches
+        self._parked: dict[int, list[Moment]] = {}  # forward events of other micro-batches in a pipeline
         self._reported = False  # whether the one warning about deviations was given
 
     # -- events ------------------------------------------------------------------------------------------------
 
     def forward_event(self, phase: Phase, unit: int) -> tuple[Prefetch, ...]:
-        """A unit's forward begins or ends; returns the gathers that the program starts now."""
+        """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
         if len(self._forward) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs and never run backward
         position = len(self._forward)
@@ -70,7 +70,7 @@ class Schedule:
         return self.programs.prefetches(place_of(self.micro_batch, last=self.last), (phase, unit))
 
     def backward_event(self, unit: int) -> tuple[Prefetch, ...]:
-        """Backward needs a unit (again); returns the gathers that the program starts now."""
+        """Record that the backward needs a unit; returns the gathers that the program starts now."""
         if unit in self._needed:
             return ()
         position = len(self._needed)
@@ -85,15 +85,16 @@ class Schedule:
         return self.programs.prefetches(place_of(self.micro_batch, last=self.last), (Phase.PRE_BACKWARD, unit))
 
     def note_backward(self, phase: Phase, unit: int) -> None:
-        """A unit's gradients exist, or backward has left it: part of the trace, though no cursor follows it."""
+        """Record in the trace that a unit's gradients are ready, or that the backward has left it; moves no cursor."""
         self._backward.append((phase, unit))
 
     def note_evaluation(self, unit: int) -> None:
-        """A gather of an evaluation: it moves no cursor, but ranks must gather the same units."""
+        """Record a gather of an evaluation in the hash: it moves no cursor, but all ranks must gather the same
+        units."""
         self._hash(Phase.STEP, unit)
 
     def end_backward(self) -> None:
-        """A micro-batch is complete: adopt its trace if there is none, or if it was another one."""
+        """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
         trace = None if self._deviated else self.programs.trace
         if trace is not None:
             if len(self._forward) == len(trace.forward) and len(self._needed) == len(self._expected):
@@ -108,30 +109,30 @@ class Schedule:
         self.abandon_micro_batch()
 
     def begin_micro_batch(self, number: int, *, last: bool) -> None:
-        """The events that follow belong to this micro-batch.
+        """Begin a micro-batch, to which all following events belong.
 
         Args:
-            number: of the micro-batch, from 0.
-            last: whether its backward is the step's last.
+            number: Number of the micro-batch, from 0.
+            last: Whether its backward is the step's last.
         """
         self.micro_batch, self.last = number, last
 
     def select(self, number: int, *, last: bool) -> None:
-        """Turn to a micro-batch of a pipeline, which has several under way; arguments as in
-        :meth:`begin_micro_batch`."""
+        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
+        the arguments."""
         self._parked[self.micro_batch] = self._forward
         self._forward = self._parked.pop(number, [])
         self.begin_micro_batch(number, last=last)
 
     def abandon_micro_batch(self) -> None:
-        """The events of the present micro-batch are forgotten, for example because its backward failed."""
+        """Forget the events of the current micro-batch, for example because its backward failed."""
         self._forward.clear()
         self._backward.clear()
         self._needed.clear()
         self._deviated = False
 
     def abandon(self) -> None:
-        """A step is taken: a forward that never had a backward is forgotten."""
+        """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
         self.order_hash = 0
@@ -139,18 +140,18 @@ class Schedule:
     # -- what the program says ---------------------------------------------------------------------------------
 
     def turns(self) -> Turns:
-        """The reductions of the present micro-batch, whose backward begins: against the forward that it had."""
+        """The reductions of the current micro-batch, whose backward begins, in the reverse order of its forward."""
         trace, place = self.programs.trace, place_of(self.micro_batch, last=self.last)
         if trace is not None and not self._deviated and len(self._forward) == len(trace.forward):
             return self.programs.turns(place)
         return self.programs.turns(place, self._forward)
 
     def kept(self) -> frozenset[int]:
-        """Units that stay gathered from forward to backward, as far as known: none before the first trace."""
+        """Units that stay gathered from forward to backward; none before the first trace."""
         return frozenset() if self.programs.trace is None or self._deviated else self.programs.kept()
 
     def program(self, micro_batches: int, *, clip: bool = False) -> StepProgram:
-        """The program for the present trace."""
+        """The program for the current trace."""
         return self.programs.program(micro_batches, clip=clip)
 
     def _deviate(self) -> None:

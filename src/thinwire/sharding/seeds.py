@@ -9,16 +9,16 @@ __all__ = ["Seeds"]
 
 
 class Seeds:
-    """Different for every message of a training run, and the same again when it is resumed from a checkpoint.
+    """Seeds that differ for every message of a run, and repeat when the run is resumed from a checkpoint.
 
-    Replicas encode the same parameters with the same seed, so that all ranks hold the same.
+    Replicas encode the same parameters with the same seed, so that all ranks hold equal values.
 
     Args:
-        plan: says who owns what.
-        rank: this rank.
+        plan: Plan that defines the owners of shards.
+        rank: Number of this rank.
 
     Attributes:
-        step: optimizer steps taken so far.
+        step: Number of optimizer steps taken so far.
     """
 
     def __init__(self, plan: Plan, rank: int) -> None:
@@ -30,11 +30,11 @@ class Seeds:
         self._last = (-1, 0)
 
     def of_unit(self, lane: Lane, unit: int) -> int:
-        """For a unit's parameters: the same until the next step, so that forward and backward see the same values."""
+        """The seed of a unit's parameters. It stays the same within a step: forward and backward see equal values."""
         return self._joined(list(Lane).index(lane), unit, self._owner[lane])
 
     def next(self) -> int:
-        """For one more reduction of gradients: a step's reductions run in the same order on every rank."""
+        """The seed of the next reduction of gradients. Reductions run in the same order on every rank."""
         step, count = self._last
         count = count + 1 if step == self.step else 0
         self._last = (self.step, count)
