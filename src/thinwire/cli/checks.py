@@ -91,10 +91,10 @@ def torch_check() -> Check:
         return Check(name, f"cannot be imported: {_line(error)}", use, "broken", remedy, essential=True)
     build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     build = f"ROCm {torch.version.hip}" if torch.version.hip else build
-    found = f"{torch.__version__}, {build}"
+    result = f"{torch.__version__}, {build}"
     if TorchVersion(torch.__version__) < "2.11":
-        return Check(name, f"{found}: too old", use, "broken", remedy, essential=True)
-    return Check(name, found, use, essential=True)
+        return Check(name, f"{result}: too old", use, "broken", remedy, essential=True)
+    return Check(name, result, use, essential=True)
 
 
 def hardware_checks() -> Iterator[Check]:
@@ -131,12 +131,12 @@ def _gpu() -> Check:
             ones = torch.ones(64, 64, device=torch.device("cuda", index))
             (ones @ ones).sum().item()
         except RuntimeError as error:
-            found = f"device {index} ({torch.cuda.get_device_name(index)}) does not compute: {_line(error)}"
-            return Check("GPU", found, use, "broken", "nvidia-smi", essential=True)
+            result = f"device {index} ({torch.cuda.get_device_name(index)}) does not compute: {_line(error)}"
+            return Check("GPU", result, use, "broken", "nvidia-smi", essential=True)
         properties = torch.cuda.get_device_properties(index)
         names.append(f"{properties.name}, {format_bytes(properties.total_memory)}")
-    found = "; ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
-    return Check("GPU", found, use, essential=True)
+    result = "; ".join(f"{names.count(name)} x {name}" for name in dict.fromkeys(names))
+    return Check("GPU", result, use, essential=True)
 
 
 def _no_gpu() -> Check:
@@ -194,14 +194,14 @@ def _codecs(name: str, backend: str, device: str, use: str) -> Check:
         error = float((codec.decode(wire, x.numel(), x.dtype) - x).abs().max())
         if error > 1 / 100:
             return Check(name, f"wrong values: int8:256 is off by {error:.2g}", use, "broken", remedy, essential=True)
-        found = f"int8:256 makes {wire.numel():,} bytes of {x.numel() * 4:,}"
+        result = f"int8:256 makes {wire.numel():,} bytes of {x.numel() * 4:,}"
         if backend == "cpp":
             from thinwire.codecs.cpp._native import target
 
-            found += f", with the instructions of {target()}"
+            result += f", with the instructions of {target()}"
     except Exception as error:  # what a broken library or compiler raises has no common class
         return Check(name, f"{type(error).__name__}: {_line(error)}", use, "broken", remedy, essential=backend == "cpp")
-    return Check(name, found, use, essential=backend == "cpp")
+    return Check(name, result, use, essential=backend == "cpp")
 
 
 # -- the system --------------------------------------------------------------------------------------------------
@@ -273,8 +273,8 @@ def _lab() -> Check:
                 try:
                     lab.shape(bandwidth=1e9, **{option: value})
                 except ThinwireError as error:
-                    found = f"ip, tc and namespaces work, but not --{option}"
-                    return Check(name, found, use, "limits", _said_by_lab(error))
+                    result = f"ip, tc and namespaces work, but not --{option}"
+                    return Check(name, result, use, "limits", _said_by_lab(error))
     except ThinwireError as error:
         return Check(name, "cannot be opened", use, "missing", _said_by_lab(error))
     except subprocess.TimeoutExpired as error:
@@ -334,11 +334,11 @@ def _disk(name: str, path: Path, use: str, remedy: str) -> Check:
             pass
     except OSError as error:
         return Check(name, f"{place} cannot be written: {error.strerror}", use, "missing", remedy)
-    found = f"{format_bytes(free)} free in {place}"
+    result = f"{format_bytes(free)} free in {place}"
     if use == "checkpoints":
         # Two are kept, and one more is there while it is written.
-        found += f", for models of {free / (3 * _CHECKPOINT_BYTES) / 1e9:.2g} billion parameters"
-    return Check(name, found, use, "limits" if free < _MIN_DISK else "ok", remedy if free < _MIN_DISK else None)
+        result += f", for models of {free / (3 * _CHECKPOINT_BYTES) / 1e9:.2g} billion parameters"
+    return Check(name, result, use, "limits" if free < _MIN_DISK else "ok", remedy if free < _MIN_DISK else None)
 
 
 def _line(error: BaseException) -> str:

@@ -116,15 +116,15 @@ def _memory() -> int | None:
         return None
 
 
-def _show(found: dict[str, Any], checks: Sequence[Check], console: Console) -> None:
-    versions, memory = found["versions"], format_bytes(found["memory"]) if found["memory"] else "unknown"
+def _show(findings: dict[str, Any], checks: Sequence[Check], console: Console) -> None:
+    versions, memory = findings["versions"], format_bytes(findings["memory"]) if findings["memory"] else "unknown"
     console.print(f"thinwire {versions['thinwire']} on {versions['platform']}", markup=False)
     console.print(
-        f"CPU: {found['cores']} cores, {found['instructions'] or 'instructions unknown'}, {memory} of memory",
+        f"CPU: {findings['cores']} cores, {findings['instructions'] or 'instructions unknown'}, {memory} of memory",
         markup=False,
     )
-    if found["fast_dtype"]:
-        console.print(f'compute_dtype = "auto" is {found["fast_dtype"]} here', markup=False)
+    if findings["fast_dtype"]:
+        console.print(f'compute_dtype = "auto" is {findings["fast_dtype"]} here', markup=False)
     table = Table(box=None, pad_edge=False)
     for name in ("check", "found", "verdict", "needed for"):
         table.add_column(name)

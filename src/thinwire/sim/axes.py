@@ -1,4 +1,4 @@
-"""What tensor and pipeline parallelism add to a step: collectives between the halves of a block, and idle stages."""
+"""Costs of tensor and pipeline parallelism: collectives between the halves of a block, idle stages, and messages."""
 
 from __future__ import annotations
 
@@ -16,36 +16,37 @@ from thinwire.spec.pipeline import STAGES_OF_A_RANK
 __all__ = ["Calls", "HopCalls", "StageLink", "TensorParallelRates", "idle_seconds", "message_seconds", "sent_seconds"]
 
 CALLS = 2
-"""Sums over the tensor-parallel ranks in the forward of a block, behind attention and behind the feed-forward; the
+"""Number of sums over tensor-parallel ranks in the forward of a block: after attention and after the feed-forward. The
 backward has as many (Megatron-LM, arXiv 1909.08053, section 3)."""
 
 
 class Calls(Protocol):
-    """Times of collectives over a sub-mesh, such as :class:`~thinwire.cost.FlatCollectives`."""
+    """Seconds of collectives over a sub-mesh, such as :class:`~thinwire.cost.FlatCollectives`."""
 
     def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor, stride: int = 1) -> float:
-        """Time of one collective on ``size`` bytes in all."""
+        """Seconds of one collective on a vector of ``size`` bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class HopCalls:
-    """Collectives of groups inside a node, and of pairs, at the prices of a program's hops: published or measured.
+    """Prices collectives inside a node, and between pairs of ranks, like the hops of a program.
 
     Attributes:
-        rates: of hops.
+        rates: Seconds of hops, published or measured.
     """
 
     rates: Rates
 
     def seconds(self, kind: Literal["AG", "RS", "AR", "BC"], size: float, mesh: Factor, stride: int = 1) -> float:
-        """Time of one collective, inside a node or with one rank of each.
+        """Seconds of one collective inside a node, or of one with a single rank on each node.
 
         Args:
-            kind: all-gather, reduce-scatter, all-reduce (one behind the other) or a broadcast to one other rank.
-            size: bytes of the whole vector.
-            mesh: the group.
-            stride: nodes from one of its nodes to the next.
+            kind: All-gather, reduce-scatter, all-reduce (a reduce-scatter, then an all-gather), or a broadcast to one
+                other rank.
+            size: Bytes of the whole vector.
+            mesh: Shape of the group.
+            stride: Distance from one node of the group to the next, in nodes.
         """
         if mesh.ranks == 1:
             return 0.0
@@ -58,15 +59,16 @@ class HopCalls:
 
 
 def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -> float:
-    """How long a pipeline stage stands still in a step, while the first micro-batch fills the pipeline and the last one
-    drains it: ``pp - 1`` micro-batches (1F1B), through one of a rank's chunks each where they are interleaved
-    (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """Seconds per step that a pipeline stage idles while the pipeline fills and drains.
+
+    This is the time of ``pp - 1`` micro-batches under 1F1B. Under the interleaved schedule, each of them passes through
+    only one of a rank's chunks (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Args:
-        plan: with the number of stages and the schedule.
-        workload: of one rank.
-        rates: how long its parts take.
-        message: seconds of sending a micro-batch's activations, or their gradients, to the next stage.
+        plan: The plan; the number of stages and the schedule matter.
+        workload: Workload of one rank.
+        rates: Seconds of the workload's parts.
+        message: Seconds to send a micro-batch's activations, or their gradients, to the next stage.
     """
     forward = sum(rates.forward(part, plan, workload.seq) for part in workload.parts)
     backward = sum(rates.backward(part, plan, workload.seq) for part in workload.parts)
@@ -75,25 +77,26 @@ def idle_seconds(plan: Plan, workload: Workload, rates: Rates, message: float) -
 
 
 def message_seconds(plan: Plan, message: float) -> float:
-    """How long a stage waits for messages while the pipeline is full: torch's schedules wait for every one, both ways
-    and for each chunk.
+    """Seconds per step that a stage waits for messages while the pipeline is full.
+
+    Torch's schedules wait for every message, in both directions and for each chunk.
 
     Args:
-        plan: with micro-batches and schedule.
-        message: seconds of one.
+        plan: The plan; micro-batches and schedule matter.
+        message: Seconds of one message.
     """
     return 2 * STAGES_OF_A_RANK[plan.schedule] * plan.micro_batches * message if plan.pp > 1 else 0.0
 
 
 @dataclass(frozen=True)
 class StageLink:
-    """How a pipeline stage hands activations to the next one.
+    """The connection from a pipeline stage to the next one.
 
     Attributes:
-        hidden: width of the residual stream.
-        crosses: whether the next stage is on another node.
-        sharers: tensor-parallel ranks that send a part each.
-        gathered: whether all of them gather the parts behind; else sequences stay cut between matrices.
+        hidden: Width of the residual stream.
+        crosses: Whether the next stage is on another node.
+        sharers: Number of tensor-parallel ranks that each send a part.
+        gathered: Whether the receiving ranks gather the parts; otherwise the sequence stays split between them.
     """
 
     hidden: int
@@ -127,14 +130,14 @@ def sent_seconds(plan: Plan, seq: int, rates: Rates, flat: Calls, link: StageLin
 
 @dataclass(frozen=True)
 class TensorParallelRates:
-    """Rates of ranks that share every block with ``tp - 1`` others: computation waits for their sums.
+    """Rates under tensor parallelism: computation includes the sums over ``tp`` ranks.
 
     Attributes:
-        rates: without them.
-        flat: times of collectives.
-        tp: ranks of a group, inside a node.
-        hidden: width of the residual stream.
-        itemsize: bytes of an activation.
+        rates: Rates without tensor parallelism.
+        flat: Seconds of collectives.
+        tp: Number of tensor-parallel ranks, all on one node.
+        hidden: Width of the residual stream.
+        itemsize: Bytes per activation value.
     """
 
     rates: Rates
@@ -152,20 +155,20 @@ class TensorParallelRates:
             return CALLS * self.flat.seconds("AR", values * self.itemsize, Factor(local=self.tp))
         dtype = plan.compute_dtype
         transfer = self.flat.seconds("AR", values * wire_bytes_per_value(codec, dtype), Factor(local=self.tp))
-        # All of it is encoded for the reduce-scatter and a rank's share for the all-gather; the others' is decoded.
+        # The reduce-scatter encodes the whole vector, the all-gather a rank's share; the parts of others are decoded.
         others = values * (self.tp - 1) / self.tp
         coding = self.rates.codec(Work(codec, dtype, encoded=values + values / self.tp, decoded=2 * others))
         return CALLS * (transfer + coding)
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """With its sums."""
+        """Seconds of the forward, including its sums."""
         return self.rates.forward(part, plan, seq) + self.summing(part, plan, seq)
 
     def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
         """Likewise."""
         return self.rates.backward(part, plan, seq) + self.summing(part, plan, seq)
 
-    # All else is as it was.
+    # Everything else is unchanged by tensor parallelism.
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """As without."""

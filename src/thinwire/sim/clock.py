@@ -1,9 +1,9 @@
-"""A clock over tasks that slow each other down: fluid, event-driven, no randomness.
+"""A deterministic, event-driven clock for tasks that slow each other down (a fluid model).
 
-A *task* has seconds of work, alone, on one resource, and on the spine where it crosses it. Tasks that run at the same
-time share: transfers over the same links divide them, computation and codecs divide what transfers leave of the
-processor, and computation and transfers slow each other as measured (gamma): by factors, and a transfer waits for its
-turn on a busy processor before it uses its links. Time jumps from one completion to the next.
+A *task* has a number of seconds of undisturbed work on one resource, and on the spine if it crosses it. Tasks that run
+at the same time share resources. Transfers divide the links that they share. Computation and codecs divide the part of
+the processor that transfers leave. Computation and transfers slow each other down by measured factors (gamma), and a
+transfer waits for its turn on a busy processor before it uses its links. Time jumps from one completion to the next.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ __all__ = ["FluidClock", "Resource", "Task"]
 
 
 class Resource(Enum):
-    """What a task runs on."""
+    """A resource that tasks run on."""
 
     COMPUTE = "compute"
     CODEC = "codec"
     INSIDE = "inside"
     ACROSS = "across"
-    """A node's cards."""
+    """The network cards of a node."""
     SPINE = "spine"
-    """The links from leaf switches to the spine. Whatever crosses them is on a node's cards too."""
+    """The links from leaf switches to the spine. Every transfer over them also uses a node's cards."""
 
-    # Identity is enough, and hashing is most of what the clock does.
+    # The clock spends most of its time on hashing, and identity is a sufficient hash.
     __hash__ = object.__hash__
 
     @staticmethod
     def of(scope: Scope | None) -> Resource:
-        """Of a transfer, or of a codec's work."""
+        """The resource of a transfer with this scope, or of a codec's work (``None``)."""
         if scope is None:
             return Resource.CODEC
         return Resource.INSIDE if scope is Scope.INSIDE else Resource.ACROSS
@@ -43,16 +43,16 @@ class Resource(Enum):
 
 @dataclass(slots=True, eq=False)
 class Task:
-    """Something that takes time.
+    """A running task.
 
     Attributes:
-        resource: what it runs on.
-        left: seconds of work, alone, that are left.
-        done: called when there is none.
-        beside: of a transfer: what it and computation do to each other.
-        share: of the resource that it takes, alone; less than all where the spine is what limits it.
-        spine: share of the spine that it takes, alone.
-        late: seconds that it still waits for its turn, while the processor is busy.
+        resource: Resource that the task runs on.
+        left: Remaining seconds of undisturbed work.
+        done: Called when the task has finished.
+        beside: For a transfer, the slowdown between it and computation.
+        share: Share of the resource that the undisturbed task uses; less than 1 if the spine limits the task.
+        spine: Share of the spine that the undisturbed task uses.
+        late: Remaining seconds that the task waits for its turn while the processor is busy.
     """
 
     resource: Resource
@@ -69,8 +69,8 @@ class FluidClock:
     """Runs tasks.
 
     Attributes:
-        now: seconds since the start.
-        busy: seconds of work done, alone, by resource.
+        now: Seconds since the start.
+        busy: Seconds of completed work by resource, counted without slowdown.
     """
 
     now: float = 0.0
@@ -90,18 +90,18 @@ class FluidClock:
         """Start a task now; ``done`` may start others.
 
         Args:
-            resource: what it runs on.
-            seconds: of work, alone.
-            done: called when there is none left.
-            beside: of a transfer: what it and computation do to each other.
-            spine_load: how many times longer it keeps the spine busy than its resource.
+            resource: Resource that the task runs on.
+            seconds: Seconds of undisturbed work.
+            done: Called when the task has finished.
+            beside: For a transfer, the slowdown between it and computation.
+            spine_load: Busy time of the spine over busy time of the resource.
         """
         most = max(1.0, spine_load)
         late = beside.delay if seconds else 0.0
         self._active.append(Task(resource, seconds, done, beside, 1.0 / most, spine_load / most, late))
 
     def run(self) -> None:
-        """Until nothing is left to run."""
+        """Run until no task is left."""
         while self._active:
             self._advance()
 
@@ -132,7 +132,7 @@ class FluidClock:
             task.done()
 
     def _slowness(self) -> list[float]:
-        """Seconds that a second of each task's work takes now."""
+        """Seconds that one second of each task's work currently takes."""
         wanted = dict.fromkeys(Resource, 0.0)
         busy = any(task.resource is Resource.COMPUTE or task.resource is Resource.CODEC for task in self._active)
         # Transfers over the same links take turns, so the one that disturbs computation most stands for them.

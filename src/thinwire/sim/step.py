@@ -1,9 +1,9 @@
-"""Prices a :class:`~thinwire.program.StepProgram`: the very operations that the runtime performs, on a clock.
+"""Prices a :class:`~thinwire.program.StepProgram` by playing the runtime's operations on a clock.
 
-One rank stands for all: it computes, and its lanes carry out operations in program order, every stage of a lane beside
-the others. The program is a cycle; a step is played from the moment at which the one before has updated its parameters,
-so that they travel under its forward, to the same moment of its own. Of many micro-batches three are played; the rest
-follows from the difference between two and three.
+One rank represents all. It computes, and its lanes perform operations in program order; the stages of a lane run
+concurrently. The program is a cycle: a step is played from the update of the previous step to its own update, so that
+the spread of updated parameters overlaps its forward. At most three micro-batches are played; the time of further ones
+is the difference between three and two.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ from thinwire.spec import Plan
 __all__ = ["Pricing", "Simulated", "Workload", "simulate"]
 
 Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[PricedStage]]
-"""The moves of an operation of a program over these units."""
+"""Prices an operation of a program over these units; returns its stages."""
 
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their way", "activations"
-"""Names of levels."""
+"""Names of the memory levels."""
 
 NOTHING: frozenset[Phase] = frozenset()
 
 PLAYED = 3
-"""Micro-batches that are played; further ones repeat the last of the middle ones."""
+"""Most micro-batches to play; further ones repeat the last of the middle ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What a step trains.
+    """The work of one step on one rank.
 
     Attributes:
-        parts: of the model, in the order of ``units``.
-        units: what the program knows of them.
-        seq: tokens of a sequence.
-        clip: whether the gradient norm must be known before anything is updated.
-        kept: bytes that each part keeps from its forward to its backward; empty where memory is not of interest.
+        parts: Parts of the model, in the order of ``units``.
+        units: Descriptions of the units for the program.
+        seq: Tokens per sequence.
+        clip: Whether the update waits for the gradient norm.
+        kept: Bytes that each part keeps from its forward to its backward; empty if memory is not simulated.
     """
 
     parts: tuple[ModelPart, ...]
@@ -72,14 +72,14 @@ class Simulated:
     """One step in steady state.
 
     Attributes:
-        seconds: of the step.
-        computing: seconds of computation in it, undisturbed.
-        exposed: seconds that computation waited, by lane.
-        busy: seconds of work by resource, undisturbed.
-        spans: what ran when, in the step that counted; empty unless asked for.
-        levels: what a rank held when, besides what it always holds: gathered parameters, gradients on their way, and
-            activations; empty unless asked for.
-        extrapolated: whether any rate lies outside of what was measured.
+        seconds: Seconds per step.
+        computing: Seconds of computation, without slowdown.
+        exposed: Seconds that computation waited, by lane.
+        busy: Seconds of work by resource, without slowdown.
+        spans: Spans of the measured step; empty without tracing.
+        levels: Memory over time in addition to model states: gathered parameters, gradients in flight, and activations;
+            empty without tracing.
+        extrapolated: Whether any rate lies outside the measured range.
     """
 
     seconds: float
@@ -104,13 +104,13 @@ def simulate(
     """Play one step in steady state.
 
     Args:
-        plan: the plan.
-        workload: the model and its batch.
-        rates: how long each part takes, alone.
-        micro_batches: of a step (``M``).
-        trace: whether to keep spans and levels.
-        pricing: the moves of an operation in another engine than thinwire.
-        awaits: phases at which computation waits for whatever starts there, needed or not.
+        plan: The plan.
+        workload: The model and its batch.
+        rates: Seconds of each part without slowdown.
+        micro_batches: Micro-batches per step (``M``).
+        trace: Whether to keep spans and levels.
+        pricing: Prices operations in an engine other than thinwire.
+        awaits: Phases at which computation waits for every operation that starts there, needed or not.
     """
     if micro_batches <= PLAYED:
         return _play(plan, workload, rates, micro_batches, trace, pricing, awaits)
@@ -153,7 +153,7 @@ def _play(
 
 
 def _awaiting(program: StepProgram, awaits: frozenset[Phase]) -> StepProgram:
-    """The program with more to wait for at events of some phases: all that starts there."""
+    """The program with additional waits: at events of these phases, computation waits for all operations started."""
     if not awaits:
         return program
     waits = dict(program.waits)
@@ -164,7 +164,7 @@ def _awaiting(program: StepProgram, awaits: frozenset[Phase]) -> StepProgram:
 
 
 _Queue = tuple[Lane, Stage | None]
-"""A stage of a lane; ``None`` where operations of a lane take turns as a whole."""
+"""A stage of a lane; ``None`` if the operations of a lane run one after another as a whole."""
 
 
 @dataclass(slots=True, eq=False)
@@ -197,7 +197,7 @@ class _Start:
 
 @dataclass(frozen=True, slots=True)
 class _Hold:
-    """More or less of something in memory."""
+    """A change of a memory level."""
 
     name: str
     change: int
@@ -207,7 +207,7 @@ _Instruction = _Compute | _Wait | _Start | _Hold
 
 
 class _Player:
-    """Computation as a list of instructions, lanes as queues of moves."""
+    """Plays a program: computation is a list of instructions, and each lane is a set of queues."""
 
     def __init__(
         self, plan: Plan, workload: Workload, rates: Rates, program: StepProgram, pricing: Pricing, trace: bool
@@ -242,7 +242,7 @@ class _Player:
     # -- computation -------------------------------------------------------------------------------------------
 
     def _compute_on(self, again: tuple[_Instruction, ...] = ()) -> None:
-        """Follow the script, after instructions that could not be done before, until computation is busy or waits."""
+        """Continue with postponed instructions, then with the script, until computation is busy or waits."""
         for instruction in chain(again, self._script):
             match instruction:
                 case _Compute(seconds, name):
@@ -277,7 +277,7 @@ class _Player:
         def resume() -> None:
             self._exposed[run.operation.lane] += self._clock.now - begin
             self._note(WAITING, f"for {run.operation.lane}", begin)
-            self._compute_on((instruction,))  # others of the same wait may not have ended yet
+            self._compute_on((instruction,))  # other operations of the same wait may still run
 
         run.then.append(resume)
 
@@ -306,7 +306,7 @@ class _Player:
             self._pull(key)
 
     def _pull(self, key: _Queue) -> None:
-        """Let a queue's first operation go on, if it is its turn there."""
+        """Start the first operation of a queue, if it is that operation's turn."""
         queue = self._queues.get(key)
         if not queue or key in self._busy_queues:
             return
@@ -352,7 +352,7 @@ class _Player:
         run.then.clear()
 
     def _carry(self, operation: Operation, sign: int) -> None:
-        """What an operation holds while it is under way."""
+        """Change the memory level of an operation in flight."""
         if self._spans is None or operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
             return
         whole = sum(self._program.units[unit].nbytes for unit in operation.units)
@@ -375,25 +375,25 @@ class _Player:
 
 
 def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[list[PricedStage]]:
-    """The moves of every operation; blocks repeat, so most of them are priced once."""
+    """The stages of every operation. Blocks repeat, so most operations share a price."""
     known: dict[tuple[object, ...], list[PricedStage]] = {}
-    found = []
+    moves = []
     key: tuple[object, ...]
     for op in program.operations:
         key = (op.kind, op.lane, op.axis, op.hops, op.encoded)
-        if op.kind is Kind.BROADCAST:  # its parts are as unequal as the units are different
+        if op.kind is Kind.BROADCAST:  # the sizes of its pieces depend on the units
             key += op.units
         if key not in known:
             known[key] = pricing(plan, op, program.units)
-        found.append(known[key])
-    return found
+        moves.append(known[key])
+    return moves
 
 
 # -- what computation does ---------------------------------------------------------------------------------------
 
 
 def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:
-    """One step as the runtime's hooks drive it."""
+    """The instructions of one step, in the order of the runtime's hooks."""
     trace = default_trace(workload.units)
     forward = [rates.forward(part, plan, workload.seq) for part in workload.parts]
     backward = [rates.backward(part, plan, workload.seq) for part in workload.parts]
@@ -422,7 +422,7 @@ def _forward(
             if kept:
                 yield _Hold(ACTIVATIONS, kept[unit])
         elif phase is Phase.POST_FORWARD and not program.units[unit].name:
-            yield _Compute(seconds[unit], "forward (root)")  # what is the root's own comes last: norm, head, loss
+            yield _Compute(seconds[unit], "forward (root)")  # the root's own modules run last: norm, head, loss
             if kept:
                 yield _Hold(ACTIVATIONS, kept[unit])
 
@@ -440,7 +440,7 @@ def _backward(
 
 
 def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:
-    """Units are updated as their gradients arrive, or all at once behind the norm."""
+    """Update each unit when its gradients arrive, or all units after the exchange of the norm."""
     end = Event(Phase.STEP, -1, 0)
     control = tuple(op.index for op in program.starts(end) if op.lane is Lane.CONTROL)
     yield _Start(control)
@@ -462,7 +462,7 @@ def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[
 
 
 def _last_reductions(program: StepProgram) -> dict[int, int]:
-    """The operation after which a unit's gradients are complete."""
+    """By unit, the operation that completes its gradients."""
     last: dict[int, int] = {}
     for op in program.operations:
         if op.lane in (Lane.REDUCE, Lane.SYNC):
@@ -471,14 +471,14 @@ def _last_reductions(program: StepProgram) -> dict[int, int]:
 
 
 def _update_shares(units: Sequence[UnitInfo]) -> list[int]:
-    """Elements that the rank with most to update has of each unit."""
+    """Number of elements in each unit that the rank with the largest share updates."""
     totals = together([buffer.shares for unit in units for buffer in unit.buffers])
     busiest = 0 if isinstance(totals, Even) else totals.index(max(totals))
     return [sum(buffer.shares[busiest] for buffer in unit.buffers) for unit in units]
 
 
 def _reach(program: StepProgram, event: Event) -> Iterator[_Instruction]:
-    """An event: operations start, parameters are let go, and computation waits for what it needs."""
+    """The instructions at an event: start operations, free parameters, and wait for required operations."""
     if starts := program.starts(event):
         yield _Start(tuple(op.index for op in starts))
     for unit in program.frees.get(event, ()):

@@ -1,5 +1,4 @@
-"""The trainer: real text in, a trained model, its metrics and its checkpoints out.
+"""The trainer: trains a model on text, and writes metrics and checkpoints.
 
-It stands on :mod:`thinwire.shard` for everything that touches other ranks and never calls a collective
-itself.
+All communication between ranks goes through :mod:`thinwire.sharding` and :mod:`thinwire.collectives`.
 """

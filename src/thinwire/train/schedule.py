@@ -1,4 +1,4 @@
-"""The learning rate, a pure function of the step: nothing to store, nothing to restore."""
+"""The learning rate as a pure function of the step, so that checkpoints need not store it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import math
 
 
 def learning_rate_share(step: int, *, warmup: int, steps: int, final: float) -> float:
-    """Linear warm-up, then half a cosine.
+    """Linear warm-up, followed by half a period of a cosine.
 
     Args:
-        step: updates made before this one, from 0.
-        warmup: updates of warm-up; the last of them has the full rate.
-        steps: updates of the whole run.
-        final: share of the full rate at the last update.
+        step: Number of updates before this one.
+        warmup: Number of warm-up updates; the last of them has the peak rate.
+        steps: Number of updates in the whole run.
+        final: Learning rate of the last update, as a fraction of the peak.
 
     Returns:
-        Share of the full learning rate, above 0 for the first update and `final` for the last.
+        Learning rate as a fraction of the peak: above 0 for the first update, `final` for the last.
     """
     if step < warmup:
         return (step + 1) / warmup

@@ -1,8 +1,7 @@
-"""The process of one rank: ``python -m thinwire.train.worker`` under our launcher, :func:`train` under
-others'.
+"""The process of one rank: ``python -m thinwire.train.worker`` under our launcher, :func:`train` under other launchers.
 
-A failure leaves the process as one sentence in a file for whoever started it, and with its traceback in the
-run's ``logs``; the terminal belongs to rank 0's progress.
+If a rank fails, it writes one sentence to a file for the launcher, and its traceback to the run's ``logs``. It prints
+nothing, because the terminal shows rank 0's progress.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import Result, train_rank
 
 _LAST_WORDS: Final = 8192
-"""Bytes of the file in which a rank says why it ended."""
+"""Bytes reserved for the file in which a rank reports the cause of its failure."""
 
 _SET_DEATH_SIGNAL: Final = 1
 """``PR_SET_PDEATHSIG`` of Linux."""
@@ -61,7 +60,7 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
     backend = rank_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.ranks)))
     group.init(backend, datetime.timedelta(seconds=recipe.cluster.timeout))
     try:
-        # Rank 0 decides: it has opened the directory, and the others may already see its work in there.
+        # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
         run = dataclasses.replace(run, resume=bool(group.control().all_gather_object(run.resume)[0]))
         with StopRequest(run.directory.stop_file, launched=launched) as stop:
             return train_rank(run, dataset, device, stop)
@@ -71,10 +70,10 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
 
 @contextlib.contextmanager
 def recorded_failure(logs: Path) -> Iterator[None]:
-    """Leave a sentence for the launcher and a traceback in the logs, then let the failure pass.
+    """Write a sentence for the launcher and a traceback to the logs, then re-raise the error.
 
     Args:
-        logs: directory of the run's logs.
+        logs: Directory of the run's logs.
 
     Yields:
         Nothing.
@@ -92,7 +91,7 @@ def recorded_failure(logs: Path) -> Iterator[None]:
 
 
 def _reserve() -> None:
-    """Take the room for last words now: a full disk may be what they are about."""
+    """Reserve disk space for the message of a failure in advance, because a full disk may be the cause of it."""
     if (path := os.environ.get("TORCHELASTIC_ERROR_FILE")) is not None:
         with contextlib.suppress(OSError):
             Path(path).write_bytes(json.dumps({"message": ""}).encode().ljust(_LAST_WORDS))

@@ -84,10 +84,10 @@ def signal_to_noise(x: Tensor, y: Tensor) -> float | None:
     return 10 * math.log10(signal / noise) if noise else None
 
 
-def blocking(found: Iterable[Accuracy]) -> list[Blocking]:
+def blocking(accuracies: Iterable[Accuracy]) -> list[Blocking]:
     """Error without blocks over error with them, wherever both were measured."""
     by_key: dict[tuple[str, str, str], float] = {
-        (each.subject, each.dtype, each.data): each.snr_db for each in found if each.snr_db is not None
+        (each.subject, each.dtype, each.data): each.snr_db for each in accuracies if each.snr_db is not None
     }
     return [
         Blocking(subject, UNBLOCKED[subject], dtype, data, 10 ** ((by_key[blocked] - snr) / 20))

@@ -82,18 +82,18 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
             report(f"{_name(dtype)}: comparing with the reference, measuring errors")
             sound = [codec for codec in codecs if _takes(codec, dtype) and _passes(codec, dtype, device, gates)]
             accuracies += _accuracies(sound, [peer for peer in peers if dtype in peer.dtypes], sets, dtype, device)
-        found: list[CodecSpeed] = []
+        measured: list[CodecSpeed] = []
         notes: list[str] = []
         for size in request.sizes:
             timed = [peer for peer in peers if peer.timed and size == request.sizes[0]]
             for dtype in request.dtypes:
                 report(f"{_name(dtype)}, {format_bytes(size)}: timing {request.rounds} rounds")
-                here = [peer for peer in timed if dtype in peer.dtypes]
-                found += _bench([c for c in codecs if _takes(c, dtype)], here, size, dtype, request, gates, notes)
+                able = [peer for peer in timed if dtype in peer.dtypes]
+                measured += _bench([c for c in codecs if _takes(c, dtype)], able, size, dtype, request, gates, notes)
     finally:
         torch.set_num_threads(threads)
     red = {(gate.codec, gate.dtype) for gate in gates if gate.problem is not None}
-    found = [speed for speed in found if (speed.subject, speed.dtype) not in red]
+    measured = [speed for speed in measured if (speed.subject, speed.dtype) not in red]
     accuracies = [each for each in accuracies if (each.subject, each.dtype) not in red]
     environment = describe()
     environment["versions"] |= _versions()
@@ -103,12 +103,12 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
         threads=request.threads,
         rounds=request.rounds,
         codecs=tuple(request.codecs),
-        speeds=found,
+        speeds=measured,
         accuracies=accuracies,
         blockings=blocking(accuracies),
         peers=statuses,
         gates=gates,
-        goals=goals(found, accuracies, on_cpu=device.type == "cpu"),
+        goals=goals(measured, accuracies, on_cpu=device.type == "cpu"),
         notes=notes,
         environment=environment,
         command=request.command,
@@ -128,12 +128,12 @@ def _accuracies(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[Accuracy]:
-    found = []
+    accuracies = []
     for data, values in sets.items():
         x = values.to(device, dtype)
-        found += [codec_accuracy(codec, data, x) for codec in codecs]
-        found += [accuracy_of(peer, data, x) for peer in peers]
-    return found
+        accuracies += [codec_accuracy(codec, data, x) for codec in codecs]
+        accuracies += [accuracy_of(peer, data, x) for peer in peers]
+    return accuracies
 
 
 def _bench(
@@ -186,12 +186,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _versions() -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    versions: dict[str, Any] = {}
     for package in ("triton", "zfpy", "torchao", "bitsandbytes", "zipnn"):
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
-    return found
+        versions["cuda"] = torch.version.cuda
+    return versions

@@ -41,10 +41,10 @@ def data_sets(
         report: Called with a line of text before anything that takes long.
     """
     makers: dict[str, Callable[[int], Tensor]] = {"normal": normal, "student": student}
-    found = {name: makers[name](num_values) for name in names if name in makers}
-    if set(names) - set(found):
-        found |= _of_a_model(report)
-    return {name: found[name] for name in names}
+    tensors = {name: makers[name](num_values) for name in names if name in makers}
+    if set(names) - set(tensors):
+        tensors |= _of_a_model(report)
+    return {name: tensors[name] for name in names}
 
 
 def normal(num_values: int, seed: int = 0) -> Tensor:
@@ -74,12 +74,12 @@ def gradients_by_rank(ranks: int, report: Callable[[str], None] = lambda line: N
     """
     report("training a small model for its gradients")
     model, samples = _trained_model(report)
-    found = []
+    by_rank = []
     for rank in range(ranks):
         model.zero_grad()
         _backward(model, samples, _STEPS + rank)
-        found.append(_flat(parameter.grad for parameter in _matrices(model) if parameter.grad is not None))
-    return found
+        by_rank.append(_flat(parameter.grad for parameter in _matrices(model) if parameter.grad is not None))
+    return by_rank
 
 
 def _of_a_model(report: Callable[[str], None]) -> dict[str, Tensor]:

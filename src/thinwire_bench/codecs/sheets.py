@@ -43,18 +43,18 @@ def _error_sheets(study: CodecStudy) -> list[Sheet]:
     named = {each.data for each in study.accuracies}
     data = [name for name in DATA_SETS if name in named]
     for dtype in dict.fromkeys(each.dtype for each in study.accuracies):
-        here = {(each.subject, each.data): each for each in study.accuracies if each.dtype == dtype}
-        subjects = [name for name in _subjects(study) if any(subject == name for subject, _ in here)]
+        by_subject = {(each.subject, each.data): each for each in study.accuracies if each.dtype == dtype}
+        subjects = [name for name in _subjects(study) if any(subject == name for subject, _ in by_subject)]
         rows: list[list[str]] = []
         faint: set[int] = set()
         for subject in subjects:
-            found = [here[subject, name] for name in data]
+            measured = [by_subject[subject, name] for name in data]
             if subject not in study.codecs:
                 faint.add(len(rows))
             rows.append([
                 subject,
-                _bits([each.wire_bits for each in found]),
-                *("exact" if each.snr_db is None else f"{each.snr_db:.1f}" for each in found),
+                _bits([each.wire_bits for each in measured]),
+                *("exact" if each.snr_db is None else f"{each.snr_db:.1f}" for each in measured),
             ])  # fmt: skip
         made.append(Sheet(f"{dtype}: signal to noise in dB", ["codec", "bits", *data], 1, rows, frozenset(faint)))
     return made
@@ -133,6 +133,6 @@ def _speed(speed: CodecSpeed | None) -> str:
     )
 
 
-def _bits(found: Sequence[float]) -> str:
-    low, high = min(found), max(found)
+def _bits(bits_per_value: Sequence[float]) -> str:
+    low, high = min(bits_per_value), max(bits_per_value)
     return f"{low:.2f}" if high - low < 0.005 else f"{low:.2f} to {high:.2f}"

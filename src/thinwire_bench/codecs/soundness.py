@@ -81,17 +81,17 @@ def check_timed(codec: Codec, x: Tensor, decoded: Tensor) -> str | None:
     largest = float(x.abs().max())
     for where, start in (("first", 0), ("last", max(0, (x.numel() - 1) // _WINDOW * _WINDOW))):
         window = x[start : start + _WINDOW].cpu()
-        found = decoded[start : start + _WINDOW].cpu()
+        result = decoded[start : start + _WINDOW].cpu()
         if codec.spec.per_tensor or codec.spec.needs_seed:
             # The scale is all values' and the dice depend on the position: a step is the most that may be lost.
             assert codec.spec.bits is not None
             step = largest / ((1 << (codec.spec.bits - 1)) - 1)
-            if bool((window.float() - found.float()).abs().max() <= step + largest * 2**-8):
+            if bool((window.float() - result.float()).abs().max() <= step + largest * 2**-8):
                 continue
         else:
             reference = get(codec.spec, backend="reference")
             wire = reference.encode(window)
-            if same_bits(reference.decode(wire, window.numel(), x.dtype), found):
+            if same_bits(reference.decode(wire, window.numel(), x.dtype), result):
                 continue
         return f"the {where} values of a tensor of {x.numel()} decode to something else"
     return None

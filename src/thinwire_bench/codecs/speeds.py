@@ -85,8 +85,8 @@ def copy_job(source: Tensor, target: Tensor) -> TimedCall:
     memcpy = ctypes.CDLL(None).memcpy
     memcpy.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
     memcpy.restype = ctypes.c_void_p
-    to, of = target.data_ptr(), source.data_ptr()
-    return TimedCall(COPY, "copy", num_bytes, lambda: memcpy(to, of, num_bytes))
+    destination, origin = target.data_ptr(), source.data_ptr()
+    return TimedCall(COPY, "copy", num_bytes, lambda: memcpy(destination, origin, num_bytes))
 
 
 def interleave(jobs: Sequence[TimedCall], *, rounds: int, device: torch.device, seed: int = 0) -> list[list[float]]:
@@ -140,12 +140,12 @@ def speeds(
     (copy,) = [index for index, job in enumerate(jobs) if job.subject == COPY]
     copied = [jobs[copy].num_bytes / taken for taken in seconds[copy]]
     copied_median = jobs[copy].num_bytes / statistics.median(seconds[copy])
-    found = []
+    speeds = []
     for job, taken in zip(jobs, seconds, strict=True):
-        by_round = [job.num_bytes / each for each in taken]
+        by_round = [job.num_bytes / duration for duration in taken]
         median = job.num_bytes / statistics.median(taken)
         shares = [ours / theirs for ours, theirs in zip(by_round, copied, strict=True)]
-        found.append(
+        speeds.append(
             CodecSpeed(
                 subject=job.subject,
                 direction=job.direction,
@@ -162,7 +162,7 @@ def speeds(
                 seconds=tuple(taken),
             )
         )
-    return found
+    return speeds
 
 
 def is_noisy(seconds: Sequence[float]) -> bool:

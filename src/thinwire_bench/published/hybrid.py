@@ -45,13 +45,13 @@ def _case(row: PublishedRow, engine: str, policy: str | None) -> Case:
 
 def _policy(scheme: str) -> str:
     """The policy of a scheme in the paper's words."""
-    if found := re.fullmatch(r"naive ZFP rate (\d+)", scheme):
-        return f"naive-zfp:{found[1]}"
-    if found := re.fullmatch(r"MZHybrid ZFP rate (\d+)", scheme):
-        return f"mzhybrid:{found[1]}"
-    found = re.fullmatch(r"ZHybrid MP(\d+)/DP(\d+)", scheme)
-    assert found is not None, f"{scheme} is no scheme of the paper"
-    return f"zhybrid:{found[1]}-{found[2]}"
+    if match := re.fullmatch(r"naive ZFP rate (\d+)", scheme):
+        return f"naive-zfp:{match[1]}"
+    if match := re.fullmatch(r"MZHybrid ZFP rate (\d+)", scheme):
+        return f"mzhybrid:{match[1]}"
+    match = re.fullmatch(r"ZHybrid MP(\d+)/DP(\d+)", scheme)
+    assert match is not None, f"{scheme} is no scheme of the paper"
+    return f"zhybrid:{match[1]}-{match[2]}"
 
 
 def gain(row: PublishedRow, answers: Sequence[Answer]) -> float:

@@ -44,6 +44,6 @@ def case(row: PublishedRow) -> Case:
 
 
 def _number(pattern: str, text: str) -> str:
-    found = re.search(pattern, text)
-    assert found is not None, f"{text} has no {pattern}"
-    return found[1]
+    match = re.search(pattern, text)
+    assert match is not None, f"{text} has no {pattern}"
+    return match[1]

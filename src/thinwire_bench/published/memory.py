@@ -53,8 +53,8 @@ _ONE = {"local": 1, "nodes": 1}
 
 def _held(answer: Answer) -> int:
     """Bytes of model states."""
-    found = answer.memory
-    return found.params + found.grads + found.optimizer + found.secondary
+    memory = answer.memory
+    return memory.params + memory.grads + memory.optimizer + memory.secondary
 
 
 def _amsp(row: PublishedRow, engine: str, plan: str | dict[str, Any]) -> Case:
@@ -84,7 +84,7 @@ def _states(row: PublishedRow, plan: str) -> Case:
 
 def _internevo(row: PublishedRow) -> Case:
     """Its configuration for fine-tuning: one sequence of 2048."""
-    tp, pp = (int(found[1]) if (found := re.search(rf"\b{axis}(\d+)", row.system)) else 1 for axis in ("tp", "pp"))
+    tp, pp = (int(match[1]) if (match := re.search(rf"\b{axis}(\d+)", row.system)) else 1 for axis in ("tp", "pp"))
     fsdp = "fsdp" in row.system
     fields = {
         "model": "internlm-7b" if "7B" in row.model else str(files("thinwire_bench.published") / "internlm-20b.toml"),

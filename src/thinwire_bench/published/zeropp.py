@@ -72,7 +72,7 @@ def _case(row: PublishedRow, model: str, plan: str, tokens: int) -> Case:
 def counted_tflops(row: PublishedRow, answers: Sequence[Answer]) -> float:
     """With recomputation, of the slowest model."""
     del row
-    return min(found.tflops * RECOMPUTED for found in answers)
+    return min(answer.tflops * RECOMPUTED for answer in answers)
 
 
 def stated(row: PublishedRow, answers: Sequence[Answer]) -> float:

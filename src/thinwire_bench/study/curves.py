@@ -55,8 +55,8 @@ class Curve:
     @property
     def final_loss(self) -> float | None:
         """Last validation loss in nats per token; None for a run that diverged."""
-        found = [record["val_loss"] for record in self.records if record["val_loss"] is not None]
-        return None if self.diverged or not found else float(found[-1])
+        losses = [record["val_loss"] for record in self.records if record["val_loss"] is not None]
+        return None if self.diverged or not losses else float(losses[-1])
 
     @classmethod
     def from_directory(cls, run: StudyRun, directory: RunDirectory) -> Self | None:
@@ -179,11 +179,11 @@ def _short(value: Any) -> Any:
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[str]:
     """Dotted keys in which two tables differ."""
-    found = []
+    differing = []
     for key in sorted({*one, *other}):
         mine, theirs = one.get(key), other.get(key)
         if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-            found += _differences(mine, theirs, f"{prefix}{key}.")
+            differing += _differences(mine, theirs, f"{prefix}{key}.")
         elif mine != theirs:
-            found.append(f"{prefix}{key}")
-    return found
+            differing.append(f"{prefix}{key}")
+    return differing

@@ -106,14 +106,14 @@ def _by_link(pairs: Sequence[Pair]) -> Sheet:
     links = list(dict.fromkeys(pair.bandwidth for pair in pairs))
     models = list(dict.fromkeys(pair.model for pair in pairs))
 
-    def cell(found: Sequence[Pair]) -> str:
-        if not found:
+    def cell(chosen: Sequence[Pair]) -> str:
+        if not chosen:
             return ""
-        absolute = statistics.fmean(abs(pair.error) for pair in found)
-        return f"{absolute:.1%} ({statistics.fmean(pair.error for pair in found):+.1%})"
+        absolute = statistics.fmean(abs(pair.error) for pair in chosen)
+        return f"{absolute:.1%} ({statistics.fmean(pair.error for pair in chosen):+.1%})"
 
-    def row(name: str, found: Sequence[Pair]) -> list[str]:
-        return [name, *(cell([pair for pair in found if pair.bandwidth == link]) for link in links), cell(found)]
+    def row(name: str, chosen: Sequence[Pair]) -> list[str]:
+        return [name, *(cell([pair for pair in chosen if pair.bandwidth == link]) for link in links), cell(chosen)]
 
     rows = [row(model, [pair for pair in pairs if pair.model == model]) for model in models]
     columns = ["mean error of step time (with its sign)", *links, "all links"]
@@ -137,11 +137,11 @@ def _goals(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[list[str]]:
         peaks[key] = max(predicted, pair.predicted_bytes), max(measured, pair.measured_bytes)
     memory = statistics.fmean(abs(predicted / measured - 1) for predicted, measured in peaks.values())
     ratios = [choice.ratio for choice in choices]
-    found = [
+    rows = [
         row(f"step time, mean error over {len(pairs)} pairs", error, 0.10, ".1%"),
         row(f"peak memory, mean error over {len(peaks)} plans", memory, 0.05, ".1%"),
         row(f"choice over the fastest, mean of {len(ratios)}", statistics.fmean(ratios), 1.03, ".3f"),
         row("choice over the fastest, worst", max(ratios), 1.03, ".3f"),
     ]
     kept = [choice.memory / choice.cap for choice in choices if choice.cap is not None]
-    return [*found, row("memory of choices over their cap, worst", max(kept), 1.0, ".3f")] if kept else found
+    return [*rows, row("memory of choices over their cap, worst", max(kept), 1.0, ".3f")] if kept else rows

@@ -108,7 +108,7 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Kno
     Raises:
         UsageError: a profile failed.
     """
-    found = {}
+    known = {}
     for setting in setup.settings:
         out = directory / f"profile-{setting.bandwidth}.json"
         alone_path = directory / f"alone-{setting.bandwidth}.json"
@@ -116,8 +116,8 @@ def profile_links(setup: Setup, budget: float, directory: Path) -> dict[str, Kno
             _profile(setup, setting, budget, out)
             alone = {model: _alone(setup, setting, model) for model in setup.models}
             alone_path.write_text(json.dumps(alone) + "\n", encoding="utf-8")
-        found[setting.bandwidth] = Known(Profile.read(out), json.loads(alone_path.read_text(encoding="utf-8")))
-    return _steadied(setup, found)
+        known[setting.bandwidth] = Known(Profile.read(out), json.loads(alone_path.read_text(encoding="utf-8")))
+    return _steadied(setup, known)
 
 
 def _steadied(setup: Setup, measured: Mapping[str, Known]) -> dict[str, Known]:
@@ -235,7 +235,7 @@ def _fields(setup: Setup, model: str, known: Mapping[str, Known]) -> Iterator[_F
 def _field(setup: Setup, model: str, known: Mapping[str, Known], cap: int | None, presets: dict[str, Plan]) -> _Field:
     plans, picks = dict(presets), {}
     ranked = {
-        name: [found.plan for found in search(_job(setup, model, link.profile, cap)).candidates]
+        name: [choice.plan for choice in search(_job(setup, model, link.profile, cap)).candidates]
         for name, link in known.items()
     }
     for bandwidth, choices in ranked.items():
@@ -275,12 +275,12 @@ def _job(setup: Setup, model: str, profile: Profile, cap: int | None) -> Trainin
 
 def _long_enough(setup: Setup, field: _Field, known: Mapping[str, Known]) -> list[Setting]:
     """The settings with so many steps a turn that it is not over in a moment."""
-    found = []
+    settings = []
     for setting in setup.settings:
         job = _job(setup, field.model, known[setting.bandwidth].profile, field.cap)
         typical = statistics.median(candidate(job, plan).seconds for plan in field.plans.values())
-        found.append(replace(setting, steps=max(2, math.ceil(TURN / typical))))
-    return found
+        settings.append(replace(setting, steps=max(2, math.ceil(TURN / typical))))
+    return settings
 
 
 def _rows(setup: Setup, field: _Field, settings: Sequence[Setting]) -> list[SystemRow]:
@@ -334,7 +334,7 @@ def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair
     Raises:
         UsageError: a plan is not what it was: a preset has changed, or the planner chooses another.
     """
-    found = []
+    predictions = []
     for model in setup.models:
         for field in _fields(setup, model, known):
             for pair in pairs:
@@ -347,8 +347,8 @@ def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair
                         f"{pair.plan} for {model} was {pair.factors!r} when it was measured and is {now!r} now: "
                         "measure again, without --again"
                     )
-                found.append(_predicted(setup, field, known[pair.bandwidth], pair))
-    return found
+                predictions.append(_predicted(setup, field, known[pair.bandwidth], pair))
+    return predictions
 
 
 def _label(row: SystemRow) -> str:

@@ -158,13 +158,13 @@ def study(nodes: int, local: int, ways: Sequence[Way], report: Callable[[str], N
             partials: list[list[_Partial]] = pool.run(_measure, path, local, list(ways), timeout=_TIMEOUT)
     finally:
         pool.close()
-    found = []
+    results = []
     for way, of_ranks in zip(ways, zip(*partials, strict=True), strict=True):
         error = sum(partial[0] for partial in of_ranks)
         crossed = sum(partial[1] for partial in of_ranks) / nodes
         snr = math.inf if error == 0 else 10 * math.log10(signal / error)
-        found.append(Reduced(way, snr, crossed, predicted_bytes(way, gradients.shape[1], nodes, local)))
-    return found
+        results.append(Reduced(way, snr, crossed, predicted_bytes(way, gradients.shape[1], nodes, local)))
+    return results
 
 
 def predicted_bytes(way: Way, numel: int, nodes: int, local: int) -> float:
@@ -182,7 +182,7 @@ def predicted_bytes(way: Way, numel: int, nodes: int, local: int) -> float:
     return float(messages * piece)
 
 
-def sheet(found: Sequence[Reduced], nodes: int, local: int) -> Sheet:
+def sheet(results: Sequence[Reduced], nodes: int, local: int) -> Sheet:
     """The comparison as a table."""
     rows = [
         [
@@ -192,7 +192,7 @@ def sheet(found: Sequence[Reduced], nodes: int, local: int) -> Sheet:
             format_bytes(reduced.across_bytes),
             format_bytes(reduced.predicted_bytes),
         ]
-        for reduced in found
+        for reduced in results
     ]
     columns = ["algorithm", "codec", "SNR in dB", "sent by a node", "predicted"]
     return Sheet(f"Reduce-scatter over {nodes} nodes of {local} ranks", columns, 2, rows)

@@ -187,13 +187,13 @@ def summarise(measured: Iterable[TensorSpectrum]) -> list[Summary]:
     for each in measured:
         for part in ("", each.part):
             groups.setdefault((each.step, each.kind, part), []).append(each)
-    found = []
+    summaries = []
     for (step, kind, part), group in groups.items():
         columns = {name: [each.numbers[name] for each in group] for name in group[0].numbers}
         quartiles = {name: _quartiles(values) for name, values in columns.items()}
         curve = tuple(map(statistics.median, zip(*(each.curve for each in group), strict=True)))
-        found.append(Summary(step, kind, part, len(group), quartiles, curve))
-    return sorted(found, key=lambda each: (each.part != "", each.step, list(KINDS).index(each.kind)))
+        summaries.append(Summary(step, kind, part, len(group), quartiles, curve))
+    return sorted(summaries, key=lambda each: (each.part != "", each.step, list(KINDS).index(each.kind)))
 
 
 def trends(measured: Sequence[TensorSpectrum]) -> list[Trends]:
@@ -213,7 +213,7 @@ def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
     return float(torch.corrcoef(torch.stack(order).double())[0, 1])
 
 
-def sheets(summaries: Sequence[Summary], found: Sequence[Trends]) -> list[Sheet]:
+def sheets(summaries: Sequence[Summary], trends: Sequence[Trends]) -> list[Sheet]:
     """Tables: singular values at the last step, effective ranks over steps, codecs at the last step, trends."""
     whole = [each for each in summaries if not each.part]
     steps = sorted({each.step for each in whole})
@@ -247,7 +247,7 @@ def sheets(summaries: Sequence[Summary], found: Sequence[Trends]) -> list[Sheet]
             f"Rank correlation of the SNR over all tensors at step {steps[-1]}",
             ["codec", "with effective rank", "with crest factor"],
             1,
-            [[each.codec, f"{each.effective_rank:+.2f}", f"{each.crest:+.2f}"] for each in found],
+            [[each.codec, f"{each.effective_rank:+.2f}", f"{each.crest:+.2f}"] for each in trends],
         ),
     ]  # fmt: skip
 

@@ -266,14 +266,14 @@ class Controller:
 
     def _collect(self, label: str, kind: type[Message]) -> list[Message]:
         """One message of a kind from every rank of a system, by rank."""
-        found: dict[int, Message] = {}
+        messages: dict[int, Message] = {}
         ranks = {connection: rank for rank, connection in self._members[label].items()}
         deadline = time.monotonic() + self._timeout
-        while len(found) < len(ranks):
-            pending = [connection for connection, rank in ranks.items() if rank not in found]
+        while len(messages) < len(ranks):
+            pending = [connection for connection, rank in ranks.items() if rank not in messages]
             ready = wait([*pending, *self._servers], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                late = sorted(set(ranks.values()) - set(found))
+                late = sorted(set(ranks.values()) - set(messages))
                 raise BenchError(
                     f"system {label}: rank {late[0]} did not finish its turn within {self._timeout:.0f} s "
                     f"(waiting for ranks {late})"
@@ -284,8 +284,8 @@ class Controller:
                 if not isinstance(message, kind):
                     self._raise_cause(message, label, ranks.get(connection))
                 else:
-                    found[ranks[connection]] = message
-        return [found[rank] for rank in sorted(found)]
+                    messages[ranks[connection]] = message
+        return [messages[rank] for rank in sorted(messages)]
 
     def _raise_cause(self, message: object, label: str | None = None, rank: int | None = None) -> None:
         """Raise what explains a failure best: a killed rank before an exception, an exception before a mere end."""
@@ -302,11 +302,11 @@ class Controller:
                 else:
                     failures.append((*sources.get(connection, (None, None)), received))
         sentences = [
-            (_weight(found), f"system {found.label}: rank {found.rank} {found.how}", found.label)
-            if isinstance(found, Ended)
-            else (_weight(found), f"system {name}: rank {number} failed: {found.sentence}", name)
-            for name, number, found in failures
-            if isinstance(found, Ended | Failed)
+            (_weight(failure), f"system {failure.label}: rank {failure.rank} {failure.how}", failure.label)
+            if isinstance(failure, Ended)
+            else (_weight(failure), f"system {name}: rank {number} failed: {failure.sentence}", name)
+            for name, number, failure in failures
+            if isinstance(failure, Ended | Failed)
         ]
         if not sentences:
             self._raise_if_host_ended()

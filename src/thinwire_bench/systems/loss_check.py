@@ -39,17 +39,17 @@ def refusals(losses: Mapping[str, Sequence[float]], exempt: frozenset[str] = fro
     # A system that went astray must not pull the reference along: it is the median of those with finite losses.
     finite = [values for values in judged.values() if all(map(math.isfinite, values))]
     reference = [statistics.median(step) for step in zip(*finite, strict=True)]
-    found = {}
+    reasons = {}
     for label, values in judged.items():
         if not all(map(math.isfinite, values)):
-            found[label] = (
+            reasons[label] = (
                 f"its loss is not finite at step {next(i for i, v in enumerate(values) if not math.isfinite(v))}"
             )
             continue
         distance = statistics.fmean(abs(v / r - 1) for v, r in zip(values, reference, strict=True))
         if distance >= LOSS_TOLERANCE:
-            found[label] = (
+            reasons[label] = (
                 f"its loss is {distance:.1%} away from the median system's, on average over the first {len(values)} "
                 f"steps; {LOSS_TOLERANCE:.0%} is allowed"
             )
-    return found
+    return reasons

@@ -48,13 +48,13 @@ def goals(rows: Sequence[SystemRow]) -> dict[str, list[Ratio]]:
 
 def best_ratios(rows: Sequence[SystemRow]) -> list[Ratio]:
     """The fastest plan against the fastest peer under each setting; refused rows and the bound take no part."""
-    found = []
-    for here in _by_setting(rows):
-        plans = [row for row in here if row.kind is SystemKind.PLAN]
-        peers = [row for row in here if row.kind is SystemKind.PEER]
+    comparisons = []
+    for alike in _by_setting(rows):
+        plans = [row for row in alike if row.kind is SystemKind.PLAN]
+        peers = [row for row in alike if row.kind is SystemKind.PEER]
         if plans and peers:
-            found.append(compare(min(plans, key=_time), min(peers, key=_time)))
-    return found
+            comparisons.append(compare(min(plans, key=_time), min(peers, key=_time)))
+    return comparisons
 
 
 def pair_ratios(rows: Sequence[SystemRow], plan: str, peer: str) -> list[Ratio]:
@@ -65,12 +65,12 @@ def pair_ratios(rows: Sequence[SystemRow], plan: str, peer: str) -> list[Ratio]:
         plan: Label of thinwire's plan.
         peer: Label of the other system.
     """
-    found = []
-    for here in _by_setting(rows):
-        by_label = {row.system: row for row in here}
+    comparisons = []
+    for alike in _by_setting(rows):
+        by_label = {row.system: row for row in alike}
         if plan in by_label and peer in by_label:
-            found.append(compare(by_label[plan], by_label[peer]))
-    return found
+            comparisons.append(compare(by_label[plan], by_label[peer]))
+    return comparisons
 
 
 def compare(plan: SystemRow, peer: SystemRow) -> Ratio:

@@ -46,8 +46,8 @@ def goals_table(ratios: Mapping[str, Sequence[Ratio]]) -> Table:
         table.add_column(name, no_wrap=True)
     for name in ("ratio of medians", "median of rounds", "min", "max"):
         table.add_column(name, justify="right", no_wrap=True)
-    for goal, found in ratios.items():
-        for ratio in found:
+    for goal, comparisons in ratios.items():
+        for ratio in comparisons:
             numbers = (ratio.of_medians, ratio.median, ratio.smallest, ratio.largest)
             table.add_row(
                 goal,

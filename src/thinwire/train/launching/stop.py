@@ -1,7 +1,7 @@
-"""Requests to save and leave: Ctrl-C, SIGTERM, a stop file.
+"""Requests to save and exit: Ctrl-C, SIGTERM, or a stop file.
 
-A rank only *notices* a request here; the step's control exchange makes all ranks agree on it. The second
-signal falls through to the default action and kills.
+A rank only *notices* a request; all ranks agree on it in the step's control exchange. A second signal has its default
+action and kills the process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """Notices that someone wants the run to end after the current step.
+    """Notices requests to end the run after the current step.
 
     Args:
-        file: a request exists while this file does. Our launcher makes it: its ranks live in sessions of
-            their own, where the terminal's Ctrl-C does not reach them.
-        launched: whether our launcher started this process. It then asks through the file, and SIGTERM keeps
-            its default action, so that the ranks that survive a lost one leave at once.
+        file: Stop file; while it exists, the run should stop. Our launcher creates it because its ranks run in sessions
+            of their own, which the terminal's Ctrl-C does not reach.
+        launched: Whether our launcher started this process. The launcher requests a stop through the file. SIGTERM
+            keeps its default action, so that the survivors of a lost rank exit at once.
     """
 
     def __init__(self, file: Path, *, launched: bool) -> None:
@@ -44,7 +44,7 @@ class StopRequest:
 
     @property
     def reason(self) -> str | None:
-        """Why this rank wants to stop; None while it does not."""
+        """Reason to stop; ``None`` if there is no request."""
         if self._signal is not None:
             return signal.Signals(self._signal).name
         if self._parent is not None and os.getppid() != self._parent:

@@ -1,4 +1,4 @@
-"""What produced a run: versions of everything that its numbers may depend on."""
+"""Versions of the software that a run's results may depend on."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _PACKAGES = ("torch", "numpy", "tokenizers", "transformers", "safetensors", "pyd
 
 
 def versions() -> dict[str, str]:
-    """Versions by name.
+    """Collect versions by name.
 
     Returns:
-        thinwire, Python, the platform and the packages that are installed.
+        Versions of thinwire, Python, the platform and the relevant installed packages.
     """
     installed = {
         "thinwire": thinwire.__version__,

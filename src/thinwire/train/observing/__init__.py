@@ -1,1 +1,1 @@
-"""What a run measures of itself and shows: metrics, progress, memory, traces."""
+"""Observation of a run: metrics, progress, memory and traces."""

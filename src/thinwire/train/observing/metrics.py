@@ -1,4 +1,4 @@
-"""What a run reports: one JSON line per logged step, and the same numbers to TensorBoard."""
+"""Metrics of a run: one JSON line per logged step, and the same numbers as TensorBoard events."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def known_peak_tflops(device_name: str, dtype: str) -> float | None:
     """Peak rate of a GPU.
 
     Args:
-        device_name: as the driver gives it.
+        device_name: Name of the device as the driver reports it.
         dtype: ``bfloat16`` or ``float32``.
 
     Returns:
-        TFLOP/s, or None for a device that is not in the table.
+        TFLOP/s, or ``None`` for a device that is not in the table.
     """
     for name, bfloat16, float32 in _PEAK_TFLOPS:
         if name in device_name:
@@ -53,27 +53,27 @@ class StepRecord:
     """One logged step, over all ranks.
 
     Attributes:
-        step: updates made, this one included.
-        samples: sequences taken, this step included.
-        tokens: tokens taken, this step included.
-        loss: mean over ranks and micro-batches, nats per token.
-        val_loss: nats per token; None where this step did not validate.
-        grad_norm: of the mean gradient, before clipping.
-        lr: learning rate of this update.
-        skipped: whether the update was skipped for a gradient that is not finite.
-        step_seconds: wall time of the step, without validation and saving.
-        tokens_per_second: over all ranks.
-        tgs: tokens per device and second.
-        mfu: model FLOP utilisation, attention not halved; None where the peak is unknown.
-        memory: bytes of the rank that has most: ``rss``, and ``cuda`` (peak allocated) on GPUs.
-        sent: bytes sent by all ranks since the last record, by kind, ``inside`` and ``across`` nodes.
-        exposed: seconds that computation waited since the last record, by kind, mean over ranks.
-        codec: seconds that codecs took since the last record, by kind, mean over ranks.
-        own: seconds of a step that ranks spent on their own work instead of waiting for communication: ``median``, and
-            ``slowest``, which was that of ``rank``.
-        slow: a sentence on a rank that holds the others up, or does no longer; None most of the time.
-        memory_by_rank: like `memory`, of every rank; None in most records, as it grows with the ranks.
-        time: seconds since 1970 when the record was made, on rank 0.
+        step: Number of updates, including this one.
+        samples: Number of sequences consumed, including this step.
+        tokens: Number of tokens consumed, including this step.
+        loss: Training loss in nats per token, mean over ranks and micro-batches.
+        val_loss: Validation loss in nats per token; ``None`` if this step did not validate.
+        grad_norm: Norm of the mean gradient before clipping.
+        lr: Learning rate of this update.
+        skipped: Whether the update was skipped because a gradient was not finite.
+        step_seconds: Wall time of the step in seconds, without validation and saving.
+        tokens_per_second: Tokens per second over all ranks.
+        tgs: Tokens per second and device.
+        mfu: Model FLOPs utilization; attention is not halved for causality; ``None`` if the peak is unknown.
+        memory: Bytes on the rank that uses the most: ``rss``, and on GPUs ``cuda`` (peak allocated).
+        sent: Bytes sent by all ranks since the last record, by kind, then ``inside`` and ``across`` nodes.
+        exposed: Seconds that computation waited since the last record, by kind, mean over ranks.
+        codec: Seconds that codecs took since the last record, by kind, mean over ranks.
+        own: Seconds per step that ranks spent on their own work rather than waiting for communication: ``median``, and
+            ``slowest`` with its ``rank``.
+        slow: Sentence about a rank that has become slow or has caught up; usually ``None``.
+        memory_by_rank: `memory` of every rank; ``None`` in most records, because its size grows with the ranks.
+        time: Time of the record on rank 0, in seconds since 1970.
     """
 
     step: int
@@ -98,10 +98,10 @@ class StepRecord:
     time: float = field(default_factory=time.time)
 
     def to_dict(self) -> dict[str, Any]:
-        """As written to ``metrics.jsonl``.
+        """The record as a JSON object for ``metrics.jsonl``.
 
         Returns:
-            Plain values; `sent` is called ``bytes``, and a number that is not finite is None.
+            Plain values. The key of `sent` is ``bytes``; numbers that are not finite are ``None``.
         """
         table = {name: _finite(getattr(self, name)) for name in self.__dataclass_fields__}
         table["bytes"] = table.pop("sent")
@@ -112,9 +112,9 @@ class MetricsLog:
     """Appends records to ``metrics.jsonl`` and to TensorBoard.
 
     Args:
-        path: the JSON lines.
-        tensorboard: directory of the events; None writes none.
-        last_step: records after this step are removed first: a run that resumes writes them again.
+        path: The file ``metrics.jsonl``.
+        tensorboard: Directory of the events; ``None`` writes no events.
+        last_step: Records after this step are removed first, because a resumed run writes them again.
     """
 
     def __init__(self, path: Path, tensorboard: Path | None, last_step: int) -> None:
@@ -132,10 +132,10 @@ class MetricsLog:
         """Append one record.
 
         Args:
-            record: of the step.
+            record: Record of the step.
 
         Raises:
-            UsageError: there is no room.
+            UsageError: The record cannot be written, for example because the disk is full.
         """
         table = record.to_dict()
         with writing(self._path):
@@ -146,7 +146,7 @@ class MetricsLog:
                     self._events.add_scalar(name, value, record.step)
 
     def close(self) -> None:
-        """Flush and close both; what cannot be written has been reported by then."""
+        """Flush and close both files. Errors are ignored here, because :meth:`write` has reported them."""
         with contextlib.suppress(OSError):
             self._file.close()
         with contextlib.suppress(OSError):
@@ -155,7 +155,7 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Read records; a last line that a crash cut short is left out.
+    """Read records. A last line that a crash cut short is skipped.
 
     Args:
         path: ``metrics.jsonl``.
@@ -176,8 +176,8 @@ def truncate(path: Path, last_step: int) -> None:
     """Remove the records after a step.
 
     Args:
-        path: ``metrics.jsonl``; need not exist.
-        last_step: the last step to keep.
+        path: The file ``metrics.jsonl``; it need not exist.
+        last_step: Last step to keep.
     """
     if path.is_file():
         kept = [record for record in read(path) if record["step"] <= last_step]

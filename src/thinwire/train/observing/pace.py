@@ -1,7 +1,8 @@
-"""Which rank holds up the others.
+"""Finds the rank that slows down the others.
 
-All ranks leave a step together, so wall time does not tell: the slow one is the one that waits least. What counts is
-the time that a rank spends on its own work, measured by its own clock, with what it waited for communication taken out.
+All ranks finish a step together, so their wall times are equal; the slow rank is the one that waits least. The ranks
+are therefore compared by the time that they spend on their own work: wall time minus the time spent waiting for
+    communication.
 """
 
 from __future__ import annotations
@@ -14,20 +15,20 @@ from typing import Final
 from thinwire.units import format_duration
 
 RECORDS: Final = 8
-"""Records that a judgement is made of: medians over them forgive a rank that something disturbed once."""
+"""Number of records per judgement. Their median tolerates a single disturbance of a rank."""
 
 SLOWER: Final = 1.25
-"""Times as long as the median of the others, from which on a rank is called slow."""
+"""Factor over the median of the other ranks from which a rank is called slow."""
 
 _LEAST: Final = 1e-3
-"""Seconds of a step below which nobody is held up."""
+"""Difference in seconds per step below which no rank is called slow."""
 
 
 class Pace:
-    """Compares the ranks of a data-parallel job; held by one of them.
+    """Compares the ranks of a data-parallel job; only one rank has this object.
 
     Args:
-        hosts: name of every rank's host, by rank.
+        hosts: Names of the ranks' hosts, by rank.
     """
 
     def __init__(self, hosts: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a bar on a terminal, now and then a line anywhere else."""
+"""The progress of a run: a bar on a terminal, or occasional lines in a file or pipe."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SMOOTHING: Final = 0.9
 
 
 class ProgressReport:
-    """Shows loss, tokens per second and the time left. Ranks that do not own the terminal pass ``none``.
+    """Shows loss, tokens per second and the remaining time.
 
     Args:
-        steps: of the whole run.
-        start: steps made before.
-        stream: where to write.
+        steps: Number of steps in the whole run.
+        start: Number of steps made before this start.
+        stream: Stream to write to; ``none`` on ranks other than rank 0.
     """
 
     def __init__(self, steps: int, start: int, stream: Stream) -> None:
@@ -72,7 +72,7 @@ class ProgressReport:
         """Print a line of text above the bar.
 
         Args:
-            text: the line, without markup.
+            text: Line of text, without markup.
         """
         if not self._silent:
             self._console.print(text, markup=False, soft_wrap=True)
@@ -81,7 +81,7 @@ class ProgressReport:
         """Show one step.
 
         Args:
-            record: of the step.
+            record: Record of the step.
         """
         if self._silent:
             return

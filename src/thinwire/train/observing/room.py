@@ -1,4 +1,4 @@
-"""How much memory a rank may use, and the sentence of one that needed more."""
+"""The memory that a rank may use, and the error message of a rank that runs out of it."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from thinwire.train.environment import ranks_of_host, ranks_of_machine
 from thinwire.units import format_bytes
 
 _SIGNS: Final = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "Cannot allocate memory")
-"""What torch's allocators, C++ and the system write when there is none left; matters for plain ``RuntimeError``."""
+"""Phrases by which torch's allocators, C++ and the system report exhausted memory in a plain ``RuntimeError``."""
 
 _ASKED: Final = re.compile(r"tried to allocate ([\d.]+ \w+)", re.IGNORECASE)
 
 
 def rank_memory(device: torch.device) -> int:
-    """What a rank may use: its share of its device's memory, or of this host's.
+    """Bytes that a rank may use: its share of the memory of its device or of this host.
 
     Args:
-        device: of the rank.
+        device: Device of the rank.
 
     Returns:
         Bytes.
@@ -38,13 +38,13 @@ def rank_memory(device: torch.device) -> int:
 
 
 def measure_room(device: torch.device) -> Room:
-    """What this rank may use and what it uses already; called before the model is built.
+    """Measure the memory that this rank may use, and the memory in use before the model is built.
 
     Args:
-        device: of this rank.
+        device: Device of this rank.
 
     Returns:
-        The tightest limit, and what counts against it now.
+        The tightest limit, and the bytes that count against it now.
     """
     limit = rank_memory(device)
     if device.type == "cuda":
@@ -60,18 +60,18 @@ def measure_room(device: torch.device) -> Room:
 
 @contextlib.contextmanager
 def explained_exhaustion(rank: int, doing: str, room: Room) -> Iterator[None]:
-    """Turn an allocator's error into a sentence that says who wanted how much of what.
+    """Turn an allocator's error into a sentence that names the rank, the request and the limit.
 
     Args:
-        rank: this one.
-        doing: what fails if memory is exhausted here, for the sentence.
-        room: of this rank.
+        rank: Number of this rank.
+        doing: Description of the current work, for the message.
+        room: Memory limit of this rank.
 
     Yields:
         Nothing.
 
     Raises:
-        OutOfMemoryError: in place of an allocator's error, also of one that looks like a lost connection.
+        OutOfMemoryError: In place of an allocator's error, including one that looks like a lost connection.
     """
     try:
         yield
@@ -89,13 +89,13 @@ def explained_exhaustion(rank: int, doing: str, room: Room) -> Iterator[None]:
 
 
 def exhaustion(error: BaseException | None) -> str | None:
-    """The line of an error, or of one that caused it, that tells of exhausted memory.
+    """Find the line about exhausted memory in an error or in one of its causes.
 
     Args:
-        error: any.
+        error: Any error, or ``None``.
 
     Returns:
-        None where memory was not the cause.
+        The line; ``None`` if memory was not the cause.
     """
     while error is not None:
         lines = str(error).splitlines() or [""]
@@ -115,7 +115,7 @@ def _readable(amount: str) -> str:
 
 
 def _in_use() -> tuple[int, int]:
-    """Bytes of this process: of its address space, and resident."""
+    """Bytes of this process's address space, and resident bytes."""
     try:
         pages = Path("/proc/self/statm").read_text().split()
     except OSError:
@@ -128,7 +128,7 @@ def _physical() -> int:
 
 
 def _cgroup_limit() -> int:
-    """What a container allows, if it says."""
+    """Memory limit of the container in bytes, if there is one."""
     for name in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):
             return int(Path(name).read_text())

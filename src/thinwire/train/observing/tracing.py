@@ -1,8 +1,8 @@
-"""A few steps in full detail: torch's profiler and the lanes' timelines, all ranks on one clock.
+"""Traces a few steps in full detail: torch's profiler and the lanes' timelines, with all ranks on one clock.
 
-Around the steps that a recipe names, every rank runs torch's profiler and records its lanes. Afterwards it writes the
-profiler's trace as torch has it; rank 0 writes one trace of all ranks: steps, computation, lanes, and the longest of
-torch's operations. Nothing is installed, and nothing costs time, outside of these steps.
+During the steps that a recipe names, every rank runs torch's profiler and records its lanes. Afterwards each rank
+writes the profiler's trace. Rank 0 also writes one trace of all ranks with steps, computation, lanes, and the longest
+of torch's operations. Other steps are not affected.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ if TYPE_CHECKING:
 __all__ = ["MOST_OPERATIONS", "MOST_SPANS", "Clocks", "StepTracer", "longest"]
 
 MOST_SPANS: Final = 200_000
-"""Spans of steps, computation and lanes, of all ranks in a merged trace: 30 MB, which Perfetto opens at once."""
+"""Most spans of steps, computation and lanes in a merged trace of all ranks: 30 MB, which Perfetto opens at once."""
 MOST_OPERATIONS: Final = 40_000
-"""Operations of torch beside them; its own traces have all of them."""
+"""Most operations of torch in a merged trace; torch's own traces hold all of them."""
 
 _MARK: Final = "thinwire clock"
 _NUM_MARKS: Final = 5
 _ROUNDS: Final = 11
 _LONGEST_NAME: Final = 120
 _SHOWN: Final = ("cpu_op", "user_annotation", "kernel", "gpu_memcpy", "gpu_memset")
-"""Categories of torch's events that a merged trace shows: what ran, not the calls that queued it."""
+"""Categories of torch's events in a merged trace: executed work, not the calls that queued it."""
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """How the clocks of ranks differ.
+    """Differences between the clocks of ranks.
 
     Attributes:
-        offsets: by rank, seconds by which its clock is ahead of rank 0's.
-        spread: seconds by which the offsets of two exchanges differ, in the median; the precision of the alignment.
+        offsets: By rank, seconds by which its clock is ahead of rank 0's.
+        spread: Median difference in seconds between the offsets of two exchanges, which is the alignment's precision.
     """
 
     offsets: tuple[float, ...]
@@ -60,16 +60,16 @@ class Clocks:
 
     @classmethod
     def compare(cls, names: Sequence[str], readings: Sequence[Sequence[float]]) -> Clocks:
-        """Offsets from what every rank's clock showed right after each of several barriers.
+        """Compute the offsets from clock readings right after each of several barriers.
 
-        Ranks leave a barrier at nearly the same moment. Ranks of one host share a clock, so they have one offset.
+        Ranks leave a barrier at nearly the same time. Ranks on one host share a clock, so they have the same offset.
 
         Args:
-            names: by rank, of its clock; equal for ranks that share one.
-            readings: by rank, seconds after each barrier.
+            names: Names of the ranks' clocks, by rank; equal for ranks that share a clock.
+            readings: By rank, the clock's seconds after each barrier.
         """
         rounds = list(zip(*readings, strict=True))
-        found: dict[str, tuple[float, float]] = {}
+        alignment: dict[str, tuple[float, float]] = {}
         for name in dict.fromkeys(names):
             ahead = [
                 statistics.median(t for t, other in zip(times, names, strict=True) if other == name)
@@ -77,15 +77,15 @@ class Clocks:
                 for times in rounds
             ]
             offset = statistics.median(ahead)
-            found[name] = offset, statistics.median(abs(value - offset) for value in ahead)
-        return cls(tuple(found[name][0] for name in names), max(spread for _, spread in found.values()))
+            alignment[name] = offset, statistics.median(abs(value - offset) for value in ahead)
+        return cls(tuple(alignment[name][0] for name in names), max(spread for _, spread in alignment.values()))
 
 
 class StepTracer:
-    """Traces the steps that a trainer's recipe names. All ranks call it alike.
+    """Traces the steps that a trainer's recipe names. All ranks make the same calls.
 
     Args:
-        trainer: whose steps.
+        trainer: Trainer of this rank.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -94,10 +94,10 @@ class StepTracer:
         self._session: _Session | None = None
 
     def begin(self, step: int) -> None:
-        """Before a step is made.
+        """Call this before a step.
 
         Args:
-            step: its number, from 1.
+            step: Number of the step, from 1.
         """
         if self._range is None or not self._range[0] <= step <= self._range[1]:
             return
@@ -106,16 +106,16 @@ class StepTracer:
         self._session.begin(step)
 
     def end(self, *, interrupted: bool) -> str | None:
-        """After a step was made; writes the traces when no other traced step follows it at once.
+        """Call this after a step. It writes the traces unless another traced step follows directly.
 
         Args:
-            interrupted: whether something else comes between this step and the next: a validation, a checkpoint.
+            interrupted: Whether a validation or a checkpoint comes between this step and the next.
 
         Returns:
-            What a person should know, once traces are written.
+            A line for the user if traces were written.
 
         Raises:
-            UsageError: on all ranks, when any of them could not write.
+            UsageError: On all ranks, if any of them could not write its trace.
         """
         if self._session is None or self._range is None:
             return None
@@ -127,25 +127,25 @@ class StepTracer:
 
 
 def longest(spans: Iterable[Span], most: int) -> list[Span]:
-    """At most so many spans; where there are more, the longest.
+    """Keep the longest spans.
 
     Args:
-        spans: of a rank.
-        most: how many.
+        spans: Spans of a rank.
+        most: Most spans to keep.
     """
     known = list(spans)
     return known if len(known) <= most else sorted(known, key=lambda span: span.start - span.end)[:most]
 
 
 class _Session:
-    """Steps that follow each other at once, on one rank."""
+    """Consecutive traced steps on one rank."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer, self._device = trainer, trainer.device
         self._directory = trainer.run.directory.traces
         self._clocks = _compare_clocks(trainer)
         self._marks: list[tuple[int, float, float]] = []
-        # The profiler tells stderr that it starts and stops, as an error of the highest severity.
+        # The profiler logs its start and stop to stderr as errors of the highest severity.
         os.environ.setdefault("KINETO_LOG_LEVEL", "10")
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
@@ -166,7 +166,7 @@ class _Session:
 
     @property
     def last(self) -> int:
-        """The newest step that has ended."""
+        """Number of the last finished step."""
         return self._marks[-1][0]
 
     def begin(self, step: int) -> None:
@@ -178,7 +178,7 @@ class _Session:
 
     def write(self) -> str:
         for chunk in self._trainer.model.chunks:
-            api.runtime(chunk).lanes.drain()  # what is still under way belongs to the steps
+            api.runtime(chunk).lanes.drain()  # communication still in flight belongs to these steps
         self._wait()
         self._recording.close()
         self._profile.stop()
@@ -214,7 +214,7 @@ class _Session:
             torch.cuda.synchronize(self._device)
 
     def _own_spans(self, most: int, most_operations: int) -> list[Span]:
-        """This rank's spans on rank 0's clock; torch's trace is written on the way."""
+        """This rank's spans on rank 0's clock; also writes torch's trace."""
         spans = [Span(STEP, f"step {step}", start, end) for step, start, end in self._marks]
         for number, timeline in enumerate(self._timelines):
             spans += _renamed(timeline, number if len(self._timelines) > 1 else None, self._origin)
@@ -223,7 +223,7 @@ class _Session:
         return [replace(span, start=span.start - ahead, end=span.end - ahead) for span in kept]
 
     def _torch_spans(self) -> list[Span]:
-        """What torch's profiler saw, which it also writes, compressed."""
+        """Spans that torch's profiler recorded; also writes its trace, compressed."""
         path = self._directory / f"torch-rank-{self._trainer.ranks.rank}-{self._name}.json.gz"
         with tempfile.TemporaryDirectory(dir=self._directory) as scratch:
             plain, packed = Path(scratch) / "trace.json", Path(scratch) / "trace.json.gz"
@@ -244,7 +244,7 @@ class _Session:
 
 
 def _renamed(timeline: Timeline, stage: int | None, origin: float) -> list[Span]:
-    """A part's spans on the host's clock; lanes of the stages that a rank holds stay apart."""
+    """A model part's spans on the host's clock; lanes of different pipeline stages on a rank get different tracks."""
     return [
         Span(
             span.track if stage is None or span.track in (COMPUTE, WAITING) else f"{span.track}, part {stage}",
@@ -296,7 +296,7 @@ def _compare_clocks(trainer: Trainer) -> Clocks:
 
 
 def _clock_name() -> str:
-    """Equal for processes whose monotonic clock is the same: those of one boot of one kernel."""
+    """A name that is equal for processes with the same monotonic clock: processes under the same boot of one kernel."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
