@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["advised", "fitting"]
 
 _LESS: Final = 0.8
-"""Share of what the failed plan needs by the planner's count that another may: the count is not exact, and where it
-says that the failed plan fits, it says so of plans that hardly differ as well."""
+"""Most memory of another plan, as a fraction of the failed plan's, both by the planner's estimate. The estimate is not
+exact: if it says that the failed plan fits, it also says so of plans that hardly differ from it."""
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""``thinwire train --plan auto``: measure the cluster briefly, choose a plan, say why."""
+"""``thinwire train --plan auto``: measures the cluster briefly, chooses a plan, and explains the choice."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 __all__ = ["choose_plan"]
 
 BUDGET = 20.0
-"""Seconds of the measurement."""
+"""Duration of the measurement in seconds."""
 
 
 def choose_plan(
     recipe: Recipe, resolved: Plan, ranks: Started | None, profile: Path | None, console: Console
 ) -> tuple[Plan, Profile]:
-    """The plan for a run.
+    """Choose the plan for a run.
 
     Args:
-        recipe: of the run.
-        resolved: the plan that the recipe has; its mesh, dtype and batch stay.
-        ranks: this rank, where a launcher has started several; all of them call this.
-        profile: of the cluster; ``None`` measures it now.
-        console: where the choice and its reason are printed.
+        recipe: Recipe of the run.
+        resolved: Plan of the recipe; the choice keeps its mesh, dtype and batch.
+        ranks: The ranks that a launcher has started, all of which call this function; ``None`` if this process starts
+            them.
+        profile: Profile of the cluster; ``None`` measures one now.
+        console: Console that shows the choice and its reason.
 
     Returns:
-        The choice, the same on every rank, and the profile by which it was made.
+        The chosen plan, the same on every rank, and the profile that the choice is based on.
 
     Raises:
-        SpecError: the model's shape is unknown.
-        UsageError: nothing fits; the message has remedies.
+        SpecError: The model's shape is unknown.
+        UsageError: No plan fits; the message lists remedies.
     """
     import thinwire.plan as planner
     from thinwire.spec.profile import Profile

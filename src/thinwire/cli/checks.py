@@ -1,7 +1,7 @@
 """The checks of ``thinwire doctor``: software, devices, the lab, limits.
 
-Each check does what it speaks of (compiles, encodes, multiplies, opens a lab) instead of asking for version numbers,
-and none keeps the others from being made.
+Each check tries the feature itself (compiles, encodes, multiplies, opens a lab) instead of reading version numbers. A
+check that fails does not prevent the others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from thinwire.units import format_bytes
 __all__ = ["Check", "Verdict", "hardware_checks", "system_checks", "torch_check"]
 
 Verdict = Literal["ok", "none", "limits", "missing", "broken"]
-"""``none``: optional, and nothing on this machine would use it. ``limits``: there, but not enough for every use."""
+"""``none``: absent, and nothing on this machine would use it. ``limits``: present, but not sufficient for every use."""
 
 _INSTALL: Final = "python -m pip install"
 

@@ -1,4 +1,4 @@
-"""``thinwire export``: a run in, a directory that transformers loads out."""
+"""``thinwire export``: exports a run as a directory that transformers loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.cli.summary import shown
 
 
 class Precision(StrEnum):
-    """Of exported weights."""
+    """Data type of exported weights."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -26,10 +26,12 @@ def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Directory of the run.")],
     to: Annotated[Path, typer.Option(metavar="DIR", help="Directory to write.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Of the checkpoint; by default the newest.", show_default=False)
+        int | None, typer.Option(min=0, help="Step of the checkpoint; by default the newest.", show_default=False)
     ] = None,
-    dtype: Annotated[Precision, typer.Option(help="Of the weights; masters are float32.")] = Precision.float32,
-    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Of a file of weights, at most.")] = "5GB",
+    dtype: Annotated[
+        Precision, typer.Option(help="Data type of the weights; masters are float32.")
+    ] = Precision.float32,
+    max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a file of weights.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace the model in a directory that is not empty.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON to stdout.")] = False,
 ) -> None:

@@ -14,8 +14,8 @@ def draw_losses(records: Sequence[Mapping[str, Any]], directory: RunDirectory) -
     """Draw training and validation loss over steps, with the unigram entropy for comparison.
 
     Args:
-        records: of ``metrics.jsonl``; without any nothing is drawn.
-        directory: of the run.
+        records: Records of ``metrics.jsonl``; without records, nothing is drawn.
+        directory: Directory of the run.
     """
     if not records:
         return

@@ -18,13 +18,13 @@ _AXES = ("tp", "pp")
 def summary_table(
     summary: Mapping[str, Any], records: Sequence[Mapping[str, Any]], began: int, directory: RunDirectory
 ) -> Table:
-    """What a run reached, what it sent and where its files are.
+    """Build the table of a run's results, its communication and the location of its files.
 
     Args:
-        summary: of ``summary.json``.
-        records: of ``metrics.jsonl``.
-        began: steps that were made before the present plan: what they sent was another's.
-        directory: of the run.
+        summary: Content of ``summary.json``.
+        records: Records of ``metrics.jsonl``.
+        began: Number of steps made before the current plan; their communication is left out.
+        directory: Directory of the run.
 
     Returns:
         A table of two columns.
@@ -53,13 +53,13 @@ def summary_table(
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be said here.
+    """The shortest form of a path.
 
     Args:
-        path: absolute.
+        path: Absolute path.
 
     Returns:
-        Relative to the working directory where it lies below.
+        The path relative to the working directory if it is below it, otherwise the absolute path.
     """
     return str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else str(path)
 
@@ -68,9 +68,9 @@ def _sent(records: Sequence[Mapping[str, Any]], steps: int, cut: Sequence[str]) 
     """Bytes of all ranks per step and kind; kinds that sent nothing are left out.
 
     Args:
-        records: of ``metrics.jsonl``; those before a change of the grid may lack an axis.
-        steps: that they are about.
-        cut: axes besides the data-parallel one that the run has.
+        records: Records of ``metrics.jsonl``; records before a change of the grid may lack an axis.
+        steps: Number of steps that the records cover.
+        cut: Axes of the run other than the data-parallel one.
     """
     total: dict[str, dict[str, int]] = {}
     for record in records:
@@ -88,13 +88,13 @@ def _sent(records: Sequence[Mapping[str, Any]], steps: int, cut: Sequence[str]) 
 
 
 def _exposed(records: Sequence[Mapping[str, Any]], steps: int, cut: Sequence[str]) -> str:
-    """Seconds per step that computation waited, by kind, and which axes are not among them."""
+    """Seconds per step that computation waited, by kind, and the axes that were not timed."""
     unknown = [axis for axis in cut if not any(axis in record.get("exposed", {}) for record in records)]
     return _seconds(records, steps, "exposed") + (f", not counting {' and '.join(unknown)}" if unknown else "")
 
 
 def _seconds(records: Sequence[Mapping[str, Any]], steps: int, what: str) -> str:
-    """Seconds per step and kind; kinds that took none are left out."""
+    """Seconds per step and kind; kinds without any are left out."""
     total: dict[str, float] = {}
     for record in records:
         for kind, seconds in record.get(what, {}).items():

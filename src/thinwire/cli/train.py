@@ -1,4 +1,4 @@
-"""``thinwire train``: a recipe in, a trained model, its metrics and its picture out."""
+"""``thinwire train``: trains a model by a recipe, draws its loss curve, and prints a summary."""
 
 from __future__ import annotations
 

@@ -106,20 +106,20 @@ class StageLink:
 
 
 def sent_seconds(plan: Plan, seq: int, rates: Rates, flat: Calls, link: StageLink) -> float:
-    """Seconds of sending a micro-batch's activations, or their gradients, to the next stage.
+    """Seconds to send a micro-batch's activations, or their gradients, to the next stage.
 
     Args:
-        plan: with the codec of the pipeline.
-        seq: tokens of a sequence.
-        rates: of the codec.
-        flat: times of calls.
-        link: between the stages.
+        plan: Plan with the codec of the pipeline.
+        seq: Tokens per sequence.
+        rates: Seconds of the codec.
+        flat: Seconds of library calls.
+        link: Connection between the stages.
     """
     codec, dtype = plan.wire.pp, plan.compute_dtype
     values = plan.micro_batch * seq * link.hidden
     part = values / link.sharers
     pair = Factor(nodes=2) if link.crosses else Factor(local=2)
-    # A stage's nodes are neighbours, so that the next stage is as many nodes away as a stage has.
+    # The nodes of a stage are adjacent, so the distance to the next stage is a stage's number of nodes.
     seconds = flat.seconds("BC", part * wire_bytes_per_value(codec, dtype), pair, plan.mesh.nodes)
     if not codec.is_none:
         seconds += rates.codec(Work(codec, dtype, encoded=part, decoded=part))

@@ -25,7 +25,9 @@ class Arm(Spec):
 
     name: str = Field(description="names files too: letters, digits and + . _ -")
     about: str = Field(default="", description="in a few words, for the table")
-    plan: dict[str, Any] = Field(description="as in a recipe: a preset and what it changes, or a whole plan")
+    plan: dict[str, Any] = Field(
+        description="plan of the arm, as in a recipe: a preset and the keys to change, or a whole plan"
+    )
 
     @rule("name")
     def _names_a_file(self) -> Iterator[Problem]:
@@ -36,7 +38,7 @@ class Arm(Spec):
 class LossGoal(Spec):
     """A goal for one arm; a missed goal is reported but is not an error."""
 
-    arm: str = Field(description="of which arm")
+    arm: str = Field(description="name of the arm")
     within_percent: Positive | None = Field(default=None, description="mean loss at most so far above the baseline's")
     better_than: str | None = Field(default=None, description="mean loss below this arm's")
 
@@ -48,8 +50,8 @@ class StudySpec(Spec):
     tokens: Count = Field(description="of a run; whole steps, rounded up")
     seeds: tuple[Depth, ...] = Field(min_length=1, description="each arm runs once with each")
     baseline: str = Field(description="the arm that the others are compared with")
-    arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="what is compared")
-    goals: tuple[LossGoal, ...] = Field(default=(), description="what arms should reach")
+    arms: Annotated[tuple[Arm, ...], Field(min_length=1)] = Field(description="arms to compare")
+    goals: tuple[LossGoal, ...] = Field(default=(), description="losses that arms should reach")
 
     @rule("arms", "baseline", "goals", "seeds")
     def _names_are_arms(self) -> Iterator[Problem]:

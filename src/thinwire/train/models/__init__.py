@@ -1,5 +1,5 @@
 """Models: Llama, GPT, and any causal language model of Hugging Face's ``transformers``.
 
-Each is a plain ``nn.Module`` whose ``forward(input_ids, labels=None)`` returns a
+Each model is a plain ``nn.Module`` with a ``forward(input_ids, labels=None)`` that returns a
 :class:`~thinwire.train.models.common.CausalOutput`; labels are the next tokens.
 """

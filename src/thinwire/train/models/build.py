@@ -1,4 +1,4 @@
-"""From a recipe's ``model`` table to a module."""
+"""Builds a module from a recipe's ``model`` table."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from thinwire.train.models.llama import Llama, LlamaConfig
 
 @dataclass(frozen=True)
 class DraftedModel:
-    """A model without memory.
+    """A model on the meta device, which uses no memory for parameters.
 
     Attributes:
         model: The module; its parameters are on the meta device.
-        values: The values that its parameters start from.
-        config: What the ``config.json`` of a Hugging Face model holds; ``None`` for models of our own.
+        values: Source of the parameters' initial values.
+        config: Content of a Hugging Face model's ``config.json``; ``None`` for models of our own.
     """
 
     model: nn.Module
@@ -35,7 +35,7 @@ class DraftedModel:
     config: Mapping[str, Any] | None = None
 
     def materialize(self) -> nn.Module:
-        """Read all values, in this process.
+        """Read all initial values in this process.
 
         Returns:
             The same object, on CPU in float32.
@@ -49,7 +49,7 @@ class DraftedModel:
 
 
 def build(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bool) -> nn.Module:
-    """Build a model as a whole, on CPU in float32; see :func:`draft`, which training starts from."""
+    """Build a whole model on the CPU in float32. Training uses :func:`draft` instead."""
     return draft(recipe, vocab=vocab, seq=seq, seed=seed, recompute=recompute).materialize()
 
 
@@ -57,17 +57,17 @@ def draft(recipe: ModelRecipe, *, vocab: int, seq: int, seed: int, recompute: bo
     """Build a model on the meta device.
 
     Args:
-        recipe: which model.
-        vocab: ids of the tokenizer.
-        seq: tokens of a training sequence.
-        seed: of fresh weights; equal seeds give equal weights on every rank and device, under every plan.
-        recompute: whether backward recomputes each block.
+        recipe: Model table of the recipe.
+        vocab: Number of token ids.
+        seq: Tokens per training sequence.
+        seed: Seed of random weights; equal seeds give equal weights on every rank and device and under every plan.
+        recompute: Whether the backward recomputes each block.
 
     Returns:
-        The model, to be sharded, and its values.
+        The model, ready to be sharded, and its initial values.
 
     Raises:
-        SpecError: the model's vocabulary or longest sequence is too small for the data.
+        SpecError: The model's vocabulary or longest sequence is too small for the data.
     """
     if recipe.kind == "huggingface":
         table = read_config(recipe)

@@ -1,4 +1,4 @@
-"""What every model shares: the output, a loss of small memory, rotary positions, recomputation.
+"""Parts that all models share: the output, a loss with low memory use, rotary positions and recomputation.
 
 Shapes: B sequences, T tokens each, D hidden width, H heads, C channels per head, V vocabulary.
 """
@@ -15,19 +15,19 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 IGNORED: Final = -100
-"""A label that does not count, as in torch's cross-entropy."""
+"""Label of positions that the loss ignores, as in torch's cross-entropy."""
 
 _CHUNK_ELEMENTS: Final = 1 << 22
-"""Elements of the float32 working copy of the logits: 16 MiB whatever the batch and the vocabulary."""
+"""Elements in the float32 working copy of the logits: 16 MiB for any batch size and vocabulary."""
 
 
 @dataclass
 class CausalOutput:
-    """What a causal language model returns.
+    """The output of a causal language model.
 
     Attributes:
-        logits: shape ``(B, T, V)``, in the compute dtype.
-        loss: mean cross-entropy in nats per label, float32 scalar; None without labels.
+        logits: Logits of shape ``(B, T, V)`` in the compute dtype.
+        loss: Mean cross-entropy in nats per label, float32 scalar; ``None`` without labels.
     """
 
     logits: Tensor
@@ -35,7 +35,7 @@ class CausalOutput:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Keeps the logits as they are and one float32 per row; works in float32 on a chunk of rows at a time."""
+    """Keeps the unchanged logits and one float32 per row; computes in float32 on one chunk of rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -70,16 +70,16 @@ def _row_chunks(logits: Tensor) -> list[slice]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy, computed in float32 whatever the logits' dtype.
+    """Mean cross-entropy, computed in float32 for any dtype of the logits.
 
-    Besides the logits and their gradient it needs 16 MiB: no float32 copy of the whole logits is ever made.
+    In addition to the logits and their gradient, it needs 16 MiB, because it never copies all logits to float32.
 
     Args:
-        logits: shape ``(B, T, V)`` or ``(N, V)``.
-        labels: int64, the shape of `logits` without its last dimension; `IGNORED` does not count.
+        logits: Logits of shape ``(B, T, V)`` or ``(N, V)``.
+        labels: Labels, int64, with the shape of `logits` without its last dimension; `IGNORED` labels do not count.
 
     Returns:
-        float32 scalar, nats per label; NaN where no label counts.
+        Loss in nats per label, float32 scalar; NaN if no label counts.
     """
     loss: Tensor = _CrossEntropy.apply(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
     return loss
@@ -89,9 +89,9 @@ class RotaryTable(nn.Module):
     """Cosines and sines of rotary position embedding, in the half-split layout of Hugging Face's models.
 
     Args:
-        channels: channels per head that are rotated; even.
-        length: longest sequence.
-        theta: base of the frequencies.
+        channels: Number of rotated channels per head; even.
+        length: Longest sequence in tokens.
+        theta: Base of the frequencies.
     """
 
     cos: Tensor
@@ -109,8 +109,8 @@ class RotaryTable(nn.Module):
         """The tables of the first `length` positions.
 
         Args:
-            length: T.
-            dtype: of the queries and keys.
+            length: Number of positions, T.
+            dtype: Data type of the queries and keys.
 
         Returns:
             Cosines and sines, each of shape ``(T, channels)``.
@@ -122,9 +122,9 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first channels of each head by position.
 
     Args:
-        heads: shape ``(B, H, T, C)``.
-        cos: shape ``(T, R)`` with R <= C.
-        sin: same.
+        heads: Queries or keys of shape ``(B, H, T, C)``.
+        cos: Cosines of shape ``(T, R)`` with R <= C.
+        sin: Sines of the same shape.
 
     Returns:
         Shape ``(B, H, T, C)``; channels from R on are unchanged.
@@ -155,12 +155,12 @@ def call_layer(layer: Callable[..., Tensor], recompute: bool, *inputs: Any) -> T
 
 @dataclass(frozen=True)
 class Draw:
-    """A weight that starts at random.
+    """A weight with random initial values.
 
     Attributes:
-        name: of the parameter.
-        weight: the parameter.
-        std: of its normal distribution.
+        name: Name of the parameter.
+        weight: The parameter.
+        std: Standard deviation of the normal distribution.
     """
 
     name: str
@@ -169,16 +169,18 @@ class Draw:
 
 
 def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) -> list[Draw]:
-    """The weights that start at random, as GPT-2's do: normal of 0.02, divided by sqrt(2 L) for what writes into the
-    residual stream. All others start as torch's modules do: norms at one, and here all biases at zero.
+    """List the weights with random initial values.
+
+    As in GPT-2, the standard deviation is 0.02, divided by sqrt(2 L) for layers that write to the residual stream. All
+    other parameters keep the initial values of torch's modules (norms at one), except that all biases are zero.
 
     Args:
-        model: on any device.
-        num_layers: L.
-        residual_outputs: last parts of the names of the linear layers that write into the residual stream.
+        model: Model on any device.
+        num_layers: Number of blocks, L.
+        residual_outputs: Last components of the names of linear layers that write to the residual stream.
 
     Returns:
-        In the order in which they are drawn.
+        The weights, in the order in which they are drawn.
     """
     drawn = []
     for name, module in model.named_modules():
@@ -190,15 +192,15 @@ def draws(model: nn.Module, num_layers: int, residual_outputs: tuple[str, ...]) 
 
 
 def init_weights(model: nn.Module, seed: int, num_layers: int, residual_outputs: tuple[str, ...]) -> None:
-    """Give :func:`draws` their values, and biases of linear layers zero.
+    """Draw the initial values of :func:`draws`, and set the biases of linear layers to zero.
 
-    The values depend on `seed` and the names' order alone, not on the device or the global random state.
+    The values depend only on `seed` and on the order of the names, not on the device or the global random state.
 
     Args:
-        model: on CPU; on the meta device nothing happens.
-        seed: of the generator.
-        num_layers: L.
-        residual_outputs: see :func:`draws`.
+        model: Model on the CPU; on the meta device, this function does nothing.
+        seed: Seed of the generator.
+        num_layers: Number of blocks, L.
+        residual_outputs: See :func:`draws`.
     """
     generator = torch.Generator().manual_seed(seed)
     for draw in draws(model, num_layers, residual_outputs):

@@ -1,8 +1,8 @@
-"""How our models are cut: torch's tensor-parallel styles by module, and the blocks of a pipeline stage.
+"""Splits our models: torch's tensor-parallel styles by module, and the blocks of a pipeline stage.
 
-Sums over tensor-parallel ranks follow Megatron-LM (arXiv 1909.08053, section 3): one behind attention and one behind
-the feed-forward. With sequence parallelism (arXiv 2205.05198, section 4.2) each is a reduce-scatter, and an all-gather
-stands before the next matrices; norms and residuals work on the tokens of one rank.
+Sums over tensor-parallel ranks follow Megatron-LM (arXiv 1909.08053, section 3): one after attention and one after the
+feed-forward. With sequence parallelism (arXiv 2205.05198, section 4.2), each sum is a reduce-scatter, followed by an
+all-gather before the next matrices; norms and residuals work on the tokens of one rank.
 """
 
 from __future__ import annotations

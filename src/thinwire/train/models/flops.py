@@ -1,8 +1,8 @@
-"""How many floating-point operations a token takes, from the model's real matrices.
+"""Counts floating-point operations per token from the model's actual matrices.
 
-As AMSP and Megatron-LM (2021) count: forward and backward are three times the forward, a matrix of n elements
-is 2 n operations per token, attention over T tokens is 4 T times its width per block and not halved for
-causality, recomputation does not count, an embedding look-up is free.
+The count follows AMSP and Megatron-LM (2021). Forward and backward together take three times the forward. A matrix of n
+elements takes 2 n operations per token. Attention over T tokens takes 4 T times its width per block and is not halved
+for causality. Recomputation does not count, and an embedding look-up is free.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from torch import nn
 
 
 def matrix_elements(model: nn.Module) -> float:
-    """Elements of all matrices one token is multiplied with.
+    """Number of elements in all matrices that one token is multiplied with.
 
-    Linear layers count in full (also a head that shares the embedding's weight), and of stacked experts only
-    the share that a token visits.
+    Linear layers count in full, including a head that shares the embedding's weight. Stacked experts count by the share
+    that a token visits.
 
     Args:
-        model: not yet sharded.
+        model: Model that is not sharded yet.
 
     Returns:
-        The number; a fraction only where experts do not divide evenly.
+        The number of elements; not a whole number if experts do not divide evenly.
     """
     linear = 0.0
     for module in model.modules():
@@ -47,10 +47,10 @@ def matrix_elements(model: nn.Module) -> float:
 
 
 def attention_width(model: nn.Module) -> int:
-    """Sum over blocks of the width of their attention (heads times channels per head).
+    """Width of attention (heads times channels per head), summed over all blocks.
 
     Args:
-        model: one of ours or a wrapped Hugging Face model.
+        model: One of our models, or a wrapped Hugging Face model.
 
     Returns:
         The sum.
@@ -62,17 +62,17 @@ def attention_width(model: nn.Module) -> int:
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
     if heads is None:
-        return 0  # a model without attention, such as Mamba: what its blocks do besides products of matrices is small
+        return 0  # a model without attention, such as Mamba; its blocks compute little apart from matrix products
     channels = getattr(text, "head_dim", None) or text.hidden_size // heads
     return int(text.num_hidden_layers * heads * channels)
 
 
 def flops_per_token(model: nn.Module, seq: int) -> float:
-    """Forward and backward operations per token.
+    """Operations per token in forward and backward.
 
     Args:
-        model: not yet sharded.
-        seq: T.
+        model: Model that is not sharded yet.
+        seq: Tokens per sequence, T.
 
     Returns:
         FLOP per token.
