@@ -28,9 +28,7 @@ def export(
     step: Annotated[
         int | None, typer.Option(min=0, help="Step of the checkpoint; by default the newest.", show_default=False)
     ] = None,
-    dtype: Annotated[
-        Precision, typer.Option(help="Data type of the weights; masters are float32.")
-    ] = Precision.float32,
+    dtype: Annotated[Precision, typer.Option(help="Type of the weights; masters are float32.")] = Precision.float32,
     max_shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest size of a file of weights.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace the model in a directory that is not empty.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was written as JSON to stdout.")] = False,

@@ -136,19 +136,19 @@ def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def call_layer(layer: Callable[..., Tensor], recompute: bool, *inputs: Any) -> Tensor:
-    """Run a block, or run it so that backward recomputes it from its input instead of keeping activations.
+    """Run a block. With recomputation, the backward recomputes it from its inputs, and no activations are kept.
 
     Args:
-        layer: the block.
-        recompute: whether to recompute.
-        inputs: its arguments.
+        layer: The block.
+        recompute: Whether to recompute.
+        inputs: Arguments of the block.
 
     Returns:
-        Its output.
+        Output of the block.
     """
     if not (recompute and torch.is_grad_enabled()):
         return layer(*inputs)
-    # No dropout in our blocks, so there is no random state to preserve (and on CUDA, to synchronise for).
+    # Our blocks have no dropout, so no random state has to be preserved, which would synchronize with CUDA.
     output: Tensor = checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
     return output
 
