@@ -1,4 +1,4 @@
-"""What an installation loads and brings: the core stays small, and a missing extra is one sentence."""
+"""The dependencies of an installation: the core stays small, and a missing extra raises one clear sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The layers hold: data flows one way, deciding loads no torch, collectives have one door."""
+"""The layers hold: data flows one way, the deciding column loads no torch, and collectives have one entry point."""
 
 from __future__ import annotations
 

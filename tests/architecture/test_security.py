@@ -1,4 +1,4 @@
-"""What is read cannot run code: no pickle, no eval, no code of a model's own, nowhere in the source."""
+"""Input cannot run code: the source uses no pickle, no eval, and no code from model directories."""
 
 from __future__ import annotations
 

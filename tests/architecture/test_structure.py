@@ -1,4 +1,4 @@
-"""The shape of the source: rooms stay small, arrows point down, and the page that shows them names every room."""
+"""The shape of the source: rooms stay small, no arrow points upwards, and the architecture page names every room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks with other software, another recipe or other tokens are named before they train."""
+"""Ranks with different software, recipes or tokens raise an error that names them before they train."""
 
 from __future__ import annotations
 

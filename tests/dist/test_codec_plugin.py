@@ -1,4 +1,4 @@
-"""The example of a codec in a package of its own: installed by pip, it trains on two ranks by name."""
+"""The example of a codec in a separate package: pip installs it, and two ranks train with it by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives along every axis against a plain loop: who ends with what, for even and uneven pieces."""
+"""Collectives along every axis, compared with a plain loop: every rank's result, for even and uneven pieces."""
 
 from __future__ import annotations
 

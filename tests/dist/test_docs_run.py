@@ -1,4 +1,4 @@
-"""What the Python of the documentation and the example of a tensor's journey say, done."""
+"""Runs the Python code of the documentation and the example of a tensor's journey."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What autograd allows: forwards and backwards in any order, recomputation, evaluation, failures, second order."""
+"""Uses of autograd: forwards and backwards in any order, recomputation, evaluation, failures, second order."""
 
 from __future__ import annotations
 

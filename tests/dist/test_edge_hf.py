@@ -1,4 +1,4 @@
-"""Hugging Face models as people use them: adapters on frozen weights, their own checkpointing, generation."""
+"""Typical uses of Hugging Face models: adapters on frozen weights, their own checkpointing, generation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What may be done with a sharded model outside its steps, and what is refused with the remedy."""
+"""Operations on a sharded model outside its steps: allowed ones work, others are refused with a remedy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that disagree, or die: every other rank says so, names them, and does not wait longer than the timeout."""
+"""Ranks that disagree or die: every other rank reports and names them within the timeout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are not a tidy list of blocks train as in plain torch."""
+"""Models that are not a plain list of blocks train as in plain torch."""
 
 from __future__ import annotations
 

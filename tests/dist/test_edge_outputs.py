@@ -1,4 +1,4 @@
-"""What goes in and out of a forward may have any form; buffers stay whole."""
+"""Inputs and outputs of a forward may have any form; buffers are not sharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of unusual models, between unusual plans, and what must not change when one does not fit."""
+"""Checkpoints of unusual models, between unusual plans; a checkpoint that does not fit changes nothing."""
 
 from __future__ import annotations
 

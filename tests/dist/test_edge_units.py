@@ -1,4 +1,4 @@
-"""Whatever is made a unit, or found to be one, the model trains as in plain torch."""
+"""A model trains as in plain torch with any choice of units, automatic or explicit."""
 
 from __future__ import annotations
 

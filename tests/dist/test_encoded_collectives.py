@@ -1,4 +1,4 @@
-"""Collectives with codecs against a plain loop that encodes, decodes and adds: equal to the bit, on every mesh."""
+"""Collectives with codecs equal a plain loop that encodes, decodes and adds, bit for bit, on every mesh."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training with codecs: what loses nothing changes nothing, what rounds stays near, and the program knows the bytes."""
+"""Training with codecs: lossless codecs change nothing, lossy ones stay close, and the program predicts the bytes."""
 
 from __future__ import annotations
 

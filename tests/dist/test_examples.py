@@ -1,4 +1,4 @@
-"""The examples: what a reader would start with torchrun, on four ranks."""
+"""The examples, started with torchrun on four ranks as a reader would."""
 
 from __future__ import annotations
 

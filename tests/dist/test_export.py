@@ -1,4 +1,4 @@
-"""What a run has trained, under any plan, computes the same when transformers loads what is exported of it."""
+"""A run under any plan exports a model that computes the same results in transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that go wrong half-way: nothing stale is applied, and training goes on."""
+"""Steps that fail half-way: no stale gradient is applied, and training continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes wrong with hosts, disks and memory while a run trains: each is said in a sentence, and nothing is lost."""
+"""Faults of hosts, disks and memory during a run: each is reported in one sentence, and no data is lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism around shards: the same training as in one process, whatever the grid."""
+"""Tensor and pipeline parallelism with sharding: any grid gives the same training as one process."""
 
 from __future__ import annotations
 

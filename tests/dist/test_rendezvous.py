@@ -1,4 +1,4 @@
-"""Rank 0's store listens where it was told to, and whoever does not find it hears so in time."""
+"""Rank 0's store listens only on the given address; a rank that cannot reach it fails in time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with ranks in processes of their own: other world sizes, full disks, kill -9 at any moment."""
+"""Checkpoints with ranks in separate processes: other world sizes, full disks, kill -9 at any moment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints with ranks played by threads: any chunking into any other, and every kind of damage."""
+"""Checkpoints with threads as ranks: any chunking can be read into any other, and all damage is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Traced steps of a real run: what is written, on which clock, and what the report makes of it."""
+"""Traced steps of a real run: the files, their common clock, and the report on them."""
 
 from __future__ import annotations
 

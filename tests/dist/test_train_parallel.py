@@ -1,4 +1,4 @@
-"""Runs over pipeline stages and tensor-parallel ranks, from the command line; and what the pages say of them."""
+"""Runs with pipeline stages and tensor-parallel ranks from the command line, and the pages about them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``[[units]]`` of a plan: dtype, granularity, staying gathered and exact messages for units by name."""
+"""``[[units]]`` of a plan: dtype, granularity, keep_gathered and unencoded messages for units by name."""
 
 from __future__ import annotations
 

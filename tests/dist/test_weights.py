@@ -1,4 +1,4 @@
-"""Models on the meta device get their values shard by shard: the same as when they are loaded whole, in less memory."""
+"""Models on the meta device load their values shard by shard, with the same result as a whole load and less memory."""
 
 from __future__ import annotations
 

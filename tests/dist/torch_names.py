@@ -1,4 +1,4 @@
-"""Collectives of torch under the names of 2.13, whatever this one calls them."""
+"""Collectives of torch under their names in version 2.13, for any installed version."""
 
 from __future__ import annotations
 

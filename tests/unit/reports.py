@@ -1,4 +1,4 @@
-"""Run directories for tests of reports, and a strict look at the pages."""
+"""Run directories for tests of reports, and strict checks of the pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acting together: an error on one rank is an error on all, and nobody's exception is pickled."""
+"""Agreement between ranks: an error on one rank is raised on all, and exceptions are never pickled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codec benchmark: a small run, its goals, its refusals, its page."""
+"""The codec benchmark: a small run, its goals, the codecs that it refuses, and its page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model: units are the runtime's own, memory is the papers', sums are the simulator's."""
+"""The cost model: units equal the runtime's, memory equals the papers', and sums equal the simulator's."""
 
 from __future__ import annotations
 

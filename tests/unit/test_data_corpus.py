@@ -1,4 +1,4 @@
-"""Documents: which files are read, in which order, and what is said when they are not what they should be."""
+"""Documents: the files that are read, their order, and the errors for invalid files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of samples: a permutation, the same for every world size, frozen for ever."""
+"""The order of samples: a permutation that is the same for every world size and in every version."""
 
 from __future__ import annotations
 

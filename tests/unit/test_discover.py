@@ -1,4 +1,4 @@
-"""Which modules become units, and which parameters each of them owns."""
+"""The modules that become units, and the parameters that each unit owns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every command of the documentation: all are parsed, those of seconds run, those of minutes run in `make test-all`."""
+"""Every command of the documentation is parsed; short ones run here, long ones run in `make test-all`."""
 
 from __future__ import annotations
 

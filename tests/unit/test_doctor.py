@@ -1,4 +1,4 @@
-"""``thinwire doctor``: what it finds here, and that it names what is missing where something really is."""
+"""``thinwire doctor``: its findings on this machine, and its reports of components that are really missing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipe and plan of a run whose ranks are not those of before."""
+"""Recipe and plan of a run that continues on a different number of ranks."""
 
 from __future__ import annotations
 

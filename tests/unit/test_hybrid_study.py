@@ -1,4 +1,4 @@
-"""The study of policies in 3-D parallelism: what runs, and how rows are read."""
+"""The study of policies in 3-D parallelism: the runs that it starts, and how it reads rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat buffers, shards, shares and fragments: every element of every parameter is somewhere, once, and aligned."""
+"""Flat buffers, shards, shares and fragments: every element of every parameter appears exactly once, and aligned."""
 
 from __future__ import annotations
 

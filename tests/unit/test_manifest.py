@@ -1,4 +1,4 @@
-"""The manifest tells the truth or is refused, whatever bytes lie on the disk."""
+"""A manifest is either correct or refused, for any bytes on the disk."""
 
 from __future__ import annotations
 

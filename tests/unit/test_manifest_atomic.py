@@ -1,4 +1,4 @@
-"""A directory appears whole or not at all, and what crashes leave behind is found or removed."""
+"""A directory appears complete or not at all, and the remains of a crash are found or removed."""
 
 from __future__ import annotations
 

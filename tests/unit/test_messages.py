@@ -1,4 +1,4 @@
-"""Lengths that a peer announces are held against what can have been sent."""
+"""A length that a peer announces is checked against the largest possible message."""
 
 from __future__ import annotations
 

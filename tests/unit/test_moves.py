@@ -1,4 +1,4 @@
-"""Moves: hops in order, with what is put before the first and behind the last."""
+"""Moves: hops in order, with additional work before the first and after the last."""
 
 from __future__ import annotations
 

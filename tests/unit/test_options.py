@@ -1,4 +1,4 @@
-"""Commands that take one options object."""
+"""Commands that take a single options object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rank that holds up the others is named, and nobody else."""
+"""The report names the rank that slows down the others, and no other rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pip install .`` into a new environment: what the wheel holds, and that its command works far from the checkout."""
+"""``pip install .`` into a new environment: the content of the wheel, and its command outside of the checkout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Placement: the order in which a plan's step is shortest, by the simulator, and files that launchers read."""
+"""Placement: the order of hosts with the shortest simulated step, and files for launchers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan on another mesh: valid for any, and of the same kind."""
+"""A plan fitted to another mesh is valid and of the same kind."""
 
 from __future__ import annotations
 

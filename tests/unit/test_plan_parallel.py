@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism in the planner: only what the runtime takes, priced and weighed rank by rank."""
+"""Tensor and pipeline parallelism in the planner: only cuts that the runtime supports, priced rank by rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The planner: the optimum is one, AMSP's plans are found, what does not fit comes with remedies that work."""
+"""The planner: its choice is optimal, it finds AMSP's plans, and its remedies for plans that do not fit work."""
 
 from __future__ import annotations
 

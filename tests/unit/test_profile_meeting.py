@@ -1,4 +1,4 @@
-"""How computation and transfers meet: how many turns there are, and what is shown of them."""
+"""Overlap of computation and transfers in a profile: the number of turns, and the figures shown."""
 
 from __future__ import annotations
 

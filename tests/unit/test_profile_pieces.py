@@ -1,4 +1,4 @@
-"""The parts of a model that a profile times: as many blocks as there is memory for."""
+"""The parts of a model that a profile times: as many blocks as fit into memory."""
 
 from __future__ import annotations
 

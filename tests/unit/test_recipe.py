@@ -1,4 +1,4 @@
-"""Recipes: what is read, what is refused, and which plan comes out."""
+"""Recipes: valid files, refusals, and the plans that result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run reads is data: whatever it says, it is a value, or it is refused."""
+"""A run treats its input as data: any content is a plain value or is refused."""
 
 from __future__ import annotations
 

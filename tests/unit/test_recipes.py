@@ -1,4 +1,4 @@
-"""The recipes of the repository: they are valid, their plans fit the clusters they name, and their launchers start."""
+"""The recipes of the repository are valid, their plans fit the clusters that they name, and their launchers start."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports: figures of a run, pages that need nothing else, and what becomes of runs that went wrong."""
+"""Reports: the figures of a run, self-contained pages, and pages about failed runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The simulator: what can be worked out by hand, and what must hold for every plan."""
+"""The simulator: cases that can be worked out by hand, and properties that hold for every plan."""
 
 from __future__ import annotations
 

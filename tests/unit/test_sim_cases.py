@@ -1,4 +1,4 @@
-"""``thinwire sim``: cases are read strictly, answers are complete, and engines differ where they should."""
+"""``thinwire sim``: cases are read strictly, answers are complete, and engines differ as expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock: how long tasks take that share, and that keep each other waiting."""
+"""The clock: durations of tasks that share resources and delay each other."""
 
 from __future__ import annotations
 

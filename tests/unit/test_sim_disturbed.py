@@ -1,4 +1,4 @@
-"""Stragglers, slow links, jitter, and what a rank holds when."""
+"""Stragglers, slow links, jitter, and the memory of a rank over time."""
 
 from __future__ import annotations
 

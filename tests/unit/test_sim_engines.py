@@ -1,4 +1,4 @@
-"""What published engines cannot do, as properties: who waits for what, and what the host costs."""
+"""Limits of published engines, as properties: waits for operations, and the cost of the host."""
 
 from __future__ import annotations
 

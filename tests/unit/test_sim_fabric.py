@@ -1,4 +1,4 @@
-"""Leaf switches and the spine: what of a group's traffic crosses it, and what that costs a step."""
+"""Leaf switches and the spine: the share of a group's traffic that crosses the spine, and its cost in a step."""
 
 from __future__ import annotations
 

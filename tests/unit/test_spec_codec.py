@@ -1,4 +1,4 @@
-"""Codec names: canonical text, derived properties, and refusals that say what would be valid."""
+"""Codec names: canonical text, derived properties, and refusals that list the valid values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TOML in and out, command-line settings, and the base class's promises."""
+"""Reading and writing TOML, command-line settings, and the guarantees of the base class."""
 
 from __future__ import annotations
 

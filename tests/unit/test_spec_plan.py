@@ -1,4 +1,4 @@
-"""Factors and the rules of a plan: every rule broken once, all of them at once, and what stays valid."""
+"""Factors and the rules of a plan: each rule broken alone, all broken at once, and plans that stay valid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets: valid on every kind of mesh, with the factors and codecs of the systems they are named after."""
+"""Presets: valid on every kind of mesh, with the factors and codecs of the systems that they are named after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Singular values of matrices that are known, and what is taken from a training step."""
+"""Singular values of known matrices, and the tensors that are taken from a training step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A failing rank asks the others why, but not for longer than it takes to say that nobody answers."""
+"""A failing rank asks the others for the cause, but only briefly if nobody answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Studies: what they compare, what remains of a run, and the answer that is made of it."""
+"""Studies: the arms that they compare, the files of a run, and the answer on the page."""
 
 from __future__ import annotations
 

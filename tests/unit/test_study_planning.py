@@ -1,4 +1,4 @@
-"""The planner's study: what it measures beside what, and what its goals are."""
+"""The planner's study: the pairs that it measures, and its goals."""
 
 from __future__ import annotations
 

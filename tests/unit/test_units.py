@@ -1,4 +1,4 @@
-"""Quantities as text: what is understood, what is refused, and that nothing is off by a prefix."""
+"""Quantities as text: valid forms, refusals, and correct prefixes."""
 
 from __future__ import annotations
 
