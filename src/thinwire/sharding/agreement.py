@@ -64,13 +64,15 @@ class Agreements:
         self._used = bytearray(sum(info.parameters for info in self._infos))
         self._used_before = bytes(self._used)
         self._present: Agreement | None = None  # of this step, once ranks have met
+        # For each trainable parameter, whether any rank has a gradient; until the next backward, once ranks have met.
+        self._known: list[bool] | None = None
 
     # -- gradients as they come --------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """A backward adds gradients: what ranks agreed on before holds no longer."""
         self._used_before = bytes(self._used)
-        self._present = None
+        self._present = self._known = None
 
     def undo_backward(self) -> None:
         """The backward failed: its gradients do not count."""
@@ -88,6 +90,39 @@ class Agreements:
         """No parameter has a gradient any more."""
         self._used = bytearray(len(self._used))
         self._present = None
+        self._known = [False] * len(self._used)
+
+    def forget_gradient(self, unit: int, slot: int) -> None:
+        """A parameter has no gradient any more, on any rank."""
+        self._set_used(unit, slot, used=False)
+
+    def give_gradient(self, unit: int, slot: int) -> None:
+        """A parameter was given a gradient, on every rank."""
+        self._set_used(unit, slot, used=True)
+
+    def forget_norm(self) -> None:
+        """Gradients were changed after ranks had agreed on their norm."""
+        if self._present is not None:
+            self._present = replace(self._present, norm=float("nan"), measured=False)
+
+    def knows_used(self) -> bool:
+        """Whether ranks have met since the last backward."""
+        return self._known is not None
+
+    def is_known_used(self, unit: int, slot: int) -> bool:
+        """Whether any rank has a gradient for a parameter; after ranks have met."""
+        assert self._known is not None
+        return self._known[self._first_bit[unit] + slot]
+
+    def _set_used(self, unit: int, slot: int, *, used: bool) -> None:
+        bit = self._first_bit[unit] + slot
+        self._used[bit] = used
+        if self._known is not None:
+            self._known[bit] = used
+        if self._present is not None:
+            flags = list(self._present.used)
+            flags[bit] = used
+            self._present = replace(self._present, used=tuple(flags), norm=float("nan"), measured=False)
 
     # -- exchanges ---------------------------------------------------------------------------------------------
 
@@ -106,6 +141,7 @@ class Agreements:
         if self._present is None:
             # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
             self._present = Agreement(float("nan"), False, self._compare_steps(order_hash))
+            self._known = list(self._present.used)
         if measure and not self._present.measured:
             self._reducer.join()
             everyone = self._exchange(struct.pack("<d", self._squared_norm()), NORM_BYTES)

@@ -25,6 +25,7 @@ from thinwire.sharding.encoding import (
     is_excluded,
     rounds_parameters,
 )
+from thinwire.sharding.foreign import watch_optimizers
 from thinwire.sharding.gradient import Topology, UnitGradient
 from thinwire.sharding.initial import InitialValues, is_on_meta, place_model, read_shard
 from thinwire.sharding.lanes import Lanes
@@ -113,6 +114,7 @@ def build(
         model=model,
         plan=plan,
         part=part,
+        alone=alone,
         rank=control.rank,
         units=(),
         gradients=gradients,
@@ -213,6 +215,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     runtime = Runtime(sharded)
     attach(sharded.model, runtime)
     hooks.install(runtime)
+    watch_optimizers()
     if sharded.plan.recompute:
         for module in _recomputed(sharded.model, modules):
             hooks.recompute_activations(module)

@@ -97,6 +97,7 @@ class UnitGradient:
         self.synchronised = False  # whether ``owned`` is a sum over the replicas, which the next sum will include
         self._local: Accumulator | None = self.owned if topology.shard == 1 else None
         self._seen: set[int] = set()
+        self._forgotten: set[int] = set()  # slots forgotten since gradients came last
         self._into_local = False
 
     @property
@@ -178,7 +179,43 @@ class UnitGradient:
         if self._local is not None:
             self._local.empty = True
         self.drop()
+        self._forgotten.clear()
         self.unsynced = self.synchronised = False
+
+    def forget(self, index: int, owned: slice, shard: slice) -> None:
+        """Forget the gradient of parameter ``index`` (``parameter.grad = None``).
+
+        Args:
+            index: slot of the parameter.
+            owned: its elements in ``owned``.
+            shard: its elements in this rank's P shard.
+        """
+        self._forgotten.add(index)
+        if len(self._forgotten) == len(self.layout.slots):
+            self.reset()
+            return
+        if not self.owned.empty:
+            self.owned.values[owned].zero_()
+        if self.topology.shard > 1 and self.has_local:
+            self.local.values[shard].zero_()
+
+    def add(self, owned: slice, values: torch.Tensor) -> None:
+        """Add to the gradient that ranks have combined; the caller has waited for it.
+
+        Args:
+            owned: elements of ``owned``.
+            values: what to add to them, 1-D.
+        """
+        if self.owned.claim():
+            self.owned.values[owned].add_(values)
+            return
+        self.owned.values.zero_()
+        self.owned.values[owned].copy_(values)
+
+    @property
+    def absent(self) -> bool:
+        """Whether no parameter has a gradient, on any rank."""
+        return self.owned.empty and not self.unsynced
 
     def _begin(self, *, last: bool) -> None:
         """Choose the buffer for this micro-batch's gradients.
@@ -187,6 +224,7 @@ class UnitGradient:
         micro-batch can be sent at once.
         """
         topology = self.topology
+        self._forgotten.clear()
         if self.synchronised and not topology.mean:
             self.owned.values.mul_(1.0 / topology.replica)
         self.synchronised = False

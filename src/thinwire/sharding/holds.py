@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -30,6 +30,7 @@ class Holds:
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self.depth = 0
+        self.before_gathering: Callable[[], None] = lambda: None  # somebody is about to read all parameters
         # Units read outside their own forward. No hook says when such a reader is done, so each stays whole until the
         # backward has ended.
         self._read: set[int] = set()
@@ -85,6 +86,7 @@ class Holds:
         """
         if recomputing():
             raise UsageError("full_parameters() cannot be entered inside a backward")
+        self.before_gathering()
         self.depth += 1
         for unit in self._units:
             if not unit.exact:

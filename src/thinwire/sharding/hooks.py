@@ -9,6 +9,8 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
@@ -16,6 +18,7 @@ from thinwire.sharding.inputs import cast_inputs, tensors_in
 from thinwire.sharding.local import local_gradient
 from thinwire.sharding.reads import watch_reads
 from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.sharding.unit import Unit
 
 __all__ = ["install", "recompute_activations"]
@@ -30,9 +33,10 @@ def install(runtime: Runtime) -> None:
     _hook_forward(runtime)
     watch_reads(runtime)
     for module in runtime.model.modules():
-        module.register_state_dict_pre_hook(_state_dict_hook(runtime))
-        module.register_load_state_dict_pre_hook(_refuse_load)
-        if any(unit.sharded for unit in runtime.units):
+        if runtime.outside is None:
+            module.register_state_dict_pre_hook(_state_dict_hook(runtime))
+            module.register_load_state_dict_pre_hook(_refuse_load)
+        if module._parameters:  # others may be shared with models that are not sharded, as activations are
             module.register_state_dict_post_hook(_copy_parameters)
 
 
@@ -73,17 +77,31 @@ def _hook_forward(runtime: Runtime) -> None:
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     index = unit.index
 
-    @_outside_compile
-    def pre_forward(_module: nn.Module, _args: Any) -> None:
-        runtime.passes.pre_forward(index)
+    leaves = False  # whether the hook is there that ends a pass which the unit's own forward began
 
     @_outside_compile
-    def post_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def pre_forward(module: nn.Module, _args: Any) -> None:
+        nonlocal leaves
+        runtime.passes.pre_forward(index)
+        if not leaves and runtime.passes.is_alone(index):
+            leaves = True
+            module.register_forward_hook(leave_alone, always_call=True)
+
+    @_outside_compile
+    def leave_alone(_module: nn.Module, _args: Any, _output: Any) -> None:
+        runtime.passes.leave_alone(index)
+
+    @_outside_compile
+    def post_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        if unit.sharded:
+            output = _keep(output, gathered)
         hears = torch.is_grad_enabled() and _announce_backward(
             runtime, unit, (args, kwargs) if kwargs else args, output
         )
         runtime.passes.post_forward(index, will_hear=hears)
+        return output
 
+    gathered = frozenset(b.full.untyped_storage()._cdata for u in runtime.units if u.sharded for b in u.buffers)
     plan = runtime.plan
     if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
         # As FSDP2 does: a buffer in fp32 turns what it meets into fp32, which the next unit's parameters refuse.
@@ -162,6 +180,26 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
     return True
 
 
+def _keep(output: Any, gathered: frozenset[int]) -> Any:
+    """An output that is a parameter, or a view of one, outlives the memory that its unit is gathered into: copy it.
+
+    Args:
+        output: of a unit's forward.
+        gathered: the storages of units, by address.
+    """
+    if not any(tensor.untyped_storage()._cdata in gathered for tensor in tensors_in(output) if _has_storage(tensor)):
+        return output
+    return tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.clone() if tensor.untyped_storage()._cdata in gathered else tensor,
+        output,
+    )
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and not is_traceable_wrapper_subclass(tensor)
+
+
 def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
     def hook(*_: Any) -> None:
         runtime.join_spreads()
@@ -175,10 +213,14 @@ def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
 
 
 def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """A state dict outlives ``full_parameters``, the memory that its parameters lie in does not."""
+    """A state dict outlives ``full_parameters``, the memory that its parameters lie in does not. Of shares, those that
+    are whole on every rank become plain tensors, which any program can save and read."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, ShareTensor):
+            if value.spec.pieces == 1:
+                state_dict[prefix + name] = value.full_tensor()
+        elif isinstance(value, torch.Tensor):
             state_dict[prefix + name] = value.detach().clone()
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
+from thinwire.sharding.foreign import INNER
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.runtime import Runtime, runtime_of
 
@@ -195,10 +196,11 @@ def build_optimizer(
     # What one rank's fragments do not suit is every rank's error: none may train on alone.
     control().agree(make, refused)
     (inner,) = made
-    runtime.passes.warns_of_unused_gradients = False
-    return ShardedOptimizer(
+    object.__setattr__(inner, INNER, True)
+    runtime.optimizer = optimizer = ShardedOptimizer(
         runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=_updates_in_parts(optimizer_class, options)
     )
+    return optimizer
 
 
 def _group(
@@ -214,6 +216,8 @@ def _group(
         for b in u.buffers
         for p, s in zip(b.parameters, b.layout.slots, strict=True)
     }
+    if runtime.outside is not None:
+        names |= {id(share): name for name, share in runtime.outside.parameters.items()}
     every_name = list(names.values())
     group_of: dict[str, int] = {}
     for number, group in enumerate(groups):

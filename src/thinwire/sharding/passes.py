@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import warnings
+from collections.abc import Callable, Iterator
 
 import torch
 from torch.autograd import Variable
@@ -49,8 +50,14 @@ class Passes:
     ) -> None:
         self._sharded, self._units, self._plan = sharded, sharded.units, sharded.plan
         self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
-        self.present = Pass.IDLE
+        self.inside = False  # whether modules see the tensors that they compute with; follows ``present``
+        self._present = Pass.IDLE
         self._before = Pass.IDLE  # where the present backward began
+        # A unit whose forward was called while the model's was not, and how often it has called itself since.
+        self._alone: int | None = None
+        self._alone_depth = 0
+        self.before_computing: Callable[[], None] = _nothing  # somebody is about to compute with parameters
+        self.after_last_backward: Callable[[], None] = _nothing  # a step's gradients are on their way
         self.at: Moment = (Phase.STEP, -1)  # the event that was reported last; for journals
         # For each unit, calls whose outputs backward has reached and whose inputs it has not.
         self._open_calls = [0] * len(self._units)
@@ -59,8 +66,22 @@ class Passes:
         # Whether gradients are encoded in this step. ``None``: the plan's schedule depends on how far training is, and
         # the caller has not said so yet.
         self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
-        self.warns_of_unused_gradients = True  # until an optimizer takes them
-        self._unused_backwards = 0
+
+    @property
+    def present(self) -> Pass:
+        """Which pass the model is in."""
+        return self._present
+
+    @present.setter
+    def present(self, present: Pass) -> None:
+        self._present, self.inside = present, present is not Pass.IDLE
+
+    def is_inside(self) -> bool:
+        """Whether modules see the tensors that they compute with, and others shares; ``inside`` after a backward that
+        raised is not to be trusted."""
+        if self.inside and self._present is Pass.BACKWARD:
+            self.forget_failed_backward()
+        return self.inside or self._holds.depth > 0 or recomputing()
 
     def reach_step(self) -> None:
         """The micro-batches of a step have run, or failed."""
@@ -73,6 +94,7 @@ class Passes:
         """The model's forward begins."""
         if not recomputing():
             self.forget_failed_backward()
+            self.before_computing()
             self.present = Pass.FORWARD
 
     def leave_forward(self) -> None:
@@ -90,6 +112,11 @@ class Passes:
             self._need_in_backward(index)
             return
         self.forget_failed_backward()
+        if self._present is Pass.IDLE:
+            self._alone = index
+            self.enter_forward()
+        if index == self._alone:
+            self._alone_depth += 1
         unit, units = self._units[index], self._units
         if not torch.is_grad_enabled():
             if unit.sharded:
@@ -129,6 +156,30 @@ class Passes:
         if not kept or self._plan.secondary_reuse:
             unit.keep_secondary()
         if not kept:
+            self._holds.free(index)
+
+    def is_alone(self, index: int) -> bool:
+        """Whether the present pass is the forward of this unit, called by itself."""
+        return self._alone == index
+
+    def leave_alone(self, index: int) -> None:
+        """The forward of a unit has ended, or failed: if it was called by itself, so has the pass."""
+        if index != self._alone:
+            return
+        self._alone_depth -= 1
+        if not self._alone_depth:
+            self._alone = None
+            self.leave_forward()
+
+    @contextlib.contextmanager
+    def reading(self, index: int) -> Iterator[None]:
+        """A unit's parameters are whole and up to date in this block, outside of passes. Collective."""
+        if not recomputing():
+            self.forget_failed_backward()
+            self.before_computing()
+        self._units[index].need(from_secondary=False)
+        yield
+        if self._units[index].sharded:
             self._holds.free(index)
 
     def read(self, index: int) -> None:
@@ -205,15 +256,13 @@ class Passes:
     def _end_backward(self) -> None:
         self.present = self._before
         self.at = Phase.BACKWARD_END, -1
-        if self._schedule.last and self.warns_of_unused_gradients:
-            self._unused_backwards += 1
-            if self._unused_backwards == 2:
-                _warn_of_unused_gradients()
         self._reducer.end()
         self._schedule.end_backward()
         self._open_calls = [0] * len(self._units)
         self._holds.end_backward()
         self._holds.free_all()
+        if self._schedule.last:
+            self.after_last_backward()
 
     def _need_in_backward(self, index: int) -> None:
         self.at = Phase.PRE_BACKWARD, index
@@ -230,11 +279,5 @@ class Passes:
                 self._schedule.note_backward(Phase.POST_BACKWARD, index)
 
 
-def _warn_of_unused_gradients() -> None:
-    """An optimizer of torch's own would find no gradients, and train nothing, without a word."""
-    warnings.warn(
-        "thinwire: gradients of this model go nowhere, as it has no optimizer: parameters keep no .grad, and "
-        "torch's optimizers and clip_grad_norm_ do nothing with them. Use thinwire.optimizer(model, "
-        "torch.optim.AdamW, lr=...) and thinwire.clip_grad_norm_(model, ...)",
-        stacklevel=2,
-    )
+def _nothing() -> None:
+    """Nobody wants to know."""

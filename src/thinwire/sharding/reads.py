@@ -1,21 +1,23 @@
-"""Parameters that are read outside of their module's forward.
+"""What a module's attributes give: the tensors it computes with inside passes, shares of the parameters outside.
 
 A unit's parameters are up to date, and whole, when its own forward runs. A parent that computes with a child's weight
 (a tied head, ``F.linear(x, self.embedding.weight)``, ``self.positions.weight[:T]``) calls no forward of the child. All
-attribute access of a module ends in its table of parameters, so that table is where such reads are noticed (as in
-DeepSpeed's ZeRO).
+attribute access of a module ends in its table of parameters, so that table is where reads are noticed (as in DeepSpeed's
+ZeRO), and where inside and outside are told apart.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 
+from thinwire.errors import UsageError
 from thinwire.sharding.passes import Passes
 from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.shares.parameter import ShardedParameter
 from thinwire.sharding.unit import Unit
 
 __all__ = ["watch_reads"]
@@ -24,33 +26,109 @@ __all__ = ["watch_reads"]
 _read = torch._dynamo.disable(Passes.read)  # it re-points storages, which no compiled graph may trace
 
 
-class _Table(dict[str, nn.Parameter | None]):
-    """A module's parameters by name; those of units are made ready before anybody gets them.
+class _Entry(NamedTuple):
+    """A parameter of a unit.
+
+    Attributes:
+        name: of the parameter in the model.
+        unit: the unit.
+        compute: the tensor that modules compute with.
+        share: what stands for it outside of passes; ``None`` if it is the same tensor everywhere.
+    """
+
+    name: str
+    unit: Unit
+    compute: nn.Parameter
+    share: ShardedParameter | None
+
+
+class _Table(dict[str, Any]):
+    """A module's parameters by name. It stores the tensors that modules compute with.
 
     Args:
         table: the parameters.
-        units: the unit of each.
-        runtime: of the model.
+        entries: those of units.
+        passes: of the model.
     """
 
-    def __init__(self, table: dict[str, nn.Parameter | None], units: dict[str, Unit], runtime: Runtime) -> None:
+    def __init__(self, table: Mapping[str, nn.Parameter | None], entries: Mapping[str, _Entry], passes: Passes) -> None:
         super().__init__(table)
-        self._units, self._runtime = units, weakref.ref(runtime)
+        self._entries, self._passes = entries, passes
 
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        unit = self._units.get(name)
-        if unit is not None and not unit.ready and (runtime := self._runtime()) is not None:
-            _read(runtime.passes, unit.index)
-        return super().__getitem__(name)
+    def __getitem__(self, name: str) -> Any:
+        stored = super().__getitem__(name)
+        entry = self._entries.get(name)
+        if entry is None or stored is not entry.compute:
+            return stored  # no parameter of a unit; or torch.func.functional_call has put something in its place
+        if entry.share is not None and not self._passes.inside and not self._passes.is_inside():
+            return entry.share
+        if not entry.unit.ready:
+            _read(self._passes, entry.unit.index)
+        return stored
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)
+    def get(self, name: str, default: Any = None) -> Any:
+        return self[name] if name in self else default
+
+    def items(self) -> Any:
+        """Pairs of names and parameters, none of them gathered for being listed."""
+        if self._passes.is_inside():
+            return super().items()
+        return [(name, self._outside(name, stored)) for name, stored in super().items()]
+
+    def values(self) -> Any:
+        return [parameter for _, parameter in self.items()]
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            super().__setitem__(name, value)
+        elif value is entry.share or value is entry.compute:
+            super().__setitem__(name, entry.compute)
+        elif isinstance(value, nn.Parameter) or value is None:
+            raise UsageError(
+                f"{entry.name} = another parameter: the model is sharded, and the new parameter would never train. Replace "
+                "it before thinwire.shard, or write to this one with copy_()"
+            )
+        else:
+            super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        if (entry := self._entries.get(name)) is not None:
+            raise UsageError(
+                f"{entry.name} cannot be taken out of its module, as pruning and parametrizations do: the model is sharded. "
+                "Do it before thinwire.shard"
+            )
+        super().__delitem__(name)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse_copy()
+
+    def _outside(self, name: str, stored: Any) -> Any:
+        entry = self._entries.get(name)
+        return stored if entry is None or entry.share is None or stored is not entry.compute else entry.share
+
+
+def _refuse_copy() -> NoReturn:
+    raise UsageError(
+        "a sharded model cannot be copied or pickled: copy it before thinwire.shard; save it with thinwire.save, "
+        "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of weights "
+        "keep shares: {name: p.detach().clone() for name, p in model.named_parameters()}"
+    )
 
 
 def watch_reads(runtime: Runtime) -> None:
-    """Have every read of a parameter through its module wait for its values."""
-    unit_of = {id(p): unit for unit in runtime.units for buffer in unit.buffers for p in buffer.parameters}
+    """Put a table that knows inside from outside into every module of a model."""
+    shares = runtime.outside.parameters if runtime.outside is not None else {}
+    entries = {
+        id(compute): _Entry(slot.name, unit, compute, shares.get(slot.name))
+        for unit in runtime.units
+        for buffer in unit.buffers
+        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)
+    }
     for module in runtime.model.modules():
-        units = {name: unit_of[id(p)] for name, p in module._parameters.items() if id(p) in unit_of}
-        if units:
-            module._parameters = _Table(module._parameters, units, runtime)
+        own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
+        if own:
+            module._parameters = _Table(module._parameters, own, runtime.passes)

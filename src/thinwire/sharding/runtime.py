@@ -25,7 +25,7 @@ takes gradients in turn, :class:`Agreements` meets the other ranks, :class:`Spre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from torch import nn
 
@@ -34,6 +34,7 @@ from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.holds import Holds
+from thinwire.sharding.outside import Outside
 from thinwire.sharding.passes import Passes
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.reducer import Reducer
@@ -58,6 +59,8 @@ class Runtime:
         passes: what hooks report to.
         holds: who still reads gathered parameters.
         spreads: the updated parameters on their way.
+        agreements: the exchanges of a step.
+        outside: the parameters as shares; ``None`` for a part of a model, whose parameters are sliced already.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -74,9 +77,14 @@ class Runtime:
         reductions = Reductions(self.plan, sharded.gradients, groups, sharded.codecs.reduce, sharded.seeds)
         self.reducer = Reducer(sharded.gradients, reductions, self.lanes)
         self.holds = Holds(self.units)
-        self._agreements = Agreements(sharded, self.reducer)
+        self.agreements = Agreements(sharded, self.reducer)
         self.spreads = Spreads(sharded, self.schedule.programs)
-        self.passes = Passes(sharded, self.schedule, self.reducer, self._agreements, self.holds)
+        self.optimizer: object | None = None  # made by thinwire.optimizer, which then owns the updates
+        self.passes = Passes(sharded, self.schedule, self.reducer, self.agreements, self.holds)
+        self.outside: Outside | None = Outside(self) if sharded.alone else None
+        if self.outside is not None:
+            self.passes.before_computing = self.holds.before_gathering = self.outside.flush
+            self.passes.after_last_backward = self.outside.after_backward
 
     @property
     def num_steps(self) -> int:
@@ -116,22 +124,27 @@ class Runtime:
             UsageError: on every rank, if the backward of the last micro-batch is missing on any.
         """
         self.passes.reach_step()
-        return self._agreements.agree(self.schedule.order_hash, measure=measure)
+        agreement = self.agreements.agree(self.schedule.order_hash, measure=False)
+        if self.outside is not None:
+            self.outside.merge()
+        return self.agreements.agree(self.schedule.order_hash, measure=True) if measure else agreement
 
     def set_norm(self, norm: float) -> None:
         """The gradients that ranks agreed on have another norm now: they were scaled, or are not to be used."""
-        self._agreements.set_norm(norm)
+        self.agreements.set_norm(norm)
 
     def used_flag(self, index: int, slot: int) -> bool:
         """Whether any rank had a gradient for a parameter in this step."""
-        return self._agreements.is_used(self.agree(measure=False), index, slot)
+        return self.agreements.is_used(self.agree(measure=False), index, slot)
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
         self.passes.forget_failed_backward()
         self.reducer.join()
         self.reducer.reset()
-        self._agreements.forget_gradients()
+        self.agreements.forget_gradients()
+        if self.outside is not None:
+            self.outside.drop_added()
 
     def progress(self, share: float) -> None:
         """How much of training is done: past ``wire.schedule`` gradients travel without a codec."""
@@ -152,20 +165,23 @@ class Runtime:
         """Units in the order in which their gradients arrive; those without gradients left out."""
         return [index for index in self.schedule.programs.update_order() if index in self.sharded.gradients]
 
-    def finish_step(self, *, updated: bool, exactly: bool = False) -> None:
+    def finish_step(
+        self, *, updated: bool, exactly: bool = False, only: Collection[int] | None = None
+    ) -> None:
         """End the step: spread the updated P shards, in the order of the forward, and begin the next one.
 
         Args:
             updated: whether parameters have new values; a step may be taken without an update.
             exactly: where differences are spread, spread the values themselves, without a codec.
+            only: numbers of the units that were updated; all by default.
         """
         if updated:
             self.holds.end_step()
-            self.spreads.start(exactly=exactly)
+            self.spreads.start(exactly=exactly, only=only)
         self.sharded.seeds.step += 1
         self.holds.release_reads()
         self.schedule.abandon()
-        self._agreements.forget()
+        self.agreements.forget()
 
     def loaded(self, num_steps: int, *, with_replicas: bool) -> None:
         """All masters were loaded: write them back and spread them.
@@ -181,7 +197,9 @@ class Runtime:
         self.finish_step(updated=True, exactly=True)
 
     def join_spreads(self) -> None:
-        """Wait until every unit's parameters are up to date."""
+        """Wait until every unit's parameters are up to date. Collective, if shares of parameters were written."""
+        if self.outside is not None:
+            self.outside.flush()
         self.spreads.join()
 
 

@@ -31,6 +31,7 @@ class ShardedModel:
         model: the root module.
         plan: the plan.
         part: what of a larger model it is.
+        alone: whether it is a model by itself.
         rank: this rank among the data-parallel ones.
         units: the units, by number.
         gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
@@ -46,6 +47,7 @@ class ShardedModel:
     model: nn.Module
     plan: Plan
     part: LocalPart
+    alone: bool
     rank: int
     units: tuple[Unit, ...]
     gradients: Mapping[int, Sequence[UnitGradient]]

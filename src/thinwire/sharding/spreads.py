@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from thinwire.codecs import Codec
@@ -42,14 +44,17 @@ class Spreads:
             if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
                 write_back(buffer, self._group.index)
 
-    def start(self, *, exactly: bool = False) -> None:
-        """Start spreading all P shards.
+    def start(self, *, exactly: bool = False, only: Collection[int] | None = None) -> None:
+        """Start spreading P shards.
 
         Args:
             exactly: where differences are spread, spread the values themselves, without a codec.
+            only: numbers of the units to spread; all by default. The same on every rank.
         """
         for operation, waited in self._programs.spreads():
             unit = self._sharded.units[operation.units[0]]
+            if only is not None and unit.index not in only:
+                continue
             for number, buffer in enumerate(unit.buffers):
                 if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
                     unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly))

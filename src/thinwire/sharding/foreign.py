@@ -1,0 +1,92 @@
+"""Optimizers that users make themselves, of ``model.parameters()``: torch's own and those that follow its interface.
+
+They update shares piece by piece. torch calls the hooks here before and after every optimizer's step.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from thinwire.errors import UsageError
+from thinwire.sharding.outside import Outside, refuse_in_backward, sharded_parameter_of
+from thinwire.sharding.shares.parameter import ShardedParameter
+
+__all__ = ["INNER", "watch_optimizers"]
+
+INNER = "_thinwire_inner"
+"""Attribute of an optimizer that a ``ShardedOptimizer`` wraps: it is none of the user's."""
+
+_MODELS = "_thinwire_models"
+"""Attribute of an optimizer: how many parameters its groups had, and the models to which they belong."""
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Have torch announce the steps of optimizers; once in a process."""
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    if getattr(optimizer, INNER, False):
+        return
+    for model in _models_of(optimizer):
+        _prepare(model, optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    del args, kwargs
+    if getattr(optimizer, INNER, False):
+        return
+    for model in _models_of(optimizer):
+        model.finish_update()
+
+
+def _prepare(model: Outside, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients are about to be read and masters written."""
+    runtime, name = model.runtime, type(optimizer).__name__
+    refuse_in_backward(f"{name}.step()")
+    runtime.holds.refuse(f"{name}.step()")
+    if runtime.optimizer is not None:
+        raise UsageError(
+            f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update it; use "
+            "one of them"
+        )
+    if runtime.plan.accumulate_dtype != "float32":
+        raise UsageError(
+            f"accumulate_dtype = {runtime.plan.accumulate_dtype}: {name} reads gradients in fp32; use "
+            'thinwire.optimizer(model, ...), which widens them unit by unit, or accumulate_dtype = "float32"'
+        )
+    model.check_all_managed()
+    runtime.agree(measure=False)
+
+
+def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Outside, ...]:
+    """The sharded models whose parameters an optimizer updates.
+
+    Raises:
+        UsageError: it was made before the model was sharded.
+    """
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    known = getattr(optimizer, _MODELS, None)
+    if known is not None and known[0] == count:
+        models: tuple[Outside, ...] = known[1]
+        return models
+    found: dict[int, Outside] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if isinstance(parameter, ShardedParameter):
+                found[id(parameter.live.outside)] = parameter.live.outside
+            elif (share := sharded_parameter_of(parameter)) is not None:
+                raise UsageError(
+                    f"{type(optimizer).__name__} was made before thinwire.shard: it holds {share.spec.name} as it was, and "
+                    "would train nothing. Make it after thinwire.shard, from model.parameters()"
+                )
+    models = tuple(found.values())
+    object.__setattr__(optimizer, _MODELS, (count, models))
+    return models

@@ -1,0 +1,93 @@
+"""The ranks behind share tensors: small exchanges over a model's control lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.group import control
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Lane
+from thinwire.sharding.sharded import ShardedModel
+
+__all__ = ["ModelHolders"]
+
+
+class ModelHolders:
+    """The data-parallel ranks of one model, as holders of the pieces of its parameters.
+
+    Args:
+        sharded: the model.
+        trained: whether of trained parameters, whose masters the optimizer's shares cut; frozen ones are cut as P is.
+        spans: each parameter's first element and number of elements on this rank.
+
+    Attributes:
+        pieces: distinct pieces of each parameter.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, spans: Mapping[str, tuple[int, int]], *, trained: bool
+    ) -> None:
+        params, shard = sharded.axes[Axis.PARAMS, Lane.REDUCE], sharded.axes[Axis.SHARD, Lane.REDUCE]
+        self._group: AxisGroup = sharded.axes[Axis.WORLD, Lane.CONTROL]
+        self._spans = spans
+        self.pieces = params.size * shard.size if trained else params.size
+        # Of ranks that hold the same piece, one speaks for it.
+        self._speaks = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0 and (trained or shard.index == 0)
+        self._everyones: list[tuple[bool, Mapping[str, tuple[int, int]]]] | None = None
+        self._control = control(sharded.part.data.ranks)
+
+    def combined(self, partial: torch.Tensor) -> torch.Tensor:
+        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        if self.pieces == 1:
+            return partial.reshape(1, -1)
+        rows = self._rows(torch.cat([torch.tensor([float(self._speaks)], dtype=torch.float64), partial.double()]))
+        return rows[rows[:, 0] > 0, 1:]
+
+    def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
+        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        everyones = self._table()
+        # A rank with nothing to say sends one element: not every backend sends none.
+        sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
+        whole = torch.zeros(sum(sizes), dtype=piece.dtype)
+        begin = sum(sizes[: self._group.index])
+        if self._speaks and piece.numel():
+            whole[begin : begin + piece.numel()].copy_(piece)
+        all_gather(self._group, whole, sizes).perform()
+        total = sum(spans[name][1] for speaks, spans in everyones if speaks)
+        result = torch.empty(total, dtype=piece.dtype)
+        begin = 0
+        for size, (speaks, spans) in zip(sizes, everyones, strict=True):
+            offset, length = spans[name]
+            if speaks and length:
+                result[offset : offset + length].copy_(whole[begin : begin + length])
+            begin += size
+        return result.to(piece.device)
+
+    def mean(self, values: torch.Tensor) -> torch.Tensor:
+        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32)).cpu()
+        return self._rows(flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
+
+    def first(self, values: torch.Tensor) -> torch.Tensor:
+        """See :class:`~thinwire.sharding.shares.spec.Holders`."""
+        return self._rows(values)[0].contiguous()
+
+    def _rows(self, mine: torch.Tensor) -> torch.Tensor:
+        """Everyone's ``mine``, ``[ranks, k]``."""
+        if self._group.size == 1:
+            return mine.reshape(1, -1)
+        table = torch.empty(self._group.size * mine.numel(), dtype=mine.dtype)
+        rows = table.view(self._group.size, -1)
+        rows[self._group.index].copy_(mine)
+        all_gather(self._group, table).perform()
+        return rows
+
+    def _table(self) -> list[tuple[bool, Mapping[str, tuple[int, int]]]]:
+        """Whether each rank speaks, and its pieces; in the order of the group. It never changes."""
+        if self._everyones is None:
+            everyone = self._control.all_gather_object((self._group.index, self._speaks, dict(self._spans)))
+            self._everyones = [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]
+        return self._everyones

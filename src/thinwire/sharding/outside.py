@@ -1,0 +1,435 @@
+"""What a model's parameters are outside of its forward and backward: shares of the masters, with their gradients.
+
+Reads and writes of share tensors end here. A write marks its unit; before anything computes with the unit again, its P
+shard is made of the new masters and spread. A gradient is looked up when it is read: reductions go on until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from thinwire.errors import UsageError
+from thinwire.program import Axis, Lane
+from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.gradient import UnitGradient
+from thinwire.sharding.holders import ModelHolders
+from thinwire.sharding.holds import recomputing
+from thinwire.sharding.shares.operations import from_power_sums, power_sum
+from thinwire.sharding.shares.parameter import GradientHook, ShardedParameter
+from thinwire.sharding.shares.spec import ShareSpec
+from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.unit import FlatBuffer, Unit
+
+if TYPE_CHECKING:
+    from thinwire.sharding.runtime import Runtime
+
+__all__ = ["Outside", "sharded_parameter_of"]
+
+_MANAGED = "_thinwire_share"
+"""Attribute of a compute tensor: the share that stands for it outside of passes."""
+
+
+def sharded_parameter_of(compute: torch.Tensor) -> ShardedParameter | None:
+    """The share that stands for a parameter that a module computes with; none if it is not sharded."""
+    share: ShardedParameter | None = getattr(compute, _MANAGED, None)
+    return share
+
+
+@dataclass(eq=False)
+class Trained:
+    """A trained parameter's place in the runtime.
+
+    Attributes:
+        unit: number of its unit.
+        slot: its number among the unit's trained parameters.
+        part: the gradient of its buffer.
+        index: its number in the buffer.
+        owned: its elements in ``part.owned``.
+        shard: its elements in this rank's P shard.
+    """
+
+    unit: int
+    slot: int
+    part: UnitGradient
+    index: int
+    owned: slice
+    shard: slice
+
+
+@dataclass(eq=False)
+class Outside:
+    """The parameters of one model, as share tensors.
+
+    Attributes:
+        runtime: of the model.
+        parameters: the share of each parameter, by name; in the order of units.
+        dirty: units with masters that were written since they were spread last.
+    """
+
+    runtime: Runtime
+    parameters: dict[str, ShardedParameter] = field(default_factory=dict)
+    dirty: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._live: list[_Live] = []
+        self._added: list[tuple[Trained, torch.Tensor]] = []  # gradients of shares themselves, not combined yet
+        self._checked = 0  # table entries of the model when all its parameters were found to be managed
+        self._norms: dict[float, dict[int, torch.Tensor]] = {}  # of all gradients, by order, until one changes
+        spans: dict[str, tuple[int, int]] = {}
+        sharded = self.runtime.sharded
+        trained = ModelHolders(sharded, spans, trained=True)
+        frozen = ModelHolders(sharded, spans, trained=False)
+        fragments = {owned.fragment.slot.name: owned for owned in sharded.fragments()}
+        for unit in self.runtime.units:
+            parts = iter(sharded.gradients.get(unit.index, ()))
+            for buffer in unit.buffers:
+                if buffer.layout.trainable:
+                    self._place_trained(unit, buffer, next(parts), fragments, trained, spans)
+                else:
+                    self._place_frozen(unit, buffer, frozen, spans)
+
+    # -- making shares -----------------------------------------------------------------------------------------
+
+    def _place_trained(
+        self,
+        unit: Unit,
+        buffer: FlatBuffer,
+        part: UnitGradient,
+        fragments: dict[str, OwnedFragment],
+        holders: ModelHolders,
+        spans: dict[str, tuple[int, int]],
+    ) -> None:
+        shard = self.runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+        of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(shard)}
+        masters = buffer.shard if buffer.master is None else buffer.master
+        first = part.owned.values.storage_offset()
+        for index, (slot, compute) in enumerate(zip(buffer.layout.slots, buffer.parameters, strict=True)):
+            owned = fragments.get(slot.name)
+            if owned is None:
+                piece, offset, mine = masters[:0].detach(), 0, slice(0, 0)
+            else:
+                piece, offset = owned.value.detach().reshape(-1), owned.fragment.offset
+                begin = owned.grad.storage_offset() - first
+                mine = slice(begin, begin + owned.fragment.length)
+            run = of_shard.get(slot.name)
+            in_shard = slice(run.start, run.start + run.length) if run is not None else slice(0, 0)
+            trained = Trained(unit.index, part.first_slot + index, part, index, mine, in_shard)
+            spans[slot.name] = (offset, piece.numel())
+            spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
+            self._add(_Live(self, unit, compute, trained), piece, spec, requires_grad=True)
+
+    def _place_frozen(
+        self, unit: Unit, buffer: FlatBuffer, holders: ModelHolders, spans: dict[str, tuple[int, int]]
+    ) -> None:
+        pieces = {
+            slot.name: (offset, run)
+            for slot, offset, run in buffer.layout.pieces(self.runtime.axes[Axis.PARAMS, Lane.REDUCE].index)
+        }
+        for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+            offset, run = pieces.get(slot.name, (0, None))
+            piece = buffer.shard[run.start : run.start + run.length] if run is not None else buffer.shard[:0]
+            spans[slot.name] = (offset, piece.numel())
+            spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
+            self._add(_Live(self, unit, compute, None), piece.detach(), spec, requires_grad=False)
+
+    def _add(self, live: _Live, piece: torch.Tensor, spec: ShareSpec, *, requires_grad: bool) -> None:
+        share = ShardedParameter(piece, spec, live, requires_grad=requires_grad)
+        live.share = share
+        if requires_grad:
+            torch.Tensor.register_post_accumulate_grad_hook(share, live.accumulated)
+        self.parameters[spec.name] = share
+        self._live.append(live)
+        object.__setattr__(live.compute_tensor, _MANAGED, share)
+
+    # -- writes ------------------------------------------------------------------------------------------------
+
+    def before_write(self) -> None:
+        """Masters are about to change: nothing may be reading them.
+
+        Raises:
+            UsageError: inside ``full_parameters()``.
+        """
+        self.runtime.holds.refuse("a write to a share of a parameter")
+        self.runtime.spreads.join()
+
+    def flush(self) -> None:
+        """Spread what was written since the last step. Collective, if anything was written."""
+        if not self.dirty:
+            return
+        dirty, self.dirty = frozenset(self.dirty), set()
+        spreads = self.runtime.spreads
+        spreads.join()
+        for index in sorted(dirty):
+            spreads.write_back(index, differences=True)
+        spreads.start(exactly=True, only=dirty)
+
+    def finish_update(self) -> None:
+        """An optimizer of torch's own has updated shares: spread them, and begin the next step."""
+        dirty, self.dirty = frozenset(self.dirty), set()
+        for index in sorted(dirty):
+            self.runtime.spreads.write_back(index)
+        self.runtime.finish_step(updated=bool(dirty), only=dirty)
+
+    def check_all_managed(self) -> None:
+        """Every trainable parameter that the model has now was there when it was sharded.
+
+        Raises:
+            UsageError: naming one that was not.
+        """
+        model = self.runtime.model
+        count = sum(len(module._parameters) for module in model.modules())
+        if count == self._checked:
+            return
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
+                raise UsageError(
+                    f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
+                    "freeze it"
+                )
+        self._checked = count
+
+    # -- gradients ---------------------------------------------------------------------------------------------
+
+    def changed_gradients(self) -> None:
+        """Gradients are others now: what was computed from them is stale."""
+        if self._norms:
+            self._norms = {}
+        self.runtime.agreements.forget_norm()
+
+    def add_gradient(self, trained: Trained, piece: torch.Tensor) -> None:
+        """A share has a gradient of its own, from an operation on shares; it joins the one that ranks combine."""
+        self.runtime.agreements.begin_backward()
+        self.runtime.agreements.note_gradient(trained.unit, trained.slot)
+        self._added.append((trained, piece))
+
+    def merge(self) -> None:
+        """Add the gradients of shares themselves to those that ranks have combined."""
+        added, self._added = self._added, []
+        for trained, piece in added:
+            self.runtime.reducer.join_unit(trained.unit)
+            factor = 1 if self.runtime.plan.grad_reduce == "mean" else self.runtime.plan.world
+            trained.part.add(trained.owned, piece * factor if factor > 1 else piece)
+
+    def drop_added(self) -> None:
+        """Forget the gradients of shares themselves."""
+        self._added.clear()
+        self._norms = {}
+
+    def has_added(self) -> bool:
+        """Whether a share has a gradient of its own that is not merged yet."""
+        return bool(self._added)
+
+    def norms(self, order: float) -> dict[int, torch.Tensor]:
+        """Norms of all gradients, from one exchange: by ``id`` of what stands behind each parameter; fp32, 0-D."""
+        if order not in self._norms:
+            live = [one for one in self._live if one.trained is not None and one.share.grad is not None]
+            partial = torch.stack([power_sum(one.gradient_piece(), order) for one in live])
+            norms = from_power_sums(live[0].share.spec.holders.combined(partial), order)
+            device = live[0].share.device
+            self._norms[order] = {id(one): norm.float().to(device) for one, norm in zip(live, norms, strict=True)}
+        return self._norms[order]
+
+    def after_backward(self) -> None:
+        """The step's last backward has ended: call the hooks that wait for combined gradients."""
+        for live in self._live:
+            if live.hooks and live.share.grad is not None:
+                for hook in list(live.hooks.values()):
+                    hook(live.share)
+
+
+class _Live:
+    """The runtime behind one parameter.
+
+    Args:
+        outside: the parameters of its model.
+        unit: its unit.
+        compute: the tensor that its module computes with.
+        trained: its place among trained parameters; none if it is frozen.
+    """
+
+    share: ShardedParameter
+
+    def __init__(self, outside: Outside, unit: Unit, compute: nn.Parameter, trained: Trained | None) -> None:
+        self.outside, self.unit, self.compute_tensor, self.trained = outside, unit, compute, trained
+        self.hooks: dict[int, Callable[[torch.Tensor], None]] = {}
+        self._gradient: ShareTensor | None = None
+
+    # -- the values --------------------------------------------------------------------------------------------
+
+    def before_write(self) -> None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        self.outside.before_write()
+
+    def after_write(self) -> None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        self.outside.dirty.add(self.unit.index)
+
+    def norms(self, order: float) -> torch.Tensor | None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        del order
+        return None
+
+    def compute(self, share: ShareTensor, dtypes: set[torch.dtype]) -> torch.Tensor:
+        """The whole parameter for an operation that needs it: what the module computes with, where gradients are to
+        flow or where it meets tensors of that dtype; else the exact values. Collective.
+
+        Args:
+            share: the parameter, or a detached alias of it.
+            dtypes: of the plain floating tensors that take part.
+        """
+        follows = torch.is_grad_enabled() and share.requires_grad
+        if not follows and (self.compute_tensor.dtype == share.dtype or self.compute_tensor.dtype not in dtypes):
+            return share.full_tensor()
+        value = self.compute_tensor if follows else self.compute_tensor.detach()
+        with self.outside.runtime.passes.reading(self.unit.index):
+            # What is gathered is freed, however long somebody keeps a view of it.
+            return value.clone() if self.unit.sharded else value
+
+    # -- the gradient ------------------------------------------------------------------------------------------
+
+    def gradient(self) -> ShareTensor | None:
+        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        if self.trained is None:
+            return None
+        runtime, trained = self.outside.runtime, self.trained
+        if trained.part.absent and not self.outside.has_added():
+            return None
+        if not trained.part.unsynced:
+            agreements = runtime.agreements
+            if not agreements.knows_used():
+                runtime.agree(measure=False)
+            if not agreements.is_known_used(trained.unit, trained.slot):
+                return None
+        if self._gradient is None:
+            values = trained.part.owned.values[trained.owned]
+            self._gradient = ShareTensor(
+                self.gradient_piece, self.share.spec, like=values, live=_LiveGradient(self)
+            )
+        return self._gradient
+
+    def gradient_piece(self) -> torch.Tensor:
+        """This rank's share of the combined gradient, 1-D; waits for it.
+
+        Raises:
+            UsageError: the step's last micro-batch has not run.
+        """
+        assert self.trained is not None
+        part = self.trained.part
+        if part.unsynced:
+            raise UsageError(
+                f"the gradient of {self.share.spec.name} is read before the step's last backward: ranks combine gradients "
+                "in the last of thinwire.micro_batches(...). Read it after that one, or call zero_grad() to drop it"
+            )
+        self.outside.merge()
+        self.outside.runtime.reducer.join_unit(self.trained.unit)
+        return part.owned.values[self.trained.owned]
+
+    def set_gradient(self, value: torch.Tensor | None) -> None:
+        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        trained, agreements = self.trained, self.outside.runtime.agreements
+        if trained is None:
+            if value is not None:
+                raise UsageError(
+                    f"{self.share.spec.name} was frozen when the model was sharded and takes no gradient: set "
+                    "requires_grad before thinwire.shard"
+                )
+            return
+        if value is None:
+            if not trained.part.absent or self.outside.has_added():
+                self._forget(trained)
+            return
+        if tuple(value.shape) != tuple(self.share.spec.shape):
+            raise UsageError(
+                f"{self.share.spec.name}.grad = a tensor of shape {tuple(value.shape)}; the parameter's is "
+                f"{tuple(self.share.spec.shape)}"
+            )
+        if trained.part.unsynced:
+            raise UsageError(f"{self.share.spec.name}.grad is set before the step's last backward")
+        with torch.no_grad():
+            piece = value.piece if isinstance(value, ShareTensor) else self.share.spec.cut(value)
+            if self._gradient is None or value is not self._gradient:
+                piece = piece.clone()
+                self.outside.runtime.reducer.join_unit(trained.unit)
+                if not trained.part.owned.empty:
+                    trained.part.owned.values[trained.owned].zero_()
+                trained.part.add(trained.owned, piece)
+        agreements.give_gradient(trained.unit, trained.slot)
+        self.outside.changed_gradients()
+
+    def _forget(self, trained: Trained) -> None:
+        outside = self.outside
+        outside.merge()
+        outside.runtime.reducer.join_unit(trained.unit)
+        trained.part.forget(trained.index, trained.owned, trained.shard)
+        outside.runtime.agreements.forget_gradient(trained.unit, trained.slot)
+        outside.changed_gradients()
+
+    def accumulated(self, share: torch.Tensor) -> None:
+        """An operation on shares has had a backward: its gradient is torch's own ``.grad`` now."""
+        assert self.trained is not None
+        with torch._C.DisableTorchFunctionSubclass():
+            grad: Any = torch.Tensor.grad.__get__(share)  # type: ignore[attr-defined]
+            torch.Tensor.grad.__set__(share, None)  # type: ignore[attr-defined]
+        spec = self.share.spec
+        piece = grad.piece if isinstance(grad, ShareTensor) else spec.cut(spec.holders.mean(grad))
+        self.outside.add_gradient(self.trained, piece.detach().clone())
+
+    # -- settings and hooks ------------------------------------------------------------------------------------
+
+    def train(self, *, wanted: bool) -> None:
+        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        if wanted and self.trained is None:
+            raise UsageError(
+                f"{self.share.spec.name} was frozen when the model was sharded, so that it has no master, no gradient and "
+                "no optimizer state: set requires_grad = True before thinwire.shard, and freeze it again afterwards if "
+                "its training is to begin later"
+            )
+        self.compute_tensor.requires_grad_(wanted)
+
+    def hook_gradient(self, hook: GradientHook) -> RemovableHandle:
+        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        return self.compute_tensor.register_hook(hook)
+
+    def hook_accumulation(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
+        """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
+
+
+class _LiveGradient:
+    """The runtime behind one parameter's gradient."""
+
+    def __init__(self, of: _Live) -> None:
+        self._of = of
+
+    def before_write(self) -> None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        self._of.gradient_piece()
+
+    def after_write(self) -> None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        self._of.outside.changed_gradients()
+
+    def norms(self, order: float) -> torch.Tensor | None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+        return self._of.outside.norms(order)[id(self._of)]
+
+
+def refuse_in_backward(action: str) -> None:
+    """Raise inside a backward.
+
+    Raises:
+        UsageError: naming the action.
+    """
+    if recomputing():
+        raise UsageError(
+            f"{action} inside a backward, as an optimizer in a hook would: gradients are combined when the backward has "
+            "ended. Use thinwire.optimizer(...), which updates each unit as its gradients arrive"
+        )
