@@ -16,6 +16,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.sharding.api import runtime
+from thinwire.sharding.shares.parameter import ShardedParameter
 
 WIDTH = 8
 TOLERANCE = 1e-6
@@ -183,6 +184,11 @@ def every(model_classes: Iterable[Callable[[], nn.Module]], **options: Any) -> N
     """On every rank: ``parity`` of several cases."""
     for model_class in model_classes:
         parity(model_class, **options)
+
+
+def computed(parameter: torch.Tensor) -> torch.Tensor:
+    """The tensor that a module of a sharded model computes with; of another model, the parameter itself."""
+    return parameter.live.compute_tensor if isinstance(parameter, ShardedParameter) else parameter
 
 
 def raised(kind: type[BaseException], function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:

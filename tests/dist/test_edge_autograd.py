@@ -17,6 +17,7 @@ from tests.dist.edge import (
     Place,
     build,
     close,
+    computed,
     every,
     gap,
     parity,
@@ -143,7 +144,7 @@ def gradients_on_demand(run: Session) -> None:
 
 
 def backward_to_some_inputs(run: Session) -> None:
-    some = [run.model.first.weight, run.model.blocks[1].up.weight]
+    some = [computed(run.model.first.weight), computed(run.model.blocks[1].up.weight)]
     for number in range(2):
         run.loss(number).backward(inputs=some)
         run.step()

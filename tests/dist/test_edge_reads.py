@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tests.dist.edge import ADAMW, WIDTH, build, close, parity, plan, raised, samples
-from tests.dist.test_edge_models import Stack
+from tests.dist.edge import ADAMW, WIDTH, build, close, parity, plan, samples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
-from thinwire.errors import UsageError
 from thinwire.sharding.api import runtime
 from thinwire.testing import run_ranks
 
@@ -118,25 +114,6 @@ def check_dtypes() -> None:
 
 def test_units_take_inputs_of_any_dtype() -> None:
     run_ranks(4, check_dtypes)
-
-
-def check_optimizers_of_torch() -> None:
-    model = tw.shard(build(Stack), plan("zero3"))
-    optim: Any = torch.optim.AdamW(model.parameters(), **ADAMW)
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        for step in range(3):
-            model(samples(step, 1, 4)[0, 0]).square().mean().backward()
-            optim.step()
-    told = [str(warning.message) for warning in said if "gradients of this model go nowhere" in str(warning.message)]
-    assert len(told) == 1
-    assert "thinwire.optimizer" in told[0]
-    assert "takes a class" in raised(UsageError, tw.optimizer, model, optim)
-    close(model)
-
-
-def test_an_optimizer_of_torch_is_noticed() -> None:
-    run_ranks(4, check_optimizers_of_torch)
 
 
 SCRIPT = """

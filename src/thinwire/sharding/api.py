@@ -17,9 +17,11 @@ from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.discover import Selection
+from thinwire.sharding.hooks import as_forward
 from thinwire.sharding.initial import InitialValues
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
 from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.sharding.written import Written
 from thinwire.spec import Plan
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "micro_batches",
     "optimizer",
     "progress",
+    "register_forward_method",
     "save",
     "shard",
     "timeline",
@@ -53,11 +56,11 @@ def shard(
 ) -> Module:
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
-    Call it on every rank, before the optimizer is made. Parameters keep their identity; they become views of flat
-    buffers in the plan's compute dtype. Updated ones travel while the next forward runs; a read through a module
-    (``self.head.weight``) waits for them, and gathers what is sharded if it is inside the model's forward. Elsewhere
-    sharded parameters read as NaN: code that goes by ``model.parameters()`` does so inside :func:`full_parameters`.
-    Joins the job described by torchrun's environment if ``torch.distributed`` is not initialised yet.
+    Call it on every rank, before the optimizer is made. From then on ``model.parameters()`` gives this rank's shares of
+    the fp32 masters (:class:`~thinwire.sharding.shares.parameter.ShardedParameter`): read them, write to them, take
+    their ``.grad``, give them to any optimizer. Inside forward and backward, modules see whole tensors in the plan's
+    compute dtype. Updated parameters travel while the next forward runs. Joins the job described by torchrun's
+    environment if ``torch.distributed`` is not initialised yet.
 
     Args:
         model: any module with materialised parameters on one device; or with all of them on the meta device, and then
@@ -195,14 +198,46 @@ def progress(model: nn.Module, share: float) -> None:
 
 
 @contextlib.contextmanager
-def full_parameters(model: nn.Module) -> Iterator[None]:
-    """Whole, up-to-date parameters on every rank, for export or for evaluation by other code. Read only."""
+def full_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
+    """Whole, up-to-date parameters on every rank, in compute dtype, for export or for other code. Collective.
+
+    Args:
+        model: a sharded model.
+        write: keep what is written to the parameters in the block; every rank has to write the same. Elements that
+            nobody changes keep their fp32 values.
+
+    Raises:
+        UsageError: parameters were written without ``write``.
+    """
     runtime = runtime_of(model)
     runtime.holds.gather_all()
+    written = Written(runtime)
     try:
         yield
+        written.settle(keep=write)
     finally:
         runtime.holds.release_all()
+
+
+def register_forward_method(model: nn.Module, name: str) -> None:
+    """Have a method of a sharded model work as its forward does: parameters are gathered, inputs are cast, and hooks
+    run.
+
+    Without it, a method that computes with parameters of the root module gathers each of them anew (parameters of
+    submodules that it calls are gathered as usual).
+
+    Args:
+        model: a sharded model.
+        name: of the method, for example ``"loss"`` or ``"generate_step"``.
+
+    Raises:
+        UsageError: the model has no such method.
+    """
+    runtime_of(model)
+    method = getattr(model, name, None)
+    if not callable(method):
+        raise UsageError(f"{type(model).__name__} has no method {name!r}")
+    setattr(model, name, as_forward(model, method))
 
 
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:

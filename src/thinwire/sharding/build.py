@@ -285,6 +285,11 @@ def _check_parameters(model: nn.Module, *, whole: bool) -> None:
             )
         if parameter.is_complex():
             raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
+        if parameter.dtype == torch.float64:
+            raise UsageError(
+                f"parameter {name} is float64; masters are float32, which would lose digits: convert the model with "
+                "model.float() first"
+            )
         if type(local_tensor(parameter.data) if not whole else parameter.data) is not torch.Tensor:
             raise UsageError(f"parameter {name} is a {type(parameter.data).__name__}; plain tensors are supported")
         if parameter.grad is not None:

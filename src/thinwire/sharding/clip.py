@@ -23,25 +23,41 @@ def clip_grad_norm_(
     Args:
         model: a sharded model.
         max_norm: the bound; ``inf`` only measures.
-        norm_type: 2; other norms are refused.
+        norm_type: order of the norm, as in torch: 2, 1, ``inf``, ...
         error_if_nonfinite: raise on NaN or infinity instead of returning it.
 
     Returns:
         The norm before clipping, a 0-D fp32 tensor on the CPU, equal on every rank.
 
     Raises:
-        UsageError: for a norm other than 2.
+        UsageError: for a norm other than 2 of a model that tensor or pipeline parallelism has cut.
         NonFiniteError: if asked for.
         MismatchError: if ranks ran different steps.
     """
-    if norm_type != 2.0:
-        raise UsageError(f"norm_type = {norm_type}: only the 2-norm is available; use norm_type = 2")
     runtime = runtime_of(model)
+    if norm_type != 2.0:
+        return _clip_by(runtime, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     agreement = runtime.agree(measure=True)
     if error_if_nonfinite and not agreement.finite:
         raise NonFiniteError(f"the gradient norm is {agreement.norm}; lower the learning rate or look at the data")
     scale_to_norm([runtime], agreement.norm, max_norm)
     return torch.tensor(agreement.norm, dtype=torch.float32)
+
+
+def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
+    """Clip to a norm that the step's agreement does not carry."""
+    if runtime.outside is None:
+        raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
+    runtime.agree(measure=False)
+    runtime.reducer.join()
+    norm = runtime.outside.total_norm(float(norm_type))
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise NonFiniteError(f"the gradient norm is {float(norm)}; lower the learning rate or look at the data")
+    coefficient = max_norm / (float(norm) + 1e-6)
+    if not coefficient >= 1.0:  # a norm that is not a number poisons the gradients, as in torch
+        runtime.arena.mul_(coefficient)
+        runtime.outside.changed_gradients()
+    return norm
 
 
 def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> None:

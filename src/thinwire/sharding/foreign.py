@@ -12,7 +12,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from thinwire.errors import UsageError
-from thinwire.sharding.outside import Outside, refuse_in_backward, sharded_parameter_of
+from thinwire.sharding.outside import ModelParameter, Outside, refuse_in_backward, sharded_parameter_of
 from thinwire.sharding.shares.parameter import ShardedParameter
 
 __all__ = ["INNER", "watch_optimizers"]
@@ -54,8 +54,8 @@ def _prepare(model: Outside, optimizer: torch.optim.Optimizer) -> None:
     runtime.holds.refuse(f"{name}.step()")
     if runtime.optimizer is not None:
         raise UsageError(
-            f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update it; use "
-            "one of them"
+            f"{name}.step(): the model has an optimizer of thinwire.optimizer(...) as well, and both would update "
+            "it; use one of them"
         )
     if runtime.plan.accumulate_dtype != "float32":
         raise UsageError(
@@ -80,12 +80,12 @@ def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Outside, ...]:
     found: dict[int, Outside] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if isinstance(parameter, ShardedParameter):
+            if isinstance(parameter, ShardedParameter) and isinstance(parameter.live, ModelParameter):
                 found[id(parameter.live.outside)] = parameter.live.outside
             elif (share := sharded_parameter_of(parameter)) is not None:
                 raise UsageError(
-                    f"{type(optimizer).__name__} was made before thinwire.shard: it holds {share.spec.name} as it was, and "
-                    "would train nothing. Make it after thinwire.shard, from model.parameters()"
+                    f"{type(optimizer).__name__} was made before thinwire.shard: it holds {share.spec.name} as it "
+                    "was, and would train nothing. Make it after thinwire.shard, from model.parameters()"
                 )
     models = tuple(found.values())
     object.__setattr__(optimizer, _MODELS, (count, models))

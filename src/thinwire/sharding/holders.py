@@ -27,9 +27,7 @@ class ModelHolders:
         pieces: distinct pieces of each parameter.
     """
 
-    def __init__(
-        self, sharded: ShardedModel, spans: Mapping[str, tuple[int, int]], *, trained: bool
-    ) -> None:
+    def __init__(self, sharded: ShardedModel, spans: Mapping[str, tuple[int, int]], *, trained: bool) -> None:
         params, shard = sharded.axes[Axis.PARAMS, Lane.REDUCE], sharded.axes[Axis.SHARD, Lane.REDUCE]
         self._group: AxisGroup = sharded.axes[Axis.WORLD, Lane.CONTROL]
         self._spans = spans

@@ -9,19 +9,19 @@ from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
 from thinwire.sharding.inputs import cast_inputs, tensors_in
 from thinwire.sharding.local import local_gradient
 from thinwire.sharding.reads import watch_reads
-from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.sharding.unit import Unit
 
-__all__ = ["install", "recompute_activations"]
+__all__ = ["as_forward", "install", "recompute_activations"]
 
 
 def install(runtime: Runtime) -> None:
@@ -32,12 +32,40 @@ def install(runtime: Runtime) -> None:
     runtime.model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True)
     _hook_forward(runtime)
     watch_reads(runtime)
+    if runtime.outside is not None:
+        runtime.model.forward = as_forward(runtime.model, runtime.model.forward)
     for module in runtime.model.modules():
         if runtime.outside is None:
             module.register_state_dict_pre_hook(_state_dict_hook(runtime))
             module.register_load_state_dict_pre_hook(_refuse_load)
         if module._parameters:  # others may be shared with models that are not sharded, as activations are
             module.register_state_dict_post_hook(_copy_parameters)
+
+
+def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that runs as the forward of a sharded model does, hooks included, unless it is called inside it.
+
+    Args:
+        model: the model.
+        method: bound to it.
+    """
+    passes = runtime_of(model).passes
+
+    @functools.wraps(method)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or passes.is_inside():
+            return method(*args, **kwargs)
+        instead = model.__dict__.get("forward")
+        model.forward = method
+        try:
+            return model(*args, **kwargs)
+        finally:
+            if instead is None:
+                del model.forward
+            else:
+                model.forward = instead
+
+    return called
 
 
 def recompute_activations(module: nn.Module) -> None:

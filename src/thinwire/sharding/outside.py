@@ -6,6 +6,8 @@ shard is made of the new masters and spread. A gradient is looked up when it is 
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -29,10 +31,14 @@ from thinwire.sharding.unit import FlatBuffer, Unit
 if TYPE_CHECKING:
     from thinwire.sharding.runtime import Runtime
 
-__all__ = ["Outside", "sharded_parameter_of"]
+__all__ = ["ModelParameter", "Outside", "refuse_in_backward", "sharded_parameter_of"]
 
 _MANAGED = "_thinwire_share"
 """Attribute of a compute tensor: the share that stands for it outside of passes."""
+
+
+_TORCHS_GRAD: Any = torch.Tensor.grad
+"""torch's own gradient of a share, where autograd leaves what operations on shares had."""
 
 
 def sharded_parameter_of(compute: torch.Tensor) -> ShardedParameter | None:
@@ -77,7 +83,7 @@ class Outside:
     dirty: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self._live: list[_Live] = []
+        self._live: list[ModelParameter] = []
         self._added: list[tuple[Trained, torch.Tensor]] = []  # gradients of shares themselves, not combined yet
         self._checked = 0  # table entries of the model when all its parameters were found to be managed
         self._norms: dict[float, dict[int, torch.Tensor]] = {}  # of all gradients, by order, until one changes
@@ -108,21 +114,21 @@ class Outside:
         shard = self.runtime.axes[Axis.PARAMS, Lane.REDUCE].index
         of_shard = {slot.name: run for slot, _, run in buffer.layout.pieces(shard)}
         masters = buffer.shard if buffer.master is None else buffer.master
-        first = part.owned.values.storage_offset()
+        first = int(part.owned.values.storage_offset())
         for index, (slot, compute) in enumerate(zip(buffer.layout.slots, buffer.parameters, strict=True)):
             owned = fragments.get(slot.name)
             if owned is None:
                 piece, offset, mine = masters[:0].detach(), 0, slice(0, 0)
             else:
                 piece, offset = owned.value.detach().reshape(-1), owned.fragment.offset
-                begin = owned.grad.storage_offset() - first
+                begin = int(owned.grad.storage_offset()) - first
                 mine = slice(begin, begin + owned.fragment.length)
             run = of_shard.get(slot.name)
             in_shard = slice(run.start, run.start + run.length) if run is not None else slice(0, 0)
             trained = Trained(unit.index, part.first_slot + index, part, index, mine, in_shard)
             spans[slot.name] = (offset, piece.numel())
             spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
-            self._add(_Live(self, unit, compute, trained), piece, spec, requires_grad=True)
+            self._add(ModelParameter(self, unit, compute, trained), piece, spec, requires_grad=True)
 
     def _place_frozen(
         self, unit: Unit, buffer: FlatBuffer, holders: ModelHolders, spans: dict[str, tuple[int, int]]
@@ -136,13 +142,13 @@ class Outside:
             piece = buffer.shard[run.start : run.start + run.length] if run is not None else buffer.shard[:0]
             spans[slot.name] = (offset, piece.numel())
             spec = ShareSpec(slot.name, slot.shape, offset, piece.numel(), holders)
-            self._add(_Live(self, unit, compute, None), piece.detach(), spec, requires_grad=False)
+            self._add(ModelParameter(self, unit, compute, None), piece.detach(), spec, requires_grad=False)
 
-    def _add(self, live: _Live, piece: torch.Tensor, spec: ShareSpec, *, requires_grad: bool) -> None:
+    def _add(self, live: ModelParameter, piece: torch.Tensor, spec: ShareSpec, *, requires_grad: bool) -> None:
         share = ShardedParameter(piece, spec, live, requires_grad=requires_grad)
         live.share = share
         if requires_grad:
-            torch.Tensor.register_post_accumulate_grad_hook(share, live.accumulated)
+            torch.Tensor.register_post_accumulate_grad_hook(share, _accumulation_hook(live))
         self.parameters[spec.name] = share
         self._live.append(live)
         object.__setattr__(live.compute_tensor, _MANAGED, share)
@@ -235,6 +241,14 @@ class Outside:
             self._norms[order] = {id(one): norm.float().to(device) for one, norm in zip(live, norms, strict=True)}
         return self._norms[order]
 
+    def total_norm(self, order: float) -> torch.Tensor:
+        """Norm of the whole gradient, fp32, 0-D. Collective."""
+        if not any(one.share.grad is not None for one in self._live):
+            return torch.tensor(0.0)
+        norms = torch.stack([norm.cpu() for norm in self.norms(order).values()])
+        total: torch.Tensor = torch.linalg.vector_norm(norms, order)
+        return total
+
     def after_backward(self) -> None:
         """The step's last backward has ended: call the hooks that wait for combined gradients."""
         for live in self._live:
@@ -243,7 +257,7 @@ class Outside:
                     hook(live.share)
 
 
-class _Live:
+class ModelParameter:
     """The runtime behind one parameter.
 
     Args:
@@ -257,7 +271,7 @@ class _Live:
 
     def __init__(self, outside: Outside, unit: Unit, compute: nn.Parameter, trained: Trained | None) -> None:
         self.outside, self.unit, self.compute_tensor, self.trained = outside, unit, compute, trained
-        self.hooks: dict[int, Callable[[torch.Tensor], None]] = {}
+        self.hooks: OrderedDict[int, Callable[[torch.Tensor], None]] = OrderedDict()
         self._gradient: ShareTensor | None = None
 
     # -- the values --------------------------------------------------------------------------------------------
@@ -308,9 +322,7 @@ class _Live:
                 return None
         if self._gradient is None:
             values = trained.part.owned.values[trained.owned]
-            self._gradient = ShareTensor(
-                self.gradient_piece, self.share.spec, like=values, live=_LiveGradient(self)
-            )
+            self._gradient = ShareTensor(self.gradient_piece, self.share.spec, like=values, live=_LiveGradient(self))
         return self._gradient
 
     def gradient_piece(self) -> torch.Tensor:
@@ -323,8 +335,9 @@ class _Live:
         part = self.trained.part
         if part.unsynced:
             raise UsageError(
-                f"the gradient of {self.share.spec.name} is read before the step's last backward: ranks combine gradients "
-                "in the last of thinwire.micro_batches(...). Read it after that one, or call zero_grad() to drop it"
+                f"the gradient of {self.share.spec.name} is read before the step's last backward: ranks combine "
+                "gradients in the last of thinwire.micro_batches(...). Read it after that one, or call zero_grad() "
+                "to drop it"
             )
         self.outside.merge()
         self.outside.runtime.reducer.join_unit(self.trained.unit)
@@ -374,8 +387,8 @@ class _Live:
         """An operation on shares has had a backward: its gradient is torch's own ``.grad`` now."""
         assert self.trained is not None
         with torch._C.DisableTorchFunctionSubclass():
-            grad: Any = torch.Tensor.grad.__get__(share)  # type: ignore[attr-defined]
-            torch.Tensor.grad.__set__(share, None)  # type: ignore[attr-defined]
+            grad = _TORCHS_GRAD.__get__(share)
+            _TORCHS_GRAD.__set__(share, None)
         spec = self.share.spec
         piece = grad.piece if isinstance(grad, ShareTensor) else spec.cut(spec.holders.mean(grad))
         self.outside.add_gradient(self.trained, piece.detach().clone())
@@ -386,15 +399,16 @@ class _Live:
         """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
         if wanted and self.trained is None:
             raise UsageError(
-                f"{self.share.spec.name} was frozen when the model was sharded, so that it has no master, no gradient and "
-                "no optimizer state: set requires_grad = True before thinwire.shard, and freeze it again afterwards if "
-                "its training is to begin later"
+                f"{self.share.spec.name} was frozen when the model was sharded, so that it has no master, no "
+                "gradient and no optimizer state: set requires_grad = True before thinwire.shard, and freeze it "
+                "again afterwards if its training is to begin later"
             )
         self.compute_tensor.requires_grad_(wanted)
 
     def hook_gradient(self, hook: GradientHook) -> RemovableHandle:
         """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
-        return self.compute_tensor.register_hook(hook)
+        handle: RemovableHandle = self.compute_tensor.register_hook(hook)
+        return handle
 
     def hook_accumulation(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """See :class:`~thinwire.sharding.shares.parameter.LiveParameter`."""
@@ -406,7 +420,7 @@ class _Live:
 class _LiveGradient:
     """The runtime behind one parameter's gradient."""
 
-    def __init__(self, of: _Live) -> None:
+    def __init__(self, of: ModelParameter) -> None:
         self._of = of
 
     def before_write(self) -> None:
@@ -422,6 +436,17 @@ class _LiveGradient:
         return self._of.outside.norms(order)[id(self._of)]
 
 
+def _accumulation_hook(live: ModelParameter) -> Callable[[torch.Tensor], None]:
+    # torch hides this kind of hook from the garbage collector: a strong reference would keep the model for ever.
+    alive = weakref.ref(live)
+
+    def hook(share: torch.Tensor) -> None:
+        if (owner := alive()) is not None:
+            owner.accumulated(share)
+
+    return hook
+
+
 def refuse_in_backward(action: str) -> None:
     """Raise inside a backward.
 
@@ -430,6 +455,6 @@ def refuse_in_backward(action: str) -> None:
     """
     if recomputing():
         raise UsageError(
-            f"{action} inside a backward, as an optimizer in a hook would: gradients are combined when the backward has "
-            "ended. Use thinwire.optimizer(...), which updates each unit as its gradients arrive"
+            f"{action} inside a backward, as an optimizer in a hook would: gradients are combined when the backward "
+            "has ended. Use thinwire.optimizer(...), which updates each unit as its gradients arrive"
         )

@@ -61,6 +61,7 @@ class Passes:
         self.at: Moment = (Phase.STEP, -1)  # the event that was reported last; for journals
         # For each unit, calls whose outputs backward has reached and whose inputs it has not.
         self._open_calls = [0] * len(self._units)
+        self._had_backward = False  # whether any backward has begun since the last step
         # For each unit, when its present forward or backward began; for timelines.
         self._began: list[Mark] = [None] * len(self._units)
         # Whether gradients are encoded in this step. ``None``: the plan's schedule depends on how far training is, and
@@ -83,10 +84,26 @@ class Passes:
             self.forget_failed_backward()
         return self.inside or self._holds.depth > 0 or recomputing()
 
+    def end_step(self) -> None:
+        """A step was taken."""
+        self._had_backward = False
+
     def reach_step(self) -> None:
         """The micro-batches of a step have run, or failed."""
         self.at = Phase.STEP, -1
         self.forget_failed_backward()
+
+    def refuse_missing_backward(self) -> None:
+        """Raise if the model's forward recorded a graph in this step, and no backward reached a parameter.
+
+        Raises:
+            UsageError: naming what may have happened.
+        """
+        if self._schedule.is_forward_waiting() and not self._had_backward:
+            raise UsageError(
+                "step() after a forward without a backward that reached the model's parameters: call loss.backward(), "
+                "without inputs=, or run the forward under torch.no_grad(). Nothing was updated"
+            )
 
     # -- forward -----------------------------------------------------------------------------------------------
 
@@ -248,6 +265,7 @@ class Passes:
                 "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
             )
         self._before, self.present = self.present, Pass.BACKWARD
+        self._had_backward = True
         self._holds.begin_backward()
         self._agreements.begin_backward()
         self._reducer.begin(self._schedule.turns(), last=self._schedule.last)

@@ -2,8 +2,8 @@
 
 A unit's parameters are up to date, and whole, when its own forward runs. A parent that computes with a child's weight
 (a tied head, ``F.linear(x, self.embedding.weight)``, ``self.positions.weight[:T]``) calls no forward of the child. All
-attribute access of a module ends in its table of parameters, so that table is where reads are noticed (as in DeepSpeed's
-ZeRO), and where inside and outside are told apart.
+attribute access of a module ends in its table of parameters, so that table is where reads are noticed (as in
+DeepSpeed's ZeRO), and where inside and outside are told apart.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class _Table(dict[str, Any]):
         return stored
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self[name] if name in self else default
+        """As in dict."""
+        return self[name] if dict.__contains__(self, name) else default
 
     def items(self) -> Any:
         """Pairs of names and parameters, none of them gathered for being listed."""
@@ -76,7 +77,8 @@ class _Table(dict[str, Any]):
         return [(name, self._outside(name, stored)) for name, stored in super().items()]
 
     def values(self) -> Any:
-        return [parameter for _, parameter in self.items()]
+        """Parameters, as in :meth:`items`."""
+        return [pair[1] for pair in self.items()]
 
     def __setitem__(self, name: str, value: Any) -> None:
         entry = self._entries.get(name)
@@ -86,8 +88,8 @@ class _Table(dict[str, Any]):
             super().__setitem__(name, entry.compute)
         elif isinstance(value, nn.Parameter) or value is None:
             raise UsageError(
-                f"{entry.name} = another parameter: the model is sharded, and the new parameter would never train. Replace "
-                "it before thinwire.shard, or write to this one with copy_()"
+                f"{entry.name} = another parameter: the model is sharded, and the new parameter would never train. "
+                "Replace it before thinwire.shard, or write to this one with copy_()"
             )
         else:
             super().__setitem__(name, value)
@@ -95,8 +97,8 @@ class _Table(dict[str, Any]):
     def __delitem__(self, name: str) -> None:
         if (entry := self._entries.get(name)) is not None:
             raise UsageError(
-                f"{entry.name} cannot be taken out of its module, as pruning and parametrizations do: the model is sharded. "
-                "Do it before thinwire.shard"
+                f"{entry.name} cannot be taken out of its module, as pruning and parametrizations do: the model is "
+                "sharded. Do it before thinwire.shard"
             )
         super().__delitem__(name)
 
@@ -114,8 +116,8 @@ class _Table(dict[str, Any]):
 def _refuse_copy() -> NoReturn:
     raise UsageError(
         "a sharded model cannot be copied or pickled: copy it before thinwire.shard; save it with thinwire.save, "
-        "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of weights "
-        "keep shares: {name: p.detach().clone() for name, p in model.named_parameters()}"
+        "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of "
+        "weights keep shares: {name: p.detach().clone() for name, p in model.named_parameters()}"
     )
 
 

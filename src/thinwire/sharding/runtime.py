@@ -124,6 +124,8 @@ class Runtime:
             UsageError: on every rank, if the backward of the last micro-batch is missing on any.
         """
         self.passes.reach_step()
+        if self.outside is not None:
+            self.passes.refuse_missing_backward()
         agreement = self.agreements.agree(self.schedule.order_hash, measure=False)
         if self.outside is not None:
             self.outside.merge()
@@ -165,9 +167,7 @@ class Runtime:
         """Units in the order in which their gradients arrive; those without gradients left out."""
         return [index for index in self.schedule.programs.update_order() if index in self.sharded.gradients]
 
-    def finish_step(
-        self, *, updated: bool, exactly: bool = False, only: Collection[int] | None = None
-    ) -> None:
+    def finish_step(self, *, updated: bool, exactly: bool = False, only: Collection[int] | None = None) -> None:
         """End the step: spread the updated P shards, in the order of the forward, and begin the next one.
 
         Args:
@@ -180,6 +180,7 @@ class Runtime:
             self.spreads.start(exactly=exactly, only=only)
         self.sharded.seeds.step += 1
         self.holds.release_reads()
+        self.passes.end_step()
         self.schedule.abandon()
         self.agreements.forget()
 

@@ -19,7 +19,7 @@ Share = Any
 """A share tensor; its class is above this module."""
 
 
-def perform(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def perform(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform one operator on share tensors.
 
     Args:
@@ -47,7 +47,7 @@ def perform(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: d
 # -- element by element ----------------------------------------------------------------------------------------
 
 
-def _elementwise(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _elementwise(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = _common_cut(cls, [*args, *kwargs.values()])
     written = _written(cls, func, args, kwargs)
     with _writing(written):
@@ -57,7 +57,7 @@ def _elementwise(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwar
     return _wrapped(cls, results, spec)
 
 
-def _common_cut(cls: type[torch.Tensor], values: Sequence[Any]) -> ShareSpec:
+def _common_cut(cls: Any, values: Sequence[Any]) -> ShareSpec:
     """The cut that all share tensors have, which is also the shape of the result."""
     shares = [value for value in values if isinstance(value, cls)]
     spec: ShareSpec = next((share.spec for share in shares if share.spec.shape.numel() != 1), shares[0].spec)
@@ -74,11 +74,11 @@ def _broadcasts_to(shape: torch.Size, whole: torch.Size) -> bool:
     return len(shape) <= len(whole) and all(a in (1, b) for a, b in zip(reversed(shape), reversed(whole), strict=False))
 
 
-def _pieces(cls: type[torch.Tensor], values: Any, spec: ShareSpec) -> list[Any]:
+def _pieces(cls: Any, values: Any, spec: ShareSpec) -> list[Any]:
     return [_piece_of(cls, value, spec) for value in values]
 
 
-def _piece_of(cls: type[torch.Tensor], value: Any, spec: ShareSpec) -> Any:
+def _piece_of(cls: Any, value: Any, spec: ShareSpec) -> Any:
     if isinstance(value, cls):
         return value.piece
     if isinstance(value, torch.Tensor):
@@ -93,17 +93,18 @@ def _averaged(value: torch.Tensor, spec: ShareSpec) -> torch.Tensor:
     if torch._C._current_graph_task_id() == -1 or not value.is_floating_point():
         return value
     if value.numel() and all(stride == 0 for stride in value.stride()):
-        return spec.holders.mean(value.reshape(-1)[:1]).reshape(()).expand(value.shape)
+        value = value.reshape(-1)[:1]
+        return spec.holders.mean(value).reshape(()).expand(value.shape)
     return spec.holders.mean(value)
 
 
-def _wrapped(cls: Callable[..., Any], results: Any, spec: ShareSpec) -> Any:
+def _wrapped(cls: Any, results: Any, spec: ShareSpec) -> Any:
     if isinstance(results, tuple | list):
         return type(results)(_wrapped(cls, result, spec) for result in results)
     return cls(results, spec) if isinstance(results, torch.Tensor) else results
 
 
-def _written(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
+def _written(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Share]:
     """The arguments that an operator changes.
 
     Raises:
@@ -136,7 +137,7 @@ def _writing(shares: Sequence[Share]) -> Iterator[None]:
 # -- lists of tensors ------------------------------------------------------------------------------------------
 
 
-def _on_lists(cls: type[torch.Tensor], func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _on_lists(cls: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name == "_foreach_norm":
         return [_norm(cls, tensor, args[1] if len(args) > 1 else kwargs.get("ord", 2)) for tensor in args[0]]
     first = next(value for value in args if isinstance(value, list | tuple))
@@ -157,11 +158,11 @@ def _on_lists(cls: type[torch.Tensor], func: Any, name: str, args: tuple[Any, ..
     ]
 
 
-def _listed(cls: type[torch.Tensor], value: Any) -> list[Share]:
+def _listed(cls: Any, value: Any) -> list[Share]:
     return [item for item in value if isinstance(item, cls)] if isinstance(value, list | tuple) else []
 
 
-def _list_pieces(cls: type[torch.Tensor], value: Any, specs: Sequence[ShareSpec | None]) -> Any:
+def _list_pieces(cls: Any, value: Any, specs: Sequence[ShareSpec | None]) -> Any:
     if not isinstance(value, list | tuple) or len(value) != len(specs):
         return value
     pieces = []
@@ -181,7 +182,7 @@ def _agree_on_overflow(shares: Sequence[Share], found_inf: torch.Tensor) -> None
 # -- reductions ------------------------------------------------------------------------------------------------
 
 
-def _norm(cls: type[torch.Tensor], tensor: torch.Tensor, order: Any = 2, dtype: torch.dtype | None = None) -> Any:
+def _norm(cls: Any, tensor: torch.Tensor, order: Any = 2, dtype: torch.dtype | None = None) -> Any:
     """Norm of the whole tensor, 0-D."""
     if not isinstance(tensor, cls):
         return torch.linalg.vector_norm(tensor, order, dtype=dtype)
@@ -205,7 +206,7 @@ def power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
         return torch.tensor(float("inf") if order == float("-inf") else 0.0, dtype=torch.float64)
     norm = torch.linalg.vector_norm(piece.detach(), order, dtype=torch.promote_types(piece.dtype, torch.float32))
     norm = norm.double().cpu()
-    return norm if order in (0.0, float("inf"), float("-inf")) else norm**order
+    return norm if order in (0.0, float("inf"), float("-inf")) else torch.pow(norm, order)
 
 
 def from_power_sums(everyone: torch.Tensor, order: float) -> torch.Tensor:
@@ -215,10 +216,10 @@ def from_power_sums(everyone: torch.Tensor, order: float) -> torch.Tensor:
     if order == float("-inf"):
         return everyone.amin(0)
     total = everyone.sum(0)
-    return total if order == 0.0 else total ** (1.0 / order)
+    return total if order == 0.0 else torch.pow(total, 1.0 / order)
 
 
-def _vector_norm(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _vector_norm(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     bound = _bound(func, args, kwargs)
     _over_all(bound)
     order = bound.get("ord", bound.get("p", 2))
@@ -240,7 +241,7 @@ def _reduction(
         result: dtype of the result, if not the tensor's.
     """
 
-    def perform_reduction(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def perform_reduction(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = _bound(func, args, kwargs)
         _over_all(bound)
         share: Share = bound["self"]
@@ -250,12 +251,14 @@ def _reduction(
         partial = reduce(piece).double().cpu() if piece.numel() else torch.tensor(neutral, dtype=torch.float64)
         value = combine(share.spec.holders.combined(partial.reshape(1)))
         dtype = bound.get("dtype") or result or share.dtype
+        if reduce is _wide_sum and not dtype.is_floating_point:
+            dtype = torch.int64  # as in torch
         return value.reshape(()).to(dtype).to(share.device)
 
     return perform_reduction
 
 
-def _mean(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _mean(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     count = args[0].spec.shape.numel()
     return _reduction(_wide_sum, lambda everyone: everyone.sum(0) / count, 0.0)(cls, func, args, kwargs)
 
@@ -264,7 +267,7 @@ def _wide_sum(piece: torch.Tensor) -> torch.Tensor:
     return piece.sum(dtype=torch.float64) if piece.device.type != "mps" else piece.sum()
 
 
-def _equal(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     del func, kwargs
     if args[0].shape != args[1].shape:
         return False
@@ -299,7 +302,7 @@ def _alias(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return cls(share._piece, share.spec, like=share, live=share.live)
 
 
-def _copy(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Copy into a share from a share of the same cut, or from a plain tensor; gather where cuts differ."""
     target, source = args[0], args[1]
     if not isinstance(target, cls):
@@ -316,8 +319,8 @@ def _copy(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dic
 
 
 def _random(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the whole tensor, with the first rank's generator on every rank, and keep this rank's piece: what one process
-    would draw."""
+    """Draw the whole tensor, with the first rank's generator on every rank, and keep this rank's piece: what one
+    process would draw."""
     share = args[0]
     if any(isinstance(value, cls) for value in [*args[1:], *kwargs.values()]):
         raise NeedsWhole
@@ -363,7 +366,7 @@ def _refused(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     )
 
 
-def _item(cls: type[torch.Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _item(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     del cls, func, kwargs
     if args[0].spec.shape.numel() != 1:
         raise NeedsWhole
@@ -411,7 +414,5 @@ _SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.amin.default: _reduction(torch.amin, lambda everyone: everyone.amin(0), float("inf")),
     aten.all.default: _reduction(torch.all, lambda everyone: everyone.amin(0), 1.0, torch.bool),
     aten.any.default: _reduction(torch.any, lambda everyone: everyone.amax(0), 0.0, torch.bool),
-    aten.count_nonzero.dim_IntList: _reduction(
-        torch.count_nonzero, lambda everyone: everyone.sum(0), 0.0, torch.int64
-    ),
+    aten.count_nonzero.dim_IntList: _reduction(torch.count_nonzero, lambda everyone: everyone.sum(0), 0.0, torch.int64),
 }

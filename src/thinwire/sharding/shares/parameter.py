@@ -14,11 +14,19 @@ from thinwire.sharding.shares.tensor import ShareTensor
 
 __all__ = ["LiveParameter", "ShardedParameter"]
 
+_TORCHS_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+
 GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class LiveParameter(Live, Protocol):
-    """What stands behind a parameter of a sharded model."""
+    """What stands behind a parameter of a sharded model.
+
+    Attributes:
+        compute_tensor: what its module computes with inside passes.
+    """
+
+    compute_tensor: torch.nn.Parameter
 
     def gradient(self) -> ShareTensor | None:
         """The gradient, or none."""
@@ -53,7 +61,7 @@ class ShardedParameter(ShareTensor):
     live: LiveParameter
 
     @staticmethod
-    def __new__(  # type: ignore[misc]
+    def __new__(
         cls: type[ShardedParameter],
         piece: torch.Tensor,
         spec: ShareSpec,
@@ -62,11 +70,11 @@ class ShardedParameter(ShareTensor):
         requires_grad: bool,
     ) -> ShardedParameter:
         made = cast(ShardedParameter, ShareTensor.__new__(cls, piece, spec, live=live, requires_grad=requires_grad))
-        made._is_param = True  # type: ignore[attr-defined]  # as in nn.Parameter's own subclasses of Tensor
+        made._is_param = True  # as in nn.Parameter's own subclasses of Tensor
         return made
 
     @property
-    def grad(self) -> ShareTensor | None:  # type: ignore[override]
+    def grad(self) -> ShareTensor | None:
         """The share of the combined gradient."""
         return self.live.gradient()
 
@@ -79,7 +87,7 @@ class ShardedParameter(ShareTensor):
         self.live.set_gradient(None)
 
     @property
-    def data(self) -> ShareTensor:  # type: ignore[override]
+    def data(self) -> ShareTensor:
         """The same piece, without autograd."""
         return ShareTensor(self.piece, self.spec, live=self.live)
 
@@ -87,9 +95,10 @@ class ShardedParameter(ShareTensor):
     def data(self, value: torch.Tensor) -> None:
         if tuple(value.shape) != tuple(self.spec.shape) or value.dtype != self.dtype or value.device != self.device:
             raise UsageError(
-                f"{self.spec.name}.data = a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}: the "
-                f"shape {tuple(self.spec.shape)}, {self.dtype} and {self.device} are fixed once the model is sharded. Convert the model "
-                "before thinwire.shard; the plan's compute_dtype says what forward and backward use"
+                f"{self.spec.name}.data = a tensor of shape {tuple(value.shape)}, {value.dtype}, on {value.device}: "
+                f"the shape {tuple(self.spec.shape)}, {self.dtype} and {self.device} are fixed once the model is "
+                "sharded. Convert the model before thinwire.shard; the plan's compute_dtype says what forward and "
+                "backward use"
             )
         if isinstance(value, ShareTensor) and value.piece.data_ptr() == self.piece.data_ptr():
             return  # itself, as module.to(...) assigns what has the right type already
@@ -97,28 +106,27 @@ class ShardedParameter(ShareTensor):
             self.copy_(value)
 
     @property
-    def requires_grad(self) -> bool:  # type: ignore[override]
+    def requires_grad(self) -> bool:
         """Whether gradients are computed."""
         with torch._C.DisableTorchFunctionSubclass():
-            return cast(bool, torch.Tensor.requires_grad.__get__(self))  # type: ignore[attr-defined]
+            return cast(bool, _TORCHS_REQUIRES_GRAD.__get__(self))
 
     @requires_grad.setter
     def requires_grad(self, wanted: bool) -> None:
         self.requires_grad_(wanted)
 
-    def requires_grad_(self, mode: bool = True) -> ShardedParameter:  # type: ignore[override]
+    def requires_grad_(self, mode: bool = True) -> ShardedParameter:
         """Freeze the parameter, or train it again. One that was frozen when the model was sharded stays frozen."""
         self.live.train(wanted=mode)
         with torch._C.DisableTorchFunctionSubclass():
-            torch.Tensor.requires_grad.__set__(self, mode)  # type: ignore[attr-defined]
+            _TORCHS_REQUIRES_GRAD.__set__(self, mode)
         return self
 
-    def register_hook(self, hook: GradientHook) -> RemovableHandle:  # type: ignore[override]
-        """Call ``hook`` with this rank's gradient of the whole parameter, as torch does, before ranks combine theirs."""
+    def register_hook(self, hook: GradientHook) -> RemovableHandle:
+        """Call ``hook`` with this rank's gradient of the whole parameter, as torch does, before ranks combine "
+        "theirs."""
         return self.live.hook_gradient(hook)
 
-    def register_post_accumulate_grad_hook(  # type: ignore[override]
-        self, hook: Callable[[torch.Tensor], None]
-    ) -> RemovableHandle:
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call ``hook`` with the parameter when ranks have combined the gradient of a step's last backward."""
         return self.live.hook_accumulation(hook)

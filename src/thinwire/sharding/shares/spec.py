@@ -13,7 +13,7 @@ from thinwire.sharding.shares.boxes import Box, boxes
 __all__ = ["Holders", "Live", "NeedsWhole", "ShareSpec"]
 
 
-class NeedsWhole(Exception):  # noqa: N818 - it steers, and reaches nobody
+class NeedsWhole(Exception):
     """An operation cannot be done piece by piece."""
 
 

@@ -2,8 +2,8 @@
 
 [Note: share tensors]
 
-After :func:`thinwire.shard`, ``model.parameters()`` gives a :class:`ShareTensor` for each parameter. It has the shape of
-the whole parameter and stores the elements whose fp32 values (masters) this rank owns: one contiguous piece of the
+After :func:`thinwire.shard`, ``model.parameters()`` gives a :class:`ShareTensor` for each parameter. It has the shape
+of the whole parameter and stores the elements whose fp32 values (masters) this rank owns: one contiguous piece of the
 flattened parameter, which may be all of it or nothing. Gradients (``parameter.grad``) and what an optimizer makes of
 them (``torch.zeros_like(parameter)``) are share tensors too.
 
@@ -16,17 +16,17 @@ Three rules say what an operation does:
 3. *Everything else* (``matmul``, slicing, ``view(-1)``) needs the whole tensor. Ranks gather it, and the operation runs
    on a plain tensor. Every rank has to call it.
 
-``__torch_dispatch__`` knows the first two and raises :class:`NeedsWhole` for the rest; ``__torch_function__``, which sees
-whole functions before autograd takes them apart, answers by gathering and calls the function again.
+``__torch_dispatch__`` knows the first two and raises :class:`NeedsWhole` for the rest; ``__torch_function__``, which
+sees whole functions before autograd takes them apart, answers by gathering and calls the function again.
 
-DTensor was not the right home for this: its placements cut along dimensions, while a piece here may begin and end inside
-a row, differ in size from rank to rank, or leave whole tensors to single ranks.
+DTensor was not the right home for this: its placements cut along dimensions, while a piece here may begin and end
+inside a row, differ in size from rank to rank, or leave whole tensors to single ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -96,7 +96,7 @@ class ShareTensor(torch.Tensor):
             return self.piece.detach().clone().view(self.spec.shape)
         return self.spec.holders.gather(self.spec.name, self.piece.detach()).view(self.spec.shape)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """The parameter, its whole shape, and the piece that is here; no values, which would have to travel."""
         del tensor_contents
         spec, total = self.spec, self.spec.shape.numel()
@@ -125,7 +125,7 @@ class ShareTensor(torch.Tensor):
         return func(*wholes.args, **wholes.kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         return perform(ShareTensor, func, args, kwargs or {})
@@ -133,15 +133,15 @@ class ShareTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShareTensor:
         copied = ShareTensor(self.piece.detach().clone(), self.spec, requires_grad=self.requires_grad)
         if getattr(self, "_is_param", False):
-            copied._is_param = True  # type: ignore[attr-defined]
+            copied._is_param = True
         memo[id(self)] = copied
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
-            f"{self.spec.name} cannot be pickled, as torch.save and copies between processes do: it is one rank's piece "
-            "of the parameter. Save with thinwire.save or torch.distributed.checkpoint, or take full_tensor() on every "
-            "rank"
+            f"{self.spec.name} cannot be pickled, as torch.save and copies between processes do: it is one rank's "
+            "piece of the parameter. Save with thinwire.save or torch.distributed.checkpoint, or take full_tensor() "
+            "on every rank"
         )
 
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, share: ShareTensor) -> torch.Tensor:
         ctx.spec = share.spec
         with torch.no_grad():
-            return share.detach()._gathered()
+            return cast(ShareTensor, share.detach())._gathered()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

@@ -1,0 +1,102 @@
+"""What was written to whole parameters inside ``full_parameters``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from thinwire.collectives.group import control
+from thinwire.errors import UsageError
+from thinwire.program import Axis, Lane
+from thinwire.sharding.outside import Outside
+from thinwire.sharding.runtime import Runtime
+from thinwire.sharding.shares.parameter import ShardedParameter
+from thinwire.sharding.unit import Unit
+
+__all__ = ["Written"]
+
+
+class Written:
+    """Finds changes of gathered parameters, and carries them into the masters.
+
+    Args:
+        runtime: of a model whose parameters have just been gathered.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+        self._versions = {id(p): p._version for p in runtime.model.parameters()}
+
+    def settle(self, *, keep: bool) -> None:
+        """Carry changes into the masters.
+
+        Args:
+            keep: whether changes are welcome.
+
+        Raises:
+            UsageError: there are changes, and they are not.
+        """
+        outside = self._runtime.outside
+        if outside is None:
+            return
+        changes = {}
+        for name, share, compute, unit in self._parameters():
+            changed = self._changes(share, compute, unit)
+            if changed is None:
+                continue
+            if not keep:
+                raise UsageError(
+                    f"{name} was written inside full_parameters(model), which would lose the change: use "
+                    "full_parameters(model, write=True) on every rank"
+                )
+            changes[name] = changed
+        if keep:
+            for name in sorted(set().union(*control().all_gather_object(set(changes)))):
+                self._keep(outside, name, changes.get(name))
+
+    def _keep(self, outside: Outside, name: str, changed: torch.Tensor | None) -> None:
+        share = outside.parameters[name]
+        if changed is not None:
+            compute = share.live.compute_tensor.detach()
+            share.piece[changed] = share.spec.cut(compute)[changed].to(share.dtype)
+        share.live.after_write()
+
+    def _parameters(self) -> Iterator[tuple[str, ShardedParameter, nn.Parameter, Unit]]:
+        assert self._runtime.outside is not None
+        for unit in self._runtime.units:
+            for buffer in unit.buffers:
+                for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True):
+                    yield slot.name, self._runtime.outside.parameters[slot.name], compute, unit
+
+    def _changes(self, share: ShardedParameter, compute: nn.Parameter, unit: Unit) -> torch.Tensor | None:
+        """Which elements of this rank's piece were changed; ``None`` if the parameter was not, as far as one can "
+        "see."""
+        noted = compute._version != self._versions[id(compute)]
+        if not noted and not unit.sharded:
+            return None
+        piece = share.spec.cut(compute.detach())
+        held = self._held(share, unit)
+        if held.data_ptr() == piece.data_ptr():
+            changed = torch.full((piece.numel(),), noted)  # the master itself was written
+        else:
+            changed = (piece != held) & ~(piece.isnan() & held.isnan())
+        return changed if noted or bool(changed.any()) else None
+
+    def _held(self, share: ShardedParameter, unit: Unit) -> torch.Tensor:
+        """This rank's piece as it was before anybody wrote to the gathered one."""
+        if not unit.sharded:
+            return share.piece.detach().to(share.live.compute_tensor.dtype)
+        if not share.spec.length:
+            return share.live.compute_tensor.detach().reshape(-1)[:0]
+        shard = self._runtime.axes[Axis.PARAMS, Lane.REDUCE].index
+        pieces = (
+            (buffer, offset, run)
+            for buffer in unit.buffers
+            for slot, offset, run in buffer.layout.pieces(shard)
+            if slot.name == share.spec.name
+        )
+        buffer, offset, run = next(pieces)
+        begin = run.start + share.spec.offset - offset
+        return buffer.shard[begin : begin + share.spec.length]
