@@ -31,8 +31,11 @@ def dtypes_seen(plans: dict[str, tw.Plan]) -> dict[str, dict[str, set[str]]]:
         optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
         seen: dict[str, set[str]] = {"parameters": set(), "activations": set(), "gradients": set(), "optimizer": set()}
 
-        def look(module: nn.Module, _: Any, output: torch.Tensor, seen: dict[str, set[str]] = seen) -> None:
-            seen["parameters"] |= {str(p.dtype) for p in module.parameters()}
+        def look(
+            module: nn.Module, _: Any, output: torch.Tensor, seen: dict[str, set[str]] = seen, model: nn.Module = model
+        ) -> None:
+            if module is not model:  # whose forward is over
+                seen["parameters"] |= {str(p.dtype) for p in module.parameters()}
             seen["activations"].add(str(output.dtype))
 
         for module in model.modules():

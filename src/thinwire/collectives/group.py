@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.agreement import agree
-from thinwire.collectives.gloo import GlooLinks, make_device
+from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.rendezvous import Rendezvous
-from thinwire.errors import CollectiveError, UsageError
+from thinwire.collectives.rollcall import RollCall
+from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
 
@@ -44,6 +45,7 @@ __all__ = [
     "is_initialized",
     "mesh_group",
     "recording",
+    "rollcall",
     "shutdown",
 ]
 
@@ -108,7 +110,9 @@ def before_shutdown(close: Callable[[], None]) -> None:
 
 def shutdown() -> None:
     """Leave the job; safe to call twice."""
-    global _device, _num_jobs
+    global _device, _num_jobs, _rollcall
+    _rollcall.close()
+    _rollcall = RollCall(_give_up, _store)
     while _closing:
         _closing.pop()()
     # Whoever is referred to keeps its threads and sockets, and models live on in reference cycles.
@@ -186,7 +190,7 @@ class Control:
         if self.process_group is None:
             return [obj]
         everyone: list[Any] = [None] * self.size
-        with _explained("all_gather_object", Lane.CONTROL, self.ranks):
+        with self._doing("all_gather_object"):
             dist.all_gather_object(everyone, obj, group=self.process_group)
         return everyone
 
@@ -196,17 +200,29 @@ class Control:
         """Run an action on every rank: all of them succeed, or all raise. See :func:`thinwire.agreement.agree`."""
         return agree(self, action, explain, raises_own=raises_own)
 
+    def close(self) -> None:
+        """End what is under way, here and on the other ranks."""
+        if self.process_group is not None:
+            close_connections(self.process_group, self.rank, self.size)
+
+    def _doing(self, what: str) -> contextlib.ExitStack:
+        """In an exchange of the group."""
+        stack = contextlib.ExitStack()
+        stack.enter_context(_rollcall.exchanging(self.ranks, "control", what))
+        stack.enter_context(_explained(what, Lane.CONTROL, self.ranks))
+        return stack
+
     def barrier(self) -> None:
         """Wait for every rank."""
         if self.process_group is not None:
-            with _explained("barrier", Lane.CONTROL, self.ranks):
+            with self._doing("barrier"):
                 dist.barrier(group=self.process_group)
 
     def all_reduce_mean(self, values: Sequence[float]) -> list[float]:
         """Mean over ranks of each value, in float64."""
         total = torch.tensor(values, dtype=torch.float64)
         if self.process_group is not None:
-            with _explained("all_reduce", Lane.CONTROL, self.ranks):
+            with self._doing("all_reduce"):
                 dist.all_reduce(total, group=self.process_group)
         return [float(value) for value in total / self.size]
 
@@ -218,7 +234,7 @@ class Control:
         if self.process_group is None or not tensor.numel():
             return
         staged = tensor.detach().cpu().contiguous()
-        with _explained("broadcast", Lane.CONTROL, self.ranks):
+        with self._doing("broadcast"):
             # As bytes: gloo knows neither complex numbers nor small integers.
             dist.broadcast(staged.view(-1).view(torch.uint8), self.ranks[0], group=self.process_group)
         if staged.data_ptr() != tensor.data_ptr():
@@ -338,6 +354,7 @@ class Subgroup:
         self._links = _gloo_links(*key) if self.size > 1 and not self.native else None
         self._staged = device.type == "cuda" and not self.native
         self._left = False
+        self._place = f"{lane}/{stage}/{channel}"
         _subgroups.add(self)
 
     def leave(self) -> None:
@@ -356,7 +373,7 @@ class Subgroup:
             return
         mine = pieces[self.index]
         self._note(kind, (self.size - 1) * _nbytes(mine))
-        with _explained(kind, self.lane, self.ranks, _nbytes(mine)):
+        with self._watched(kind, [mine] * self.size, pieces), _explained(kind, self.lane, self.ranks, _nbytes(mine)):
             if not self.native:
                 self._send_and_receive([mine] * self.size, pieces)
             elif (whole := _joined(pieces)) is not None:
@@ -380,7 +397,8 @@ class Subgroup:
         if self._alone():
             return
         self._note(kind, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
-        with _explained(kind, self.lane, self.ranks, sum(map(_nbytes, outgoing))):
+        nbytes = sum(map(_nbytes, outgoing))
+        with self._watched(kind, outgoing, incoming), _explained(kind, self.lane, self.ranks, nbytes):
             if not self.native:
                 self._send_and_receive(outgoing, incoming)
             else:
@@ -398,6 +416,14 @@ class Subgroup:
         self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
         with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, _nbytes(whole)):
             _scatter_single(out, whole, group=self._group)
+
+    def _watched(
+        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Have a roll call if this takes long; NCCL, whose exchanges only begin here, has a watchdog of its own."""
+        if self.native:
+            return contextlib.nullcontext()
+        return _rollcall.exchanging(self.ranks, self._place, str(kind), (outgoing, incoming))
 
     def _alone(self) -> bool:
         """Whether there is nobody to talk to.
@@ -464,6 +490,26 @@ def _gloo_links(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) 
     return _links[key]
 
 
+def _give_up() -> None:
+    """End every exchange of this process: the ranks wait for each other."""
+    for links in list(_links.values()):
+        links.close()
+    for members in list(_controls.values()):
+        members.close()
+
+
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+_rollcall = RollCall(_give_up, _store)
+
+
+def rollcall() -> RollCall:
+    """What watches this process's exchanges."""
+    return _rollcall
+
+
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """The one contiguous vector that equal pieces form, if they do."""
     first, size = pieces[0], pieces[0].numel()
@@ -489,6 +535,8 @@ def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None =
     try:
         yield
     except RuntimeError as error:
+        if _rollcall.verdict:
+            raise MismatchError(f"rank {dist.get_rank()}: {_rollcall.verdict}") from error
         waited = time.monotonic() - started
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)

@@ -25,7 +25,7 @@ from typing import ClassVar, final
 
 import torch
 
-from thinwire.collectives.group import DEFAULT_TIMEOUT
+from thinwire.collectives.group import DEFAULT_TIMEOUT, rollcall
 from thinwire.collectives.moves import Move, Moves
 from thinwire.program import Axis, Event
 from thinwire.program import Lane as LaneName
@@ -127,7 +127,8 @@ class _ThreadTicket(Ticket):
         self._worker.waited_for(self)
         if not self._finished:
             started = time.perf_counter()
-            self.finished()
+            with rollcall().blocked():
+                self.finished()
             self._worker.waited += time.perf_counter() - started
             self._worker.note(WAITING, f"for {self._label}", started)
         self.join()

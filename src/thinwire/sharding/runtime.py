@@ -25,10 +25,12 @@ takes gradients in turn, :class:`Agreements` meets the other ranks, :class:`Spre
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 
 from torch import nn
 
+from thinwire.collectives.group import rollcall
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
@@ -81,6 +83,7 @@ class Runtime:
         self.spreads = Spreads(sharded, self.schedule.programs)
         self.optimizer: object | None = None  # made by thinwire.optimizer, which then owns the updates
         self.passes = Passes(sharded, self.schedule, self.reducer, self.agreements, self.holds)
+        rollcall().describe = _weakly(self)
         self.outside: Outside | None = Outside(self) if sharded.alone else None
         if self.outside is not None:
             self.passes.before_computing = self.holds.before_gathering = self.outside.flush
@@ -90,6 +93,12 @@ class Runtime:
     def num_steps(self) -> int:
         """Optimizer steps taken so far."""
         return self.sharded.seeds.step
+
+    def describe(self) -> str:
+        """Where the step is, in words; for other threads."""
+        moment, unit = self.passes.at
+        where = f" of {self.units[unit].name}" if 0 <= unit < len(self.units) else ""
+        return f"step {self.num_steps}, {str(moment).replace('_', ' ')}{where}"
 
     def now(self) -> tuple[int, Event]:
         """The number of the present step, and the event that was reported last; for journals."""
@@ -202,6 +211,16 @@ class Runtime:
         if self.outside is not None:
             self.outside.flush()
         self.spreads.join()
+
+
+def _weakly(runtime: Runtime) -> Callable[[], str]:
+    alive = weakref.ref(runtime)
+
+    def describe() -> str:
+        present = alive()
+        return present.describe() if present is not None else ""
+
+    return describe
 
 
 _RUNTIME = "_thinwire_runtime"

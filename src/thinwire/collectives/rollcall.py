@@ -1,0 +1,313 @@
+"""Finds ranks that wait for each other for ever, within seconds instead of at the timeout.
+
+A rank that evaluates, saves or gathers alone, or has fewer batches than the others, makes other calls than they do.
+Each then waits in an exchange that some member never enters. Nothing moves, and no timeout says why.
+
+Every exchange is noted here. A thread of each process looks once a second whether one has been under way for longer
+than :data:`PATIENCE`. Such a rank publishes its exchanges in the store and reads the others'. Ranks are stuck for
+certain if every rank's computing thread waits, no exchange was entered by all of its members alike, and none of that
+changes. Then every rank ends its exchanges, and the sentence that says where each of them waits becomes the error. A
+rank that waits for another one that does not wait itself may be waiting for something slow, so it only says so, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["PATIENCE", "RollCall"]
+
+log = logging.getLogger("thinwire")
+
+PATIENCE = 5.0
+"""Seconds that an exchange may take before a rank asks the others where they are."""
+
+INTERVAL = 1.0
+"""Seconds between two looks."""
+
+REMEDY = (
+    "Every rank has to make the same calls: run forward, backward, evaluation, generation, saving and gathering on all "
+    "ranks, not under `if rank == 0`; give every rank as many batches, or iterate over thinwire.join(model, batches)"
+)
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """An exchange that a rank is in.
+
+    Attributes:
+        ranks: its members, global.
+        place: lane and stage.
+        number: how many this rank has entered before with the same members at the same place.
+        kind: what it does.
+        sends: bytes to each member; empty if it is not known.
+        receives: bytes from each member, likewise.
+    """
+
+    ranks: tuple[int, ...]
+    place: str
+    number: int
+    kind: str
+    sends: tuple[int, ...] = ()
+    receives: tuple[int, ...] = ()
+
+
+Pieces = Sequence[Sequence[torch.Tensor]]
+"""Tensors that are sent to each member, and those that are received from each; nothing where that is not known."""
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """An exchange of this process, as cheap to note as can be.
+
+    Attributes:
+        since: when it began.
+        on_main: whether the computing thread itself is in it.
+        ranks: see :class:`Exchange`, as the rest.
+        place: lane and stage.
+        number: how many there were before.
+        kind: what it does.
+        pieces: what is sent and received.
+    """
+
+    since: float
+    on_main: bool
+    ranks: tuple[int, ...]
+    place: str
+    number: int
+    kind: str
+    pieces: Pieces
+
+    def exchange(self) -> Exchange:
+        """As others see it."""
+        sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self.pieces]
+        return Exchange(self.ranks, self.place, self.number, self.kind, *sizes)
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a rank waits.
+
+    Attributes:
+        beat: grows with every report.
+        blocked: whether its computing thread waits.
+        at: what it computes, in words.
+        exchanges: those under way.
+    """
+
+    beat: int
+    blocked: bool
+    at: str
+    exchanges: tuple[Exchange, ...]
+
+    def to_json(self) -> str:
+        """For the store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """From the store."""
+        fields = json.loads(text)
+        exchanges = tuple(
+            Exchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
+            for ranks, place, number, kind, sends, receives in (e.values() for e in fields.pop("exchanges"))
+        )
+        return cls(exchanges=exchanges, **fields)
+
+    def same_place(self, other: Report) -> bool:
+        """Whether nothing moved between two reports."""
+        return self.exchanges == other.exchanges and self.blocked == other.blocked
+
+
+class RollCall:
+    """The exchanges of this process, and the thread that watches them.
+
+    Attributes:
+        verdict: the sentence, once ranks are found to be stuck.
+        describe: says what the computing thread does; set by who knows.
+    """
+
+    def __init__(self, give_up: Callable[[], None], store: Callable[[], dist.Store]) -> None:
+        """Nothing is watched before the first exchange.
+
+        Args:
+            give_up: ends the exchanges that are under way.
+            store: gives the job's store.
+        """
+        self._store = store
+        self.verdict = ""
+        self.describe: Callable[[], str] = str
+        self._give_up = give_up
+        self._numbers: Counter[tuple[tuple[int, ...], str]] = Counter()
+        self._under_way: dict[int, _UnderWay] = {}
+        self._tokens = itertools.count()
+        self._blocked_since: float | None = None
+        self._main = threading.main_thread()
+        self._closed = threading.Event()
+        self._warned = False
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def exchanging(self, ranks: tuple[int, ...], place: str, kind: str, pieces: Pieces = ()) -> Iterator[None]:
+        """This thread is in an exchange.
+
+        Args:
+            ranks: its members, global.
+            place: lane and stage.
+            kind: what it does.
+            pieces: what is sent to and received from each member, if that is known.
+        """
+        self._numbers[ranks, place] += 1
+        token, on_main = next(self._tokens), threading.current_thread() is self._main
+        self._under_way[token] = _UnderWay(
+            time.monotonic(), on_main, ranks, place, self._numbers[ranks, place], kind, pieces
+        )
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True)
+            self._thread.start()
+        try:
+            yield
+        finally:
+            del self._under_way[token]
+
+    @contextlib.contextmanager
+    def blocked(self) -> Iterator[None]:
+        """The computing thread waits for a lane."""
+        self._blocked_since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._blocked_since = None
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._closed.set()
+
+    # -- the watching thread -----------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        while not self._closed.wait(INTERVAL):
+            if self._is_stuck():
+                with contextlib.suppress(RuntimeError):  # the store is gone: others have ended, and errors are near
+                    self._ask()
+
+    def _is_stuck(self) -> bool:
+        now = time.monotonic()
+        return any(now - one.since > PATIENCE for one in list(self._under_way.values()))
+
+    def _ask(self) -> None:
+        """Publish where this rank waits and compare with the others, for as long as it waits."""
+        store, me = self._store(), dist.get_rank()
+        beats = itertools.count()
+        before: dict[int, Report] = {}
+        started = time.monotonic()
+        while self._is_stuck() and not self._closed.is_set():
+            store.set(_key(me), self._report(next(beats)).to_json())
+            reports = _reports(store)
+            verdict = judge(before, reports, dist.get_world_size())
+            if verdict:
+                self.verdict = f"{verdict}. {REMEDY}"
+                self._give_up()
+                return
+            if not self._warned and time.monotonic() - started > PATIENCE:
+                self._warned = True
+                self._warn(reports, me)
+            before = reports
+            self._closed.wait(INTERVAL)
+        store.delete_key(_key(me))
+
+    def _report(self, beat: int) -> Report:
+        now = time.monotonic()
+        under_way = list(self._under_way.values())
+        blocked = self._blocked_since is not None and now - self._blocked_since > INTERVAL
+        return Report(
+            beat,
+            blocked or any(one.on_main for one in under_way),
+            self.describe(),
+            tuple(one.exchange() for one in under_way),
+        )
+
+    def _warn(self, reports: dict[int, Report], me: int) -> None:
+        absent = [rank for rank in range(dist.get_world_size()) if rank not in reports]
+        if absent:
+            log.warning(
+                "rank %d has waited for %.0f s%s: rank%s %s not there. If they are slow, all is well. %s",
+                me,
+                2 * PATIENCE,
+                f" ({reports[me].at})" if me in reports and reports[me].at else "",
+                "s" if len(absent) > 1 else "",
+                ", ".join(map(str, absent)) + (" are" if len(absent) > 1 else " is"),
+                REMEDY,
+            )
+
+
+def judge(before: dict[int, Report], now: dict[int, Report], world: int) -> str:
+    """Whether ranks wait for each other for ever, from what they reported in two rounds.
+
+    Args:
+        before: reports of the last round, by rank.
+        now: of this one.
+        world: number of ranks.
+
+    Returns:
+        The sentence; empty if they may go on.
+    """
+    for rank in range(world):
+        one, other = before.get(rank), now.get(rank)
+        if one is None or other is None or not other.blocked:
+            return ""
+        if one.beat == other.beat or not one.same_place(other):
+            return ""
+    for report in now.values():
+        for exchange in report.exchanges:
+            if _may_go_on(exchange, now):
+                return ""
+    places = "; ".join(f"rank {rank} {_place(report)}" for rank, report in sorted(now.items()))
+    return f"ranks wait for each other and none can go on: {places}"
+
+
+def _may_go_on(exchange: Exchange, reports: dict[int, Report]) -> bool:
+    """Whether all members have entered an exchange, and send what the others expect."""
+    entered = []
+    for rank in exchange.ranks:
+        same = [other for other in reports[rank].exchanges if _identity(other) == _identity(exchange)]
+        if not same:
+            return False
+        entered.append(same[0])
+    return all(
+        not one.sends or not other.receives or one.sends[j] == other.receives[i]
+        for i, one in enumerate(entered)
+        for j, other in enumerate(entered)
+        if i != j
+    )
+
+
+def _identity(exchange: Exchange) -> tuple[object, ...]:
+    return exchange.ranks, exchange.place, exchange.number, exchange.kind
+
+
+def _place(report: Report) -> str:
+    where = ", ".join(f"{e.kind} on the {e.place} lane with ranks {list(e.ranks)}" for e in report.exchanges[:2])
+    return f"waits in {where}" + (f" ({report.at})" if report.at else "")
+
+
+def _key(rank: int) -> str:
+    return f"thinwire/rollcall/{rank}"
+
+
+def _reports(store: dist.Store) -> dict[int, Report]:
+    found = {}
+    for rank in range(dist.get_world_size()):
+        if store.check([_key(rank)]):
+            found[rank] = Report.from_json(store.get(_key(rank)).decode())
+    return found
