@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
+from tests.dist.edge import computed
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -140,7 +141,7 @@ def test_same_as_alone(kind: Kind, grid: tuple[int, int, int], fields: dict[str,
 def rank_bf16(kind: Kind, plan: tw.Plan) -> list[float]:
     model, optimizer = start(kind, plan)
     for chunk in model.chunks:
-        assert {p.dtype for p in chunk.parameters()} == {torch.bfloat16}
+        assert {computed(p).dtype for p in chunk.parameters()} == {torch.bfloat16}
     return train(model, optimizer, batches(plan, model.grid.data))[0]
 
 

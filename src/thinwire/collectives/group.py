@@ -535,8 +535,8 @@ def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None =
     try:
         yield
     except RuntimeError as error:
-        if _rollcall.verdict:
-            raise MismatchError(f"rank {dist.get_rank()}: {_rollcall.verdict}") from error
+        if verdict := _rollcall.find_verdict():
+            raise MismatchError(f"rank {dist.get_rank()}: {verdict}") from error
         waited = time.monotonic() - started
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)

@@ -155,6 +155,7 @@ class RollCall:
         self._main = threading.main_thread()
         self._closed = threading.Event()
         self._warned = False
+        self._asking = False  # whether other ranks are asked at present
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
@@ -189,6 +190,16 @@ class RollCall:
         finally:
             self._blocked_since = None
 
+    def find_verdict(self) -> str:
+        """The sentence, if this rank or another one has found that ranks are stuck; empty otherwise. Another rank may
+        have ended this one's exchanges before this one could look."""
+        if not self.verdict and self._asking:
+            with contextlib.suppress(RuntimeError):
+                store = self._store()
+                if store.check([_VERDICT]):
+                    self.verdict = store.get(_VERDICT).decode()
+        return self.verdict
+
     def close(self) -> None:
         """Stop watching."""
         self._closed.set()
@@ -211,12 +222,14 @@ class RollCall:
         beats = itertools.count()
         before: dict[int, Report] = {}
         started = time.monotonic()
+        self._asking = True
         while self._is_stuck() and not self._closed.is_set():
             store.set(_key(me), self._report(next(beats)).to_json())
             reports = _reports(store)
             verdict = judge(before, reports, dist.get_world_size())
             if verdict:
                 self.verdict = f"{verdict}. {REMEDY}"
+                store.set(_VERDICT, self.verdict)
                 self._give_up()
                 return
             if not self._warned and time.monotonic() - started > PATIENCE:
@@ -224,6 +237,7 @@ class RollCall:
                 self._warn(reports, me)
             before = reports
             self._closed.wait(INTERVAL)
+        self._asking = False
         store.delete_key(_key(me))
 
     def _report(self, beat: int) -> Report:
@@ -299,6 +313,9 @@ def _identity(exchange: Exchange) -> tuple[object, ...]:
 def _place(report: Report) -> str:
     where = ", ".join(f"{e.kind} on the {e.place} lane with ranks {list(e.ranks)}" for e in report.exchanges[:2])
     return f"waits in {where}" + (f" ({report.at})" if report.at else "")
+
+
+_VERDICT = "thinwire/rollcall/verdict"
 
 
 def _key(rank: int) -> str:

@@ -21,6 +21,7 @@ from thinwire.sharding.hooks import as_forward
 from thinwire.sharding.initial import InitialValues
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
 from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
+from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.sharding.written import Written
 from thinwire.spec import Plan
 
@@ -28,6 +29,8 @@ __all__ = [
     "clip_grad_norm_",
     "exposed",
     "full_parameters",
+    "full_state_dict",
+    "join",
     "load",
     "micro_batches",
     "optimizer",
@@ -151,6 +154,55 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
             number += 1
     finally:
         runtime.begin_micro_batch(0, last=True)
+
+
+def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
+    """Iterate over batches of which ranks may have different numbers, as DDP's ``join`` allows.
+
+    A rank that has run out goes on with its last batch, so that it takes part in every exchange; its gradients count as
+    zero, and the mean is still over all ranks. Iteration ends on all ranks together. Ranks exchange 8 bytes for each
+    batch.
+
+    Args:
+        model: a sharded model.
+        batches: this rank's, at least one.
+
+    Raises:
+        UsageError: a rank has no batch at all.
+    """
+    runtime = runtime_of(model)
+    ranks, iterator = groups.control(runtime.part.data.ranks), iter(batches)
+    missing = object()
+    last: Any = missing
+    try:
+        while True:
+            current = next(iterator, missing)
+            if ranks.all_reduce_mean([float(current is not missing)])[0] == 0.0:
+                return
+            if current is missing and last is missing:
+                raise UsageError(f"rank {ranks.rank} has no batch for thinwire.join: give every rank at least one")
+            runtime.passes.gradients_count = current is not missing
+            last = last if current is missing else current
+            yield last
+    finally:
+        runtime.passes.gradients_count = True
+
+
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of the unsharded model, on every rank: fp32 masters and buffers as plain tensors on the CPU.
+
+    Collective. Parameters are gathered one at a time; each rank needs memory for all of them.
+
+    Args:
+        model: a sharded model.
+    """
+    runtime_of(model)
+    whole: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            plain = value.full_tensor() if isinstance(value, ShareTensor) else value
+            whole[name] = plain.detach().cpu().clone() if plain is value else plain.cpu()
+    return whole
 
 
 def save(

@@ -61,6 +61,7 @@ class Passes:
         self.at: Moment = (Phase.STEP, -1)  # the event that was reported last; for journals
         # For each unit, calls whose outputs backward has reached and whose inputs it has not.
         self._open_calls = [0] * len(self._units)
+        self.gradients_count = True  # or this rank has no data any more, and its gradients are zero
         self._had_backward = False  # whether any backward has begun since the last step
         # For each unit, when its present forward or backward began; for timelines.
         self._began: list[Mark] = [None] * len(self._units)
@@ -230,6 +231,8 @@ class Passes:
         """A parameter's gradient exists."""
         self._enter_backward()
         self._agreements.note_gradient(index, slot)
+        if not self.gradients_count:
+            grad = torch.zeros_like(grad)
         if self._reducer.collect(index, slot, grad):
             self.at = Phase.GRADS_READY, index
             self._schedule.note_backward(Phase.GRADS_READY, index)

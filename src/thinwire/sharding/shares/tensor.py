@@ -140,8 +140,8 @@ class ShareTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise UsageError(
             f"{self.spec.name} cannot be pickled, as torch.save and copies between processes do: it is one rank's "
-            "piece of the parameter. Save with thinwire.save or torch.distributed.checkpoint, or take full_tensor() "
-            "on every rank"
+            "piece of the parameter. Save with thinwire.save or torch.distributed.checkpoint, or take "
+            "thinwire.full_state_dict(model) on every rank"
         )
 
     # -- torch.distributed.checkpoint --------------------------------------------------------------------------
