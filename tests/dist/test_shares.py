@@ -132,7 +132,7 @@ def check_reads() -> None:
         assert "first.weight" in repr(weight)
         local = weight.to_local()
         assert local.numel() == weight.spec.length
-        assert local.numel() < weight.numel() or name == "ddp"
+        assert local.numel() < weight.numel() or name in ("ddp", "inter", "whole tensors")
         close(pair.model)
 
 

@@ -499,7 +499,8 @@ def _give_up() -> None:
 
 
 def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    """A part of the job's store for the roll call."""
+    return dist.PrefixStore(f"thinwire/{_num_jobs}/rollcall", dist.distributed_c10d._get_default_store())
 
 
 _rollcall = RollCall(_give_up, _store)

@@ -315,11 +315,11 @@ def _place(report: Report) -> str:
     return f"waits in {where}" + (f" ({report.at})" if report.at else "")
 
 
-_VERDICT = "thinwire/rollcall/verdict"
+_VERDICT = "verdict"
 
 
 def _key(rank: int) -> str:
-    return f"thinwire/rollcall/{rank}"
+    return str(rank)
 
 
 def _reports(store: dist.Store) -> dict[int, Report]:

@@ -20,6 +20,7 @@ from thinwire.sharding.discover import Selection
 from thinwire.sharding.hooks import as_forward
 from thinwire.sharding.initial import InitialValues
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
+from thinwire.sharding.parts import join_parts
 from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
 from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.sharding.written import Written
@@ -65,6 +66,9 @@ def shard(
     compute dtype. Updated parameters travel while the next forward runs. Joins the job described by torchrun's
     environment if ``torch.distributed`` is not initialised yet.
 
+    You may shard parts first, each under the same plan, and then the model (``for block in model.layers:
+    tw.shard(block, plan)``, ``tw.shard(model, plan)``): the parts become its units.
+
     Args:
         model: any module with materialised parameters on one device; or with all of them on the meta device, and then
             new parameters take their places.
@@ -85,12 +89,9 @@ def shard(
         MismatchError: if ranks have different plans or models.
         UsageError: if the model cannot be sharded.
     """
-    for name, module in model.named_modules():
-        if hasattr(module, "_thinwire_runtime"):
-            what = f"its module {name!r}" if name else type(model).__name__
-            raise UsageError(f"{what} is sharded already; build a new model to use another plan")
     if not groups.is_initialized():
         groups.init()
+    units = join_parts(model, plan, units)
     build(
         model,
         plan,

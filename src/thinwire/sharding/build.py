@@ -218,7 +218,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     watch_optimizers()
     if sharded.plan.recompute:
         for module in _recomputed(sharded.model, modules):
-            hooks.recompute_activations(module)
+            runtime.undo.append(hooks.recompute_activations(module))
     return runtime
 
 

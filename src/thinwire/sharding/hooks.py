@@ -29,17 +29,21 @@ def install(runtime: Runtime) -> None:
     dtype: torch.dtype = getattr(torch, runtime.plan.compute_dtype)
     for unit in runtime.units:
         _hook_unit(runtime, unit)
-    runtime.model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True)
+    undo, model = runtime.undo, runtime.model
+    undo.append(
+        model.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True).remove
+    )
     _hook_forward(runtime)
     watch_reads(runtime)
     if runtime.outside is not None:
-        runtime.model.forward = as_forward(runtime.model, runtime.model.forward)
-    for module in runtime.model.modules():
+        model.forward = as_forward(model, model.forward)
+        undo.append(functools.partial(delattr, model, "forward"))
+    for module in model.modules():
         if runtime.outside is None:
             module.register_state_dict_pre_hook(_state_dict_hook(runtime))
             module.register_load_state_dict_pre_hook(_refuse_load)
         if module._parameters:  # others may be shared with models that are not sharded, as activations are
-            module.register_state_dict_post_hook(_copy_parameters)
+            undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -68,7 +72,7 @@ def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., An
     return called
 
 
-def recompute_activations(module: nn.Module) -> None:
+def recompute_activations(module: nn.Module) -> Callable[[], None]:
     """Recompute a module's activations in backward. The unit's own hooks stay outside: its parameters are gathered
     once, for recomputation and gradients together."""
     forward = module.forward
@@ -78,7 +82,16 @@ def recompute_activations(module: nn.Module) -> None:
             return forward(*args, **kwargs)
         return checkpoint(forward, *args, use_reentrant=False, **kwargs)
 
+    instead = module.__dict__.get("forward")
     module.forward = recomputed
+
+    def undo() -> None:
+        if instead is None:
+            del module.forward
+        else:
+            module.forward = instead
+
+    return undo
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -98,12 +111,12 @@ def _hook_forward(runtime: Runtime) -> None:
     def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
         runtime.passes.leave_forward()
 
-    runtime.model.register_forward_pre_hook(enter, prepend=True)
-    runtime.model.register_forward_hook(leave, always_call=True)
+    runtime.undo.append(runtime.model.register_forward_pre_hook(enter, prepend=True).remove)
+    runtime.undo.append(runtime.model.register_forward_hook(leave, always_call=True).remove)
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
-    index = unit.index
+    index, undo = unit.index, runtime.undo
 
     leaves = False  # whether the hook is there that ends a pass which the unit's own forward began
 
@@ -113,7 +126,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         runtime.passes.pre_forward(index)
         if not leaves and runtime.passes.is_alone(index):
             leaves = True
-            module.register_forward_hook(leave_alone, always_call=True)
+            undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
 
     @_outside_compile
     def leave_alone(_module: nn.Module, _args: Any, _output: Any) -> None:
@@ -134,12 +147,13 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
         # As FSDP2 does: a buffer in fp32 turns what it meets into fp32, which the next unit's parameters refuse.
         dtype: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
-        unit.module.register_forward_pre_hook(_outside_compile(cast_inputs(dtype)), prepend=True, with_kwargs=True)
-    unit.module.register_forward_pre_hook(pre_forward, prepend=True)
-    unit.module.register_forward_hook(post_forward, with_kwargs=True)
+        cast = _outside_compile(cast_inputs(dtype))
+        undo.append(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True).remove)
+    undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True).remove)
+    undo.append(unit.module.register_forward_hook(post_forward, with_kwargs=True).remove)
     trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]
     for slot, parameter in enumerate(trained):
-        parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, index, slot))
+        undo.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, index, slot)).remove)
 
 
 def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.Tensor], None]:

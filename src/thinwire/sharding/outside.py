@@ -31,7 +31,7 @@ from thinwire.sharding.unit import FlatBuffer, Unit
 if TYPE_CHECKING:
     from thinwire.sharding.runtime import Runtime
 
-__all__ = ["ModelParameter", "Outside", "refuse_in_backward", "sharded_parameter_of"]
+__all__ = ["ModelParameter", "Outside", "forget_share", "refuse_in_backward", "sharded_parameter_of"]
 
 _MANAGED = "_thinwire_share"
 """Attribute of a compute tensor: the share that stands for it outside of passes."""
@@ -45,6 +45,11 @@ def sharded_parameter_of(compute: torch.Tensor) -> ShardedParameter | None:
     """The share that stands for a parameter that a module computes with; none if it is not sharded."""
     share: ShardedParameter | None = getattr(compute, _MANAGED, None)
     return share
+
+
+def forget_share(compute: torch.Tensor) -> None:
+    """A parameter is no longer sharded."""
+    object.__delattr__(compute, _MANAGED)
 
 
 @dataclass(eq=False)

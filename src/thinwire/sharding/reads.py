@@ -9,6 +9,7 @@ DeepSpeed's ZeRO), and where inside and outside are told apart.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -108,6 +109,10 @@ class _Table(dict[str, Any]):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse_copy()
 
+    def stored(self) -> dict[str, Any]:
+        """The tensors that modules compute with, in a plain table."""
+        return dict(super().items())
+
     def _outside(self, name: str, stored: Any) -> Any:
         entry = self._entries.get(name)
         return stored if entry is None or entry.share is None or stored is not entry.compute else entry.share
@@ -134,3 +139,9 @@ def watch_reads(runtime: Runtime) -> None:
         own = {name: entries[id(p)] for name, p in module._parameters.items() if id(p) in entries}
         if own:
             module._parameters = _Table(module._parameters, own, runtime.passes)
+            runtime.undo.append(partial(_remove_table, module))
+
+
+def _remove_table(module: nn.Module) -> None:
+    assert isinstance(module._parameters, _Table)
+    module._parameters = module._parameters.stored()

@@ -45,7 +45,7 @@ from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.sharding.spreads import Spreads
 
-__all__ = ["Runtime", "attach", "runtime_of", "sent_bytes"]
+__all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
 
 
 class Runtime:
@@ -81,6 +81,7 @@ class Runtime:
         self.holds = Holds(self.units)
         self.agreements = Agreements(sharded, self.reducer)
         self.spreads = Spreads(sharded, self.schedule.programs)
+        self.undo: list[Callable[[], None]] = []  # takes every hook off the model again, the last one first
         self.optimizer: object | None = None  # made by thinwire.optimizer, which then owns the updates
         self.passes = Passes(sharded, self.schedule, self.reducer, self.agreements, self.holds)
         rollcall().describe = _weakly(self)
@@ -229,6 +230,11 @@ _RUNTIME = "_thinwire_runtime"
 def attach(model: nn.Module, runtime: Runtime) -> None:
     """Remember a model's runtime."""
     object.__setattr__(model, _RUNTIME, runtime)
+
+
+def detach(model: nn.Module) -> None:
+    """Forget a model's runtime."""
+    object.__delattr__(model, _RUNTIME)
 
 
 def runtime_of(model: nn.Module) -> Runtime:
