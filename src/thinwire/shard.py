@@ -2,5 +2,5 @@
 
 raise ImportError(
     "thinwire.shard is a function, not a package: import its modules from thinwire.sharding, for example "
-    "`from thinwire.sharding.initial import parameters_on_meta`"
+    "`from thinwire.sharding.memory.initial import parameters_on_meta`"
 )

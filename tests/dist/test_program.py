@@ -17,7 +17,7 @@ import thinwire as tw
 from thinwire.collectives.group import Record, recording
 from thinwire.program import Kind, Lane, Scope, StepProgram, axis_members
 from thinwire.sharding.api import runtime
-from thinwire.sharding.journal import JournaledStep, StartedCollective
+from thinwire.sharding.lanes.journal import JournaledStep, StartedCollective
 from thinwire.sharding.unit import State
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks

@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.collectives.group import control
 from thinwire.errors import DataError
 from thinwire.sharding.api import runtime
-from thinwire.sharding.initial import parameters_on_meta
+from thinwire.sharding.memory.initial import parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.testing import RankError, run_ranks
 from thinwire.train.models.build import build, draft

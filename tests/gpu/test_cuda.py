@@ -12,7 +12,7 @@ from benchmarks.gpu_check import TOLERANCE, compare
 
 import thinwire as tw
 from thinwire.program import Lane
-from thinwire.sharding.lanes import Lanes
+from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.spec import Plan
 from thinwire.testing import run_ranks
 

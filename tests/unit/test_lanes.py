@@ -15,7 +15,7 @@ import torch
 from thinwire.collectives.moves import Move, Moves
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
-from thinwire.sharding.lanes import Lanes, Ticket
+from thinwire.sharding.lanes.lanes import Lanes, Ticket
 
 CPU = torch.device("cpu")
 SOON = 10.0

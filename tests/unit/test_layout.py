@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from thinwire.program import Axis, axis_index
 from thinwire.program.shares import ALIGNMENT_BYTES
-from thinwire.sharding.layout import (
+from thinwire.sharding.memory.layout import (
     FlatLayout,
     Fragment,
     Run,

@@ -24,8 +24,8 @@ from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import poison, scale_to_norm
-from thinwire.sharding.initial import InitialValues
-from thinwire.sharding.local import LocalPart
+from thinwire.sharding.memory.initial import InitialValues
+from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optim import ShardedOptimizer, names_of
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Plan

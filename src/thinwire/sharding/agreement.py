@@ -15,7 +15,7 @@ from thinwire.collectives.memory import allocate
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, control_bytes
 from thinwire.sharding.fragments import OwnedFragment
-from thinwire.sharding.journal import Load
+from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.spec import Plan

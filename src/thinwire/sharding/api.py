@@ -18,7 +18,7 @@ from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.discover import Selection
 from thinwire.sharding.hooks import as_forward
-from thinwire.sharding.initial import InitialValues
+from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
 from thinwire.sharding.parts import join_parts
 from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes

@@ -27,11 +27,11 @@ from thinwire.sharding.encoding import (
 )
 from thinwire.sharding.foreign import watch_optimizers
 from thinwire.sharding.gradient import Topology, UnitGradient
-from thinwire.sharding.initial import InitialValues, is_on_meta, place_model, read_shard
-from thinwire.sharding.lanes import Lanes
-from thinwire.sharding.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
-from thinwire.sharding.local import LocalPart, Slice, local_tensor, slice_of
-from thinwire.sharding.memory import give_back_freed_memory, keep_freed_memory
+from thinwire.sharding.lanes.lanes import Lanes
+from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
+from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_model, read_shard
+from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
+from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor, slice_of
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel

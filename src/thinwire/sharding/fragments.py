@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thinwire.sharding.gradient import UnitGradient
-from thinwire.sharding.layout import Fragment
+from thinwire.sharding.memory.layout import Fragment
 from thinwire.sharding.unit import Unit
 
 __all__ = ["OwnedFragment", "own_fragments"]

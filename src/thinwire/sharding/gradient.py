@@ -22,7 +22,7 @@ import torch
 
 from thinwire.collectives.memory import allocate
 from thinwire.program import Axis, axis_shape
-from thinwire.sharding.layout import FlatLayout, Run
+from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.spec import Plan
 
 __all__ = ["Accumulator", "Topology", "UnitGradient"]

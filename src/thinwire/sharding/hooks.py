@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
 from thinwire.sharding.inputs import cast_inputs, tensors_in
-from thinwire.sharding.local import local_gradient
+from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.reads import watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.shares.tensor import ShareTensor

@@ -7,7 +7,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 from thinwire.sharding.discover import Selection
-from thinwire.sharding.local import set_local
+from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.outside import forget_share
 from thinwire.sharding.runtime import detach, runtime_of
 from thinwire.spec import Plan

@@ -13,7 +13,7 @@ from thinwire.errors import UsageError
 from thinwire.program import Moment, Phase
 from thinwire.sharding.agreement import Agreements
 from thinwire.sharding.holds import Holds, recomputing
-from thinwire.sharding.lanes import Mark
+from thinwire.sharding.lanes.lanes import Mark
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel

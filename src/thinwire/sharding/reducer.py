@@ -16,7 +16,7 @@ import torch
 
 from thinwire.program import Operation, ReductionTurn
 from thinwire.sharding.gradient import UnitGradient
-from thinwire.sharding.lanes import Lanes, Ticket
+from thinwire.sharding.lanes.lanes import Lanes, Ticket
 from thinwire.sharding.reductions import Reductions
 
 __all__ = ["Reducer", "Turns"]

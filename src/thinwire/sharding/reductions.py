@@ -14,7 +14,7 @@ from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
 from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
-from thinwire.sharding.journal import Load
+from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.seeds import Seeds
 from thinwire.spec import Plan
 

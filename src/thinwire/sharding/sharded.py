@@ -14,8 +14,8 @@ from thinwire.program import Axis, Lane
 from thinwire.sharding.encoding import PlanCodecs
 from thinwire.sharding.fragments import OwnedFragment, own_fragments
 from thinwire.sharding.gradient import UnitGradient
-from thinwire.sharding.lanes import Lanes
-from thinwire.sharding.local import LocalPart, Slice
+from thinwire.sharding.lanes.lanes import Lanes
+from thinwire.sharding.memory.local import LocalPart, Slice
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.unit import Unit
 from thinwire.spec import Plan

@@ -29,7 +29,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
-from thinwire.sharding.local import Slice
+from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.runtime import Runtime, runtime_of
 

@@ -22,10 +22,10 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane, UnitInfo
-from thinwire.sharding.journal import Load
-from thinwire.sharding.lanes import Lanes, Ticket
-from thinwire.sharding.layout import FlatLayout, Run
-from thinwire.sharding.local import set_local
+from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.lanes.lanes import Lanes, Ticket
+from thinwire.sharding.memory.layout import FlatLayout, Run
+from thinwire.sharding.memory.local import set_local
 from thinwire.sharding.seeds import Seeds
 
 __all__ = ["FlatBuffer", "GatherLink", "State", "Unit"]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import SpecError
-from thinwire.sharding.initial import InitialValues, parameters_on_meta, place_model
+from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta, place_model
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.cutting import Decoder

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.initial import Region
+from thinwire.sharding.memory.initial import Region
 from thinwire.train.models.common import draws
 from thinwire.train.models.cutting import Decoder
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import DataError, UsageError
-from thinwire.sharding.initial import InitialValues, parameters_on_meta
+from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
 from thinwire.train.models.fresh import InitializedValues

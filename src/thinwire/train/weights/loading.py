@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from thinwire.errors import DataError
-from thinwire.sharding.initial import Region
+from thinwire.sharding.memory.initial import Region
 from thinwire.train.weights.stored import FileTensor, file_tensors, persistent_buffers
 
 __all__ = ["INDEX", "SINGLE", "LoadedValues", "holds_weights"]

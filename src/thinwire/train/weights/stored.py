@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from thinwire.errors import UsageError
-from thinwire.sharding.initial import Region
+from thinwire.sharding.memory.initial import Region
 
 __all__ = ["FileTensor", "file_tensors"]
 

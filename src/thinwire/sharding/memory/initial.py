@@ -17,9 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from thinwire.errors import UsageError
-from thinwire.sharding.layout import FlatLayout
-from thinwire.sharding.local import Slice, local_tensor
-from thinwire.sharding.memory import give_back_freed_memory
+from thinwire.sharding.memory.allocator import give_back_freed_memory
+from thinwire.sharding.memory.layout import FlatLayout
+from thinwire.sharding.memory.local import Slice, local_tensor
 
 __all__ = ["InitialValues", "Region", "is_on_meta", "parameters_on_meta", "place_model", "read_elements", "read_shard"]
 

@@ -31,7 +31,7 @@ from thinwire.program import Axis, Event
 from thinwire.program import Lane as LaneName
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import COMPUTE, WAITING, Timeline
-from thinwire.sharding.journal import Journal, Load
+from thinwire.sharding.lanes.journal import Journal, Load
 
 __all__ = ["Lanes", "Mark", "Ticket"]
 

@@ -1,0 +1,1 @@
+"""How parameters lie in memory: flat buffers, shards, slices, and the values that they begin with."""
