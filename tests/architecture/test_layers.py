@@ -88,7 +88,7 @@ def test_the_ban_on_collectives_covers_every_one_that_torch_has() -> None:
 
 
 def test_the_runtime_s_old_package_names_the_new_one() -> None:
-    with pytest.raises(ImportError, match=r"from thinwire\.sharding\.initial import parameters_on_meta"):
+    with pytest.raises(ImportError, match=r"from thinwire\.sharding\.memory\.initial import parameters_on_meta"):
         importlib.import_module("thinwire.shard.initial")
     assert callable(thinwire.shard)
 
