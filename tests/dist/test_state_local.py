@@ -192,8 +192,7 @@ def test_views_tied_tensors_and_gradients(tmp_path: Path) -> None:
     assert torch.equal(loaded, parameter)
 
 
-def test_several_chunks_of_one_vector_survive_the_storage(tmp_path: Path) -> None:
-    # Its writer keeps the last part of a key in a file only.
+def test_several_chunks_of_one_vector_go_to_files_of_their_own(tmp_path: Path) -> None:
     tensor = torch.arange(100.0)
     chunks = tuple(Chunk(offset, tensor[offset : offset + 10]) for offset in range(0, 100, 10))
     write(tmp_path / "c", {"k": ShardedVector(100, chunks), "l": whole(tensor)}, {}, control=Alone())
@@ -373,15 +372,16 @@ def test_a_full_disk_on_one_rank_fails_all_and_changes_nothing(
 ) -> None:
     save = [{"k": ShardedVector(4, (Chunk(2 * rank, torch.full((2,), 1.0)),))} for rank in range(2)]
     succeed(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {}, control=seat)))
-    original = storage.HuggingFaceStorageWriter.write_data
+    fsync = os.fsync
 
-    def full(writer: Any, plan: Any, planner: Any) -> Any:
-        if plan.items[0].index.offset[0] == 2 * failing:
+    def full(descriptor: int) -> None:
+        name = Path(f"/proc/self/fd/{descriptor}").readlink().name
+        if name.startswith(f"shard-{failing + 1:05}-"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         time.sleep(0.05)
-        return original(writer, plan, planner)
+        fsync(descriptor)
 
-    monkeypatch.setattr(storage.HuggingFaceStorageWriter, "write_data", full)
+    monkeypatch.setattr(os, "fsync", full)
     found = fail(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {"new": 1}, control=seat)))
     reason = "No space left on device (free some space or save elsewhere)"
     assert found == f"{tmp_path / 'c'}: cannot save: rank {failing}: {reason}"
@@ -420,14 +420,14 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
     ]
     assert order == sorted(order)
     for path in target.iterdir():
-        assert sizes[path.name] == path.stat().st_size  # the storage alone syncs before its last bytes
+        assert sizes[path.name] == path.stat().st_size
 
 
 def test_an_interrupt_is_announced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(path: Path) -> int:
+    def interrupt(descriptor: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage, "crc32_of", interrupt)
+    monkeypatch.setattr(os, "fsync", interrupt)
     with pytest.raises(KeyboardInterrupt):
         write(tmp_path / "c", {"k": whole(torch.ones(1))}, {}, control=Alone())
     assert names(tmp_path) == []

@@ -1,49 +1,33 @@
-"""Sharded vectors into safetensors files and back, by the storage of ``torch.distributed.checkpoint``.
+"""Sharded vectors into safetensors files and back.
 
-The storage is driven through its public planner, writer and reader interfaces, one file at a time while
-writing, with what is known of its habits:
+A file holds at most one span of each vector, and at most :data:`FILE_BYTES` bytes of elements. The ``safetensors``
+library makes a file's bytes; this module writes them, so that a failure is an ``OSError`` with its number, the file
+gets the permissions of the process, and the bytes are on disk before the file counts as written. Reading opens each
+file once and copies only the wanted elements out of it.
 
-- Its writer keeps only the last of several parts of one key in a file: here a key occurs once per file.
-- Its writer calls fsync before the last bytes have left Python's buffer: files are synchronised here again.
-- Its writer copies a file's tensors three times in memory: files are of bounded size.
-- Its reader takes whatever safetensors files it finds for all of them, and leaves elements that none holds
-  as they are: here it is told the files and their contents, which the caller has verified.
-
-The files are ordinary sharded safetensors files; ``HuggingFaceStorageReader`` alone can load them too.
+The header says where each span lies in its vector, in the metadata of ``torch.distributed.checkpoint``: its
+``HuggingFaceStorageReader`` loads these files as well.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, final
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_header, crc32_of
+from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_header
 
 FILE_BYTES: Final = 256 << 20
-"""Bytes of elements per file, at most. The writer needs about three times as much memory for a moment."""
+"""Largest number of bytes of elements in a file. A rank holds one file's bytes in memory while it writes."""
+
+_FILE_NAME: Final = "shard-{:05}-model-00001-of-00001.safetensors"
+"""Name of a file by its number, which counts from 1; ``torch.distributed.checkpoint`` names shards this way."""
 
 
 @final
@@ -68,7 +52,7 @@ class ShardedVector:
 
     Attributes:
         numel: length of the whole vector, equal on all ranks.
-        chunks: this rank's parts, in any order; none is ordinary.
+        chunks: this rank's parts, in any order. A rank may hold none.
     """
 
     numel: int
@@ -78,7 +62,12 @@ class ShardedVector:
 @final
 @dataclass(frozen=True)
 class WrittenFile:
-    """A file that a rank has written, and the key, offset and length of the pieces in it."""
+    """A file that a rank has written.
+
+    Attributes:
+        entry: its name, size in bytes and checksum.
+        pieces: key, offset and length in elements of each span that it holds.
+    """
 
     entry: FileEntry
     pieces: list[tuple[str, int, int]]
@@ -87,22 +76,17 @@ class WrittenFile:
 @final
 @dataclass(frozen=True)
 class PackedPiece:
-    """A part of a chunk that fits in a file: elements from ``offset`` on of the vector ``key``."""
+    """A part of a chunk that fits in one file.
+
+    Attributes:
+        key: name of the vector.
+        offset: index of its first element in the vector.
+        tensor: its elements: one-dimensional, contiguous, not empty.
+    """
 
     key: str
-    numel: int
     offset: int
     tensor: torch.Tensor
-
-
-@final
-@dataclass(frozen=True)
-class _Stored:
-    """Where ``HuggingFaceStorageReader`` finds a part of a vector."""
-
-    relative_path: str
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def _cut(vectors: Mapping[str, ShardedVector]) -> Iterator[PackedPiece]:
@@ -112,17 +96,17 @@ def _cut(vectors: Mapping[str, ShardedVector]) -> Iterator[PackedPiece]:
             step = max(1, FILE_BYTES // chunk.tensor.itemsize)
             for start in range(0, chunk.tensor.numel(), step):
                 piece = chunk.tensor.detach()[start : start + step]
-                yield PackedPiece(key, vector.numel, chunk.offset + start, piece)
+                yield PackedPiece(key, chunk.offset + start, piece)
 
 
 def pack(vectors: Mapping[str, ShardedVector]) -> list[list[PackedPiece]]:
-    """Deal this rank's chunks to files of at most :data:`FILE_BYTES`, a key at most once per file.
+    """Distribute this rank's chunks over files of at most :data:`FILE_BYTES`, a key at most once per file.
 
     Args:
         vectors: by key.
 
     Returns:
-        What each file is to hold; nothing, and no file, for empty chunks.
+        The pieces of each file. Empty chunks leave no piece and no file.
     """
     files: list[list[PackedPiece]] = []
     sizes: list[int] = []
@@ -145,69 +129,73 @@ def pack(vectors: Mapping[str, ShardedVector]) -> list[list[PackedPiece]]:
 
 
 def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> WrittenFile:
-    """Write one safetensors file, make it durable, and check what the storage made of it.
+    """Write one safetensors file and make it durable.
 
     Args:
-        directory: where; it exists.
-        number: distinguishes the file from those of all ranks.
-        pieces: what it holds, each of another key.
+        directory: an existing directory.
+        number: index of the file among the files of all ranks, from 0.
+        pieces: contents of the file, each of another key.
 
     Returns:
-        Its name, size and checksum, and what is in it.
+        The file's name, size and checksum, and the spans that it holds. The checksum is that of the bytes in memory,
+        so it also exposes bytes that change on their way to the disk.
 
     Raises:
-        OSError: the disk is full, or another failure of the file system.
-        CheckpointError: the storage has written something else than it was given.
+        OSError: the disk is full, or the file system fails otherwise.
+        CheckpointError: :func:`read_chunks` would not accept the file.
     """
-    items = [
-        WriteItem(
-            index=MetadataIndex(piece.key, torch.Size([piece.offset])),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size([piece.offset]), piece.tensor.shape),
-                properties=TensorProperties(dtype=piece.tensor.dtype),
-                size=torch.Size([piece.numel]),
-            ),
-        )
-        for piece in pieces
-    ]
-    writer = HuggingFaceStorageWriter(str(directory), save_distributed=True)
-    writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(SavePlan(items))
-    # The storage names a file after its plan's place in the list.
-    plan = writer.prepare_global_plan([SavePlan([])] * number + [plan])[number]
-    results = writer.write_data(plan, _Source(pieces)).wait()
-    (name,) = {result.storage_data.relative_path for result in results}
-
-    path = directory / name
-    with path.open("r+b") as stream:
+    path = directory / _FILE_NAME.format(number + 1)
+    raw = _encode(pieces)
+    with path.open("xb") as stream:
+        stream.write(raw)
+        stream.flush()
         os.fsync(stream.fileno())
-    size = path.stat().st_size
     contents = {
         piece.key: (piece.tensor.dtype, StoredSpan(piece.offset, piece.tensor.numel(), number)) for piece in pieces
     }
-    check_header(path, size, contents)
+    # Another version of the library may describe the same tensors differently: better refused now than when loading.
+    check_header(path, len(raw), contents)
     located = [(piece.key, piece.offset, piece.tensor.numel()) for piece in pieces]
-    return WrittenFile(FileEntry(name, size, crc32_of(path)), located)
+    return WrittenFile(FileEntry(path.name, len(raw), zlib.crc32(raw)), located)
+
+
+def _encode(pieces: Sequence[PackedPiece]) -> bytes:
+    """Return the bytes of a safetensors file that holds the pieces and their offsets."""
+    from safetensors.torch import save  # here, so that a program that saves nothing does not load it
+
+    offsets = {piece.key: {"saved_offsets": [piece.offset]} for piece in pieces}
+    metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    return save(_without_overlap(pieces), metadata)
+
+
+def _without_overlap(pieces: Sequence[PackedPiece]) -> dict[str, torch.Tensor]:
+    """Give the pieces on the CPU, by key, copied where they share memory, which safetensors refuses.
+
+    Tied parameters and views share memory; neighbours in one buffer do not.
+    """
+    tensors = {piece.key: piece.tensor.detach().cpu() for piece in pieces}
+    end = 0
+    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.data_ptr() < end:
+            tensors[key] = tensor.clone()
+        end = max(end, tensor.data_ptr() + tensor.numel() * tensor.itemsize)
+    return tensors
 
 
 @final
-class _Source(DefaultSavePlanner):
-    """Hands the storage writer the tensors of one file."""
+@dataclass(frozen=True)
+class _Copy:
+    """Elements to copy from a file.
 
-    def __init__(self, pieces: Iterable[PackedPiece]) -> None:
-        super().__init__()
-        self._tensors = {piece.key: piece.tensor for piece in pieces}
-        self._storages: set[int] = set()
+    Attributes:
+        key: name of the vector.
+        start: index in the stored span of the first element.
+        target: where the elements go: a part of a chunk.
+    """
 
-    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
-        tensor = self._tensors[write_item.index.fqn]
-        # safetensors refuses two names of one storage in a file, which tied parameters and views are.
-        storage = tensor.untyped_storage().data_ptr()
-        if tensor.is_cpu and storage in self._storages:
-            return tensor.clone()
-        self._storages.add(storage)
-        return tensor
+    key: str
+    start: int
+    target: torch.Tensor
 
 
 def read_chunks(directory: Path, manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> None:
@@ -215,54 +203,32 @@ def read_chunks(directory: Path, manifest: Manifest, vectors: Mapping[str, Shard
 
     Args:
         directory: the checkpoint.
-        manifest: its contents; every file that holds wanted elements has passed
+        manifest: its table of contents. Every file that holds wanted elements has passed
             :func:`~thinwire.checkpoint.manifest.check_file`.
         vectors: what is wanted, of lengths and element types that fit the manifest.
+
+    Raises:
+        OSError: a file cannot be opened.
     """
-    stored: dict[MetadataIndex, _Stored] = {}
-    items: list[ReadItem] = []
-    tensors: dict[str, list[torch.Tensor]] = {}
+    from safetensors import safe_open  # here, so that a program that loads nothing does not load it
+
+    for file, copies in _by_file(manifest, vectors).items():
+        with safe_open(directory / manifest.files[file].name, framework="pt") as stored:
+            for copy in copies:
+                copy.target.copy_(stored.get_slice(copy.key)[copy.start : copy.start + copy.target.numel()])
+
+
+def _by_file(manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> dict[int, list[_Copy]]:
+    """List the copies that fill the chunks, by index of the file, so that each file is opened once."""
+    files: dict[int, list[_Copy]] = {}
     for key, vector in vectors.items():
-        chunks = [chunk for chunk in vector.chunks if chunk.tensor.numel()]
-        if not chunks:
-            continue
-        entry = manifest.vectors[key]
-        assert entry.dtype is not None
-        for span in entry.spans:
-            place = _Stored(str(directory / manifest.files[span.file].name), torch.Size([span.length]), entry.dtype)
-            stored[MetadataIndex(key, torch.Size([span.offset]))] = place
-        table = TensorStorageMetadata(
-            TensorProperties(dtype=entry.dtype),
-            torch.Size([entry.numel]),
-            [ChunkStorageMetadata(torch.Size([span.offset]), torch.Size([span.length])) for span in entry.spans],
-        )
-        wanted = [ChunkStorageMetadata(torch.Size([chunk.offset]), chunk.tensor.shape) for chunk in chunks]
-        reads = create_read_items_for_chunk_list(key, table, wanted)
-        num_read = sum(item.lengths[0] for item in reads)
-        num_wanted = sum(chunk.tensor.numel() for chunk in chunks)
-        assert num_read == num_wanted, f"{key}: the plan reads {num_read} of {num_wanted} elements"
-        items += reads
-        tensors[key] = [chunk.tensor for chunk in chunks]
-    reader = HuggingFaceStorageReader(str(directory))
-    reader.set_up_storage_reader(Metadata({}, storage_data=stored), True)
-    plan = reader.prepare_local_plan(LoadPlan(items))
-    (plan,) = reader.prepare_global_plan([plan])
-    reader.read_data(plan, _Destination(tensors)).wait()
-
-
-@final
-class _Destination(DefaultLoadPlanner):
-    """Shows the storage reader where the elements go."""
-
-    def __init__(self, tensors: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        super().__init__()
-        self._tensors = tensors
-
-    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        index = read_item.dest_index.index
-        assert index is not None
-        chunk = self._tensors[read_item.dest_index.fqn][index].detach()
-        return chunk.narrow(0, read_item.dest_offsets[0], read_item.lengths[0])
-
-    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        pass
+        for chunk in vector.chunks:
+            wanted_end, num_read = chunk.offset + chunk.tensor.numel(), 0
+            for span in manifest.vectors[key].spans:
+                begin, end = max(chunk.offset, span.offset), min(wanted_end, span.offset + span.length)
+                if begin < end:
+                    target = chunk.tensor.detach()[begin - chunk.offset : end - chunk.offset]
+                    files.setdefault(span.file, []).append(_Copy(key, begin - span.offset, target))
+                    num_read += end - begin
+            assert num_read == chunk.tensor.numel(), f"{key}: the spans hold {num_read} of {chunk.tensor.numel()}"
+    return files

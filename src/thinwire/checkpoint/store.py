@@ -4,13 +4,13 @@ A *vector* is a flat tensor of which each rank holds some *chunks*. :func:`write
 :func:`read` fills chunks cut in any other way, on any number of ranks. What parameters, moments or
 residuals the vectors mean, the caller knows; the store sees keys, lengths and element types.
 
-This file is the protocol between the ranks; beneath it, :mod:`thinwire.checkpoint.storage` puts elements into
-files and back with ``torch.distributed.checkpoint``, :mod:`thinwire.checkpoint.manifest` says what must be there,
-and :mod:`thinwire.checkpoint.atomic` makes the directory appear whole or not at all.
+This file is the protocol between the ranks. It relies on :mod:`thinwire.checkpoint.storage`, which writes and reads
+safetensors files, on :mod:`thinwire.checkpoint.manifest`, which describes what a checkpoint must hold, and on
+:mod:`thinwire.checkpoint.atomic`, which makes the directory appear whole or not at all.
 
-The ``save`` and ``load`` of ``torch.distributed.checkpoint`` are not called: they gather pickled exceptions,
-which some exceptions and some Python versions do not survive, and then ranks wait for each other for ever.
-Here ranks exchange plain text after every phase (:func:`_together`), so all of them raise or none does.
+Nothing here calls ``torch.distributed.checkpoint``: its ``save`` and ``load`` gather pickled exceptions, which some
+exceptions and some Python versions do not survive, and then ranks wait for each other forever. Here ranks exchange
+plain text after every phase (:func:`_together`), so either all of them raise or none does.
 """
 
 from __future__ import annotations
