@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from thinwire.train.directory import RunDirectory
 from thinwire.units import format_bytes, format_duration
+
+if TYPE_CHECKING:  # the module loads pydantic, which `thinwire --help` does not need
+    from thinwire.train.directory import RunDirectory
 
 _AXES = ("tp", "pp")
 """Axes besides the data-parallel one."""
