@@ -15,7 +15,7 @@ from tests.dist.test_edge_models import Stack
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives.rollcall import Exchange, Report, judge
+from thinwire.collectives.rollcall import NotedExchange, Report, judge
 from thinwire.errors import MismatchError
 from thinwire.testing import RankPool
 
@@ -103,16 +103,18 @@ def test_different_calls_are_found_out(preset: str, case: Case, tmp_path: Path) 
             assert "very rank" in message  # what every rank has to do
 
 
-def report(beat: int, *exchanges: Exchange, blocked: bool = True) -> Report:
+def report(beat: int, *exchanges: NotedExchange, blocked: bool = True) -> Report:
     return Report(beat, blocked, "", exchanges)
 
 
-def gather(number: int, sends: tuple[int, ...] = (), receives: tuple[int, ...] = (), place: str = "gather") -> Exchange:
-    return Exchange((0, 1), place, number, "all_gather", sends, receives)
+def gather(number: int, sends: tuple[int, ...] = (), receives: tuple[int, ...] = (), place: str = "gather") ->
+NotedExchange:
+    return NotedExchange((0, 1), place, number, "all_gather", sends, receives)
 
 
 def test_only_ranks_that_cannot_go_on_are_judged() -> None:
-    def verdict(one: Exchange, other: Exchange, *, blocked: bool = True, beats: tuple[int, int] = (0, 1)) -> str:
+    def verdict(one: NotedExchange, other: NotedExchange, *, blocked: bool = True, beats: tuple[int, int] = (0, 1)) ->
+    str:
         rounds = [{0: report(beat, one), 1: report(beat, other, blocked=blocked)} for beat in beats]
         return judge(*rounds, world=2)
 

@@ -498,7 +498,7 @@ def check_methods() -> None:
             pair.check_gradients(f"methods, registered: {register}", 1e-5)
             with torch.no_grad():
                 same(pair.model.loss(x), pair.one.loss(x), name)
-            assert not pair.model._thinwire_runtime.passes.inside
+            assert not pair.model._thinwire_runtime.passes.state.inside
             close(pair.model)
 
 

@@ -42,7 +42,7 @@ REMEDY = (
 
 
 @dataclass(frozen=True)
-class Exchange:
+class NotedExchange:
     """An exchange that a rank is in.
 
     Attributes:
@@ -67,13 +67,13 @@ Pieces = Sequence[Sequence[torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _Noted:
     """An exchange of this process, as cheap to note as can be.
 
     Attributes:
         since: when it began.
         on_main: whether the computing thread itself is in it.
-        ranks: see :class:`Exchange`, as the rest.
+        ranks: see :class:`NotedExchange`, as the rest.
         place: lane and stage.
         number: how many there were before.
         kind: what it does.
@@ -88,10 +88,10 @@ class _UnderWay:
     kind: str
     pieces: Pieces
 
-    def exchange(self) -> Exchange:
+    def exchange(self) -> NotedExchange:
         """As others see it."""
         sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self.pieces]
-        return Exchange(self.ranks, self.place, self.number, self.kind, *sizes)
+        return NotedExchange(self.ranks, self.place, self.number, self.kind, *sizes)
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class Report:
     beat: int
     blocked: bool
     at: str
-    exchanges: tuple[Exchange, ...]
+    exchanges: tuple[NotedExchange, ...]
 
     def to_json(self) -> str:
         """For the store."""
@@ -119,7 +119,7 @@ class Report:
         """From the store."""
         fields = json.loads(text)
         exchanges = tuple(
-            Exchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
+            NotedExchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
             for ranks, place, number, kind, sends, receives in (e.values() for e in fields.pop("exchanges"))
         )
         return cls(exchanges=exchanges, **fields)
@@ -149,7 +149,7 @@ class RollCall:
         self.describe: Callable[[], str] = str
         self._give_up = give_up
         self._numbers: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self._under_way: dict[int, _UnderWay] = {}
+        self._under_way: dict[int, _Noted] = {}
         self._tokens = itertools.count()
         self._blocked_since: float | None = None
         self._main = threading.main_thread()
@@ -170,7 +170,7 @@ class RollCall:
         """
         self._numbers[ranks, place] += 1
         token, on_main = next(self._tokens), threading.current_thread() is self._main
-        self._under_way[token] = _UnderWay(
+        self._under_way[token] = _Noted(
             time.monotonic(), on_main, ranks, place, self._numbers[ranks, place], kind, pieces
         )
         if self._thread is None:
@@ -290,7 +290,7 @@ def judge(before: dict[int, Report], now: dict[int, Report], world: int) -> str:
     return f"ranks wait for each other and none can go on: {places}"
 
 
-def _may_go_on(exchange: Exchange, reports: dict[int, Report]) -> bool:
+def _may_go_on(exchange: NotedExchange, reports: dict[int, Report]) -> bool:
     """Whether all members have entered an exchange, and send what the others expect."""
     entered = []
     for rank in exchange.ranks:
@@ -306,7 +306,7 @@ def _may_go_on(exchange: Exchange, reports: dict[int, Report]) -> bool:
     )
 
 
-def _identity(exchange: Exchange) -> tuple[object, ...]:
+def _identity(exchange: NotedExchange) -> tuple[object, ...]:
     return exchange.ranks, exchange.place, exchange.number, exchange.kind
 
 

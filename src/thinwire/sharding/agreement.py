@@ -13,14 +13,14 @@ import torch
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import NORM_BYTES, Axis, Lane, control_bytes
+from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.spec import Plan
 
-__all__ = ["Agreement", "Agreements"]
+__all__ = ["Agreement", "Agreements", "UsedGradients"]
 
 _NORM_BLOCK: Final = 1 << 18
 """Elements whose squares are added up in fp32."""
@@ -33,17 +33,75 @@ class Agreement:
     Attributes:
         norm: L2 norm of the whole gradient; NaN unless it was measured.
         measured: whether the norm was measured.
-        used: for each trainable parameter, in order, whether any rank had a gradient for it.
     """
 
     norm: float
     measured: bool
-    used: tuple[bool, ...]
 
     @property
     def finite(self) -> bool:
         """Whether the norm, and so every gradient, is finite."""
         return self.norm - self.norm == 0.0
+
+
+class UsedGradients:
+    """Which trainable parameters have gradients: on this rank, and on any, once ranks have met.
+
+    Args:
+        infos: the units.
+
+    Attributes:
+        here: whether this rank has a gradient, for each trainable parameter, in order.
+    """
+
+    def __init__(self, infos: Sequence[UnitInfo]) -> None:
+        # The number that each unit's first trainable parameter has among those of the model.
+        self._first_bit = [sum(info.parameters for info in infos[:i]) for i in range(len(infos))]
+        self.here = bytearray(sum(info.parameters for info in infos))
+        self._before = bytes(self.here)  # before the present backward, in case that it fails
+        self._anywhere: list[bool] | None = None  # until the next backward, once ranks have met
+
+    def note(self, unit: int, slot: int) -> None:
+        """A parameter has a gradient on this rank."""
+        self.here[self._first_bit[unit] + slot] = 1
+
+    def begin_backward(self) -> None:
+        """A backward adds gradients."""
+        self._before = bytes(self.here)
+        self._anywhere = None
+
+    def undo_backward(self) -> None:
+        """The backward failed: its gradients do not count."""
+        self.here[:] = self._before
+
+    def forget(self) -> None:
+        """No parameter has a gradient any more."""
+        self.here = bytearray(len(self.here))
+        self._anywhere = [False] * len(self.here)
+
+    def set(self, unit: int, slot: int, *, used: bool) -> None:
+        """Whether a parameter has a gradient, on every rank."""
+        bit = self._first_bit[unit] + slot
+        self.here[bit] = used
+        if self._anywhere is not None:
+            self._anywhere[bit] = used
+
+    def learn(self, anywhere: Sequence[bool]) -> None:
+        """Ranks have met.
+
+        Args:
+            anywhere: whether any rank has a gradient, for each trainable parameter.
+        """
+        self._anywhere = list(anywhere)
+
+    def is_known(self) -> bool:
+        """Whether ranks have met since the last backward."""
+        return self._anywhere is not None
+
+    def is_used(self, unit: int, slot: int) -> bool:
+        """Whether any rank has a gradient for a parameter; after ranks have met."""
+        assert self._anywhere is not None
+        return self._anywhere[self._first_bit[unit] + slot]
 
 
 class Agreements:
@@ -52,35 +110,23 @@ class Agreements:
     Args:
         sharded: the model.
         reducer: of its gradients.
+
+    Attributes:
+        used: which parameters have gradients.
     """
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
         self._sharded, self._reducer = sharded, reducer
         self._infos = [unit.info for unit in sharded.units]
-        # The number that each unit's first trainable parameter has among those of the model.
-        self._first_bit = [sum(info.parameters for info in self._infos[:i]) for i in range(len(self._infos))]
-        # Whether this rank had a gradient in this step, for each trainable parameter; and before the present backward,
-        # in case that it fails.
-        self._used = bytearray(sum(info.parameters for info in self._infos))
-        self._used_before = bytes(self._used)
+        self.used = UsedGradients(self._infos)
         self._present: Agreement | None = None  # of this step, once ranks have met
-        # For each trainable parameter, whether any rank has a gradient; until the next backward, once ranks have met.
-        self._known: list[bool] | None = None
 
     # -- gradients as they come --------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """A backward adds gradients: what ranks agreed on before holds no longer."""
-        self._used_before = bytes(self._used)
-        self._present = self._known = None
-
-    def undo_backward(self) -> None:
-        """The backward failed: its gradients do not count."""
-        self._used[:] = self._used_before
-
-    def note_gradient(self, unit: int, slot: int) -> None:
-        """A parameter has a gradient on this rank."""
-        self._used[self._first_bit[unit] + slot] = 1
+        self.used.begin_backward()
+        self._present = None
 
     def forget(self) -> None:
         """A step is over: the next one needs exchanges of its own."""
@@ -88,41 +134,18 @@ class Agreements:
 
     def forget_gradients(self) -> None:
         """No parameter has a gradient any more."""
-        self._used = bytearray(len(self._used))
+        self.used.forget()
         self._present = None
-        self._known = [False] * len(self._used)
-
-    def forget_gradient(self, unit: int, slot: int) -> None:
-        """A parameter has no gradient any more, on any rank."""
-        self._set_used(unit, slot, used=False)
-
-    def give_gradient(self, unit: int, slot: int) -> None:
-        """A parameter was given a gradient, on every rank."""
-        self._set_used(unit, slot, used=True)
 
     def forget_norm(self) -> None:
         """Gradients were changed after ranks had agreed on their norm."""
         if self._present is not None:
             self._present = replace(self._present, norm=float("nan"), measured=False)
 
-    def knows_used(self) -> bool:
-        """Whether ranks have met since the last backward."""
-        return self._known is not None
-
-    def is_known_used(self, unit: int, slot: int) -> bool:
-        """Whether any rank has a gradient for a parameter; after ranks have met."""
-        assert self._known is not None
-        return self._known[self._first_bit[unit] + slot]
-
-    def _set_used(self, unit: int, slot: int, *, used: bool) -> None:
-        bit = self._first_bit[unit] + slot
-        self._used[bit] = used
-        if self._known is not None:
-            self._known[bit] = used
-        if self._present is not None:
-            flags = list(self._present.used)
-            flags[bit] = used
-            self._present = replace(self._present, used=tuple(flags), norm=float("nan"), measured=False)
+    def set_used(self, unit: int, slot: int, *, used: bool) -> None:
+        """A parameter was given a gradient, or has none any more; on every rank."""
+        self.used.set(unit, slot, used=used)
+        self.forget_norm()
 
     # -- exchanges ---------------------------------------------------------------------------------------------
 
@@ -140,13 +163,13 @@ class Agreements:
         """
         if self._present is None:
             # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
-            self._present = Agreement(float("nan"), False, self._compare_steps(order_hash))
-            self._known = list(self._present.used)
+            self.used.learn(self._compare_steps(order_hash))
+            self._present = Agreement(float("nan"), False)
         if measure and not self._present.measured:
             self._reducer.join()
             everyone = self._exchange(struct.pack("<d", self._squared_norm()), NORM_BYTES)
             norm = sum(struct.unpack_from("<d", row)[0] for row in everyone) ** 0.5
-            self._present = Agreement(norm, True, self._present.used)
+            self._present = Agreement(norm, True)
             if not self._present.finite:
                 self._reducer.forget_lost()  # what codecs lost of such gradients is not finite either
         return self._present
@@ -156,10 +179,6 @@ class Agreements:
         assert self._present is not None
         self._present = replace(self._present, norm=norm)
 
-    def is_used(self, agreement: Agreement, unit: int, slot: int) -> bool:
-        """Whether any rank had a gradient for a parameter in this step."""
-        return agreement.used[self._first_bit[unit] + slot]
-
     def _compare_steps(self, order_hash: int) -> tuple[bool, ...]:
         """Check that all ranks ran the same step.
 
@@ -168,7 +187,7 @@ class Agreements:
         """
         unfinished = int(any(gradient.unsynced for gradient in self._reducer.parts))
         words = struct.pack("<qqq", order_hash, unfinished, self._sharded.seeds.step)
-        bits = _to_bits(self._used)
+        bits = _to_bits(self.used.here)
         everyone = self._exchange(words + bits, control_bytes(self._infos))
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
         for rank, row in enumerate(rows):
@@ -188,7 +207,7 @@ class Agreements:
         for row_bits in everyone:
             for i, byte in enumerate(row_bits[len(words) :]):
                 used[i] |= byte
-        return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self._used)))
+        return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self.used.here)))
 
     def _exchange(self, payload: bytes, size: int) -> list[bytes]:
         """One small all-gather on the host, of ``size`` bytes from each rank."""

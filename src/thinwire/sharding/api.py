@@ -182,11 +182,11 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
                 return
             if current is missing and last is missing:
                 raise UsageError(f"rank {ranks.rank} has no batch for thinwire.join: give every rank at least one")
-            runtime.passes.gradients_count = current is not missing
+            runtime.passes.backward.gradients_count = current is not missing
             last = last if current is missing else current
             yield last
     finally:
-        runtime.passes.gradients_count = True
+        runtime.passes.backward.gradients_count = True
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -50,7 +50,7 @@ def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_no
         raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
     runtime.agree(measure=False)
     runtime.reducer.join()
-    norm = runtime.outside.total_norm(float(norm_type))
+    norm = runtime.outside.norms.total(float(norm_type))
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteError(f"the gradient norm is {float(norm)}; lower the learning rate or look at the data")
     coefficient = max_norm / (float(norm) + 1e-6)

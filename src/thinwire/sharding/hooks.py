@@ -167,7 +167,7 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
             parameter.grad = None
             # A backward that is to be differentiated again delivers graphs.
             grad = local_gradient(parameter, grad.detach())
-            runtime.passes.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
+            runtime.passes.backward.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
 
     return hook
 
@@ -197,11 +197,11 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
             leave(None)
         if announced_in != (task := torch._C._current_graph_task_id()):
             announced_in = task
-            runtime.passes.pre_backward(unit.index, will_leave=will_leave)
+            runtime.passes.backward.pre_backward(unit.index, will_leave=will_leave)
 
     def post_backward(_grads: Any) -> None:
         if announced_in == torch._C._current_graph_task_id():
-            runtime.passes.post_backward(unit.index)
+            runtime.passes.backward.post_backward(unit.index)
 
     for tensor in outputs:
         followers: list[Callable[[Any], None]] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ class Outside:
         self._live: list[ModelParameter] = []
         self._added: list[tuple[Trained, torch.Tensor]] = []  # gradients of shares themselves, not combined yet
         self._checked = 0  # table entries of the model when all its parameters were found to be managed
-        self._norms: dict[float, dict[int, torch.Tensor]] = {}  # of all gradients, by order, until one changes
+        self.norms = GradientNorms(self._live)
         spans: dict[str, tuple[int, int]] = {}
         sharded = self.runtime.sharded
         trained = ModelHolders(sharded, spans, trained=True)
@@ -209,14 +209,13 @@ class Outside:
 
     def changed_gradients(self) -> None:
         """Gradients are others now: what was computed from them is stale."""
-        if self._norms:
-            self._norms = {}
+        self.norms.forget()
         self.runtime.agreements.forget_norm()
 
     def add_gradient(self, trained: Trained, piece: torch.Tensor) -> None:
         """A share has a gradient of its own, from an operation on shares; it joins the one that ranks combine."""
         self.runtime.agreements.begin_backward()
-        self.runtime.agreements.note_gradient(trained.unit, trained.slot)
+        self.runtime.agreements.used.note(trained.unit, trained.slot)
         self._added.append((trained, piece))
 
     def merge(self) -> None:
@@ -230,14 +229,38 @@ class Outside:
     def drop_added(self) -> None:
         """Forget the gradients of shares themselves."""
         self._added.clear()
-        self._norms = {}
+        self.norms.forget()
 
     def has_added(self) -> bool:
         """Whether a share has a gradient of its own that is not merged yet."""
         return bool(self._added)
 
-    def norms(self, order: float) -> dict[int, torch.Tensor]:
-        """Norms of all gradients, from one exchange: by ``id`` of what stands behind each parameter; fp32, 0-D."""
+    def after_backward(self) -> None:
+        """The step's last backward has ended: call the hooks that wait for combined gradients."""
+        for live in self._live:
+            if live.hooks and live.share.grad is not None:
+                for hook in list(live.hooks.values()):
+                    hook(live.share)
+
+
+class GradientNorms:
+    """Norms of all gradients of a model, from one exchange for each order, until a gradient changes.
+
+    Args:
+        live: the model's parameters.
+    """
+
+    def __init__(self, live: Sequence[ModelParameter]) -> None:
+        self._live = live
+        self._norms: dict[float, dict[int, torch.Tensor]] = {}
+
+    def forget(self) -> None:
+        """A gradient has changed."""
+        if self._norms:
+            self._norms = {}
+
+    def each(self, order: float) -> dict[int, torch.Tensor]:
+        """Norms by ``id`` of what stands behind each parameter; fp32, 0-D. Collective."""
         if order not in self._norms:
             live = [one for one in self._live if one.trained is not None and one.share.grad is not None]
             partial = torch.stack([power_sum(one.gradient_piece(), order) for one in live])
@@ -246,20 +269,12 @@ class Outside:
             self._norms[order] = {id(one): norm.float().to(device) for one, norm in zip(live, norms, strict=True)}
         return self._norms[order]
 
-    def total_norm(self, order: float) -> torch.Tensor:
-        """Norm of the whole gradient, fp32, 0-D. Collective."""
+    def total(self, order: float) -> torch.Tensor:
+        """Norm of the whole gradient, fp32, 0-D, on the CPU. Collective."""
         if not any(one.share.grad is not None for one in self._live):
             return torch.tensor(0.0)
-        norms = torch.stack([norm.cpu() for norm in self.norms(order).values()])
-        total: torch.Tensor = torch.linalg.vector_norm(norms, order)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.cpu() for n in self.each(order).values()]), order)
         return total
-
-    def after_backward(self) -> None:
-        """The step's last backward has ended: call the hooks that wait for combined gradients."""
-        for live in self._live:
-            if live.hooks and live.share.grad is not None:
-                for hook in list(live.hooks.values()):
-                    hook(live.share)
 
 
 class ModelParameter:
@@ -320,10 +335,10 @@ class ModelParameter:
         if trained.part.absent and not self.outside.has_added():
             return None
         if not trained.part.unsynced:
-            agreements = runtime.agreements
-            if not agreements.knows_used():
+            used = runtime.agreements.used
+            if not used.is_known():
                 runtime.agree(measure=False)
-            if not agreements.is_known_used(trained.unit, trained.slot):
+            if not used.is_used(trained.unit, trained.slot):
                 return None
         if self._gradient is None:
             values = trained.part.owned.values[trained.owned]
@@ -377,7 +392,7 @@ class ModelParameter:
                 if not trained.part.owned.empty:
                     trained.part.owned.values[trained.owned].zero_()
                 trained.part.add(trained.owned, piece)
-        agreements.give_gradient(trained.unit, trained.slot)
+        agreements.set_used(trained.unit, trained.slot, used=True)
         self.outside.changed_gradients()
 
     def _forget(self, trained: Trained) -> None:
@@ -385,7 +400,7 @@ class ModelParameter:
         outside.merge()
         outside.runtime.reducer.join_unit(trained.unit)
         trained.part.forget(trained.index, trained.owned, trained.shard)
-        outside.runtime.agreements.forget_gradient(trained.unit, trained.slot)
+        outside.runtime.agreements.set_used(trained.unit, trained.slot, used=False)
         outside.changed_gradients()
 
     def accumulated(self, share: torch.Tensor) -> None:
@@ -438,7 +453,7 @@ class _LiveGradient:
 
     def norms(self, order: float) -> torch.Tensor | None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""
-        return self._of.outside.norms(order)[id(self._of)]
+        return self._of.outside.norms.each(order)[id(self._of)]
 
 
 def _accumulation_hook(live: ModelParameter) -> Callable[[torch.Tensor], None]:

@@ -18,7 +18,7 @@ from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
 
-__all__ = ["Pass", "Passes"]
+__all__ = ["BackwardPass", "Pass", "PassState", "Passes"]
 
 
 class Pass(enum.Enum):
@@ -34,40 +34,29 @@ class Pass(enum.Enum):
     BACKWARD = "backward"
 
 
-class Passes:
-    """Turns the events of a pass into what units, reducer and schedule have to do.
+class PassState:
+    """Where a model's passes are.
 
     Args:
-        sharded: the model.
-        schedule: the cursor in its program.
-        reducer: of its gradients.
-        agreements: of its steps.
-        holds: frees its units.
+        num_units: units of the model.
+
+    Attributes:
+        inside: whether modules see the tensors that they compute with, not shares; follows ``present``.
+        before: where the present backward began.
+        at: the event that was reported last; for journals.
+        began: for each unit, when its present forward or backward began; for timelines.
+        had_backward: whether any backward has begun since the last step.
+        waits_for_backward: whether a forward since the last step has recorded a graph.
     """
 
-    def __init__(
-        self, sharded: ShardedModel, schedule: Schedule, reducer: Reducer, agreements: Agreements, holds: Holds
-    ) -> None:
-        self._sharded, self._units, self._plan = sharded, sharded.units, sharded.plan
-        self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
-        self.inside = False  # whether modules see the tensors that they compute with; follows ``present``
+    def __init__(self, num_units: int) -> None:
+        self.inside = False
         self._present = Pass.IDLE
-        self._before = Pass.IDLE  # where the present backward began
-        # A unit whose forward was called while the model's was not, and how often it has called itself since.
-        self._alone: int | None = None
-        self._alone_depth = 0
-        self.before_computing: Callable[[], None] = _nothing  # somebody is about to compute with parameters
-        self.after_last_backward: Callable[[], None] = _nothing  # a step's gradients are on their way
-        self.at: Moment = (Phase.STEP, -1)  # the event that was reported last; for journals
-        # For each unit, calls whose outputs backward has reached and whose inputs it has not.
-        self._open_calls = [0] * len(self._units)
-        self.gradients_count = True  # or this rank has no data any more, and its gradients are zero
-        self._had_backward = False  # whether any backward has begun since the last step
-        # For each unit, when its present forward or backward began; for timelines.
-        self._began: list[Mark] = [None] * len(self._units)
-        # Whether gradients are encoded in this step. ``None``: the plan's schedule depends on how far training is, and
-        # the caller has not said so yet.
-        self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
+        self.before = Pass.IDLE
+        self.at: Moment = (Phase.STEP, -1)
+        self.began: list[Mark] = [None] * num_units
+        self.had_backward = False
+        self.waits_for_backward = False
 
     @property
     def present(self) -> Pass:
@@ -78,21 +67,171 @@ class Passes:
     def present(self, present: Pass) -> None:
         self._present, self.inside = present, present is not Pass.IDLE
 
-    def is_inside(self) -> bool:
-        """Whether modules see the tensors that they compute with, and others shares; ``inside`` after a backward that
-        raised is not to be trusted."""
-        if self.inside and self._present is Pass.BACKWARD:
-            self.forget_failed_backward()
-        return self.inside or self._holds.depth > 0 or recomputing()
-
     def end_step(self) -> None:
         """A step was taken."""
-        self._had_backward = False
+        self.had_backward = self.waits_for_backward = False
+
+
+class BackwardPass:
+    """Turns the events of a backward into what units, reducer and schedule have to do.
+
+    Args:
+        state: where the model's passes are.
+        sharded: the model.
+        schedule: the cursor in its program.
+        reducer: of its gradients.
+        agreements: of its steps.
+        holds: frees its units.
+
+    Attributes:
+        encodes_gradients: whether gradients are encoded in this step. ``None``: the plan's schedule depends on how far
+            training is, and the caller has not said so yet.
+        gradients_count: whether this rank's gradients count; if not, it has no data any more, and they are zero.
+        after_last: called when a step's last backward has ended.
+    """
+
+    def __init__(
+        self,
+        state: PassState,
+        sharded: ShardedModel,
+        schedule: Schedule,
+        reducer: Reducer,
+        agreements: Agreements,
+        holds: Holds,
+    ) -> None:
+        self._state, self._sharded, self._units, self._plan = state, sharded, sharded.units, sharded.plan
+        self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
+        # For each unit, calls whose outputs backward has reached and whose inputs it has not.
+        self._open_calls = [0] * len(self._units)
+        self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
+        self.gradients_count = True
+        self.after_last: Callable[[], None] = _nothing
+
+    def pre_backward(self, index: int, *, will_leave: bool) -> None:
+        """Backward has reached a unit's outputs.
+
+        Args:
+            index: the unit.
+            will_leave: whether its inputs need gradients, so that :meth:`post_backward` follows, or the end.
+        """
+        self._enter_backward()
+        if will_leave:
+            self._open_calls[index] += 1
+        self.need(index)
+        self._state.began[index] = self._sharded.lanes.mark()
+
+    def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
+        """A parameter's gradient exists."""
+        self._enter_backward()
+        self._agreements.used.note(index, slot)
+        if not self.gradients_count:
+            grad = torch.zeros_like(grad)
+        if self._reducer.collect(index, slot, grad):
+            self._state.at = Phase.GRADS_READY, index
+            self._schedule.note_backward(Phase.GRADS_READY, index)
+            self._sharded.lanes.computed("backward", self._units[index].name, self._state.began[index])
+            self._reducer.ready(index)
+            # Frozen weights may be needed after the last gradient of a unit, but only on the way to its inputs.
+            self._free_if_left(index)
+
+    def post_backward(self, index: int) -> None:
+        """Backward has left a unit by one of its calls: the gradients of that call's inputs exist."""
+        self._open_calls[index] -= 1
+        if index not in self._sharded.gradients or self._reducer.delivered(index):
+            self._free_if_left(index)
+
+    def forget_failed(self) -> None:
+        """After a backward that raised, its end was never called: drop what it gathered and collected."""
+        if self._state.present is not Pass.BACKWARD or recomputing():
+            return
+        self._state.present = self._state.before
+        self._agreements.used.undo_backward()
+        self._reducer.abort()
+        self._schedule.abandon_micro_batch()
+        self._open_calls = [0] * len(self._units)
+        self._holds.release_reads()
+        self._holds.free_all()
+
+    def _enter_backward(self) -> None:
+        if self._state.present is Pass.BACKWARD:
+            return
+        if self.encodes_gradients is None:
+            raise UsageError(
+                f"wire.schedule = {self._plan.wire.schedule} needs to know how far training is: call "
+                "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
+            )
+        self._state.before, self._state.present = self._state.present, Pass.BACKWARD
+        self._state.had_backward = True
+        self._holds.begin_backward()
+        self._agreements.begin_backward()
+        self._reducer.begin(self._schedule.turns(), last=self._schedule.last)
+        Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        self._state.present = self._state.before
+        self._state.at = Phase.BACKWARD_END, -1
+        self._reducer.end()
+        self._schedule.end_backward()
+        self._open_calls = [0] * len(self._units)
+        self._holds.end_backward()
+        self._holds.free_all()
+        if self._schedule.last:
+            self.after_last()
+
+    def need(self, index: int) -> None:
+        """Backward needs a unit's parameters, to recompute its forward or to go through it."""
+        self._state.at = Phase.PRE_BACKWARD, index
+        unit = self._units[index]
+        unit.start_gather(from_secondary=True)
+        for prefetch in self._schedule.backward_event(index):
+            self._units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
+        unit.need(from_secondary=True)
+
+    def _free_if_left(self, index: int) -> None:
+        if self._open_calls[index] <= 0:
+            self._state.at = Phase.POST_BACKWARD, index
+            if self._holds.free(index):
+                self._schedule.note_backward(Phase.POST_BACKWARD, index)
+
+
+class Passes:
+    """Turns the events of a forward, and reads outside of passes, into what units and schedule have to do.
+
+    Args:
+        sharded: the model.
+        schedule: the cursor in its program.
+        backward: the other direction.
+        state: where the model's passes are.
+        holds: frees its units.
+
+    Attributes:
+        state: the same.
+        backward: the same.
+        before_computing: called when somebody is about to compute with parameters.
+    """
+
+    def __init__(
+        self, sharded: ShardedModel, schedule: Schedule, backward: BackwardPass, state: PassState, holds: Holds
+    ) -> None:
+        self.state, self.backward = state, backward
+        self._sharded, self._units, self._plan = sharded, sharded.units, sharded.plan
+        self._schedule, self._holds = schedule, holds
+        self.before_computing: Callable[[], None] = _nothing
+        # A unit whose forward was called while the model's was not, and how often it has called itself since.
+        self._alone: int | None = None
+        self._alone_depth = 0
+
+    def is_inside(self) -> bool:
+        """Whether modules see the tensors that they compute with, and others shares; ``state.inside`` after a backward
+        that raised is not to be trusted."""
+        if self.state.present is Pass.BACKWARD:
+            self.backward.forget_failed()
+        return self.state.inside or self._holds.depth > 0 or recomputing()
 
     def reach_step(self) -> None:
         """The micro-batches of a step have run, or failed."""
-        self.at = Phase.STEP, -1
-        self.forget_failed_backward()
+        self.state.at = Phase.STEP, -1
+        self.backward.forget_failed()
 
     def refuse_missing_backward(self) -> None:
         """Raise if the model's forward recorded a graph in this step, and no backward reached a parameter.
@@ -100,37 +239,35 @@ class Passes:
         Raises:
             UsageError: naming what may have happened.
         """
-        if self._schedule.is_forward_waiting() and not self._had_backward:
+        if self.state.waits_for_backward and not self.state.had_backward:
             raise UsageError(
                 "step() after a forward without a backward that reached the model's parameters: call loss.backward(), "
                 "without inputs=, or run the forward under torch.no_grad(). Nothing was updated"
             )
 
-    # -- forward -----------------------------------------------------------------------------------------------
-
     def enter_forward(self) -> None:
         """The model's forward begins."""
         if not recomputing():
-            self.forget_failed_backward()
+            self.backward.forget_failed()
             self.before_computing()
-            self.present = Pass.FORWARD
+            self.state.present = Pass.FORWARD
 
     def leave_forward(self) -> None:
         """The model's forward has ended, or failed."""
-        if self.present is Pass.FORWARD:
-            self.present = Pass.IDLE
+        if self.state.present is Pass.FORWARD:
+            self.state.present = Pass.IDLE
         elif not recomputing():
-            self._before = Pass.IDLE  # a backward inside it has failed
+            self.state.before = Pass.IDLE  # a backward inside it has failed
         if not torch.is_grad_enabled() and not recomputing():
             self._holds.release_reads(free=True)
 
     def pre_forward(self, index: int) -> None:
         """A unit's forward begins."""
         if recomputing():
-            self._need_in_backward(index)
+            self.backward.need(index)
             return
-        self.forget_failed_backward()
-        if self._present is Pass.IDLE:
+        self.backward.forget_failed()
+        if self.state.present is Pass.IDLE:
             self._alone = index
             self.enter_forward()
         if index == self._alone:
@@ -144,13 +281,13 @@ class Passes:
                 units[upcoming].start_gather(from_secondary=False)
             unit.need(from_secondary=False)
             return
-        self.at = Phase.PRE_FORWARD, index
+        self.state.at, self.state.waits_for_backward = (Phase.PRE_FORWARD, index), True
         reuse = self._plan.secondary_reuse
         unit.start_gather(from_secondary=reuse)
         for prefetch in self._schedule.forward_event(Phase.PRE_FORWARD, index):
             units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
         unit.need(from_secondary=reuse)
-        self._began[index] = self._sharded.lanes.mark()
+        self.state.began[index] = self._sharded.lanes.mark()
 
     def post_forward(self, index: int, *, will_hear: bool) -> None:
         """A unit's forward ends.
@@ -165,8 +302,8 @@ class Passes:
         if not torch.is_grad_enabled():
             self._holds.free(index)
             return
-        self.at = Phase.POST_FORWARD, index
-        self._sharded.lanes.computed("forward", unit.name, self._began[index])
+        self.state.at = Phase.POST_FORWARD, index
+        self._sharded.lanes.computed("forward", unit.name, self.state.began[index])
         self._schedule.forward_event(Phase.POST_FORWARD, index)
         if not unit.sharded:
             return
@@ -193,7 +330,7 @@ class Passes:
     def reading(self, index: int) -> Iterator[None]:
         """A unit's parameters are whole and up to date in this block, outside of passes. Collective."""
         if not recomputing():
-            self.forget_failed_backward()
+            self.backward.forget_failed()
             self.before_computing()
         self._units[index].need(from_secondary=False)
         yield
@@ -208,96 +345,9 @@ class Passes:
         unit = self._units[index]
         if not unit.sharded:
             unit.join_spread()
-        elif self.present is Pass.FORWARD or recomputing():
+        elif self.state.present is Pass.FORWARD or recomputing():
             self._holds.read(index)
             unit.need(from_secondary=False)
-
-    # -- backward ----------------------------------------------------------------------------------------------
-
-    def pre_backward(self, index: int, *, will_leave: bool) -> None:
-        """Backward has reached a unit's outputs.
-
-        Args:
-            index: the unit.
-            will_leave: whether its inputs need gradients, so that :meth:`post_backward` follows, or the end.
-        """
-        self._enter_backward()
-        if will_leave:
-            self._open_calls[index] += 1
-        self._need_in_backward(index)
-        self._began[index] = self._sharded.lanes.mark()
-
-    def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
-        """A parameter's gradient exists."""
-        self._enter_backward()
-        self._agreements.note_gradient(index, slot)
-        if not self.gradients_count:
-            grad = torch.zeros_like(grad)
-        if self._reducer.collect(index, slot, grad):
-            self.at = Phase.GRADS_READY, index
-            self._schedule.note_backward(Phase.GRADS_READY, index)
-            self._sharded.lanes.computed("backward", self._units[index].name, self._began[index])
-            self._reducer.ready(index)
-            # Frozen weights may be needed after the last gradient of a unit, but only on the way to its inputs.
-            self._free_if_left(index)
-
-    def post_backward(self, index: int) -> None:
-        """Backward has left a unit by one of its calls: the gradients of that call's inputs exist."""
-        self._open_calls[index] -= 1
-        if index not in self._sharded.gradients or self._reducer.delivered(index):
-            self._free_if_left(index)
-
-    def forget_failed_backward(self) -> None:
-        """After a backward that raised, its end was never called: drop what it gathered and collected."""
-        if self.present is not Pass.BACKWARD or recomputing():
-            return
-        self.present = self._before
-        self._agreements.undo_backward()
-        self._reducer.abort()
-        self._schedule.abandon_micro_batch()
-        self._open_calls = [0] * len(self._units)
-        self._holds.release_reads()
-        self._holds.free_all()
-
-    def _enter_backward(self) -> None:
-        if self.present is Pass.BACKWARD:
-            return
-        if self.encodes_gradients is None:
-            raise UsageError(
-                f"wire.schedule = {self._plan.wire.schedule} needs to know how far training is: call "
-                "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
-            )
-        self._before, self.present = self.present, Pass.BACKWARD
-        self._had_backward = True
-        self._holds.begin_backward()
-        self._agreements.begin_backward()
-        self._reducer.begin(self._schedule.turns(), last=self._schedule.last)
-        Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _end_backward(self) -> None:
-        self.present = self._before
-        self.at = Phase.BACKWARD_END, -1
-        self._reducer.end()
-        self._schedule.end_backward()
-        self._open_calls = [0] * len(self._units)
-        self._holds.end_backward()
-        self._holds.free_all()
-        if self._schedule.last:
-            self.after_last_backward()
-
-    def _need_in_backward(self, index: int) -> None:
-        self.at = Phase.PRE_BACKWARD, index
-        unit = self._units[index]
-        unit.start_gather(from_secondary=True)
-        for prefetch in self._schedule.backward_event(index):
-            self._units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
-        unit.need(from_secondary=True)
-
-    def _free_if_left(self, index: int) -> None:
-        if self._open_calls[index] <= 0:
-            self.at = Phase.POST_BACKWARD, index
-            if self._holds.free(index):
-                self._schedule.note_backward(Phase.POST_BACKWARD, index)
 
 
 def _nothing() -> None:

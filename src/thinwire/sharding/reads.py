@@ -61,7 +61,7 @@ class _Table(dict[str, Any]):
         entry = self._entries.get(name)
         if entry is None or stored is not entry.compute:
             return stored  # no parameter of a unit; or torch.func.functional_call has put something in its place
-        if entry.share is not None and not self._passes.inside and not self._passes.is_inside():
+        if entry.share is not None and not self._passes.state.inside and not self._passes.is_inside():
             return entry.share
         if not entry.unit.ready:
             _read(self._passes, entry.unit.index)

@@ -37,7 +37,7 @@ from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.holds import Holds
 from thinwire.sharding.outside import Outside
-from thinwire.sharding.passes import Passes
+from thinwire.sharding.passes import BackwardPass, Passes, PassState
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.reductions import Reductions
@@ -83,27 +83,23 @@ class Runtime:
         self.spreads = Spreads(sharded, self.schedule.programs)
         self.undo: list[Callable[[], None]] = []  # takes every hook off the model again, the last one first
         self.optimizer: object | None = None  # made by thinwire.optimizer, which then owns the updates
-        self.passes = Passes(sharded, self.schedule, self.reducer, self.agreements, self.holds)
-        rollcall().describe = _weakly(self)
+        state = PassState(len(self.units))
+        backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.agreements, self.holds)
+        self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
+        rollcall().describe = _describer(self)
         self.outside: Outside | None = Outside(self) if sharded.alone else None
         if self.outside is not None:
             self.passes.before_computing = self.holds.before_gathering = self.outside.flush
-            self.passes.after_last_backward = self.outside.after_backward
+            self.passes.backward.after_last = self.outside.after_backward
 
     @property
     def num_steps(self) -> int:
         """Optimizer steps taken so far."""
         return self.sharded.seeds.step
 
-    def describe(self) -> str:
-        """Where the step is, in words; for other threads."""
-        moment, unit = self.passes.at
-        where = f" of {self.units[unit].name}" if 0 <= unit < len(self.units) else ""
-        return f"step {self.num_steps}, {str(moment).replace('_', ' ')}{where}"
-
     def now(self) -> tuple[int, Event]:
         """The number of the present step, and the event that was reported last; for journals."""
-        return self.num_steps, Event(*self.passes.at, self.schedule.micro_batch)
+        return self.num_steps, Event(*self.passes.state.at, self.schedule.micro_batch)
 
     # -- micro-batches -----------------------------------------------------------------------------------------
 
@@ -147,11 +143,12 @@ class Runtime:
 
     def used_flag(self, index: int, slot: int) -> bool:
         """Whether any rank had a gradient for a parameter in this step."""
-        return self.agreements.is_used(self.agree(measure=False), index, slot)
+        self.agree(measure=False)
+        return self.agreements.used.is_used(index, slot)
 
     def zero_grad(self) -> None:
         """Forget every gradient."""
-        self.passes.forget_failed_backward()
+        self.passes.backward.forget_failed()
         self.reducer.join()
         self.reducer.reset()
         self.agreements.forget_gradients()
@@ -161,9 +158,9 @@ class Runtime:
     def progress(self, share: float) -> None:
         """How much of training is done: past ``wire.schedule`` gradients travel without a codec."""
         encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
-        if encodes == self.passes.encodes_gradients:
+        if encodes == self.passes.backward.encodes_gradients:
             return
-        self.passes.encodes_gradients = encodes
+        self.passes.backward.encodes_gradients = encodes
         self.reducer.encode(wanted=encodes)
         self.schedule.programs.replan(self.plan if encodes else self.plan.with_exact_gradients())
 
@@ -190,7 +187,7 @@ class Runtime:
             self.spreads.start(exactly=exactly, only=only)
         self.sharded.seeds.step += 1
         self.holds.release_reads()
-        self.passes.end_step()
+        self.passes.state.end_step()
         self.schedule.abandon()
         self.agreements.forget()
 
@@ -214,12 +211,16 @@ class Runtime:
         self.spreads.join()
 
 
-def _weakly(runtime: Runtime) -> Callable[[], str]:
+def _describer(runtime: Runtime) -> Callable[[], str]:
+    """A function that says where the step is, in words, for other threads, and does not keep the runtime alive."""
     alive = weakref.ref(runtime)
 
     def describe() -> str:
-        present = alive()
-        return present.describe() if present is not None else ""
+        if (present := alive()) is None:
+            return ""
+        moment, unit = present.passes.state.at
+        where = f" of {present.units[unit].name}" if 0 <= unit < len(present.units) else ""
+        return f"step {present.num_steps}, {str(moment).replace('_', ' ')}{where}"
 
     return describe
 

@@ -124,10 +124,6 @@ class Schedule:
         self._forward = self._parked.pop(number, [])
         self.begin_micro_batch(number, last=last)
 
-    def is_forward_waiting(self) -> bool:
-        """Whether a forward has recorded a graph, and its backward has not ended."""
-        return bool(self._forward)
-
     def abandon_micro_batch(self) -> None:
         """Forget the events of the current micro-batch, for example because its backward failed."""
         self._forward.clear()
