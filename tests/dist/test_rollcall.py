@@ -107,17 +107,18 @@ def report(beat: int, *exchanges: NotedExchange, blocked: bool = True) -> Report
     return Report(beat, blocked, "", exchanges)
 
 
-def gather(number: int, sends: tuple[int, ...] = (), receives: tuple[int, ...] = (), place: str = "gather") ->
-NotedExchange:
+def gather(
+    number: int, sends: tuple[int, ...] = (), receives: tuple[int, ...] = (), place: str = "gather"
+) -> NotedExchange:
     return NotedExchange((0, 1), place, number, "all_gather", sends, receives)
 
 
-def test_only_ranks_that_cannot_go_on_are_judged() -> None:
-    def verdict(one: NotedExchange, other: NotedExchange, *, blocked: bool = True, beats: tuple[int, int] = (0, 1)) ->
-    str:
-        rounds = [{0: report(beat, one), 1: report(beat, other, blocked=blocked)} for beat in beats]
-        return judge(*rounds, world=2)
+def verdict(one: NotedExchange, other: NotedExchange, *, blocked: bool = True, beats: tuple[int, int] = (0, 1)) -> str:
+    rounds = [{0: report(beat, one), 1: report(beat, other, blocked=blocked)} for beat in beats]
+    return judge(*rounds, world=2)
 
+
+def test_only_ranks_that_cannot_go_on_are_judged() -> None:
     assert "rank 1 waits in all_gather on the spread lane" in verdict(gather(1), gather(1, place="spread"))
     assert verdict(gather(1), gather(2))
     assert verdict(gather(1, (0, 8), (0, 8)), gather(1, (4, 0), (4, 0)))  # they would wait for other sizes
