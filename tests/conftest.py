@@ -45,12 +45,14 @@ def queue(node_id: str) -> str:
     """
     path = PurePath(node_id.split("::", 1)[0])
     directory = path.parent.name
+    if directory == "families":
+        return "dist"
     return directory if directory == "lab" or (directory == "dist" and path.name not in OWN_PROCESSES) else str(path)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes long starts early, so that workers end together: ranks, then the lab, then the rest."""
-    order = {"dist": 0, "lab": 1}
+    order = {"dist": 0, "families": 0, "lab": 1}
     items.sort(key=lambda item: order.get(item.path.parent.name, 2))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
-from tests.families import FAMILIES, LENGTH, VOCABULARY, random_model, token_ids
+from tests.families.tiny import FAMILIES, LENGTH, VOCABULARY, random_model, token_ids
 from typer.testing import CliRunner
 
 import thinwire as tw

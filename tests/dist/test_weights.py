@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.families import FAMILIES, LENGTH, VOCABULARY, random_model
+from tests.families.tiny import FAMILIES, LENGTH, VOCABULARY, random_model
 from torch.distributed.tensor import DTensor
 
 import thinwire as tw

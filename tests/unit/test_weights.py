@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.families import FAMILIES, LENGTH, VOCABULARY, random_model, token_ids
+from tests.families.tiny import FAMILIES, LENGTH, VOCABULARY, random_model, token_ids
 
 from thinwire.errors import DataError, SpecError
 from thinwire.spec.recipe import ModelRecipe

@@ -32,6 +32,7 @@ from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_free
 from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_model, read_shard
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor, slice_of
+from thinwire.sharding.recompute import recompute_activations
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel
@@ -217,8 +218,7 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
     hooks.install(runtime)
     watch_optimizers()
     if sharded.plan.recompute:
-        for module in _recomputed(sharded.model, modules):
-            runtime.undo.append(hooks.recompute_activations(module))
+        runtime.undo.append(recompute_activations(sharded.model, _recomputed(sharded.model, modules)))
     return runtime
 
 

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
-from torch.utils.checkpoint import checkpoint
 
 from thinwire.errors import UsageError
-from thinwire.sharding.inputs import cast_inputs, tensors_in
+from thinwire.sharding.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.reads import watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.sharding.unit import Unit
 
-__all__ = ["as_forward", "install", "recompute_activations"]
+__all__ = ["as_forward", "install"]
 
 
 def install(runtime: Runtime) -> None:
@@ -39,10 +38,12 @@ def install(runtime: Runtime) -> None:
         model.forward = as_forward(model, model.forward)
         undo.append(functools.partial(delattr, model, "forward"))
     for module in model.modules():
+        if next(module.parameters(), None) is None:
+            continue  # it may belong to other models as well, as the activation functions of transformers do
         if runtime.outside is None:
             module.register_state_dict_pre_hook(_state_dict_hook(runtime))
             module.register_load_state_dict_pre_hook(_refuse_load)
-        if module._parameters:  # others may be shared with models that are not sharded, as activations are
+        if module._parameters:
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
 
 
@@ -72,28 +73,6 @@ def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., An
     return called
 
 
-def recompute_activations(module: nn.Module) -> Callable[[], None]:
-    """Recompute a module's activations in backward. The unit's own hooks stay outside: its parameters are gathered
-    once, for recomputation and gradients together."""
-    forward = module.forward
-
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    instead = module.__dict__.get("forward")
-    module.forward = recomputed
-
-    def undo() -> None:
-        if instead is None:
-            del module.forward
-        else:
-            module.forward = instead
-
-    return undo
-
-
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
@@ -120,25 +99,29 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     leaves = False  # whether the hook is there that ends a pass which the unit's own forward began
 
+    # Taken before the forward, which may add tensors of its own to what it was given.
+    sources: list[torch.Tensor] = []
+
     @_outside_compile
-    def pre_forward(module: nn.Module, _args: Any) -> None:
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal leaves
         runtime.passes.pre_forward(index)
         if not leaves and runtime.passes.is_alone(index):
             leaves = True
             undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
+        # Only a sharded unit is freed behind its backward.
+        sources[:] = gradient_sources((args, kwargs)) if unit.sharded and torch.is_grad_enabled() else ()
 
     @_outside_compile
     def leave_alone(_module: nn.Module, _args: Any, _output: Any) -> None:
         runtime.passes.leave_alone(index)
 
     @_outside_compile
-    def post_forward(_module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def post_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
         if unit.sharded:
             output = _keep(output, gathered)
-        hears = torch.is_grad_enabled() and _announce_backward(
-            runtime, unit, (args, kwargs) if kwargs else args, output
-        )
+        hears = torch.is_grad_enabled() and _announce_backward(runtime, unit, tuple(sources), output)
+        sources.clear()
         runtime.passes.post_forward(index, will_hear=hears)
         return output
 
@@ -149,8 +132,8 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         dtype: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
         cast = _outside_compile(cast_inputs(dtype))
         undo.append(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True).remove)
-    undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True).remove)
-    undo.append(unit.module.register_forward_hook(post_forward, with_kwargs=True).remove)
+    undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
+    undo.append(unit.module.register_forward_hook(post_forward).remove)
     trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]
     for slot, parameter in enumerate(trained):
         undo.append(parameter.register_post_accumulate_grad_hook(_gradient_hook(runtime, index, slot)).remove)
@@ -176,12 +159,11 @@ _FOLLOWERS: Final = "_thinwire_followers"
 """Attribute of a unit's output: what to do, before backward reaches the unit, about those that took the output."""
 
 
-def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -> bool:
-    """Arrange for ``pre_backward`` at the first gradient of an output, and for ``post_backward`` when the inputs'
-    gradients exist. Returns whether a backward that needs the unit is sure to announce itself."""
+def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Tensor], output: Any) -> bool:
+    """Arrange for ``pre_backward`` at the first gradient of an output, and for ``post_backward`` at the first of the
+    unit's ``sources`` that backward reaches. Returns whether a backward that needs the unit is sure to announce
+    itself."""
     outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-    # Only a sharded unit is freed behind its backward.
-    sources = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad] if unit.sharded else []
     if not outputs:
         return not unit.info.trainable and not sources  # then there is no backward to hear of
     inner = [tensor for tensor in sources if tensor.grad_fn is not None]
@@ -189,7 +171,7 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
     stays = len(inner) < len(sources) and not all(buffer.layout.trainable for buffer in unit.buffers)
     # Hooks hold no tensors: what an output's hook holds of an input lives until the garbage collector finds it.
     will_leave = bool(inner) or stays
-    announced_in = -1  # which backward: a graph that is retained sees several
+    announced_in = left_in = -1  # which backward: a graph that is retained sees several
 
     def pre_backward(_grad: torch.Tensor, followers: list[Callable[[Any], None]]) -> None:
         nonlocal announced_in
@@ -199,8 +181,11 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
             announced_in = task
             runtime.passes.backward.pre_backward(unit.index, will_leave=will_leave)
 
-    def post_backward(_grads: Any) -> None:
-        if announced_in == torch._C._current_graph_task_id():
+    def post_backward(_grad: Any) -> None:
+        nonlocal left_in
+        task = torch._C._current_graph_task_id()
+        if announced_in == task and left_in != task:
+            left_in = task
             runtime.passes.backward.post_backward(unit.index)
 
     for tensor in outputs:
@@ -209,16 +194,14 @@ def _announce_backward(runtime: Runtime, unit: Unit, inputs: Any, output: Any) -
         setattr(tensor, _FOLLOWERS, followers)
     if stays:
         return True
-    if len(inner) == 1:
+    for tensor in inner:
         # The gradient at which backward leaves this unit is often that at which it reaches the one before. A hook of
         # its own would run after that unit's, which gathers more: memory would hold one unit too many.
-        before: list[Callable[[Any], None]] | None = getattr(inner[0], _FOLLOWERS, None)
+        before: list[Callable[[Any], None]] | None = getattr(tensor, _FOLLOWERS, None)
         if before is None:
-            inner[0].register_hook(post_backward)
+            tensor.register_hook(post_backward)
         else:
             before.append(post_backward)
-    elif inner:
-        torch.autograd.graph.register_multi_grad_hook(inner, post_backward)
     return True
 
 
