@@ -78,7 +78,7 @@ def check_generation(names: list[str], plan_name: str) -> None:
 
 
 def test_an_encoder_decoder_generates() -> None:
-    run_ranks(2, check_generation, ["t5", "bart"], "zero1")
+    run_ranks(2, check_generation, ["t5", "bart"], "zero3")
 
 
 def test_a_decoder_generates() -> None:
@@ -110,14 +110,8 @@ ENCODER_DECODERS = [
 def test_every_kind_of_model_generates() -> None:
     run_ranks(2, check_generation, DECODERS, "zero3")
     run_ranks(2, check_generation, DECODERS, "hpz")
-    run_ranks(2, check_generation, ENCODER_DECODERS, "zero1")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ENCODER_DECODERS)
-@pytest.mark.xfail(reason="sharded parameters that are read outside the root's forward are not gathered")
-def test_an_encoder_that_runs_by_itself_generates(name: str) -> None:
-    run_ranks(2, check_generation, [name], "zero3")
+    run_ranks(2, check_generation, ENCODER_DECODERS, "zero3")
+    run_ranks(2, check_generation, ENCODER_DECODERS, "hpz")
 
 
 def check_recomputation(names: list[str], plan_name: str) -> None:
@@ -180,8 +174,8 @@ def check_shared_activation() -> None:
     names = list(other.state_dict())
     assert names == ["0.weight", "0.bias"]
     other.load_state_dict(other.state_dict())
-    with pytest.raises(UsageError, match="whose parameters are sharded"):
-        model.state_dict()
+    assert not gelu._state_dict_pre_hooks
+    assert not gelu._forward_pre_hooks
     runtime(model).lanes.close()
 
 

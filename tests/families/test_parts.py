@@ -27,12 +27,6 @@ PARTS: Final[dict[str, tuple[str, Call]]] = {
     "encoder of Whisper": ("whisper", lambda model, batch: model.get_encoder()(batch["input_features"])[0]),
 }
 
-OUTSIDE: Final = pytest.mark.xfail(
-    reason="sharded parameters that are read outside the root's forward are not gathered"
-)
-WHOLE: Final = ("embeddings of Llama",)
-"""Parts all of whose parameters belong to units that they call."""
-
 
 def check_part(part: str, plan_name: str) -> None:
     """On every rank: a part computes what it does unsharded, with and without gradients, before and after a step."""
@@ -50,11 +44,7 @@ def check_part(part: str, plan_name: str) -> None:
         runtime(model).lanes.close()
 
 
+@pytest.mark.parametrize("plan_name", ["zero1", "zero3"])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_part_called_by_itself_where_parameters_are_whole(part: str) -> None:
-    run_ranks(2, check_part, part, "zero1")
-
-
-@pytest.mark.parametrize("part", [part if part in WHOLE else pytest.param(part, marks=OUTSIDE) for part in PARTS])
-def test_a_part_called_by_itself_where_parameters_are_sharded(part: str) -> None:
-    run_ranks(2, check_part, part, "zero3")
+def test_a_part_called_by_itself(part: str, plan_name: str) -> None:
+    run_ranks(2, check_part, part, plan_name)
