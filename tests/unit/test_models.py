@@ -246,7 +246,11 @@ def test_huggingface_model_from_a_directory(tmp_path: object) -> None:
         ({"config": "/nowhere.json"}, "no readable config.json"),
         ({"config": {"hidden_size": 3}}, "no model_type"),
         ({"config": {"model_type": "no-such-model"}}, "gives no model"),
-        ({"config": {"model_type": "t5"}}, "gives no model: Unrecognized configuration class"),
+        ({"config": {"model_type": "t5"}}, "'t5' describes an encoder-decoder, which needs pairs of texts"),
+        ({"config": {"model_type": "albert"}}, "'albert' describes an encoder, which fills in masked tokens"),
+        ({"config": {"model_type": "xlnet"}}, "'xlnet' describes an encoder, which fills in masked tokens"),
+        ({"config": {"model_type": "vit"}}, "'vit' describes no language model"),
+        ({"config": {"model_type": "blip"}}, "'blip' takes pixel_values in every batch"),
         (
             {"config": {"model_type": "bert", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}},
             "is an encoder, whose tokens see those that they should predict",

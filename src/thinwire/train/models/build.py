@@ -122,7 +122,7 @@ def _check_fits(rows: int, longest: int | None, vocab: int, seq: int) -> None:
     problems = []
     if rows < vocab:
         problems.append(f"vocab = {rows} is smaller than the {vocab} ids of the data; unset it or enlarge it")
-    if longest is not None and longest < seq:
+    if longest is not None and 0 < longest < seq:  # some write -1 for "any"
         problems.append(f"train.seq = {seq} is longer than the model's longest sequence, {longest}")
     if problems:
         raise SpecError("model", problems)

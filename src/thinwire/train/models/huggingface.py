@@ -1,10 +1,12 @@
-"""Any Hugging Face causal language model, from a directory or from a configuration."""
+"""Any Hugging Face model that predicts the next token, from a directory or from a configuration."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,6 +22,9 @@ from thinwire.train.weights.loading import LoadedValues
 
 _LONGEST: Final = 300
 """Characters of somebody else's message: transformers names every architecture it knows."""
+
+_FLOAT: Final = "__float__"
+"""Key of the objects by which ``transformers`` writes numbers that JSON lacks."""
 
 PREFIX: Final = "model."
 """Of the names that a wrapped model's parameters have here."""
@@ -43,6 +48,9 @@ class HuggingFaceCausal(nn.Module):
         config: Any = model.config
         self.balance = float(getattr(config, "router_aux_loss_coef", 0.0) or 0.0)
         self.has_router = bool(getattr(config, "output_router_logits", False))
+        # A model that takes images as well may want to know where they are: nowhere.
+        takes = inspect.signature(model.forward).parameters
+        self.has_token_types = "token_type_ids" in takes and getattr(config, "vision_config", None) is not None
         if recompute:
             _enable_recomputation(model)
 
@@ -57,7 +65,8 @@ class HuggingFaceCausal(nn.Module):
             Logits, and with labels the loss, including a mixture-of-experts' balance loss where the
             configuration sets ``output_router_logits``.
         """
-        output = self.model(input_ids=input_ids, use_cache=False)
+        extra = {"token_type_ids": torch.zeros_like(input_ids)} if self.has_token_types else {}
+        output = self.model(input_ids=input_ids, use_cache=False, **extra)
         logits: Tensor = output.logits
         if labels is None:
             return CausalOutput(logits)
@@ -102,8 +111,23 @@ def draft_huggingface(
         values = LoadedValues(Path(recipe.path).expanduser(), model, PREFIX)
     else:
         skeleton = on_meta(recipe, config)
-        values = InitializedValues(skeleton, skeleton._init_weights, PREFIX, seed)
+        values = InitializedValues(skeleton, _initializer(skeleton), PREFIX, seed)
     return HuggingFaceCausal(model, recompute), values
+
+
+def _initializer(model: nn.Module) -> Callable[[nn.Module], None]:
+    """What initialises one module: the method of the innermost ``transformers`` model around it, as in
+    ``transformers`` itself. A vision tower, and some text models, have rules of their own."""
+    methods: dict[int, Callable[[nn.Module], None]] = {}
+
+    def walk(module: nn.Module, method: Any) -> None:
+        method = getattr(module, "_init_weights", method)
+        methods[id(module)] = method
+        for child in module.children():
+            walk(child, method)
+
+    walk(model, None)
+    return lambda module: methods[id(module)](module)
 
 
 def on_meta(recipe: ModelRecipe, config: Mapping[str, Any]) -> Any:
@@ -129,9 +153,28 @@ def read_config(recipe: ModelRecipe) -> dict[str, Any]:
         DataError: there is none.
     """
     if recipe.path is not None:
-        return _read_config("model.path", recipe.path)
+        return _tagged(_read_config("model.path", recipe.path))  # type: ignore[no-any-return]
     assert recipe.config is not None, "the recipe's own rule demands path or config"
-    return _read_config("model.config", recipe.config) if isinstance(recipe.config, str) else dict(recipe.config)
+    table = _read_config("model.config", recipe.config) if isinstance(recipe.config, str) else dict(recipe.config)
+    return _tagged(table)  # type: ignore[no-any-return]
+
+
+def _tagged(value: Any) -> Any:
+    """A configuration without infinities and NaN, which JSON lacks: ``transformers`` writes objects of one key."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, Mapping):
+        return {key: _tagged(item) for key, item in value.items()}
+    return [_tagged(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _untagged(value: Any) -> Any:
+    """A configuration with its infinities and NaN."""
+    if isinstance(value, Mapping):
+        if set(value) == {_FLOAT}:
+            return float(value[_FLOAT])
+        return {key: _untagged(item) for key, item in value.items()}
+    return [_untagged(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def causal_on_meta(table: Mapping[str, Any], what: str) -> Any:
@@ -148,24 +191,76 @@ def causal_on_meta(table: Mapping[str, Any], what: str) -> Any:
         DataError: it describes no causal language model, or one of quantised weights.
     """
     transformers = _transformers()
-    table = dict(table)
-    kind = table.pop("model_type", None)
+    from huggingface_hub.errors import StrictDataclassError
+
+    fields: dict[str, Any] = _untagged(table)
+    kind = fields.pop("model_type", None)
     if not isinstance(kind, str):
         raise DataError(f'{what} has no model_type; write for example model_type = "mixtral"')
-    if table.get("quantization_config"):
+    if fields.get("quantization_config"):
         raise DataError(f"{what}: quantised weights cannot be trained; give the model's weights in bf16, fp16 or fp32")
     with _quiet(transformers), torch.random.fork_rng(devices=[]), parameters_on_meta():
         try:
-            made = transformers.AutoConfig.for_model(kind, **table)
-            model = transformers.AutoModelForCausalLM.from_config(made, dtype=torch.float32)
-        except (ValueError, TypeError, KeyError) as error:
+            config = transformers.AutoConfig.for_model(kind, **fields)
+            model = _auto_class(transformers, kind, config, what).from_config(config, dtype=torch.float32)
+        except DataError:
+            raise
+        except (ValueError, TypeError, KeyError, AttributeError, ImportError, StrictDataclassError) as error:
             raise DataError(f"{what} with model_type = {kind!r} gives no model: {_first_line(error)}") from error
-    if any(getattr(module, "is_decoder", None) is False for module in model.modules()):
+    _check_trains_on_text(model, kind, what)
+    return model
+
+
+def _auto_class(transformers: Any, kind: str, config: Any, what: str) -> Any:
+    """The class of ``transformers`` that makes a language model of a configuration.
+
+    Raises:
+        DataError: it makes none that predicts the next token from the tokens before.
+    """
+    known = transformers.models.auto.modeling_auto
+    sees_all = getattr(config, "attn_type", None) == "bi"  # XLNet
+    if kind in known.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not sees_all:
+        return transformers.AutoModelForCausalLM
+    text = config.get_text_config()
+    pair = config.is_encoder_decoder or getattr(text, "is_encoder_decoder", False)
+    if kind in known.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and not pair:
+        return transformers.AutoModelForImageTextToText
+    if pair or kind in known.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        nature = "an encoder-decoder, which needs pairs of texts"
+    elif sees_all or kind in known.MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        nature = "an encoder, which fills in masked tokens"
+    else:
+        nature = "no language model"
+    raise DataError(
+        f"{what} with model_type = {kind!r} describes {nature}: `thinwire train` predicts the next token of a text. "
+        "Give a causal model, or train this one in a loop of your own with thinwire.shard (docs/huggingface.md)"
+    )
+
+
+def _check_trains_on_text(model: nn.Module, kind: str, what: str) -> None:
+    """Raise unless a model computes from tokens alone, each from those before it.
+
+    Raises:
+        DataError: it does not.
+    """
+    required = [
+        name
+        for name, parameter in inspect.signature(model.forward).parameters.items()
+        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    if set(required) - {"input_ids"}:
+        raise DataError(
+            f"{what} with model_type = {kind!r} takes {' and '.join(required)} in every batch, and `thinwire train` "
+            "has text alone; train it in a loop of your own with thinwire.shard (docs/huggingface.md)"
+        )
+    # Towers for images may see all of an image.
+    if getattr(model.config, "vision_config", None) is None and any(
+        getattr(module, "is_decoder", None) is False for module in model.modules()
+    ):
         raise DataError(
             f"{what} with model_type = {kind!r} is an encoder, whose tokens see those that they should predict: only "
             "causal models can be trained; set is_decoder = true in its configuration to make it one"
         )
-    return model
 
 
 def _transformers() -> Any:
