@@ -27,7 +27,7 @@ from thinwire.agreement import agree
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.rendezvous import Rendezvous
-from thinwire.collectives.rollcall import RollCall
+from thinwire.collectives.rollcall import Place, RollCall
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
@@ -175,6 +175,7 @@ class Control:
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         self.process_group: dist.ProcessGroup | None = None
+        self._place = Place(_rollcall, self.ranks, "control")
         if self.size > 1:
             everyone = self.size == dist.get_world_size()
             self.process_group = dist.new_group(
@@ -208,7 +209,7 @@ class Control:
     def _doing(self, what: str) -> contextlib.ExitStack:
         """In an exchange of the group."""
         stack = contextlib.ExitStack()
-        stack.enter_context(_rollcall.exchanging(self.ranks, "control", what))
+        stack.enter_context(self._place.doing(what))
         stack.enter_context(_explained(what, Lane.CONTROL, self.ranks))
         return stack
 
@@ -354,7 +355,7 @@ class Subgroup:
         self._links = _gloo_links(*key) if self.size > 1 and not self.native else None
         self._staged = device.type == "cuda" and not self.native
         self._left = False
-        self._place = f"{lane}/{stage}/{channel}"
+        self._place = Place(_rollcall, ranks, f"{lane}/{stage}/{channel}")
         _subgroups.add(self)
 
     def leave(self) -> None:
@@ -423,7 +424,7 @@ class Subgroup:
         """Have a roll call if this takes long; NCCL, whose exchanges only begin here, has a watchdog of its own."""
         if self.native:
             return contextlib.nullcontext()
-        return _rollcall.exchanging(self.ranks, self._place, str(kind), (outgoing, incoming))
+        return self._place.doing(kind, outgoing, incoming)
 
     def _alone(self) -> bool:
         """Whether there is nobody to talk to.

@@ -18,14 +18,14 @@ import json
 import logging
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 
-__all__ = ["PATIENCE", "RollCall"]
+__all__ = ["PATIENCE", "Place", "RollCall"]
 
 log = logging.getLogger("thinwire")
 
@@ -62,36 +62,54 @@ class NotedExchange:
     receives: tuple[int, ...] = ()
 
 
-Pieces = Sequence[Sequence[torch.Tensor]]
+Pieces = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | tuple[()]
 """Tensors that are sent to each member, and those that are received from each; nothing where that is not known."""
 
 
-@dataclass(frozen=True)
-class _Noted:
-    """An exchange of this process, as cheap to note as can be.
+class Place:
+    """Where exchanges take place: some ranks, on a stage of a lane. A context manager around each exchange, which only
+    notes that it is there: it is on the way of every one.
 
-    Attributes:
-        since: when it began.
-        on_main: whether the computing thread itself is in it.
-        ranks: see :class:`NotedExchange`, as the rest.
-        place: lane and stage.
-        number: how many there were before.
-        kind: what it does.
-        pieces: what is sent and received.
+    Args:
+        rollcall: what watches.
+        ranks: the members, global.
+        name: of the lane and the stage.
     """
 
-    since: float
-    on_main: bool
-    ranks: tuple[int, ...]
-    place: str
-    number: int
-    kind: str
-    pieces: Pieces
+    __slots__ = ("_kind", "_name", "_number", "_pieces", "_ranks", "_rollcall", "on_main", "since")
+
+    def __init__(self, rollcall: RollCall, ranks: tuple[int, ...], name: str) -> None:
+        self._rollcall, self._ranks, self._name = rollcall, ranks, name
+        self._number, self._kind, self._pieces = 0, "", cast(Pieces, ())
+        self.since = 0.0  # when the present exchange began
+        self.on_main = False  # whether the computing thread itself is in it
+
+    def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> Place:
+        """The exchange that this thread is about to enter.
+
+        Args:
+            kind: what it does.
+            pieces: what is sent to and received from each member, if that is known.
+        """
+        self._kind, self._pieces = kind, cast(Pieces, pieces)
+        return self
+
+    def __enter__(self) -> None:
+        self._number += 1
+        self.since = time.monotonic()
+        self.on_main = threading.get_ident() == self._rollcall.main
+        self._rollcall.under_way[id(self)] = self
+        if not self._rollcall.watching:
+            self._rollcall.watch()
+
+    def __exit__(self, *_: object) -> None:
+        self._rollcall.under_way.pop(id(self), None)
+        self._pieces = ()
 
     def exchange(self) -> NotedExchange:
-        """As others see it."""
-        sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self.pieces]
-        return NotedExchange(self.ranks, self.place, self.number, self.kind, *sizes)
+        """The present exchange, as others see it."""
+        sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self._pieces]
+        return NotedExchange(self._ranks, self._name, self._number, self._kind, *sizes)
 
 
 @dataclass(frozen=True)
@@ -135,6 +153,10 @@ class RollCall:
     Attributes:
         verdict: the sentence, once ranks are found to be stuck.
         describe: says what the computing thread does; set by who knows.
+        under_way: where this process's exchanges take place, for those that are under way.
+        blocked_since: since when the computing thread has been waiting for a lane.
+        main: the computing thread.
+        watching: whether the watching thread was started.
     """
 
     def __init__(self, give_up: Callable[[], None], store: Callable[[], dist.Store]) -> None:
@@ -148,47 +170,18 @@ class RollCall:
         self.verdict = ""
         self.describe: Callable[[], str] = str
         self._give_up = give_up
-        self._numbers: Counter[tuple[tuple[int, ...], str]] = Counter()
-        self._under_way: dict[int, _Noted] = {}
-        self._tokens = itertools.count()
-        self._blocked_since: float | None = None
-        self._main = threading.main_thread()
+        self.under_way: dict[int, Place] = {}
+        self.blocked_since: float | None = None
+        self.main = threading.main_thread().ident
+        self.watching = False
         self._closed = threading.Event()
         self._warned = False
         self._asking = False  # whether other ranks are asked at present
-        self._thread: threading.Thread | None = None
 
-    @contextlib.contextmanager
-    def exchanging(self, ranks: tuple[int, ...], place: str, kind: str, pieces: Pieces = ()) -> Iterator[None]:
-        """This thread is in an exchange.
-
-        Args:
-            ranks: its members, global.
-            place: lane and stage.
-            kind: what it does.
-            pieces: what is sent to and received from each member, if that is known.
-        """
-        self._numbers[ranks, place] += 1
-        token, on_main = next(self._tokens), threading.current_thread() is self._main
-        self._under_way[token] = _Noted(
-            time.monotonic(), on_main, ranks, place, self._numbers[ranks, place], kind, pieces
-        )
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True)
-            self._thread.start()
-        try:
-            yield
-        finally:
-            del self._under_way[token]
-
-    @contextlib.contextmanager
-    def blocked(self) -> Iterator[None]:
-        """The computing thread waits for a lane."""
-        self._blocked_since = time.monotonic()
-        try:
-            yield
-        finally:
-            self._blocked_since = None
+    def watch(self) -> None:
+        """Begin to watch: there is a first exchange."""
+        self.watching = True
+        threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True).start()
 
     def find_verdict(self) -> str:
         """The sentence, if this rank or another one has found that ranks are stuck; empty otherwise. Another rank may
@@ -214,7 +207,7 @@ class RollCall:
 
     def _is_stuck(self) -> bool:
         now = time.monotonic()
-        return any(now - one.since > PATIENCE for one in list(self._under_way.values()))
+        return any(now - one.since > PATIENCE for one in list(self.under_way.values()))
 
     def _ask(self) -> None:
         """Publish where this rank waits and compare with the others, for as long as it waits."""
@@ -242,8 +235,8 @@ class RollCall:
 
     def _report(self, beat: int) -> Report:
         now = time.monotonic()
-        under_way = list(self._under_way.values())
-        blocked = self._blocked_since is not None and now - self._blocked_since > INTERVAL
+        under_way = list(self.under_way.values())
+        blocked = self.blocked_since is not None and now - self.blocked_since > INTERVAL
         return Report(
             beat,
             blocked or any(one.on_main for one in under_way),

@@ -106,7 +106,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal leaves
         runtime.passes.pre_forward(index)
-        if not leaves and runtime.passes.is_alone(index):
+        if not leaves and runtime.passes.alone == index:
             leaves = True
             undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
         # Only a sharded unit is freed behind its backward.
@@ -118,7 +118,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     @_outside_compile
     def post_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
-        if unit.sharded:
+        if unit.sharded and not _is_fresh(output):
             output = _keep(output, gathered)
         hears = torch.is_grad_enabled() and _announce_backward(runtime, unit, tuple(sources), output)
         sources.clear()
@@ -203,6 +203,11 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
         else:
             before.append(post_backward)
     return True
+
+
+def _is_fresh(output: Any) -> bool:
+    """Whether an output is sure to have memory of its own, as what most modules return."""
+    return type(output) is torch.Tensor and output.grad_fn is not None and not output._is_view()
 
 
 def _keep(output: Any, gathered: frozenset[int]) -> Any:

@@ -208,6 +208,7 @@ class Passes:
         state: the same.
         backward: the same.
         before_computing: called when somebody is about to compute with parameters.
+        alone: number of the unit whose forward is the present pass, because it was called while the model's was not.
     """
 
     def __init__(
@@ -217,9 +218,8 @@ class Passes:
         self._sharded, self._units, self._plan = sharded, sharded.units, sharded.plan
         self._schedule, self._holds = schedule, holds
         self.before_computing: Callable[[], None] = _nothing
-        # A unit whose forward was called while the model's was not, and how often it has called itself since.
-        self._alone: int | None = None
-        self._alone_depth = 0
+        self.alone: int | None = None
+        self._alone_depth = 0  # how often that unit has called itself
 
     def is_inside(self) -> bool:
         """Whether modules see the tensors that they compute with, and others shares; ``state.inside`` after a backward
@@ -268,9 +268,9 @@ class Passes:
             return
         self.backward.forget_failed()
         if self.state.present is Pass.IDLE:
-            self._alone = index
+            self.alone = index
             self.enter_forward()
-        if index == self._alone:
+        if index == self.alone:
             self._alone_depth += 1
         unit, units = self._units[index], self._units
         if not torch.is_grad_enabled():
@@ -313,17 +313,13 @@ class Passes:
         if not kept:
             self._holds.free(index)
 
-    def is_alone(self, index: int) -> bool:
-        """Whether the present pass is the forward of this unit, called by itself."""
-        return self._alone == index
-
     def leave_alone(self, index: int) -> None:
         """The forward of a unit has ended, or failed: if it was called by itself, so has the pass."""
-        if index != self._alone:
+        if index != self.alone:
             return
         self._alone_depth -= 1
         if not self._alone_depth:
-            self._alone = None
+            self.alone = None
             self.leave_forward()
 
     @contextlib.contextmanager

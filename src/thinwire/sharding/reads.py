@@ -31,13 +31,11 @@ class _Entry(NamedTuple):
     """A parameter of a unit.
 
     Attributes:
-        name: of the parameter in the model.
         unit: the unit.
         compute: the tensor that modules compute with.
         share: what stands for it outside of passes; ``None`` if it is the same tensor everywhere.
     """
 
-    name: str
     unit: Unit
     compute: nn.Parameter
     share: ShardedParameter | None
@@ -54,17 +52,20 @@ class _Table(dict[str, Any]):
 
     def __init__(self, table: Mapping[str, nn.Parameter | None], entries: Mapping[str, _Entry], passes: Passes) -> None:
         super().__init__(table)
-        self._entries, self._passes = entries, passes
+        self._entries, self._passes, self._state = entries, passes, passes.state
 
     def __getitem__(self, name: str) -> Any:
         stored = super().__getitem__(name)
         entry = self._entries.get(name)
-        if entry is None or stored is not entry.compute:
-            return stored  # no parameter of a unit; or torch.func.functional_call has put something in its place
-        if entry.share is not None and not self._passes.state.inside and not self._passes.is_inside():
-            return entry.share
-        if not entry.unit.ready:
-            _read(self._passes, entry.unit.index)
+        if entry is None:
+            return stored
+        unit, compute, share = entry
+        if stored is not compute:
+            return stored  # torch.func.functional_call has put something in its place
+        if share is not None and not self._state.inside and not self._passes.is_inside():
+            return share
+        if not unit.ready:
+            _read(self._passes, unit.index)
         return stored
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -89,17 +90,17 @@ class _Table(dict[str, Any]):
             super().__setitem__(name, entry.compute)
         elif isinstance(value, nn.Parameter) or value is None:
             raise UsageError(
-                f"{entry.name} = another parameter: the model is sharded, and the new parameter would never train. "
-                "Replace it before thinwire.shard, or write to this one with copy_()"
+                f"{self._name(name)} = another parameter: the model is sharded, and the new parameter would never "
+                "train. Replace it before thinwire.shard, or write to this one with copy_()"
             )
         else:
             super().__setitem__(name, value)
 
     def __delitem__(self, name: str) -> None:
-        if (entry := self._entries.get(name)) is not None:
+        if name in self._entries:
             raise UsageError(
-                f"{entry.name} cannot be taken out of its module, as pruning and parametrizations do: the model is "
-                "sharded. Do it before thinwire.shard"
+                f"{self._name(name)} cannot be taken out of its module, as pruning and parametrizations do: the "
+                "model is sharded. Do it before thinwire.shard"
             )
         super().__delitem__(name)
 
@@ -108,6 +109,11 @@ class _Table(dict[str, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         _refuse_copy()
+
+    def _name(self, name: str) -> str:
+        """A parameter's name in the model, where it is known."""
+        share = self._entries[name].share
+        return share.spec.name if share is not None else name
 
     def stored(self) -> dict[str, Any]:
         """The tensors that modules compute with, in a plain table."""
@@ -130,7 +136,7 @@ def watch_reads(runtime: Runtime) -> None:
     """Put a table that knows inside from outside into every module of a model."""
     shares = runtime.outside.parameters if runtime.outside is not None else {}
     entries = {
-        id(compute): _Entry(slot.name, unit, compute, shares.get(slot.name))
+        id(compute): _Entry(unit, compute, shares.get(slot.name))
         for unit in runtime.units
         for buffer in unit.buffers
         for slot, compute in zip(buffer.layout.slots, buffer.parameters, strict=True)

@@ -127,8 +127,10 @@ class _ThreadTicket(Ticket):
         self._worker.waited_for(self)
         if not self._finished:
             started = time.perf_counter()
-            with rollcall().blocked():
-                self.finished()
+            watcher = rollcall()
+            watcher.blocked_since = time.monotonic()
+            self.finished()
+            watcher.blocked_since = None
             self._worker.waited += time.perf_counter() - started
             self._worker.note(WAITING, f"for {self._label}", started)
         self.join()
