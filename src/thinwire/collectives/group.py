@@ -258,12 +258,12 @@ def control(ranks: Sequence[int] | None = None) -> Control:
     """The control group of some ranks; made on first use, by all of them together.
 
     Args:
-        ranks: global ranks in ascending order; by default every rank of the job.
+        ranks: global ranks in any order; by default every rank of the job.
     """
     global _timeout
     if not is_initialized():
         raise UsageError("torch.distributed is not initialised: call thinwire.collectives.group.init() first")
-    members = tuple(range(dist.get_world_size()) if ranks is None else ranks)
+    members = tuple(range(dist.get_world_size()) if ranks is None else sorted(ranks))
     if members not in _controls:
         if not _controls and not _joined_here:
             _timeout = _timeout_of_job()
@@ -329,7 +329,7 @@ class Subgroup:
     """Some ranks on one stage of a lane; all of one node, or each on a node of its own.
 
     Args:
-        ranks: global ranks in ascending order, this one among them.
+        ranks: global ranks in the order of their pieces, this one among them.
         lane: the lane that owns the group.
         stage: the stage of that lane; only it may use the group.
         device: where the tensors live.
@@ -352,6 +352,9 @@ class Subgroup:
         self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
         key = (ranks, lane, stage, channel)
         self._group = _process_group(*key) if self.size > 1 and self.native else None
+        # torch numbers the members of its groups by rank, whatever the order of their pieces.
+        self._by_rank = sorted(range(self.size), key=ranks.__getitem__)
+        self._in_order = self._by_rank == list(range(self.size))
         self._links = _gloo_links(*key) if self.size > 1 and not self.native else None
         self._staged = device.type == "cuda" and not self.native
         self._left = False
@@ -377,10 +380,10 @@ class Subgroup:
         with self._watched(kind, [mine] * self.size, pieces), _explained(kind, self.lane, self.ranks, _nbytes(mine)):
             if not self.native:
                 self._send_and_receive([mine] * self.size, pieces)
-            elif (whole := _joined(pieces)) is not None:
+            elif self._in_order and (whole := _joined(pieces)) is not None:
                 _gather_single(whole, mine, group=self._group)
             else:
-                dist.all_gather(list(pieces), mine, group=self._group)
+                dist.all_gather(self._sorted(pieces), mine, group=self._group)
 
     def exchange(
         self,
@@ -403,7 +406,7 @@ class Subgroup:
             if not self.native:
                 self._send_and_receive(outgoing, incoming)
             else:
-                dist.all_to_all(list(incoming), list(outgoing), group=self._group)
+                dist.all_to_all(self._sorted(incoming), self._sorted(outgoing), group=self._group)
 
     def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
         """NCCL's own reduce-scatter: ``out`` becomes the sum over members of their ``whole`` at this rank's place.
@@ -416,7 +419,14 @@ class Subgroup:
         assert self._group is not None
         self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
         with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, _nbytes(whole)):
-            _scatter_single(out, whole, group=self._group)
+            if self._in_order:
+                _scatter_single(out, whole, group=self._group)
+            else:
+                dist.reduce_scatter(out, self._sorted(whole.chunk(self.size)), group=self._group)
+
+    def _sorted(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Pieces in the order in which torch numbers the members."""
+        return [pieces[i] for i in self._by_rank]
 
     def _watched(
         self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]

@@ -28,8 +28,8 @@ class DataRanks:
     """Who trains a model together, each on data of its own.
 
     Attributes:
-        ranks: the global rank at each position of the plan's mesh, ascending; without tensor and pipeline parallelism
-            every rank of the job.
+        ranks: the global rank at each position of the plan's mesh; without tensor and pipeline parallelism every rank
+            of the job, in the order of the plan's ``placement``.
         channel: tells models apart whose lanes join the same ranks: the parts of a pipeline that one rank holds.
     """
 
@@ -39,6 +39,8 @@ class DataRanks:
 
 class AxisGroup:
     """One axis of the mesh on one lane.
+
+    ``rank`` is this rank's position in the mesh, which the plan's ``placement`` may make another number than its own.
 
     Attributes:
         size: ranks of the axis.

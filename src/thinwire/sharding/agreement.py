@@ -222,7 +222,9 @@ class Agreements:
             journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
             journal.waited(exchange)
         rows = table.view(group.size, -1)
-        by_rank = [rows[_index_of(self._sharded.plan, rank)] for rank in range(group.size)]
+        ranks = self._sharded.part.data.ranks
+        positions = sorted(range(group.size), key=ranks.__getitem__)
+        by_rank = [rows[_index_of(self._sharded.plan, position)] for position in positions]
         return [bytes(row.numpy()) for row in by_rank]
 
     # -- the norm ----------------------------------------------------------------------------------------------
@@ -250,8 +252,8 @@ class Agreements:
         return float(norms.square().sum())
 
 
-def _index_of(plan: Plan, rank: int) -> int:
-    node, local = divmod(rank, plan.mesh.local)
+def _index_of(plan: Plan, position: int) -> int:
+    node, local = divmod(position, plan.mesh.local)
     return local * plan.mesh.nodes + node
 
 

@@ -14,7 +14,7 @@ from thinwire.collectives import group as groups
 from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
-from thinwire.program import Axis, BufferInfo, Lane, UnitInfo
+from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, node_order
 from thinwire.sharding import hooks
 from thinwire.sharding.discover import Selection, UnitModules, discover
 from thinwire.sharding.encoding import (
@@ -93,16 +93,19 @@ def build(
     if device.type == "cpu":
         give_back_freed_memory()
     codecs = PlanCodecs.of(plan, device, codec_backend)  # may refuse: before anything is placed
+    if plan.placement is not None:
+        part = replace(part, data=replace(part.data, ranks=tuple(control.ranks[rank] for rank in plan.placement)))
+    position = part.data.ranks.index(control.ranks[control.rank])
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     groups.before_shutdown(lanes.close)
     axes = {
-        (axis, lane): AxisGroup(plan, axis, lane, control.rank, device, meter, data=part.data)
+        (axis, lane): AxisGroup(plan, axis, lane, position, device, meter, data=part.data)
         for axis, lane in _GROUPS
         if axis is not Axis.SECONDARY or plan.secondary is not None
     }
     slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
-    initial_of = _Initial(part, control if sync_initial else None, values, slices, shard_index(plan, control.rank))
-    flats = _draw(modules, plan, control.rank)
+    initial_of = _Initial(part, control if sync_initial else None, values, slices, shard_index(plan, position))
+    flats = _draw(modules, plan, position)
     arenas = _Arenas(flats, plan, axes, device)
     buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of)
     initial_of.agree(control)
@@ -117,6 +120,7 @@ def build(
         part=part,
         alone=alone,
         rank=control.rank,
+        position=position,
         units=(),
         gradients=gradients,
         arena=arenas.gradients,
@@ -125,7 +129,7 @@ def build(
         axes=axes,
         meter=meter,
         codecs=codecs,
-        seeds=Seeds(plan, control.rank),
+        seeds=Seeds(plan, position),
     )
     return _install(replace(sharded, units=_units(sharded, modules, flats, buffers)), modules)
 
@@ -255,11 +259,13 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
             f"params = {plan.params}: parameters of a pipeline stage stay whole, or every micro-batch would gather "
             f"them anew; with pp = {plan.pp} use params = 1x1 and shard grads or optimizer"
         )
-    if plan.placement is not None and plan.placement != tuple(range(plan.world)):
-        problems.append(
-            f"placement = {list(plan.placement)}: ranks are numbered by the launcher here; valid: unset, with the "
-            "order applied by the launcher's host file"
-        )
+    if plan.placement is not None:
+        if not whole and plan.placement != tuple(range(plan.world)):
+            problems.append(
+                f"placement = {list(plan.placement)}: with tp or pp the launcher's order of hosts places the ranks; "
+                "leave it unset"
+            )
+        problems += _placement_problems(plan)
     if problems:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
@@ -367,6 +373,14 @@ def _check_overrides(plan: Plan, modules: Sequence[UnitModules]) -> None:
             f"plan {plan.name or plan.fingerprint()}",
             [f"units: match = {match!r} matches no unit; names look like {example!r}" for match in idle],
         )
+
+
+def _placement_problems(plan: Plan) -> Sequence[str]:
+    try:
+        node_order(plan)
+    except SpecError as error:
+        return error.problems
+    return ()
 
 
 # -- drawing ---------------------------------------------------------------------------------------------------

@@ -70,7 +70,7 @@ class Runtime:
         self.model, self.plan, self.part, self.rank = sharded.model, sharded.plan, sharded.part, sharded.rank
         self.units, self.arena, self.slices = sharded.units, sharded.arena, sharded.slices
         self.lanes, self.axes, self.meter = sharded.lanes, sharded.axes, sharded.meter
-        self.schedule = Schedule(Programs(self.plan, [unit.info for unit in self.units], self.rank))
+        self.schedule = Schedule(Programs(self.plan, [unit.info for unit in self.units], sharded.position))
         groups = {
             Axis.PARAMS: self.axes[Axis.PARAMS, Lane.REDUCE],
             Axis.SHARD: self.axes[Axis.SHARD, Lane.REDUCE],

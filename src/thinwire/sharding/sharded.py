@@ -33,6 +33,7 @@ class ShardedModel:
         part: what of a larger model it is.
         alone: whether it is a model by itself.
         rank: this rank among the data-parallel ones.
+        position: this rank's place in the plan's mesh; another number than ``rank`` where the plan has a ``placement``.
         units: the units, by number.
         gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
         arena: fp32, 1-D; all owned gradients are carved from it.
@@ -49,6 +50,7 @@ class ShardedModel:
     part: LocalPart
     alone: bool
     rank: int
+    position: int
     units: tuple[Unit, ...]
     gradients: Mapping[int, Sequence[UnitGradient]]
     arena: torch.Tensor
