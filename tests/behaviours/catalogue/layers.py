@@ -28,37 +28,7 @@ def around(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return Around
 
 
-def per_rank(ctx: Context, make: Callable[[], nn.Module]) -> Any:
-    """Train with the loss of each rank's samples by itself, as norms over a batch need it.
-
-    Buffers are this rank's; those of rank 0 are compared.
-    """
-    model = ctx.shard(ctx.build(make))
-    optim, losses = ctx.adamw(model), []
-    first: dict[str, torch.Tensor] = {}
-    for step in range(3):
-        total = torch.zeros(())
-        before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        for rank in ctx.ranks:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(before[name])
-            loss = model(ctx.x_of(rank, step)).square().mean() / len(ctx.ranks)
-            loss.backward()
-            total += loss.detach()
-            if rank == ctx.rank:
-                first = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        optim.step()
-        optim.zero_grad()
-        losses.append(ctx.mean(total))
-        if ctx.alone:
-            with torch.no_grad():
-                for name, buffer in model.named_buffers():
-                    buffer.copy_(first[name])
-    return losses, ctx.whole(model), first if ctx.rank == 0 else None
-
-
-@behaviour("FSDP2 TestFullyShardMixedPrecisionCasts::test_norm_modules_bf16, in fp32", deepspeed="works")
+@behaviour("FSDP2 TestFullyShardMixedPrecisionCasts::test_norm_modules_bf16, in fp32")
 def batch_norm(ctx: Context) -> Any:
     """Train with `BatchNorm1d`; each rank's statistics are its own, as in DDP without `SyncBatchNorm`."""
     model = ctx.shard(ctx.build(around(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False))))
@@ -159,7 +129,7 @@ def lstm(ctx: Context) -> Any:
     return ctx.fit(Recurrent)
 
 
-@behaviour("FSDP2 suites: nn.MultiheadAttention", deepspeed="works")
+@behaviour("torch idiom: nn.TransformerEncoderLayer")
 def attention(ctx: Context) -> Any:
     """Train `TransformerEncoderLayer`s and evaluate them, where torch takes a fast path of its own."""
 

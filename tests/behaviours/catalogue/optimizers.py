@@ -17,13 +17,13 @@ def fit_with(ctx: Context, kind: Any, **options: Any) -> Any:
     return ctx.train(model, kind(model.parameters(), **options))
 
 
-@behaviour("DDP test_ddp_hook_with_optimizer_parity_sgd", deepspeed="works")
+@behaviour("DDP test_ddp_hook_with_optimizer_parity_sgd", deepspeed="with `zero_allow_untested_optimizer`")
 def sgd_with_momentum(ctx: Context) -> Any:
     """Train with SGD, momentum and weight decay."""
     return fit_with(ctx, torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True)
 
 
-@behaviour("DDP test_ddp_hook_with_optimizer_parity_adam", deepspeed="works")
+@behaviour("DDP test_ddp_hook_with_optimizer_parity_adam")
 def adam_with_amsgrad(ctx: Context) -> Any:
     """Train with Adam and `amsgrad=True`."""
     return fit_with(ctx, torch.optim.Adam, lr=1e-2, eps=1e-1, amsgrad=True)
@@ -164,7 +164,7 @@ class SecondMoment(torch.optim.Optimizer):
                 p.addcdiv_(p.grad, state["square"].sqrt().add_(0.1), value=-group["lr"])
 
 
-@behaviour("torch idiom: an optimizer of one's own", deepspeed="works")
+@behaviour("torch idiom: an optimizer of one's own", deepspeed="with `zero_allow_untested_optimizer`")
 def elementwise_optimizer_of_your_own(ctx: Context) -> Any:
     """Train with an elementwise optimizer of your own, with states made by `zeros_like`."""
     return fit_with(ctx, SecondMoment)

@@ -176,7 +176,7 @@ def deeper_prefetching(ctx: Context) -> Any:
     return ctx.fit(lambda: Stack(4), prefetch=2)
 
 
-@behaviour("FSDP2 test_double_forward_with_nested_fsdp_and_checkpoint", deepspeed="works")
+@behaviour("FSDP2 test_double_forward_with_nested_fsdp_and_checkpoint")
 def two_forwards_in_one_loss(ctx: Context) -> Any:
     """Compute one loss of two forwards, as DPO does."""
     model = ctx.shard(ctx.build(Checkpointed))
