@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from tests.dist.edge import ADAMW, WIDTH, build, gap, plan, samples
+from tests.dist.edge import ADAMW, WIDTH, build, gap, plan, samples, whole
 from tests.dist.test_edge_models import Stack
 from torch import nn
 
@@ -195,10 +195,36 @@ def step_differently(name: str, what: str) -> None:
         assert gap([owned.value for owned in runtime(model).fragments()], before) == 0.0
 
 
-@pytest.mark.parametrize("what", ["order", "sizes", "fewer", "skipped"])
-def test_another_step_is_refused_before_the_update(pool: RankPool, what: str) -> None:
-    outcomes = observe(pool, step_differently, "zero1-node", what)
+def test_another_step_is_refused_before_the_update(pool: RankPool) -> None:
+    outcomes = observe(pool, step_differently, "zero1-node", "fewer")
     check(outcomes, "MismatchError", "rank 1 and rank 0 ran different steps", "Nothing was updated")
+    check(outcomes, "MismatchError", "1 backwards against 2")
+
+
+def train_differently(what: str) -> None:
+    """Where parameters are whole, ranks may run other units than the rest, and train as one process does."""
+    model_class = Growing if what == "sizes" else Wandering
+    orders = [(0, 1, 2), (0, 2) if what == "skipped" else (0, 2, 1), (0, 1, 2), (0, 1, 2)]
+    model, reference = tw.shard(build(model_class), plan("zero1-node")), build(model_class)
+    optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
+    plain = torch.optim.AdamW(reference.parameters(), **ADAMW)
+    for step in range(3):
+        data = samples(step, 1, 4)[0]
+        model.order = orders[dist.get_rank()]
+        model(data[dist.get_rank()]).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+        for x, order in zip(data, orders, strict=True):
+            reference.order = order
+            (reference(x).square().mean() / 4).backward()
+        plain.step()
+        plain.zero_grad()
+    assert gap(whole(model), list(reference.parameters())) < 1e-6
+
+
+@pytest.mark.parametrize("what", ["order", "sizes", "skipped"])
+def test_ranks_run_other_units_where_parameters_are_whole(pool: RankPool, what: str) -> None:
+    check(observe(pool, train_differently, what), "")
 
 
 def test_units_of_equal_size_gathered_in_another_order(pool: RankPool) -> None:

@@ -113,12 +113,14 @@ class Agreements:
 
     Attributes:
         used: which parameters have gradients.
+        same_order: whether all ranks had the same events when they met last. They must, unless parameters are whole.
     """
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
         self._sharded, self._reducer = sharded, reducer
         self._infos = [unit.info for unit in sharded.units]
         self.used = UsedGradients(self._infos)
+        self.same_order = True
         self._present: Agreement | None = None  # of this step, once ranks have met
 
     # -- gradients as they come --------------------------------------------------------------------------------
@@ -149,11 +151,12 @@ class Agreements:
 
     # -- exchanges ---------------------------------------------------------------------------------------------
 
-    def agree(self, order_hash: int, *, measure: bool) -> Agreement:
+    def agree(self, order_hash: int, backwards: int, *, measure: bool) -> Agreement:
         """Meet the other ranks, unless that has happened in this step.
 
         Args:
             order_hash: of this rank's events.
+            backwards: that this rank has run in this step.
             measure: whether the gradient norm is needed. It takes a pass over this rank's share, for which every
                 reduction is joined, and an exchange of its own; otherwise reductions go on meanwhile.
 
@@ -163,7 +166,7 @@ class Agreements:
         """
         if self._present is None:
             # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
-            self.used.learn(self._compare_steps(order_hash))
+            self.used.learn(self._compare_steps(order_hash, backwards))
             self._present = Agreement(float("nan"), False)
         if measure and not self._present.measured:
             self._reducer.join()
@@ -179,27 +182,31 @@ class Agreements:
         assert self._present is not None
         self._present = replace(self._present, norm=norm)
 
-    def _compare_steps(self, order_hash: int) -> tuple[bool, ...]:
+    def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
         """Check that all ranks ran the same step.
 
         Returns:
             For each trainable parameter, whether any rank had a gradient.
         """
         unfinished = int(any(gradient.unsynced for gradient in self._reducer.parts))
-        words = struct.pack("<qqq", order_hash, unfinished, self._sharded.seeds.step)
+        words = struct.pack("<qqq", order_hash, unfinished + 2 * backwards, self._sharded.seeds.step)
         bits = _to_bits(self.used.here)
         everyone = self._exchange(words + bits, control_bytes(self._infos))
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
+        self.same_order = all(row[0] == rows[0][0] for row in rows)
+        is_whole = self._sharded.plan.params.ranks == 1  # then ranks may run different units
         for rank, row in enumerate(rows):
-            if (row[0], row[2]) != (rows[0][0], rows[0][2]):
+            same_counts = row[2] == rows[0][2] and row[1] // 2 == rows[0][1] // 2
+            if not same_counts or (row[0] != rows[0][0] and not is_whole):
                 raise MismatchError(
                     f"rank {rank} and rank 0 ran different steps: order of units {row[0]:#x} against "
-                    f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}. Every rank must run the same units in the "
+                    f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}, {row[1] // 2} backwards against "
+                    f"{rows[0][1] // 2}. Every rank must run the same units in the "
                     "same order; look for branches that depend on the data or the rank. Nothing was updated"
                 )
-        if any(row[1] for row in rows):
+        if any(row[1] % 2 for row in rows):
             raise UsageError(
-                f"rank {next(rank for rank, row in enumerate(rows) if row[1])} has gradients that were never "
+                f"rank {next(rank for rank, row in enumerate(rows) if row[1] % 2)} has gradients that were never "
                 "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
                 "zero_grad() to drop the step. Nothing was updated"
             )

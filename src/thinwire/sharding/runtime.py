@@ -132,10 +132,12 @@ class Runtime:
         self.passes.reach_step()
         if self.outside is not None:
             self.passes.refuse_missing_backward()
-        agreement = self.agreements.agree(self.schedule.order_hash, measure=False)
+        steps = self.schedule.order_hash, self.schedule.backwards
+        agreement = self.agreements.agree(*steps, measure=False)
+        self.schedule.ranks_met(same_order=self.agreements.same_order)
         if self.outside is not None:
             self.outside.merge()
-        return self.agreements.agree(self.schedule.order_hash, measure=True) if measure else agreement
+        return self.agreements.agree(*steps, measure=True) if measure else agreement
 
     def set_norm(self, norm: float) -> None:
         """The gradients that ranks agreed on have another norm now: they were scaled, or are not to be used."""

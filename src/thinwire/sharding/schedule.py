@@ -34,6 +34,7 @@ class Schedule:
 
     Attributes:
         order_hash: Hash of this step's events that must have the same order on all ranks.
+        backwards: Backwards of this step that have ended.
         micro_batch: Number of the current micro-batch.
         last: Whether the current micro-batch is the step's last.
     """
@@ -41,6 +42,7 @@ class Schedule:
     def __init__(self, programs: Programs) -> None:
         self.programs = programs
         self.order_hash = 0
+        self.backwards = 0
         self.micro_batch = 0
         self.last = True
         self._expected: tuple[int, ...] = ()  # the trace's units, in the order in which its backward needs them
@@ -51,6 +53,11 @@ class Schedule:
         self._deviated = False
         self._parked: dict[int, list[Moment]] = {}  # forward events of other micro-batches in a pipeline
         self._reported = False  # whether the one warning about deviations was given
+        # Where every rank holds whole parameters nothing is gathered, and ranks may run different units: all that must
+        # be the same is the order of reductions and spreads. It changes when all ranks have run another trace alike.
+        self._whole = programs.plan.params.ranks == 1
+        self._proposed: Trace | None = None
+        self._trainable = {number for number, info in enumerate(programs.infos) if info.trainable}
 
     # -- events ------------------------------------------------------------------------------------------------
 
@@ -62,7 +69,7 @@ class Schedule:
         self._forward.append((phase, unit))
         self._hash(phase, unit)
         trace = self.programs.trace
-        if trace is None or self._deviated:
+        if trace is None or self._deviated or self._whole:
             return ()
         if position >= len(trace.forward) or trace.forward[position] != (phase, unit):
             self._deviate()
@@ -77,7 +84,7 @@ class Schedule:
         self._needed.append(unit)
         self._backward.append((Phase.PRE_BACKWARD, unit))
         self._hash(Phase.PRE_BACKWARD, unit)
-        if self.programs.trace is None or self._deviated:
+        if self.programs.trace is None or self._deviated or self._whole:
             return ()
         if position >= len(self._expected) or self._expected[position] != unit:
             self._deviate()
@@ -95,6 +102,12 @@ class Schedule:
 
     def end_backward(self) -> None:
         """Complete a micro-batch: adopt its trace if there is none yet, or if it differs from the adopted one."""
+        self.backwards += 1
+        if self._whole:
+            if self._forward and self._backward and self._trainable <= {unit for _, unit in self._forward}:
+                self._proposed = Trace(tuple(self._forward), tuple(self._backward))
+            self.abandon_micro_batch()
+            return
         trace = None if self._deviated else self.programs.trace
         if trace is not None:
             if len(self._forward) == len(trace.forward) and len(self._needed) == len(self._expected):
@@ -107,6 +120,16 @@ class Schedule:
             self.programs.adopt(trace)
             self._expected = trace.needed_again
         self.abandon_micro_batch()
+
+    def ranks_met(self, *, same_order: bool) -> None:
+        """Adopt the order of this step where parameters are whole, if all ranks had the same.
+
+        Args:
+            same_order: Whether the events of the step were the same on every rank.
+        """
+        proposed, self._proposed = self._proposed, None
+        if same_order and proposed is not None and proposed != self.programs.trace:
+            self.programs.adopt(proposed)
 
     def begin_micro_batch(self, number: int, *, last: bool) -> None:
         """Begin a micro-batch, to which all following events belong.
@@ -135,13 +158,15 @@ class Schedule:
         """Forget a forward that has had no backward when the step is taken."""
         self._parked.clear()
         self.abandon_micro_batch()
-        self.order_hash = 0
+        self.order_hash = self.backwards = 0
 
     # -- what the program says ---------------------------------------------------------------------------------
 
     def turns(self) -> Turns:
         """The reductions of the current micro-batch, whose backward begins, in the reverse order of its forward."""
         trace, place = self.programs.trace, place_of(self.micro_batch, last=self.last)
+        if self._whole:
+            return self.programs.turns(place)
         if trace is not None and not self._deviated and len(self._forward) == len(trace.forward):
             return self.programs.turns(place)
         return self.programs.turns(place, self._forward)
