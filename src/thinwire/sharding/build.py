@@ -155,6 +155,7 @@ def _agreed_modules(
         if values is not None:
             source = _place_on(device, model, values)
         _check_parameters(model, whole=whole)
+        _check_modules(model, plan)
         modules = discover(model, selection, lambda block: plan.override(block).granularity or plan.granularity)
         _check_overrides(plan, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
@@ -289,6 +290,8 @@ def _check_parameters(model: nn.Module, *, whole: bool) -> None:
                 f"parameter {name} is on the meta device and has no values: say where they come from with values= and "
                 "device=, or materialise the model before, with model.to_empty(device=...) and its initialiser"
             )
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(f"parameter {name} of a lazy layer has no shape yet: run a forward before thinwire.shard")
         if parameter.is_complex():
             raise UsageError(f"parameter {name} is complex; floating-point parameters are supported")
         if parameter.dtype == torch.float64:
@@ -305,6 +308,23 @@ def _check_parameters(model: nn.Module, *, whole: bool) -> None:
         raise UsageError(f"{type(model).__name__} has no parameters to shard")
     if len(devices) > 1:
         raise UsageError(f"parameters lie on {', '.join(sorted(devices))}: move the model to one device first")
+
+
+def _check_modules(model: nn.Module, plan: Plan) -> None:
+    """Refuse modules whose forward does to their parameters, or beside them, what their unit cannot follow."""
+    for name, module in model.named_modules():
+        if plan.params.ranks > 1 and getattr(module, "max_norm", None) is not None:
+            raise UsageError(
+                f"{name}.max_norm = {module.max_norm}: its forward writes to its weight, which is gathered anew each "
+                "time where parameters are sharded; use a plan with params = 1x1, or scale rows in the forward"
+            )
+        half = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.track_running_stats
+        if half and plan.compute_dtype != "float32" and module.running_mean.dtype == torch.float32 and not plan.units:
+            raise UsageError(
+                f"{name} is a {type(module).__name__} with running statistics in float32, which torch does not compute "
+                f'beside weights in {plan.compute_dtype}: set compute_dtype = "float32", or give it a unit of its '
+                'own with [[units]] match = ..., dtype = "float32"'
+            )
 
 
 def _check_agreement(

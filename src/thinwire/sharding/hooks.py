@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, TypeVar, cast
 
 import torch
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from thinwire.errors import UsageError
 from thinwire.sharding.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.memory.local import local_gradient
-from thinwire.sharding.reads import watch_reads
+from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.sharding.unit import Unit
@@ -37,6 +37,8 @@ def install(runtime: Runtime) -> None:
     if runtime.outside is not None:
         model.forward = as_forward(model, model.forward)
         undo.append(functools.partial(delattr, model, "forward"))
+        object.__setattr__(model, "__reduce_ex__", refuse_copy)
+        undo.append(functools.partial(object.__delattr__, model, "__reduce_ex__"))
     for module in model.modules():
         if next(module.parameters(), None) is None:
             continue  # it may belong to other models as well, as the activation functions of transformers do
@@ -45,6 +47,8 @@ def install(runtime: Runtime) -> None:
             module.register_load_state_dict_pre_hook(_refuse_load)
         if module._parameters:
             undo.append(module.register_state_dict_post_hook(_copy_parameters).remove)
+            if runtime.outside is not None:
+                undo.append(module.register_load_state_dict_pre_hook(_refuse_assign).remove)
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -252,6 +256,14 @@ def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str,
                 state_dict[prefix + name] = value.full_tensor()
         elif isinstance(value, torch.Tensor):
             state_dict[prefix + name] = value.detach().clone()
+
+
+def _refuse_assign(_module: nn.Module, _state_dict: Any, _prefix: str, metadata: Mapping[str, Any], *_: Any) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise UsageError(
+            "load_state_dict(assign=True) would put other parameters in the place of those that are sharded: leave out "
+            "assign, which copies the values"
+        )
 
 
 def _refuse_load(*_: Any) -> None:

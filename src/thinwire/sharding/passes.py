@@ -218,6 +218,7 @@ class Passes:
         self._sharded, self._units, self._plan = sharded, sharded.units, sharded.plan
         self._schedule, self._holds = schedule, holds
         self.before_computing: Callable[[], None] = _nothing
+        self._is_sharded = any(unit.sharded for unit in self._units)
         self.alone: int | None = None
         self._alone_depth = 0  # how often that unit has called itself
 
@@ -249,6 +250,11 @@ class Passes:
         """The model's forward begins."""
         if not recomputing():
             self.backward.forget_failed()
+            if self._is_sharded and not self._holds.depth and torch._C._functorch.peek_interpreter_stack() is not None:
+                raise UsageError(
+                    "torch.func transforms and sharded parameters: their gradients call no hooks that would gather the "
+                    "parameters again. Call the transform inside thinwire.full_parameters(model)"
+                )
             self.before_computing()
             self.state.present = Pass.FORWARD
 

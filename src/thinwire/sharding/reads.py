@@ -21,7 +21,7 @@ from thinwire.sharding.runtime import Runtime
 from thinwire.sharding.shares.parameter import ShardedParameter
 from thinwire.sharding.unit import Unit
 
-__all__ = ["watch_reads"]
+__all__ = ["refuse_copy", "watch_reads"]
 
 
 _read = torch._dynamo.disable(Passes.read)  # it re-points storages, which no compiled graph may trace
@@ -105,10 +105,10 @@ class _Table(dict[str, Any]):
         super().__delitem__(name)
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        _refuse_copy()
+        refuse_copy()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        _refuse_copy()
+        refuse_copy()
 
     def _name(self, name: str) -> str:
         """A parameter's name in the model, where it is known."""
@@ -124,7 +124,8 @@ class _Table(dict[str, Any]):
         return stored if entry is None or entry.share is None or stored is not entry.compute else entry.share
 
 
-def _refuse_copy() -> NoReturn:
+def refuse_copy(*_: Any) -> NoReturn:
+    """Raise, for copies of the model or of a part."""
     raise UsageError(
         "a sharded model cannot be copied or pickled: copy it before thinwire.shard; save it with thinwire.save, "
         "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of "

@@ -49,6 +49,7 @@ def perform(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _elementwise(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     spec = _common_cut(cls, [*args, *kwargs.values()])
+    kwargs.pop("memory_format", None)  # pieces are flat
     written = _written(cls, func, args, kwargs)
     with _writing(written):
         results = func(*_pieces(cls, args, spec), **dict(zip(kwargs, _pieces(cls, kwargs.values(), spec), strict=True)))

@@ -25,7 +25,7 @@ inside a row, differ in size from rank to rank, or leave whole tensors to single
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
 import torch
@@ -114,6 +114,9 @@ class ShareTensor(torch.Tensor):
         cls, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            # torch's own engine knows the tensors that modules compute with. What it returns is this rank's, as in DDP.
+            return func(*_computed(args), **_computed(kwargs))
         try:
             if _mixes_with_plain(args, kwargs):
                 raise NeedsWhole
@@ -121,6 +124,9 @@ class ShareTensor(torch.Tensor):
                 return func(*args, **kwargs)
         except NeedsWhole:
             pass
+        written = _written_shares(func, args, kwargs)
+        if written:
+            return _write_whole(func, written, args, kwargs)
         wholes = _WholeArguments(args, kwargs)
         return func(*wholes.args, **wholes.kwargs)
 
@@ -189,10 +195,48 @@ class _Whole(torch.autograd.Function):
         return ShareTensor(spec.cut(spec.holders.mean(grad)).clone(), spec)
 
 
-class _WholeArguments:
-    """The arguments of a call with plain tensors in place of share tensors."""
+def _written_shares(func: Callable[..., Any], args: Any, kwargs: Any) -> list[ShareTensor]:
+    """The share tensors that a function of torch's changes, by its name: ``x.add_``, ``x[i] = ...``, ``out=x``."""
+    name = getattr(func, "__name__", "")
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    written = [*(_tensors(args[0]) if in_place and args else ()), *_tensors(kwargs.get("out"))]
+    return [tensor for tensor in written if isinstance(tensor, ShareTensor)]
 
-    def __init__(self, args: Any, kwargs: Any) -> None:
+
+def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args: Any, kwargs: Any) -> Any:
+    """Call a function that changes whole tensors: on copies that ranks have gathered, of which each keeps its piece."""
+    if torch.is_grad_enabled() and any(share.requires_grad and share.is_leaf for share in written):
+        raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
+    with torch.no_grad():
+        copies = {id(share): share.full_tensor() for share in written}
+        wholes = _WholeArguments(args, kwargs, copies)
+        result = func(*wholes.args, **wholes.kwargs)
+        for share in written:
+            share.copy_(copies[id(share)])
+    by_copy = {id(copies[id(share)]): share for share in written}
+    return by_copy.get(id(result), result)
+
+
+def _computed(value: Any) -> Any:
+    """Arguments with the tensors that modules compute with in place of parameters."""
+    if isinstance(value, ShareTensor):
+        return getattr(value.live, "compute_tensor", value)
+    if isinstance(value, dict):
+        return {key: _computed(item) for key, item in value.items()}
+    return type(value)(map(_computed, value)) if isinstance(value, list | tuple) else value
+
+
+class _WholeArguments:
+    """The arguments of a call with plain tensors in place of share tensors.
+
+    Args:
+        args: of the call.
+        kwargs: of the call.
+        copies: plain tensors for some of them, by ``id``.
+    """
+
+    def __init__(self, args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | None = None) -> None:
+        self._copies = copies or {}
         dtypes = {t.dtype for t in _tensors((args, kwargs)) if not isinstance(t, ShareTensor) and t.is_floating_point()}
         self._dtypes = dtypes
         self.args = tuple(self._plain(arg) for arg in args)
@@ -206,6 +250,8 @@ class _WholeArguments:
         return value
 
     def _whole(self, share: ShareTensor) -> torch.Tensor:
+        if id(share) in self._copies:
+            return self._copies[id(share)]
         computes = getattr(share.live, "compute", None)
         if computes is not None:
             value: torch.Tensor = computes(share, self._dtypes)
