@@ -92,6 +92,7 @@ def test_targets() -> None:
         _native.use_target("sse9")
 
 
+@pytest.mark.slow
 def test_the_environment_chooses_the_target() -> None:
     assert run("print(_native.target())", THINWIRE_CPU_TARGET="baseline").stdout == "baseline\n"
     assert "THINWIRE_CPU_TARGET: no instruction set 'sse9'" in run("", THINWIRE_CPU_TARGET="sse9").stderr

@@ -44,7 +44,7 @@ def max_error(text: str) -> float | None:
     return MAX_ERROR[text]
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("backend", [pytest.param("reference", marks=pytest.mark.slow), "cpp"])
 @pytest.mark.parametrize("text", BUILT_IN)
 def test_built_in_codecs_keep_the_contract(text: str, backend: str) -> None:
     check_codec(text, backend=backend, max_error=max_error(text))

@@ -119,6 +119,7 @@ def learn(plan_toml: str, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["zero1", "zeropp", "thinwire"])
+@pytest.mark.slow
 def test_training_in_bf16_with_codecs_learns_as_well(name: str) -> None:
     exact = Plan.preset(name, nodes=2, local=2)
     wanted = run_ranks(4, learn, exact.to_toml(), 30)[0]

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 import torch.nn.functional as F
 from tests.dist.edge import ADAMW, WIDTH, build, close, parity, plan, samples
@@ -128,6 +129,7 @@ for _ in range(3):
 """
 
 
+@pytest.mark.slow
 def test_a_program_may_end_without_leaving_the_job(tmp_path: Path) -> None:
     """The last update is still being spread, by threads amid the transport."""
     script = tmp_path / "script.py"

@@ -190,6 +190,7 @@ def on_a_small_disk(runs: Runs, name: str, size: str, *arguments: str) -> tuple[
     return process.returncode, output, errors
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_in_a_sentence_and_room_lets_it_go_on(runs: Runs) -> None:
     steps = ("--nproc", "1", "--set", "checkpoint.every=10", "--set", "train.steps=40", "--set", "checkpoint.keep=9")
     status, output, errors = on_a_small_disk(runs, "small", "1500k", *steps)

@@ -167,6 +167,7 @@ def rank_goes_on(plan: tw.Plan, path: Path) -> list[float]:
     return train(model, optimizer, batches(plan, model.grid.data)[1:])[0]
 
 
+@pytest.mark.slow
 def test_checkpoints_load_on_any_grid(tmp_path: Path) -> None:
     saving = plan_for(2, 2, 2)
     (reference, *_) = run_ranks(8, rank_saves, saving, tmp_path / "3d")

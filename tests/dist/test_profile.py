@@ -53,6 +53,7 @@ def profile(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.slow
 def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
     """Whatever the budget: everything without which no plan can be priced."""
     out = tmp_path / "profile.json"

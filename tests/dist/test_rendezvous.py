@@ -72,6 +72,7 @@ def test_an_address_of_another_host_is_named() -> None:
         Rendezvous(0, 2, "203.0.113.9", free_port()).store(SHORT)
 
 
+@pytest.mark.slow
 def test_who_is_not_there_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
     port, started = free_port(), time.monotonic()
     with pytest.raises(

@@ -25,7 +25,14 @@ from thinwire.sharding.shares.boxes import boxes
 from thinwire.sharding.shares.tensor import ShareTensor
 from thinwire.testing import run_ranks
 
-PLANS = ("ddp", "zero1", "zero2", "zero3", "hpz", "zero1-node", "inter", "whole tensors")
+PLANS = ("ddp", "zero1", "zero3", "whole tensors")
+OTHER_PLANS = ("zero2", "hpz", "zero1-node", "inter")
+"""Plans of the slow suite."""
+
+
+BOTH = pytest.mark.parametrize(
+    "plans", [PLANS, pytest.param(OTHER_PLANS, marks=pytest.mark.slow)], ids=["few", "other"]
+)
 
 
 class Learned(Stack):
@@ -115,8 +122,8 @@ READS: Mapping[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-def check_reads() -> None:
-    for name in PLANS:
+def check_reads(plans: tuple[str, ...]) -> None:
+    for name in plans:
         pair = Pair(name)
         with torch.no_grad():
             for what, read in READS.items():
@@ -136,13 +143,14 @@ def check_reads() -> None:
         close(pair.model)
 
 
-def test_shares_read_as_the_whole_parameter() -> None:
-    run_ranks(4, check_reads)
+@BOTH
+def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_reads, plans)
 
 
-def check_reads_after_a_step() -> None:
+def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
     """What is read right after a step is what the step has written."""
-    for name in PLANS:
+    for name in plans:
         pair = Pair(name)
         optim = tw.optimizer(pair.model, torch.optim.SGD, lr=0.1)
         reference = torch.optim.SGD(pair.one.parameters(), lr=0.1)
@@ -165,8 +173,9 @@ def check_reads_after_a_step() -> None:
         close(pair.model)
 
 
-def test_reads_right_after_a_step() -> None:
-    run_ranks(4, check_reads_after_a_step)
+@BOTH
+def test_reads_right_after_a_step(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_reads_after_a_step, plans)
 
 
 # -- writing ---------------------------------------------------------------------------------------------------
@@ -213,9 +222,9 @@ def swap(model: nn.Module) -> None:
             parameter.copy_(saved[name])
 
 
-def check_writes() -> None:
+def check_writes(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
-    for name in PLANS:
+    for name in plans:
         for write in (double, assign, through_data, initialise, from_a_vector, load, swap):
             pair = Pair(name)
             named = [dict(model.named_parameters()) for model in (pair.model, pair.one)]
@@ -230,8 +239,9 @@ def check_writes() -> None:
             close(pair.model)
 
 
-def test_writes_reach_every_rank() -> None:
-    run_ranks(4, check_writes)
+@BOTH
+def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_writes, plans)
 
 
 def check_initialisation_with_other_seeds() -> None:
@@ -250,8 +260,8 @@ def test_ranks_draw_alike() -> None:
     run_ranks(4, check_initialisation_with_other_seeds)
 
 
-def check_writes_to_whole_parameters() -> None:
-    for name in PLANS:
+def check_writes_to_whole_parameters(plans: tuple[str, ...]) -> None:
+    for name in plans:
         for dtype in ("float32", "bfloat16"):
             pair = Pair(name, compute_dtype=dtype)
             with torch.no_grad():
@@ -271,15 +281,16 @@ def check_writes_to_whole_parameters() -> None:
             close(pair.model)
 
 
-def test_whole_parameters_are_written_where_asked() -> None:
-    run_ranks(4, check_writes_to_whole_parameters)
+@BOTH
+def test_whole_parameters_are_written_where_asked(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_writes_to_whole_parameters, plans)
 
 
 # -- gradients -------------------------------------------------------------------------------------------------
 
 
-def check_gradients() -> None:
-    for name in PLANS:
+def check_gradients(plans: tuple[str, ...]) -> None:
+    for name in plans:
         pair = Pair(name)
         assert all(mine.grad is None for mine, _ in pair.parameters())
         for clear in (
@@ -310,12 +321,13 @@ def check_gradients() -> None:
         close(pair.model)
 
 
-def test_gradients_are_read_cleared_and_edited() -> None:
-    run_ranks(4, check_gradients)
+@BOTH
+def test_gradients_are_read_cleared_and_edited(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_gradients, plans)
 
 
-def check_clipping() -> None:
-    for name in PLANS:
+def check_clipping(plans: tuple[str, ...]) -> None:
+    for name in plans:
         pair = Pair(name)
         for step, order in enumerate((2.0, 1.0, math.inf, 3.0)):
             for clip in (clip_grad_norm_, lambda p, *a, **k: tw.clip_grad_norm_(p, *a, **k)):
@@ -334,14 +346,15 @@ def check_clipping() -> None:
         close(pair.model)
 
 
-def test_clipping_of_any_order() -> None:
-    run_ranks(4, check_clipping)
+@BOTH
+def test_clipping_of_any_order(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_clipping, plans)
 
 
-def check_penalties() -> None:
+def check_penalties(plans: tuple[str, ...]) -> None:
     """Terms of the loss that read parameters outside of the model's forward."""
     x = samples(0, 1, 4)[0, 0]
-    for name in PLANS:
+    for name in plans:
         pair = Pair(name)
         for model in (pair.model, pair.one):
             loss = model(x).square().mean()
@@ -359,8 +372,9 @@ def check_penalties() -> None:
         close(pair.model)
 
 
-def test_penalties_on_parameters() -> None:
-    run_ranks(4, check_penalties)
+@BOTH
+def test_penalties_on_parameters(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_penalties, plans)
 
 
 def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
@@ -368,8 +382,8 @@ def note_norm(norms: list[str], parameter: torch.Tensor) -> None:
     norms.append(f"{float(parameter.grad.norm()):.3g}")
 
 
-def check_hooks() -> None:
-    for name in PLANS:
+def check_hooks(plans: tuple[str, ...]) -> None:
+    for name in plans:
         pair = Pair(name)
         seen: list[list[str]] = [[], []]
         for norms, model in zip(seen, (pair.model, pair.one), strict=True):
@@ -382,8 +396,9 @@ def check_hooks() -> None:
         close(pair.model)
 
 
-def test_hooks_see_gradients() -> None:
-    run_ranks(4, check_hooks)
+@BOTH
+def test_hooks_see_gradients(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_hooks, plans)
 
 
 # -- optimizers that users make --------------------------------------------------------------------------------
@@ -401,8 +416,8 @@ OPTIMIZERS: tuple[tuple[Any, dict[str, Any]], ...] = (
 )
 
 
-def check_optimizers() -> None:
-    for name in PLANS:
+def check_optimizers(plans: tuple[str, ...]) -> None:
+    for name in plans:
         for kind, options in OPTIMIZERS:
             pair = Pair(name)
             optims, schedulers = [], []
@@ -424,13 +439,14 @@ def check_optimizers() -> None:
             close(pair.model)
 
 
-def test_any_optimizer_updates_shares() -> None:
-    run_ranks(4, check_optimizers, timeout=240)
+@BOTH
+def test_any_optimizer_updates_shares(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_optimizers, plans, timeout=240)
 
 
-def check_closures_and_scalers() -> None:
+def check_closures_and_scalers(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
-    for name in PLANS:
+    for name in plans:
         pair = Pair(name)
         for model in (pair.model, pair.one):
             optim = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3)
@@ -459,12 +475,13 @@ def check_closures_and_scalers() -> None:
         close(pair.model)
 
 
-def test_closures_and_gradient_scalers() -> None:
-    run_ranks(4, check_closures_and_scalers)
+@BOTH
+def test_closures_and_gradient_scalers(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_closures_and_scalers, plans)
 
 
-def check_loops_by_hand() -> None:
-    for name in PLANS:
+def check_loops_by_hand(plans: tuple[str, ...]) -> None:
+    for name in plans:
         pair = Pair(name)
         for step in range(2):
             pair.backward(step)
@@ -477,16 +494,64 @@ def check_loops_by_hand() -> None:
         close(pair.model)
 
 
-def test_updates_by_hand() -> None:
-    run_ranks(4, check_loops_by_hand)
+@BOTH
+def test_updates_by_hand(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_loops_by_hand, plans)
+
+
+class GlobalNorm(torch.optim.SGD):
+    """Divides every gradient by the norm of all of them."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
+        super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Adds noise to every update."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=0.01)
+        super().step(closure)
+
+
+def check_coupled_optimizers(plans: tuple[str, ...]) -> None:
+    for name in plans:
+        for kind, sentence in ((GlobalNorm, "other parameters' gradients"), (Noisy, "draws random numbers")):
+            pair = Pair(name)
+            if name != "ddp" or kind is Noisy:
+                assert sentence in raised(UsageError, tw.optimizer, pair.model, kind, lr=0.1)
+            optims = [kind(model.parameters(), lr=0.1) for model in (pair.model, pair.one)]
+            for step in range(2):
+                pair.backward(step)
+                torch.manual_seed(10 * step + dist.get_rank())
+                optims[0].step()
+                torch.manual_seed(10 * step)
+                optims[1].step()
+                for optim in optims:
+                    optim.zero_grad()
+            pair.check(kind.__name__)  # every rank draws what the first one draws
+            close(pair.model)
+
+
+@BOTH
+def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_coupled_optimizers, plans)
 
 
 # -- what is not forward ---------------------------------------------------------------------------------------
 
 
-def check_methods() -> None:
+def check_methods(plans: tuple[str, ...]) -> None:
     x = samples(0, 1, 4)[0, 0]
-    for name in PLANS:
+    for name in plans:
         for register in (False, True):
             pair = Pair(name)
             if register:
@@ -502,8 +567,9 @@ def check_methods() -> None:
             close(pair.model)
 
 
-def test_methods_other_than_forward() -> None:
-    run_ranks(4, check_methods)
+@BOTH
+def test_methods_other_than_forward(plans: tuple[str, ...]) -> None:
+    run_ranks(4, check_methods, plans)
 
 
 # -- refusals --------------------------------------------------------------------------------------------------

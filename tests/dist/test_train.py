@@ -188,6 +188,7 @@ def test_ctrl_c_saves_and_other_ranks_under_another_plan_continue(runs: Runs, wh
     assert runs.losses("stopped") == pytest.approx(whole, rel=0.05)
 
 
+@pytest.mark.slow
 def test_torchrun_and_sigterm(runs: Runs, whole: list[float]) -> None:
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     process = runs.start("torchrun", command=(*torchrun, "-m", "thinwire.cli.main"))

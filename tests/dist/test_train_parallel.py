@@ -201,6 +201,7 @@ def test_recomputed_blocks_run_twice(ways: dict[str, int], own: bool) -> None:
 
 
 @pytest.mark.parametrize("policy", ["none", "hybrid"])
+@pytest.mark.slow
 def test_the_example_learns(policy: str) -> None:
     pool = RankPool(4)  # ranks of their own: torch remembers the meshes of a process's earlier jobs
     try:

@@ -78,6 +78,7 @@ def test_turns_and_failures(controller: Controller) -> None:
         controller.run("busy", TurnRequest(1, options={"fail": True, "rank": 2}))
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_at_once(controller: Controller) -> None:
     controller.start(system("frail"))
     started = time.monotonic()
@@ -86,11 +87,13 @@ def test_a_killed_rank_is_named_at_once(controller: Controller) -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
 def test_a_system_that_cannot_be_built(controller: Controller) -> None:
     with pytest.raises(BenchError, match="system odd: rank 3 failed: ValueError: cannot be built"):
         controller.start(system("odd", broken=3))
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_finishes() -> None:
     with Controller(Loopback(), 1, timeout=30.0) as controller:
         controller.start(system("slow"))

@@ -82,6 +82,7 @@ def test_every_system_trains_alike(tmp_path: Path) -> None:
     "plans",
     [["zeropp", "thinwire"], pytest.param(["zero3", "hpz", "zero1-node", "zeropp-8bit"], marks=pytest.mark.slow)],
 )
+@pytest.mark.slow
 def test_links_carry_what_the_program_predicts(tmp_path: Path, plans: list[str]) -> None:
     out = tmp_path / "step.json"
     settings = ["--bandwidth", "none", "--rounds", "1", "--steps", "2", "--model", "llama-5m", "--json", str(out)]

@@ -177,6 +177,8 @@ def build_optimizer(
     # The plan decides, not this rank's fragments: every rank is to refuse, or none.
     plan = runtime.plan
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
+    if plan.world > 1:
+        _refuse_unlike_ranks(optimizer_class, options, cut=plan.optimizer.ranks > 1)
     if cut or plan.tp > 1:
         _refuse_per_tensor(optimizer_class, options)
     groups = _group(runtime, fragments, list(param_groups or []))
@@ -296,6 +298,61 @@ def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Ma
             f"{optimizer_class.__name__} updates whole tensors, but the plan's partition = 'intra' (or sharded "
             "parameters, or tp) cuts them: use partition = 'inter' with params = 1x1 and tp = 1"
         )
+
+
+def _refuse_unlike_ranks(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, cut: bool
+) -> None:
+    """Raise if ranks would update alike parameters differently: found out by trying.
+
+    Args:
+        optimizer_class: of the optimizer.
+        options: of the optimizer.
+        cut: whether ranks own different parameters.
+
+    Raises:
+        UsageError: it draws random numbers, or the update of one parameter depends on the gradient of another one.
+    """
+    remedy = (
+        f"make it yourself, {optimizer_class.__name__}(model.parameters(), ...): over shares, ranks draw the same "
+        "numbers and norms are those of whole tensors"
+    )
+    first = _trial(optimizer_class, options, seed=0)
+    if first is None:
+        return
+    again = _trial(optimizer_class, options, seed=1)
+    if again is not None and not torch.equal(first, again):
+        raise UsageError(f"{optimizer_class.__name__} draws random numbers, which differ from rank to rank; {remedy}")
+    beside = _trial(optimizer_class, options, seed=0, other=100.0) if cut else None
+    if beside is not None and not torch.equal(first, beside):
+        raise UsageError(
+            f"{optimizer_class.__name__} updates a parameter by other parameters' gradients, as a norm over all of "
+            f"them does, and each rank sees its share only; {remedy}"
+        )
+
+
+def _trial(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, seed: int, other: float = 1.0
+) -> torch.Tensor | None:
+    """One of two parameters after two updates; none if the optimizer refuses the trial.
+
+    Args:
+        optimizer_class: of the optimizer.
+        options: of the optimizer.
+        seed: for what it draws.
+        other: factor of the other parameter's gradients.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start, grads = torch.randn(2, 8, 6), torch.randn(2, 2, 8, 6)
+        pair = [nn.Parameter(part.clone()) for part in start]
+        torch.manual_seed(seed)
+        try:
+            with torch.enable_grad():
+                _try(optimizer_class(pair, **_for_trial(options)), pair, [[one, two * other] for one, two in grads])
+        except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+            return None
+    return pair[0].detach()
 
 
 def _updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:

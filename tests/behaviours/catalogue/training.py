@@ -530,7 +530,11 @@ def gradients_of_inputs(ctx: Context) -> Any:
     return x.grad
 
 
-@behaviour("DeepSpeed TestEngineTorchFunc::test_grad_through_engine", deepspeed="works")
+@behaviour(
+    "DeepSpeed TestEngineTorchFunc::test_grad_through_engine",
+    deepspeed="works",
+    refused=dict.fromkeys(("zero3", "hpz"), "torch.func transforms.*inside thinwire.full_parameters"),
+)
 def torch_func_through_the_model(ctx: Context) -> Any:
     """Differentiate with respect to an input with `torch.func.grad` through the model."""
     model = ctx.shard(ctx.build(Stack))
