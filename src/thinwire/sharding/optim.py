@@ -17,6 +17,7 @@ from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.foreign import INNER
 from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.optimizers.trials import refuse_per_tensor, refuse_unlike_ranks, updates_in_parts
 from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["ShardedOptimizer", "build_optimizer", "names_of"]
@@ -178,9 +179,9 @@ def build_optimizer(
     plan = runtime.plan
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:
-        _refuse_unlike_ranks(optimizer_class, options, cut=plan.optimizer.ranks > 1)
+        refuse_unlike_ranks(optimizer_class, options, cut=plan.optimizer.ranks > 1)
     if cut or plan.tp > 1:
-        _refuse_per_tensor(optimizer_class, options)
+        refuse_per_tensor(optimizer_class, options)
     groups = _group(runtime, fragments, list(param_groups or []))
 
     def refused(problems: Mapping[int, str]) -> UsageError:
@@ -200,7 +201,7 @@ def build_optimizer(
     (inner,) = made
     object.__setattr__(inner, INNER, True)
     runtime.optimizer = optimizer = ShardedOptimizer(
-        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=_updates_in_parts(optimizer_class, options)
+        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=updates_in_parts(optimizer_class, options)
     )
     return optimizer
 
@@ -272,118 +273,3 @@ def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Seq
             )
         found.update(matches)
     return found
-
-
-def _refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
-    """Raise if an optimizer's update of a tensor is not the update of its parts: found out by trying.
-
-    Raises:
-        UsageError: if it needs whole tensors while fragments are parts of them.
-    """
-    options = _for_trial(options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, grads = torch.randn(8, 6), torch.randn(2, 8, 6)
-    whole = nn.Parameter(start.clone())
-    parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
-    try:
-        with torch.enable_grad():
-            _try(optimizer_class([whole], **options), [whole], [[g] for g in grads])
-            _try(optimizer_class(parts, **options), parts, [list(g.view(-1).split([20, 28])) for g in grads])
-        elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
-    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
-        elementwise = False
-    if not elementwise:
-        raise UsageError(
-            f"{optimizer_class.__name__} updates whole tensors, but the plan's partition = 'intra' (or sharded "
-            "parameters, or tp) cuts them: use partition = 'inter' with params = 1x1 and tp = 1"
-        )
-
-
-def _refuse_unlike_ranks(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, cut: bool
-) -> None:
-    """Raise if ranks would update alike parameters differently: found out by trying.
-
-    Args:
-        optimizer_class: of the optimizer.
-        options: of the optimizer.
-        cut: whether ranks own different parameters.
-
-    Raises:
-        UsageError: it draws random numbers, or the update of one parameter depends on the gradient of another one.
-    """
-    remedy = (
-        f"make it yourself, {optimizer_class.__name__}(model.parameters(), ...): over shares, ranks draw the same "
-        "numbers and norms are those of whole tensors"
-    )
-    first = _trial(optimizer_class, options, seed=0)
-    if first is None:
-        return
-    again = _trial(optimizer_class, options, seed=1)
-    if again is not None and not torch.equal(first, again):
-        raise UsageError(f"{optimizer_class.__name__} draws random numbers, which differ from rank to rank; {remedy}")
-    beside = _trial(optimizer_class, options, seed=0, other=100.0) if cut else None
-    if beside is not None and not torch.equal(first, beside):
-        raise UsageError(
-            f"{optimizer_class.__name__} updates a parameter by other parameters' gradients, as a norm over all of "
-            f"them does, and each rank sees its share only; {remedy}"
-        )
-
-
-def _trial(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, seed: int, other: float = 1.0
-) -> torch.Tensor | None:
-    """One of two parameters after two updates; none if the optimizer refuses the trial.
-
-    Args:
-        optimizer_class: of the optimizer.
-        options: of the optimizer.
-        seed: for what it draws.
-        other: factor of the other parameter's gradients.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, grads = torch.randn(2, 8, 6), torch.randn(2, 2, 8, 6)
-        pair = [nn.Parameter(part.clone()) for part in start]
-        torch.manual_seed(seed)
-        try:
-            with torch.enable_grad():
-                _try(optimizer_class(pair, **_for_trial(options)), pair, [[one, two * other] for one, two in grads])
-        except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
-            return None
-    return pair[0].detach()
-
-
-def _updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
-    """Whether calling ``step`` for some parameters and then for the others is one update of all: found out by trying.
-    Optimizers that count their calls, or that look at all parameters together, are not like that."""
-    options = _for_trial(options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, grads = torch.randn(2, 8, 6), torch.randn(3, 2, 8, 6)
-    together = [nn.Parameter(part.clone()) for part in start]
-    apart = [nn.Parameter(part.clone()) for part in start]
-    try:
-        with torch.enable_grad():
-            _try(optimizer_class(together, **options), together, list(grads))
-            optimizer = optimizer_class(apart, **options)
-            _try(optimizer, apart, [step for one, other in grads for step in ((one, None), (None, other))])
-    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
-        return False
-    return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
-
-
-def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without what decides nothing: a wild learning rate would overflow, and CUDA's graphs need CUDA."""
-    tried = {name: value for name, value in options.items() if name != "capturable"}
-    return {**tried, "lr": 1e-3} if "lr" in tried else tried
-
-
-def _try(
-    optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter], grads: Sequence[Sequence[torch.Tensor | None]]
-) -> None:
-    for step in grads:
-        for parameter, grad in zip(params, step, strict=True):
-            parameter.grad = None if grad is None else grad.clone()
-        optimizer.step()

@@ -1,0 +1,1 @@
+"""What optimizers do to parameters, as far as sharding depends on it."""
