@@ -77,6 +77,38 @@ def test_ranks_with_different_numbers_of_batches() -> None:
     run_ranks(4, check_join)
 
 
+# -- parameters to ignore --------------------------------------------------------------------------------------
+
+
+def check_ignored(path: Path) -> None:
+    for name in PLANS:
+        model = build(Stack)
+        ignored = model.last.bias
+        tw.ignore(ignored)
+        tw.shard(model, plan(name))
+        assert model.last.bias is ignored
+        optim = tw.optimizer(model, torch.optim.SGD, lr=0.1)
+        own = torch.optim.SGD([ignored], lr=0.1)
+        reference = build(Stack)
+        reference_optim = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for number in range(2):
+            x = samples(number, 1, 4)[0, 0]  # the same on every rank: nobody combines the ignored gradient
+            for one in (model, reference):
+                one(x).square().mean().backward()
+            assert torch.allclose(ignored.grad, reference.last.bias.grad, atol=1e-6)
+            for step in (optim, own, reference_optim):
+                step.step()
+                step.zero_grad()
+        check_same(model, reference, f"ignored under {name}")
+        tw.save(model, optim, path)
+        tw.load(model, optim, path)
+        close(model)
+
+
+def test_parameters_that_are_ignored(tmp_path: Path) -> None:
+    run_ranks(4, check_ignored, tmp_path / "checkpoint")
+
+
 # -- part by part ----------------------------------------------------------------------------------------------
 
 

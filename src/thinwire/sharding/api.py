@@ -16,7 +16,7 @@ from thinwire.program.timeline import Timeline
 from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
-from thinwire.sharding.discover import Selection
+from thinwire.sharding.discover import Selection, ignore
 from thinwire.sharding.hooks import as_forward
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
@@ -31,6 +31,7 @@ __all__ = [
     "exposed",
     "full_parameters",
     "full_state_dict",
+    "ignore",
     "join",
     "load",
     "micro_batches",

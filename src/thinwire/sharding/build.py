@@ -16,7 +16,7 @@ from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, node_order
 from thinwire.sharding import hooks
-from thinwire.sharding.discover import Selection, UnitModules, discover
+from thinwire.sharding.discover import Selection, UnitModules, discover, is_ignored
 from thinwire.sharding.encoding import (
     PlanCodecs,
     agreed_codecs,
@@ -285,6 +285,8 @@ def _place_on(device: torch.device | None, model: nn.Module, values: InitialValu
 def _check_parameters(model: nn.Module, *, whole: bool) -> None:
     devices = set()
     for name, parameter in model.named_parameters():
+        if is_ignored(parameter):
+            continue
         if parameter.is_meta:
             raise UsageError(
                 f"parameter {name} is on the meta device and has no values: say where they come from with values= and "

@@ -5,15 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from thinwire.errors import UsageError
 from thinwire.program.shares import LARGE_LEAF
 
-__all__ = ["UnitModules", "discover"]
+__all__ = ["UnitModules", "discover", "ignore", "is_ignored"]
 
 Selection = Sequence[nn.Module | str] | Callable[[str, nn.Module], bool] | None
+
+
+_IGNORED = "_thinwire_ignored"
+"""Attribute of a parameter that sharding leaves alone."""
+
+
+def ignore(*parameters: nn.Parameter) -> None:
+    """Have :func:`thinwire.shard` leave parameters alone, as ``ignored_params`` of FSDP2 does.
+
+    They stay plain tensors on every rank, as they are: not gathered, not combined over ranks, not saved. Their
+    gradients are this rank's.
+
+    Args:
+        *parameters: of a model that is not sharded yet.
+    """
+    for parameter in parameters:
+        object.__setattr__(parameter, _IGNORED, True)
+
+
+def is_ignored(parameter: torch.Tensor) -> bool:
+    """Whether sharding leaves a parameter alone."""
+    return hasattr(parameter, _IGNORED)
 
 
 @dataclass
@@ -163,6 +186,8 @@ def _assign_parameters(model: nn.Module, units: Sequence[UnitModules]) -> None:
 
     walk(model, [], ())
     for name, parameter in model.named_parameters():  # each parameter once, under its first name
+        if is_ignored(parameter):
+            continue
         paths = homes[id(parameter)]
         common = paths[0]
         for other in paths[1:]:

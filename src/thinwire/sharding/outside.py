@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
+from thinwire.sharding.discover import is_ignored
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.holders import ModelHolders
@@ -198,10 +199,11 @@ class Outside:
         if count == self._checked:
             return
         for name, parameter in model.named_parameters():
-            if parameter.requires_grad and not isinstance(parameter, ShardedParameter):
+            managed = isinstance(parameter, ShardedParameter) or is_ignored(parameter)
+            if parameter.requires_grad and not managed:
                 raise UsageError(
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
-                    "freeze it"
+                    "freeze it, or say with thinwire.ignore(parameter) that this is as it should be"
                 )
         self._checked = count
 

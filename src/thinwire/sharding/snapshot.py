@@ -28,6 +28,7 @@ from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
+from thinwire.sharding.discover import is_ignored
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.optim import ShardedOptimizer
@@ -504,7 +505,8 @@ def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: s
 
 def _shapes(model: nn.Module) -> dict[str, Json]:
     """What a checkpoint holds of a model: parameters and persistent buffers, with their shapes."""
-    named = [*model.named_parameters(), *_persistent_buffers(model)]
+    parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
+    named = [*parameters, *_persistent_buffers(model)]
     return {name: list(tensor.shape) for name, tensor in named}
 
 

@@ -15,7 +15,7 @@ import socket
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from thinwire.errors import ThinwireError, UsageError
+from thinwire.agreement import agree
+from thinwire.errors import UsageError
 from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, chrome_trace
 from thinwire.sharding import api
 from thinwire.train.directory import write_atomically
@@ -183,26 +184,27 @@ class _Session:
         self._recording.close()
         self._profile.stop()
         ranks = self._trainer.ranks
-        problem: str | None = None
-        mine: list[Span] = []
-        try:
-            self._directory.mkdir(parents=True, exist_ok=True)
-            mine = self._own_spans(MOST_SPANS // ranks.size, MOST_OPERATIONS // ranks.size)
-        except (OSError, ValueError, ThinwireError) as error:
-            problem = str(error)
-        by_rank = ranks.all_gather_object((problem, mine))
+        by_rank = agree(ranks, self._collect, self._unwritten, message=str)
         merged = self._directory / f"{self._name}.json"
-        if ranks.rank == 0 and not any(failed for failed, _ in by_rank):
-            try:
-                write_atomically(merged, json.dumps(self._merged([spans for _, spans in by_rank])))
-            except (OSError, ThinwireError) as error:
-                problem = str(error)
-        for rank, failed in enumerate(ranks.all_gather_object(problem)):
-            if failed:
-                raise UsageError(f"rank {rank} could not write its trace to {self._directory}: {failed}")
+
+        def write() -> None:
+            if ranks.rank == 0:
+                write_atomically(merged, json.dumps(self._merged(by_rank)))
+
+        agree(ranks, write, self._unwritten, message=str)
         first = self._marks[0][0]
         which = f"step {first} is" if first == self.last else f"steps {first} to {self.last} are"
         return f"{which} traced: open {merged} at https://ui.perfetto.dev"
+
+    def _collect(self) -> list[Span]:
+        """This rank's spans, of which all ranks together keep a bounded number."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        size = self._trainer.ranks.size
+        return self._own_spans(MOST_SPANS // size, MOST_OPERATIONS // size)
+
+    def _unwritten(self, problems: Mapping[int, str]) -> UsageError:
+        rank, text = next(iter(problems.items()))
+        return UsageError(f"rank {rank} could not write its trace to {self._directory}: {text}")
 
     @property
     def _name(self) -> str:
