@@ -24,7 +24,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from thinwire.agreement import agree
-from thinwire.errors import UsageError
+from thinwire.errors import ThinwireError, UsageError
 from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, chrome_trace
 from thinwire.sharding import api
 from thinwire.train.directory import write_atomically
