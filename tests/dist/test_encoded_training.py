@@ -11,6 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tests.dist.edge import computed
 from tests.dist.parity import EPS, LR, Case, Gap, alone, assert_parity, build, gap, loss_of, sharded
 from tests.dist.test_program import follow_many
 from torch import nn
@@ -259,7 +260,8 @@ def seen_by_the_next_forward(chosen: tw.Plan) -> list[tuple[torch.Tensor, torch.
             model(x)
     runtime(model).join_spreads()
     time.sleep(1.0)  # whatever somebody has forgotten to wait for
-    return list(zip(seen, (model[0].weight.detach().clone(), model[2].weight.detach().clone()), strict=True))
+    settled = [computed(layer.weight).detach().clone() for layer in (model[0], model[2])]
+    return list(zip(seen, settled, strict=True))
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero1-node"])

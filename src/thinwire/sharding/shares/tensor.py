@@ -91,6 +91,16 @@ class ShareTensor(torch.Tensor):
             return whole
         return self._gathered()
 
+    def tolist(self) -> Any:
+        """The whole tensor's values as nested lists. Collective."""
+        return self._gathered().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """The whole tensor as an array of its own; as in torch, of one that requires gradients only with ``force``.
+        Collective."""
+        whole = self._gathered()
+        return whole.requires_grad_(self.requires_grad).numpy(force=force)
+
     def _gathered(self) -> torch.Tensor:
         if self.spec.pieces == 1:
             return self.piece.detach().clone().view(self.spec.shape)
