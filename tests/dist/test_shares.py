@@ -300,6 +300,8 @@ def check_gradients(plans: tuple[str, ...]) -> None:
         ):
             for step in range(2):
                 pair.backward(step)
+                for mine, theirs in pair.parameters():
+                    same(mine.grad.norm(), theirs.grad.norm(), "a norm that is read between backwards")
             pair.check_gradients("two backwards")
             for model in (pair.model, pair.one):
                 clear(model)

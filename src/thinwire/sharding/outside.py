@@ -58,12 +58,12 @@ class Trained:
     """A trained parameter's place in the runtime.
 
     Attributes:
-        unit: number of its unit.
-        slot: its number among the unit's trained parameters.
-        part: the gradient of its buffer.
-        index: its number in the buffer.
-        owned: its elements in ``part.owned``.
-        shard: its elements in this rank's P shard.
+        unit: Number of the parameter's unit.
+        slot: Number of the parameter among the unit's trained ones.
+        part: Gradient of the flat buffer that holds the parameter.
+        index: Number of the parameter in that buffer.
+        owned: Elements of ``part.owned`` that belong to the parameter.
+        shard: Elements of this rank's P shard that belong to it.
     """
 
     unit: int
@@ -79,9 +79,9 @@ class Outside:
     """The parameters of one model, as share tensors.
 
     Attributes:
-        runtime: of the model.
-        parameters: the share of each parameter, by name; in the order of units.
-        dirty: units with masters that were written since they were spread last.
+        runtime: Runtime of the model.
+        parameters: Share of each parameter, by name, in the order of units.
+        dirty: Numbers of units whose masters were written since they were last spread.
     """
 
     runtime: Runtime
@@ -218,6 +218,7 @@ class Outside:
         """A share has a gradient of its own, from an operation on shares; it joins the one that ranks combine."""
         self.runtime.agreements.begin_backward()
         self.runtime.agreements.used.note(trained.unit, trained.slot)
+        self.norms.forget()
         self._added.append((trained, piece))
 
     def merge(self) -> None:
@@ -239,6 +240,7 @@ class Outside:
 
     def after_backward(self) -> None:
         """The step's last backward has ended: call the hooks that wait for combined gradients."""
+        self.norms.forget()
         for live in self._live:
             if live.hooks and live.share.grad is not None:
                 for hook in list(live.hooks.values()):
