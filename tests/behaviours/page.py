@@ -89,9 +89,13 @@ def _fsdp2(one: Behaviour, measured: dict[str, dict[str, Outcome]]) -> str:
 
 
 def _shortened(text: str, most: int = 400) -> str:
-    """A sentence without the tail of places that the runner adds."""
-    text = re.sub(r" \(File .*$", "", text)
+    text = _without_places(text)
     return text if len(text) <= most else text[: most - 3].rsplit(" ", 1)[0] + " ..."
+
+
+def _without_places(text: str) -> str:
+    """A sentence without the tail of places that the runner adds: they are paths of the machine that measured."""
+    return re.sub(r" \(File .*$", "", text, flags=re.DOTALL)
 
 
 def _cell(text: str) -> str:
@@ -105,7 +109,10 @@ def measure() -> None:
         "zero3": [name for name, one in entries.items() if one.refused],
         "fsdp2": [name for name, one in entries.items() if not one.fsdp2 and not one.slow],
     }
-    measured = {system: run(chosen, system, 2) for system, chosen in names.items()}
+    measured = {
+        system: {name: (kind, _without_places(text)) for name, (kind, text) in run(chosen, system, 2).items()}
+        for system, chosen in names.items()
+    }
     MEASURED.write_text(json.dumps(measured, indent=1, sort_keys=True) + "\n", encoding="utf-8")
 
 

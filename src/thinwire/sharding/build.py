@@ -401,7 +401,7 @@ def _placement_problems(plan: Plan) -> Sequence[str]:
     try:
         node_order(plan)
     except SpecError as error:
-        return error.problems
+        return [f"placement = {list(plan.placement or ())}: {problem}" for problem in error.problems]
     return ()
 
 

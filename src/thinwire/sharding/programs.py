@@ -67,7 +67,7 @@ class Programs:
     Args:
         plan: The plan.
         infos: Descriptions of the units.
-        rank: Rank that performs the programs.
+        rank: Position in the mesh of the rank that performs the programs.
 
     Attributes:
         trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.

@@ -15,7 +15,7 @@ class Seeds:
 
     Args:
         plan: Plan that defines the owners of shards.
-        rank: Number of this rank.
+        rank: Position of this rank in the mesh.
 
     Attributes:
         step: Number of optimizer steps taken so far.
