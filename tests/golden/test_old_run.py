@@ -19,6 +19,7 @@ def records(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_run_of_0_1_resumes_and_ends_as_it_did_then(tmp_path: Path) -> None:
     shutil.copytree(OLD, tmp_path, dirs_exist_ok=True)
     command = [sys.executable, "-m", "thinwire.cli.main", "train", "recipe.toml", "--out", "run", "--resume"]
