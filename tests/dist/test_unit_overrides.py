@@ -163,6 +163,69 @@ def test_units_that_travel_uncompressed() -> None:
     assert encoded["sent"][Lane.GATHER] < head["sent"][Lane.GATHER] < exact["sent"][Lane.GATHER]
 
 
+class Experts(nn.Module):
+    """Calls one of four experts, which the caller chooses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(16, 16)
+        self.experts = nn.ModuleList(Block(16) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return x + self.experts[which](self.router(x))
+
+
+class MixtureBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.project, self.mixture = nn.LayerNorm(16), nn.Linear(16, 16), Experts()
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        return self.mixture(self.project(self.norm(x)), which)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(MixtureBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, which)
+        return x
+
+
+def train_experts_that_differ_by_rank(names: list[str]) -> None:
+    rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    leaf = {"match": "layers.*.mixture", "granularity": "block"}
+    for name in names:
+        torch.manual_seed(0)
+        reference = Mixture()
+        torch.manual_seed(0)
+        plan = Plan.preset(
+            name, nodes=2, local=world // 2, compute_dtype="float32", granularity="module", units=[leaf]
+        ).uncompressed()
+        model = tw.shard(Mixture(), plan)
+        units = {unit.name for unit in runtime(model).units}
+        assert units == {f"layers.{number}.{part}" for number in range(2) for part in ("norm", "project", "mixture")}
+        optim, plain = make_optimizer(model.parameters()), make_optimizer(reference.parameters())
+        for step in range(3):
+            model(batch(rank, step)[0], rank).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+            for other in range(world):
+                (reference(batch(other, step)[0], other).square().mean() / world).backward()
+            plain.step()
+            plain.zero_grad()
+        for (key, whole), (_, alone) in zip(model.named_parameters(), reference.named_parameters(), strict=True):
+            assert torch.allclose(whole.full_tensor(), alone, atol=1e-6), f"{key} under {name}"
+        runtime(model).lanes.close()
+
+
+def test_a_declared_leaf_gathers_whole_and_its_experts_may_differ_by_rank() -> None:
+    run_ranks(4, train_experts_that_differ_by_rank, ["zero1", "zero2", "zero3", "hpz"])
+
+
 def test_a_pattern_that_matches_nothing_is_one_sentence() -> None:
     unit = {"match": "layer.*", "dtype": "float32"}
     with pytest.raises(SpecError, match=r"units: match = 'layer\.\*' matches no unit; names look like"):

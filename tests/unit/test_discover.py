@@ -197,3 +197,29 @@ def test_what_cannot_be_chosen(wanted: Any, message: str) -> None:
     if isinstance(wanted, str) and wanted == "blocks":
         with pytest.raises(UsageError, match=message):
             discover(Model(), lambda name, _: name == wanted, "block")
+
+
+def test_a_module_excepted_from_the_cut_stays_whole() -> None:
+    class Mixture(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(8, 2)
+            self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise NotImplementedError
+
+    class MixtureBlock(Mixture):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mixture = Mixture()
+
+    model = nn.ModuleDict({"blocks": nn.ModuleList([MixtureBlock()]), "aside": Mixture()})
+    exceptions = {"blocks.0.mixture": "block", "aside": "block", "blocks.0.experts": "block"}
+    units = owners(discover(model, None, "module", exceptions.get))
+    # A module list is never called, so its elements remain units of their own.
+    assert list(units) == [
+        "blocks.0.router", "blocks.0.experts.0", "blocks.0.experts.1", "blocks.0.mixture", "aside",
+    ]  # fmt: skip
+    assert len(units["blocks.0.mixture"]) == len(units["aside"]) == 6
+    assert "blocks.0.mixture" not in owners(discover(model, None, "block", exceptions.get))

@@ -16,6 +16,7 @@ from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 from thinwire.spec import Plan
@@ -24,6 +25,15 @@ __all__ = ["Agreement", "Agreements", "UsedGradients"]
 
 _NORM_BLOCK: Final = 1 << 18
 """Elements whose squares are added up in fp32."""
+
+_UNFINISHED: Final = 1
+"""Flag of a rank whose last micro-batch lacks its backward."""
+
+_WRITTEN: Final = 2
+"""Flag of a rank on which a forward wrote to parameters."""
+
+_NUM_FLAGS: Final = 2
+"""Bits that flags take, below the number of backwards."""
 
 
 @dataclass(frozen=True)
@@ -110,14 +120,15 @@ class Agreements:
     Args:
         sharded: the model.
         reducer: of its gradients.
+        audit: notices writes to parameters inside a forward.
 
     Attributes:
         used: which parameters have gradients.
         same_order: whether all ranks had the same events when they met last. They must, unless parameters are whole.
     """
 
-    def __init__(self, sharded: ShardedModel, reducer: Reducer) -> None:
-        self._sharded, self._reducer = sharded, reducer
+    def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
+        self._sharded, self._reducer, self._audit = sharded, reducer, audit
         self._infos = [unit.info for unit in sharded.units]
         self.used = UsedGradients(self._infos)
         self.same_order = True
@@ -162,7 +173,8 @@ class Agreements:
 
         Raises:
             MismatchError: if two ranks ran units in a different order or took a different number of steps.
-            UsageError: on every rank, if the backward of the last micro-batch is missing on any.
+            UsageError: on every rank, if the backward of the last micro-batch is missing on any, or a forward wrote to
+                parameters on any.
         """
         if self._present is None:
             # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
@@ -188,27 +200,38 @@ class Agreements:
         Returns:
             For each trainable parameter, whether any rank had a gradient.
         """
-        unfinished = int(any(gradient.unsynced for gradient in self._reducer.parts))
-        words = struct.pack("<qqq", order_hash, unfinished + 2 * backwards, self._sharded.seeds.step)
+        unfinished = any(gradient.unsynced for gradient in self._reducer.parts)
+        written = self._audit.written()
+        flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
+        words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.seeds.step)
         bits = _to_bits(self.used.here)
         everyone = self._exchange(words + bits, control_bytes(self._infos))
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
         self.same_order = all(row[0] == rows[0][0] for row in rows)
         is_whole = self._sharded.plan.params.ranks == 1  # then ranks may run different units
         for rank, row in enumerate(rows):
-            same_counts = row[2] == rows[0][2] and row[1] // 2 == rows[0][1] // 2
+            num_backwards, expected = row[1] >> _NUM_FLAGS, rows[0][1] >> _NUM_FLAGS
+            same_counts = row[2] == rows[0][2] and num_backwards == expected
             if not same_counts or (row[0] != rows[0][0] and not is_whole):
                 raise MismatchError(
                     f"rank {rank} and rank 0 ran different steps: order of units {row[0]:#x} against "
-                    f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}, {row[1] // 2} backwards against "
-                    f"{rows[0][1] // 2}. Every rank must run the same units in the "
+                    f"{rows[0][0]:#x}, step {row[2]} against {rows[0][2]}, {num_backwards} backwards against "
+                    f"{expected}. Every rank must run the same units in the "
                     "same order; look for branches that depend on the data or the rank. Nothing was updated"
                 )
-        if any(row[1] % 2 for row in rows):
+        if (unfinished_rank := _first_with(_UNFINISHED, rows)) is not None:
             raise UsageError(
-                f"rank {next(rank for rank, row in enumerate(rows) if row[1] % 2)} has gradients that were never "
+                f"rank {unfinished_rank} has gradients that were never "
                 "synchronised: the backward of the last of thinwire.micro_batches(...) is missing. Run it, or call "
                 "zero_grad() to drop the step. Nothing was updated"
+            )
+        if (writing_rank := _first_with(_WRITTEN, rows)) is not None:
+            where = f"the forward of {written.name}" if written is not None else f"a forward on rank {writing_rank}"
+            self._audit.excuse()
+            raise UsageError(
+                f"{where} writes to parameters of its unit, which are made anew from their masters: the change "
+                "would be lost. Write to them between steps, as in `with torch.no_grad(): parameter.clamp_(...)` after "
+                "optimizer.step(), or compute with a changed copy. Nothing was updated"
             )
         used = bytearray(len(bits))
         for row_bits in everyone:
@@ -257,6 +280,11 @@ class Agreements:
         blocks = [block for values in held for block in values.view(-1).split(_NORM_BLOCK)]
         norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float32)).double()
         return float(norms.square().sum())
+
+
+def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
+    """The first rank that has raised a flag."""
+    return next((rank for rank, row in enumerate(rows) if row[1] & flag), None)
 
 
 def _index_of(plan: Plan, position: int) -> int:

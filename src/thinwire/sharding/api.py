@@ -270,6 +270,7 @@ def full_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
         yield
         written.settle(keep=write)
     finally:
+        runtime.audit.excuse()
         runtime.holds.release_all()
 
 

@@ -156,7 +156,7 @@ def _agreed_modules(
             source = _place_on(device, model, values)
         _check_parameters(model, whole=whole)
         _check_modules(model, plan)
-        modules = discover(model, selection, lambda block: plan.override(block).granularity or plan.granularity)
+        modules = discover(model, selection, plan.granularity, lambda name: plan.override(name).granularity)
         _check_overrides(plan, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:

@@ -59,19 +59,26 @@ class UnitModules:
     parameters: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
 
-def discover(model: nn.Module, selection: Selection, granularity: str | Callable[[str], str]) -> list[UnitModules]:
+def discover(
+    model: nn.Module,
+    selection: Selection,
+    granularity: str,
+    exceptions: Callable[[str], str | None] = lambda _name: None,
+) -> list[UnitModules]:
     """Cut a model into units.
 
     By default every element of a module list or sequence that holds parameters is a unit, and so is every large leaf
-    outside them (embedding, head); the root takes the rest. ``granularity = "module"`` cuts further, to the leaves.
+    outside them (embedding, head); the root takes the rest. ``granularity = "module"`` cuts further, to the leaves; a
+    module that is excepted from it by ``"block"`` is not cut and gathers whole, as DeepSpeed's leaf modules do.
     Parameters tied across units belong to the unit of their nearest common ancestor, and so do those of modules that
     are never called (a parameter list, the elements of a list of lists).
 
     Args:
         model: the model.
         selection: modules or their names, or a predicate on ``(name, module)``; ``None`` finds them.
-        granularity: ``"block"`` or ``"module"``, or a function that returns one for a block's name; for the empty
-            name, for what lies outside of blocks.
+        granularity: ``"block"`` or ``"module"``.
+        exceptions: returns the granularity of the block or module of a name, ``None`` where there is no exception. The
+            empty name stands for what lies outside of blocks.
 
     Returns:
         Units with at least one parameter, in registration order; the root first, if it owns any.
@@ -80,8 +87,7 @@ def discover(model: nn.Module, selection: Selection, granularity: str | Callable
         UsageError: if a selected module is not part of the model, or is never called.
     """
     blocks = _selected(model, selection) if selection is not None else _found(model)
-    granularity_of = granularity if callable(granularity) else lambda _block: granularity
-    units = _cut(model, blocks, granularity_of, with_large_leaves=selection is None)
+    units = _cut(model, blocks, granularity, exceptions, with_large_leaves=selection is None)
     _assign_parameters(model, units)
     return [unit for unit in units if unit.parameters]
 
@@ -129,16 +135,18 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
 def _cut(
     model: nn.Module,
     blocks: Iterable[tuple[str, nn.Module]],
-    granularity_of: Callable[[str], str],
+    granularity: str,
+    exceptions: Callable[[str], str | None],
     *,
     with_large_leaves: bool,
 ) -> list[UnitModules]:
-    """Units of a model, without their parameters: blocks, leaves of blocks that are cut further, and what lies outside.
+    """Units of a model, without their parameters: blocks or their modules, and what lies outside of blocks.
 
     Args:
         model: the model.
         blocks: its blocks, by name.
-        granularity_of: how a block is cut; of the empty name, what lies outside of blocks.
+        granularity: how blocks are cut.
+        exceptions: see :func:`discover`.
         with_large_leaves: whether large leaves outside of blocks are units.
     """
     named = {name: module for name, module in blocks if name}
@@ -148,6 +156,7 @@ def _cut(
     total = sum(parameter.numel() for parameter in model.parameters())
     number_of: dict[str, int] = {}
     units = []
+    kept_whole: set[int] = set()  # modules inside a module that is not cut
 
     def add(name: str, module: nn.Module, home: str) -> None:
         number = number_of.setdefault(home or name, len(number_of))
@@ -155,11 +164,14 @@ def _cut(
 
     add("", model, "")
     for name, module in model.named_modules():
-        if not name:
+        if not name or id(module) in kept_whole:
             continue
         home = name if name in named else owner.get(id(module), "")
-        if granularity_of(home) == "module":
-            is_unit = any(True for _ in module.parameters(recurse=False)) and _is_called(module)
+        if (exceptions(home) or granularity) == "module":
+            is_whole = exceptions(name) == "block" and _is_called(module) and _owns_any(module)
+            if is_whole:
+                kept_whole |= {id(sub) for sub in module.modules()}
+            is_unit = is_whole or (any(True for _ in module.parameters(recurse=False)) and _is_called(module))
         elif home:
             is_unit = name == home
         else:

@@ -99,7 +99,7 @@ def _hook_forward(runtime: Runtime) -> None:
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
-    index, undo = unit.index, runtime.undo
+    index, undo, audit = unit.index, runtime.undo, runtime.audit
 
     leaves = False  # whether the hook is there that ends a pass which the unit's own forward began
 
@@ -110,6 +110,8 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal leaves
         runtime.passes.pre_forward(index)
+        if audit.compares_values:
+            audit.before_forward(unit)
         if not leaves and runtime.passes.alone == index:
             leaves = True
             undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
@@ -122,6 +124,8 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     @_outside_compile
     def post_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
+        if audit.compares_values:
+            audit.after_forward(unit)
         if unit.sharded and not _is_fresh(output):
             output = _keep(output, gathered)
         hears = torch.is_grad_enabled() and _announce_backward(runtime, unit, tuple(sources), output)

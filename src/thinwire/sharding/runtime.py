@@ -36,6 +36,7 @@ from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.holds import Holds
+from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.outside import Outside
 from thinwire.sharding.passes import BackwardPass, Passes, PassState
 from thinwire.sharding.programs import Programs
@@ -62,6 +63,7 @@ class Runtime:
         holds: who still reads gathered parameters.
         spreads: the updated parameters on their way.
         agreements: the exchanges of a step.
+        audit: notices writes to parameters inside a forward.
         outside: the parameters as shares; ``None`` for a part of a model, whose parameters are sliced already.
     """
 
@@ -79,7 +81,8 @@ class Runtime:
         reductions = Reductions(self.plan, sharded.gradients, groups, sharded.codecs.reduce, sharded.seeds)
         self.reducer = Reducer(sharded.gradients, reductions, self.lanes)
         self.holds = Holds(self.units)
-        self.agreements = Agreements(sharded, self.reducer)
+        self.audit = WriteAudit(self.units)
+        self.agreements = Agreements(sharded, self.reducer, self.audit)
         self.spreads = Spreads(sharded, self.schedule.programs)
         self.undo: list[Callable[[], None]] = []  # takes every hook off the model again, the last one first
         self.optimizer: object | None = None  # made by thinwire.optimizer, which then owns the updates
@@ -127,7 +130,8 @@ class Runtime:
 
         Raises:
             MismatchError: if two ranks ran units in a different order or took a different number of steps.
-            UsageError: on every rank, if the backward of the last micro-batch is missing on any.
+            UsageError: on every rank, if the backward of the last micro-batch is missing on any, or a forward wrote to
+                parameters on any.
         """
         self.passes.reach_step()
         if self.outside is not None:
@@ -190,6 +194,7 @@ class Runtime:
         self.sharded.seeds.step += 1
         self.holds.release_reads()
         self.passes.state.end_step()
+        self.audit.begin_step(self.num_steps)
         self.schedule.abandon()
         self.agreements.forget()
 

@@ -124,6 +124,9 @@ class Unit:
         self.sharded = params.size > 1
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.secondary_valid = False
+        # Where a master is a tensor of its own, or parameters are gathered, modules compute with copies.
+        self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
+        self.num_updates = 0  # times that torch was made to notice new values of the parameters
         self.exact = True  # whether what was gathered last travelled without a codec
         self._spreads: list[Ticket] = []
         self._lanes, self._params, self._secondary = link.lanes, params, secondary
@@ -229,6 +232,7 @@ class Unit:
         """The P shard has new values: whatever was derived from the old ones is stale."""
         self.free()
         self.secondary_valid = False
+        self.num_updates += 1
         for buffer in self.buffers:
             for parameter in buffer.parameters:
                 # An old graph that is still alive would compute with new values: make torch notice.

@@ -169,7 +169,9 @@ class UnitOverride(Spec):
         description="dtype of the parameters in forward and backward; gradients travel in the plan's reduce_dtype",
     )
     granularity: Literal["block", "module"] | None = Field(
-        default=None, description="what one collective covers; the pattern then matches names of blocks"
+        default=None,
+        description="what one collective covers; the pattern then matches names of blocks, or, for block, of modules "
+        "that stay whole where their block is cut into modules",
     )
     keep_gathered: Flag | None = Field(
         default=None, description="whether the units stay gathered between their forward and their backward"
@@ -253,7 +255,7 @@ class Plan(Spec):
         """The exceptions that hold for a unit: of each key, the last of ``units`` that matches and sets it.
 
         Args:
-            name: dotted module name of the unit, or of a block for ``granularity``.
+            name: dotted module name of the unit, or of a block or module for ``granularity``.
         """
         merged: dict[str, Any] = {"match": name or "*"}
         for unit in self.units:

@@ -265,6 +265,46 @@ def full_parameters_written_without_a_word(ctx: Context) -> Any:
     return ctx.train(model, optim)
 
 
+class Bounded(nn.Module):
+    """Two layers that clamp their weight before they use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.bound)
+
+    @staticmethod
+    def bound(layer: nn.Module, _args: Any) -> None:
+        with torch.no_grad():
+            layer.weight.clamp_(-0.1, 0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Normalized(Bounded):
+    """Layers that replace their weight by a normalized one."""
+
+    @staticmethod
+    def bound(layer: nn.Module, _args: Any) -> None:
+        layer.weight.data = layer.weight.data / layer.weight.data.norm()
+
+
+@behaviour("WGAN idiom: weights clamped in the forward", refused={"zero3": "would be lost", "hpz": "would be lost"})
+def weights_clamped_in_the_forward(ctx: Context) -> Any:
+    """Clamp weights in place inside the forward."""
+    return ctx.fit(Bounded)
+
+
+@behaviour("NormFace idiom: `weight.data` normalized in the forward", refused="would be lost")
+def weights_replaced_in_the_forward(ctx: Context) -> Any:
+    """Assign to `weight.data` inside the forward."""
+    return ctx.fit(Normalized)
+
+
 @behaviour("DeepSpeed TestZeroGatheredParametersFree::test", deepspeed="works")
 def full_parameters_read(ctx: Context) -> Any:
     """Read whole parameters and evaluate inside `full_parameters()`."""

@@ -1,0 +1,116 @@
+"""Writes to parameters inside a forward, which the next gather or spread would silently undo."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from thinwire.sharding.memory.local import local_tensor
+
+if TYPE_CHECKING:
+    from thinwire.sharding.unit import Unit
+
+__all__ = ["WriteAudit"]
+
+_FIRST_REGULAR = 64
+"""Values are compared in the first step, then in this one and in those of twice, four times, ... its number."""
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class _Comparison:
+    """A unit's values before and after a forward, as sums of their bits, 0-D int64 tensors on the device."""
+
+    unit: Unit
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+
+    @property
+    def differs(self) -> bool:
+        return any(not torch.equal(a, b) for a, b in zip(self.before, self.after, strict=True))
+
+
+class WriteAudit:
+    """Notices that a forward writes to the parameters it computes with.
+
+    Those are copies of masters: what a module writes to them (``self.weight.clamp_()``) is gone when the unit is
+    gathered or spread again. torch counts in-place writes, and the counts are compared in every step. It does not
+    count writes through ``parameter.data``, so values are compared too, in a few steps, since that takes two passes
+    over memory. Where parameters stay whole, a forward can also give one other memory (``self.weight.data = ...``),
+    which no update would reach: addresses are compared in every step.
+
+    Args:
+        units: of the model.
+
+    Attributes:
+        compares_values: whether this step's forwards are to call ``before_forward`` and ``after_forward``.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = [unit for unit in units if unit.computes_with_copies]
+        self._whole = [(unit, _addresses(unit)) for unit in units if not unit.sharded]
+        self._others: dict[int, int] = {}  # by unit: writes that were neither updates nor made by a forward
+        self._comparisons: list[_Comparison] = []
+        self.compares_values = bool(self._units)
+        self.excuse()
+
+    def excuse(self) -> None:
+        """Whatever was written so far was meant, and is in the masters."""
+        self._others = {unit.index: _writes(unit) - unit.num_updates * _size(unit) for unit in self._units}
+
+    def begin_step(self, number: int) -> None:
+        """A step begins.
+
+        Args:
+            number: steps taken before it.
+        """
+        self._comparisons.clear()
+        is_power = number & (number - 1) == 0
+        self.compares_values = bool(self._units) and is_power and (number == 0 or number >= _FIRST_REGULAR)
+
+    def before_forward(self, unit: Unit) -> None:
+        """A unit is gathered and its forward begins, in a step that compares values."""
+        if unit.computes_with_copies:
+            self._comparisons.append(_Comparison(unit, _sums_of_bits(unit), []))
+
+    def after_forward(self, unit: Unit) -> None:
+        """A unit's forward ends; the unit is still gathered."""
+        for comparison in reversed(self._comparisons):
+            if comparison.unit is unit and not comparison.after:
+                comparison.after = _sums_of_bits(unit)
+                return
+
+    def written(self) -> Unit | None:
+        """The first unit whose forward wrote to its parameters in this step, if any; its parameters are put back where
+        updates reach them."""
+        for unit in self._units:
+            if _writes(unit) - unit.num_updates * _size(unit) != self._others[unit.index]:
+                return unit
+        for unit, addresses in self._whole:
+            if _addresses(unit) != addresses:
+                for buffer in unit.buffers:
+                    buffer.show(whole=True)
+                return unit
+        return next((done.unit for done in self._comparisons if done.after and done.differs), None)
+
+
+def _size(unit: Unit) -> int:
+    return sum(len(buffer.parameters) for buffer in unit.buffers)
+
+
+def _addresses(unit: Unit) -> list[int]:
+    return [local_tensor(parameter).data_ptr() for buffer in unit.buffers for parameter in buffer.parameters]
+
+
+def _writes(unit: Unit) -> int:
+    """In-place writes that torch has counted, over all parameters of a unit."""
+    return sum(parameter._version for buffer in unit.buffers for parameter in buffer.parameters)
+
+
+def _sums_of_bits(unit: Unit) -> list[torch.Tensor]:
+    values = [local_tensor(parameter.detach()) for buffer in unit.buffers for parameter in buffer.parameters]
+    return [value.view(_BITS[value.element_size()]).sum(dtype=torch.int64) for value in values]
