@@ -45,7 +45,7 @@ def renumbered(infos: tuple[UnitInfo, ...]) -> tuple[UnitInfo, ...]:
 @pytest.mark.parametrize("kind", ["llama", "gpt"])
 def test_units_are_those_of_the_runtime(kind: Literal["llama", "gpt"], tied: bool, granularity: str) -> None:
     from thinwire.sharding.build import unit_infos
-    from thinwire.sharding.discover import discover
+    from thinwire.sharding.modules.discover import discover
 
     plans = [
         plan("zero3", nodes=2, local=2),

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.discover import LARGE_LEAF, UnitModules, discover
+from thinwire.sharding.modules.discover import LARGE_LEAF, UnitModules, discover
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from thinwire.sharding.inputs import cast_inputs, gradient_sources
+from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources
 
 Pair = namedtuple("Pair", ["left", "right"])
 

@@ -554,7 +554,7 @@ def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None =
         others = _publish_and_ask(f"failed in {kind} on the {lane} lane ({size}after {waited:.1f} s)", ranks)
         raise CollectiveError(
             f"rank {dist.get_rank()}: {kind} on the {lane} lane with ranks {list(ranks)} failed after {waited:.1f} s "
-            f"({size}timeout {_timeout.total_seconds():.0f} s): {reason}. {others}"
+            f"({size}timeout {_timeout.total_seconds():.0f} s): {reason}. {others}{_rollcall.absence()}"
         ) from error
 
 
@@ -637,4 +637,4 @@ def _ask_store(what: str, ranks: Sequence[int]) -> str:
     said = "; ".join(heard)
     if silent:
         said = f"{said}; {lost}" if said else lost
-    return said[:1].upper() + said[1:] + "."
+    return f"{said[:1].upper()}{said[1:]}."

@@ -39,6 +39,7 @@ REMEDY = (
     "Every rank has to make the same calls: run forward, backward, evaluation, generation, saving and gathering on all "
     "ranks, not under `if rank == 0`; give every rank as many batches, or iterate over thinwire.join(model, batches)"
 )
+"""What to do about ranks that make different calls."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,8 @@ class RollCall:
         self.watching = False
         self._closed = threading.Event()
         self._warned = False
+        self._absent: tuple[int, ...] = ()  # ranks that were in no exchange when this one asked last
+        self._asked = 0.0  # when that was
         self._asking = False  # whether other ranks are asked at present
 
     def watch(self) -> None:
@@ -192,6 +195,12 @@ class RollCall:
                 if store.check([_VERDICT]):
                     self.verdict = store.get(_VERDICT).decode()
         return self.verdict
+
+    def absence(self) -> str:
+        """A sentence for an exchange that failed: which ranks were in none, when this one asked last."""
+        if not self._absent or time.monotonic() - self._asked > PATIENCE:
+            return ""
+        return f" {_ranks(self._absent).capitalize()} in no exchange: dead, slow, or done. {REMEDY}."
 
     def close(self) -> None:
         """Stop watching."""
@@ -225,9 +234,11 @@ class RollCall:
                 store.set(_VERDICT, self.verdict)
                 self._give_up()
                 return
+            self._asked = time.monotonic()
+            self._absent = tuple(rank for rank in range(dist.get_world_size()) if rank not in reports)
             if not self._warned and time.monotonic() - started > PATIENCE:
                 self._warned = True
-                self._warn(reports, me)
+                self._warn(reports[me].at, me)
             before = reports
             self._closed.wait(INTERVAL)
         self._asking = False
@@ -244,16 +255,14 @@ class RollCall:
             tuple(one.exchange() for one in under_way),
         )
 
-    def _warn(self, reports: dict[int, Report], me: int) -> None:
-        absent = [rank for rank in range(dist.get_world_size()) if rank not in reports]
-        if absent:
+    def _warn(self, at: str, me: int) -> None:
+        if self._absent:
             log.warning(
-                "rank %d has waited for %.0f s%s: rank%s %s not there. If they are slow, all is well. %s",
+                "rank %d has waited for %.0f s%s: %s not there. If they are slow, all is well. %s",
                 me,
                 2 * PATIENCE,
-                f" ({reports[me].at})" if me in reports and reports[me].at else "",
-                "s" if len(absent) > 1 else "",
-                ", ".join(map(str, absent)) + (" are" if len(absent) > 1 else " is"),
+                f" ({at})" if at else "",
+                _ranks(self._absent),
                 REMEDY,
             )
 
@@ -309,6 +318,11 @@ def _place(report: Report) -> str:
 
 
 _VERDICT = "verdict"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """Subject and verb of a sentence about ranks: "rank 1 is", "ranks 1, 2 are"."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} {'are' if len(ranks) > 1 else 'is'}"
 
 
 def _key(rank: int) -> str:

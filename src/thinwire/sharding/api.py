@@ -16,9 +16,9 @@ from thinwire.program.timeline import Timeline
 from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
-from thinwire.sharding.discover import Selection, ignore
 from thinwire.sharding.hooks import as_forward
 from thinwire.sharding.memory.initial import InitialValues
+from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
 from thinwire.sharding.parts import join_parts
 from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes

@@ -16,7 +16,6 @@ from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, node_order
 from thinwire.sharding import hooks
-from thinwire.sharding.discover import Selection, UnitModules, discover, is_ignored
 from thinwire.sharding.encoding import (
     PlanCodecs,
     agreed_codecs,
@@ -32,7 +31,8 @@ from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_free
 from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_model, read_shard
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor, slice_of
-from thinwire.sharding.recompute import recompute_activations
+from thinwire.sharding.modules.discover import Selection, UnitModules, discover, is_ignored
+from thinwire.sharding.modules.recompute import recompute_activations
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel
@@ -313,19 +313,12 @@ def _check_parameters(model: nn.Module, *, whole: bool) -> None:
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:
-    """Refuse modules whose forward does to their parameters, or beside them, what their unit cannot follow."""
+    """Refuse modules whose forward writes to parameters that are gathered anew each time."""
     for name, module in model.named_modules():
         if plan.params.ranks > 1 and getattr(module, "max_norm", None) is not None:
             raise UsageError(
                 f"{name}.max_norm = {module.max_norm}: its forward writes to its weight, which is gathered anew each "
                 "time where parameters are sharded; use a plan with params = 1x1, or scale rows in the forward"
-            )
-        half = isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine and module.track_running_stats
-        if half and plan.compute_dtype != "float32" and module.running_mean.dtype == torch.float32 and not plan.units:
-            raise UsageError(
-                f"{name} is a {type(module).__name__} with running statistics in float32, which torch does not compute "
-                f'beside weights in {plan.compute_dtype}: set compute_dtype = "float32", or give it a unit of its '
-                'own with [[units]] match = ..., dtype = "float32"'
             )
 
 
@@ -439,7 +432,7 @@ def unit_infos(modules: Sequence[UnitModules], plan: Plan, rank: int) -> tuple[U
     """What the program knows of a model's units under a plan, without placing anything.
 
     Args:
-        modules: the units, as :func:`~thinwire.sharding.discover.discover` cuts them.
+        modules: the units, as :func:`~thinwire.sharding.modules.discover.discover` cuts them.
         plan: the plan.
         rank: whose shares to count.
     """

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from thinwire.errors import UsageError
-from thinwire.sharding.inputs import cast_inputs, gradient_sources, tensors_in
 from thinwire.sharding.memory.local import local_gradient
+from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
+from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.sharding.shares.tensor import ShareTensor
@@ -34,6 +35,7 @@ def install(runtime: Runtime) -> None:
     )
     _hook_forward(runtime)
     watch_reads(runtime)
+    undo += [compute_beside_statistics(module) for module in model.modules() if keeps_statistics(module)]
     if runtime.outside is not None:
         model.forward = as_forward(model, model.forward)
         undo.append(functools.partial(delattr, model, "forward"))

@@ -18,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
-from thinwire.sharding.discover import is_ignored
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.holders import ModelHolders
 from thinwire.sharding.holds import recomputing
+from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.shares.operations import from_power_sums, power_sum
 from thinwire.sharding.shares.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.shares.spec import ShareSpec

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from thinwire.errors import UsageError
-from thinwire.sharding.discover import Selection
 from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.modules.discover import Selection
 from thinwire.sharding.outside import forget_share
 from thinwire.sharding.runtime import detach, runtime_of
 from thinwire.spec import Plan

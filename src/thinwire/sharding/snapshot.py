@@ -28,9 +28,9 @@ from thinwire.checkpoint.store import Chunk, ShardedVector
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
-from thinwire.sharding.discover import is_ignored
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.memory.local import Slice
+from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.runtime import Runtime, runtime_of
 

@@ -100,10 +100,20 @@ class ShardedParameter(ShareTensor):
                 "sharded. Convert the model before thinwire.shard; the plan's compute_dtype says what forward and "
                 "backward use"
             )
-        if isinstance(value, ShareTensor) and value.piece.data_ptr() == self.piece.data_ptr():
+        if isinstance(value, ShareTensor) and self._is_same_memory(value):
             return  # itself, as module.to(...) assigns what has the right type already
         with torch.no_grad():
             self.copy_(value)
+
+    def _is_same_memory(self, other: ShareTensor) -> bool:
+        """The same answer on every rank, those whose piece is empty and has no address included: a write is announced
+        to the others, which have to expect it."""
+        mine, theirs = self.piece, other.piece
+        return (
+            other.spec.name == self.spec.name
+            and mine.untyped_storage()._cdata == theirs.untyped_storage()._cdata
+            and mine.storage_offset() == theirs.storage_offset()
+        )
 
     @property
     def requires_grad(self) -> bool:
