@@ -195,7 +195,7 @@ def half_encoded(chosen: tw.Plan) -> list[tuple[int, bool]]:
         tw.progress(model, step / 4)
         tw.traffic(model)
         losses_of(model, optim, step, step + 1)
-        told = runtime(model).schedule.program(1).traffic()
+        told = runtime(model).schedule.programs.program(1).traffic()
         sent = tw.traffic(model)
         lanes = ("reduce", "sync")
         total = sum(sum(sent[lane].values()) for lane in lanes)

@@ -126,7 +126,7 @@ def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
         with recording() as records:
             train_step(model, optim, num_micro_batches)
             engine.lanes.drain()
-    program = engine.schedule.program(num_micro_batches, clip=True)
+    program = engine.schedule.programs.program(num_micro_batches, clip=True)
     done = by_queue(records)
     assert done == expected(program, plan, engine.rank)
     for operation in program.operations:

@@ -109,7 +109,7 @@ def perform(number: int) -> tuple[bool, bool]:
     engine = runtime(model)
     for _ in range(2):
         train_step(model, optim, 1)
-    sound = engine.schedule.program(1, clip=True)
+    sound = engine.schedule.programs.program(1, clip=True)
 
     def lower_and_spoil(*args: Any, **options: Any) -> StepProgram:
         return case.spoil(lower(*args, **options))
@@ -126,7 +126,7 @@ def perform(number: int) -> tuple[bool, bool]:
         same_exchanges = by_queue(records) == expected(program, plan, engine.rank)
         return same_exchanges and in_lanes(journal.step(3)) == in_lanes(written(program))
 
-    return did(engine.schedule.program(1, clip=True)), did(sound)
+    return did(engine.schedule.programs.program(1, clip=True)), did(sound)
 
 
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[case.field.replace(" ", "-") for case in CASES])

@@ -72,7 +72,7 @@ def train(plan_toml: str, steps: int = 3) -> dict[str, Any]:
             sent[record.lane] = sent.get(record.lane, 0) + record.sent
         gathers = sum(record.lane is Lane.GATHER for record in records)
     dtypes = {unit.name: str(unit.buffers[0].layout.dtype) for unit in runtime(model).units}
-    program = runtime(model).schedule.program(1)
+    program = runtime(model).schedule.programs.program(1)
     expected: dict[str, int] = {}
     for operation in program.operations:
         expected[operation.lane] = expected.get(operation.lane, 0) + sum(hop.sent for hop in operation.hops)

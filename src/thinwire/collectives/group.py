@@ -27,7 +27,7 @@ from thinwire.agreement import agree
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.rendezvous import Rendezvous
-from thinwire.collectives.rollcall import Place, RollCall
+from thinwire.collectives.rollcall import MeetingPlace, RollCall
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
@@ -175,7 +175,7 @@ class Control:
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         self.process_group: dist.ProcessGroup | None = None
-        self._place = Place(_rollcall, self.ranks, "control")
+        self._place = MeetingPlace(_rollcall, self.ranks, "control")
         if self.size > 1:
             everyone = self.size == dist.get_world_size()
             self.process_group = dist.new_group(
@@ -358,7 +358,7 @@ class Subgroup:
         self._links = _gloo_links(*key) if self.size > 1 and not self.native else None
         self._staged = device.type == "cuda" and not self.native
         self._left = False
-        self._place = Place(_rollcall, ranks, f"{lane}/{stage}/{channel}")
+        self._place = MeetingPlace(_rollcall, ranks, f"{lane}/{stage}/{channel}")
         _subgroups.add(self)
 
     def leave(self) -> None:

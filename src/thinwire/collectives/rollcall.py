@@ -25,7 +25,7 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
-__all__ = ["PATIENCE", "Place", "RollCall"]
+__all__ = ["PATIENCE", "MeetingPlace", "RollCall"]
 
 log = logging.getLogger("thinwire")
 
@@ -67,7 +67,7 @@ Pieces = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | tuple[()]
 """Tensors that are sent to each member, and those that are received from each; nothing where that is not known."""
 
 
-class Place:
+class MeetingPlace:
     """Where exchanges take place: some ranks, on a stage of a lane. A context manager around each exchange, which only
     notes that it is there: it is on the way of every one.
 
@@ -85,7 +85,7 @@ class Place:
         self.since = 0.0  # when the present exchange began
         self.on_main = False  # whether the computing thread itself is in it
 
-    def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> Place:
+    def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> MeetingPlace:
         """The exchange that this thread is about to enter.
 
         Args:
@@ -171,7 +171,7 @@ class RollCall:
         self.verdict = ""
         self.describe: Callable[[], str] = str
         self._give_up = give_up
-        self.under_way: dict[int, Place] = {}
+        self.under_way: dict[int, MeetingPlace] = {}
         self.blocked_since: float | None = None
         self.main = threading.main_thread().ident
         self.watching = False

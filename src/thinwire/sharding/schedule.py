@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 
-from thinwire.program import Moment, Phase, StepProgram, Trace
+from thinwire.program import Moment, Phase, Trace
 from thinwire.sharding.programs import Prefetch, Programs, place_of
 from thinwire.sharding.reducer import Turns
 
@@ -174,10 +174,6 @@ class Schedule:
     def kept(self) -> frozenset[int]:
         """Units that stay gathered from forward to backward; none before the first trace."""
         return frozenset() if self.programs.trace is None or self._deviated else self.programs.kept()
-
-    def program(self, micro_batches: int, *, clip: bool = False) -> StepProgram:
-        """The program for the current trace."""
-        return self.programs.program(micro_batches, clip=clip)
 
     def _deviate(self) -> None:
         self._deviated = True

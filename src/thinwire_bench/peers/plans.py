@@ -35,7 +35,7 @@ class PlanSystem(System):
         runtime(self._model).lanes.drain()
 
     def predicted(self) -> int | None:
-        program = runtime(self._model).schedule.program(1)
+        program = runtime(self._model).schedule.programs.program(1)
         return sum(sent[Scope.ACROSS] for sent in program.traffic().values())
 
     def waited(self) -> dict[str, float]:
