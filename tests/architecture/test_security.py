@@ -28,6 +28,7 @@ OBJECTS = {"thinwire/collectives/group.py"}
 NAMES_OF_MODULES = {
     "thinwire/__init__.py",
     "thinwire/cli/lazy.py",
+    "thinwire/codecs/reference/__init__.py",
     "thinwire/codecs/registry.py",
     "thinwire/codecs/triton/__init__.py",
     "thinwire_bench/codecs/peers.py",

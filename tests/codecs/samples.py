@@ -9,16 +9,40 @@ import struct
 import torch
 from torch import Tensor
 
-__all__ = ["LOSSLESS", "POISON", "before_a_wall", "mixture", "same", "with_word"]
+from thinwire.spec import CodecSpec
+from thinwire.spec.codec import FAMILIES, encodable_dtypes
 
-LOSSLESS = [("mpc", torch.float32), ("mpc", torch.bfloat16), ("mpc", torch.float16), ("exp3", torch.bfloat16)]
-"""Lossless codecs, with every dtype they take."""
+__all__ = [
+    *("DTYPES", "EVERY", "LOSSLESS", "POISON", "VARIABLE", "before_a_wall", "dtypes_of", "mixture", "same"),
+    *("widest_dtype", "with_word"),
+]
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+"""Dtypes of tensors, the widest first."""
 POISON = 0xA5
-"""What memory is filled with that must stay as it is."""
+"""Fill of memory that must stay as it is, a byte."""
+
+
+def dtypes_of(name: str) -> list[torch.dtype]:
+    """The dtypes that a codec encodes, the widest first."""
+    return [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in encodable_dtypes(CodecSpec(name))]
+
+
+def widest_dtype(name: str) -> torch.dtype:
+    """The widest dtype that a codec encodes."""
+    return dtypes_of(name)[0]
+
+
+EVERY = [text for family in FAMILIES.values() for text in family.examples]
+"""Texts of the built-in codecs."""
+VARIABLE = [text for text in EVERY if CodecSpec(text).is_variable_length]
+"""Built-in codecs of variable length, all of them lossless."""
+LOSSLESS = [(text, dtype) for text in VARIABLE for dtype in dtypes_of(text)]
+"""Those codecs, each with every dtype that it encodes."""
 
 
 def mixture(numel: int, dtype: torch.dtype, *, poisoned: bool) -> Tensor:
-    """Values of every kind one after the other, as far as there is room."""
+    """Values of every kind in turn, as many kinds as fit."""
     generator = torch.Generator().manual_seed(numel)
     length = -(-numel // (11 if poisoned else 9))
     limits = torch.finfo(dtype)
@@ -54,7 +78,7 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 def before_a_wall(wire: Tensor) -> Tensor:
-    """A copy after whose last byte memory ends: what reads on does not live."""
+    """A copy at the end of readable memory: a read beyond its last byte ends the process."""
     page = mmap.PAGESIZE
     room = -(-max(wire.numel(), 1) // page) * page
     pages = mmap.mmap(-1, room + page)
@@ -65,7 +89,7 @@ def before_a_wall(wire: Tensor) -> Tensor:
 
 
 def with_word(wire: Tensor, index: int, value: int) -> Tensor:
-    """A message of which one word is another."""
+    """A copy of a message with another value in one word of 32 bits."""
     changed = wire.clone()
     changed[4 * index : 4 * index + 4] = torch.tensor(list(struct.pack("<I", value)), dtype=torch.uint8)
     return changed

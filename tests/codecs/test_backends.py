@@ -6,22 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from tests.codecs.samples import DTYPES, EVERY, LOSSLESS, dtypes_of
 
 from thinwire import codecs
 from thinwire.codecs.cpp import _native
 from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
-from thinwire.spec.codec import FAMILIES, encodable_dtypes
 
-EVERY = [text for family in FAMILIES.values() for text in family.examples]
 FIXED = [text for text in EVERY if not CodecSpec(text).is_variable_length]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [1, 7, 64, 255, 257, 1000, 9001]
-
-
-def dtypes_of(name: str) -> list[torch.dtype]:
-    """What a codec takes."""
-    return [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in encodable_dtypes(CodecSpec(name))]
 
 
 def each_target() -> Iterator[str]:
@@ -227,7 +220,7 @@ def test_error_on_normal_values(name: str, least: float) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
-@pytest.mark.parametrize(("name", "dtype"), [("mpc", torch.float32), ("mpc", torch.bfloat16), ("exp3", torch.bfloat16)])
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_lossless_codecs_return_every_bit(name: str, dtype: torch.dtype, backend: str) -> None:
     codec = codecs.get(name, backend=backend)
     size = 8 * dtype.itemsize

@@ -1,13 +1,13 @@
-"""Native mpc and exp3 against the reference: the same bytes, every bit pattern back, no harm from any message."""
+"""Native lossless codecs against the reference: the same bytes, every bit pattern back, no harm from any message."""
 
 from __future__ import annotations
 
 import functools
-import struct
 from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from tests.codecs.samples import LOSSLESS, POISON, with_word
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
@@ -17,12 +17,9 @@ from thinwire.codecs.reference import make
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
 
-# What each codec takes, in few and in many bytes a value.
-CASES = [("mpc", torch.float32), ("mpc", torch.bfloat16), ("mpc", torch.float16), ("exp3", torch.bfloat16)]
 SIZES = [*range(1, 201), *range(511, 514), *range(1023, 1058), 2047, 4097, 100000]
 NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FEW_SIZES = [1, 31, 63, 64, 127, 512, 513, 1024, 1087, 2049, 100001]
-POISON = 0xA5
 
 
 pytestmark = pytest.mark.usefixtures("target")
@@ -103,7 +100,7 @@ def decode(name: str, wire: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_writes_the_bytes_of_the_reference(name: str, dtype: torch.dtype, kind: str) -> None:
     for numel in SIZES if kind in {"any bits", "gaussian"} else FEW_SIZES:
         x, want = sample(kind, name, dtype, numel)
@@ -112,7 +109,7 @@ def test_writes_the_bytes_of_the_reference(name: str, dtype: torch.dtype, kind: 
         same_bits(decode(name, wire, numel, dtype), x)
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 @pytest.mark.usefixtures("threads")
 def test_threads_write_the_same_bytes(name: str, dtype: torch.dtype) -> None:
     for kind in ("gaussian", "any bits", "sparse"):
@@ -126,7 +123,7 @@ def test_threads_write_the_same_bytes(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_every_pattern_of_16_bits_comes_back(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     patterns = torch.randperm(1 << 16).to(torch.int32).to(torch.int16).view(torch.uint8)
@@ -143,7 +140,7 @@ def test_every_pattern_of_16_bits_comes_back(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("by", [1, 2, 3, 7])
 def test_addresses_may_be_misaligned(by: int) -> None:
-    for name, dtype in CASES:
+    for name, dtype in LOSSLESS:
         for numel in FEW_SIZES:
             x, want = sample("gaussian", name, dtype, numel)
             capacity = native(name).max_wire_bytes(numel, dtype)
@@ -160,7 +157,7 @@ def test_addresses_may_be_misaligned(by: int) -> None:
             assert torch.equal(out, x.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_adds_in_fp32(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     for numel in FEW_SIZES:
@@ -170,7 +167,7 @@ def test_adds_in_fp32(name: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_other_bytes_may_follow_a_message(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(2)
     for kind in ("gaussian", "any bits"):
@@ -179,7 +176,7 @@ def test_other_bytes_may_follow_a_message(name: str, dtype: torch.dtype) -> None
         same_bits(decode(name, wire, x.numel(), dtype), x)
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_refuses_what_the_reference_refuses(name: str, dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     numel = 1100
@@ -199,13 +196,7 @@ def test_refuses_what_the_reference_refuses(name: str, dtype: torch.dtype) -> No
                     codec.decode(wire, other, dtype)
 
 
-def with_word(wire: Tensor, index: int, value: int) -> Tensor:
-    changed = wire.clone()
-    changed[4 * index : 4 * index + 4] = torch.tensor(list(struct.pack("<I", value)), dtype=torch.uint8)
-    return changed
-
-
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_mutated_messages_do_no_harm(name: str, dtype: torch.dtype) -> None:
     """They decode, or are refused, as the reference does it."""
     generator = torch.Generator().manual_seed(4)

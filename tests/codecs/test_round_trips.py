@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.codecs.samples import EVERY
 from torch import Tensor
 
 from thinwire import codecs
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
+from thinwire.spec.codec import encodable_dtypes
 
 FLOAT = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 INTEGER = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
@@ -101,13 +103,13 @@ LOSSY = st.one_of(
     st.builds(lambda bits, rest: f"int{bits}:{rest}", st.integers(2, 8), BLOCKS),
     st.integers(1, 128).map(lambda quarters: f"zfp:{quarters / 4}"),
 )
-LOSSLESS = st.sampled_from(["none", "mpc", "exp3"])
+LOSSLESS = st.sampled_from([text for text in EVERY if CodecSpec(text).is_lossless])
 
 
 @st.composite
 def cases(draw: st.DrawFn, names: st.SearchStrategy[str], *, specials: bool = True) -> Case:
     name = draw(names)
-    dtype = "bfloat16" if name == "exp3" else draw(st.sampled_from(list(FLOAT)))
+    dtype = draw(st.sampled_from(encodable_dtypes(CodecSpec(name))))
     return Case(name, draw(tensors(dtype, specials=specials)), draw(st.integers(0, 2**64)))
 
 

@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Self
 
@@ -20,13 +20,24 @@ from thinwire.spec.codec_plugin import CodecPlugin, clash_of, installed_plugins,
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-@dataclass(frozen=True, slots=True)
+Parsed = dict[str, Any]
+"""Fields of a :class:`CodecSpec`, by name, that follow from its text."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Built-in codecs of one wire format, whatever their parameters.
 
     Attributes:
         notation: how plans write the codec, each with its meaning.
         examples: texts that tests check: every option, small and large parameters.
+        reference: ``"module:Class"`` of the codec in plain torch, in the package :mod:`thinwire.codecs.reference`.
+        triton: ``"module:Class"`` of the codec for GPUs, in the package :mod:`thinwire.codecs.triton`.
+        wire_bytes: from the codec, the number of values and the bytes of one value, the bytes of the message; for a
+            codec of variable length, its largest size.
+        parse: from a text, the fields of its :class:`CodecSpec`; ``None`` if the text names another codec. It raises
+            ``SpecError`` if the parameters are invalid. Without it the family's name is the whole text.
+        limits: limits of the parameters, for the list of valid codecs in error messages.
         dtypes: names of the dtypes that the codec encodes.
         lossless: whether decoding returns exactly what was encoded.
         variable_length: whether the size of a message depends on the values.
@@ -37,6 +48,11 @@ class Family:
 
     notation: tuple[tuple[str, str], ...]
     examples: tuple[str, ...]
+    reference: str
+    triton: str
+    wire_bytes: Callable[[CodecSpec, int, int], int]
+    parse: Callable[[str], Parsed | None] | None = None
+    limits: str = ""
     dtypes: tuple[str, ...] = tuple(_ITEM_BYTES)
     lossless: bool = False
     variable_length: bool = False
@@ -44,36 +60,153 @@ class Family:
     profiled: tuple[str, ...] = ()
 
 
+def _bad(text: str, why: str) -> SpecError:
+    return SpecError("codec", [f"{text!r} is not a codec: {why}"])
+
+
+OPTIONS = ("hadamard", "stochastic")
+
+_INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
+_ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
+_SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 13
+
+
+def _parse_int(text: str) -> Parsed | None:
+    match = _INT.fullmatch(text)
+    if match is None:
+        return None
+    bits, block_text = int(match["bits"]), match["block"]
+    options = [option.strip() for option in match["options"].split(",")[1:]]
+    if not 2 <= bits <= 8:
+        raise _bad(text, f"it has {bits} bits per value, valid are 2 to 8")
+    if not block_text:
+        raise _bad(text, f"say how many values share a scale: int{bits}:256, or int{bits}:tensor")
+    if unknown := [option for option in options if option not in OPTIONS]:
+        raise _bad(text, f"unknown option {unknown[0]!r}, valid are {', '.join(OPTIONS)}")
+    block = None
+    if block_text != "tensor":
+        if not block_text.isdecimal():
+            raise _bad(text, f"block {block_text!r} should be a whole number or 'tensor'")
+        block = int(block_text)
+        # Eight values of any width end on a byte, so blocks of a multiple of 8 never share one.
+        if block % 8 or not _SMALL_BLOCK <= block <= _LARGE_BLOCK:
+            raise _bad(text, f"block {block} should be a multiple of 8 from {_SMALL_BLOCK} to {_LARGE_BLOCK}")
+    if "hadamard" in options and (block is None or block & (block - 1)):
+        raise _bad(text, "hadamard needs a block that is a power of two, for example 256")
+    suffix = "".join(f",{option}" for option in OPTIONS if option in options)
+    canonical = f"int{bits}:{'tensor' if block is None else block}{suffix}"
+    return {"bits": bits, "block": block, "options": frozenset(options), "text": canonical}
+
+
+def _parse_zfp(text: str) -> Parsed | None:
+    match = _ZFP.fullmatch(text)
+    if match is None:
+        return None
+    try:
+        rate = float(match["rate"] or "")
+    except ValueError:
+        raise _bad(text, "say how many bits a value gets: zfp:8, zfp:16 or zfp:24") from None
+    if not 0 < rate <= 32:
+        raise _bad(text, "the rate should be above 0 and at most 32 bits per value")
+    canonical = f"zfp:{int(rate) if rate.is_integer() else rate}"
+    return {"rate": rate, "zfp_block_bits": max(9, int(4 * rate + 0.5)), "text": canonical}
+
+
+def _aligned(nbytes: int) -> int:
+    """Messages laid one after the other stay aligned for the widest load of a GPU."""
+    return -(-nbytes // 16) * 16
+
+
+def _int_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
+    del itemsize
+    assert codec.bits is not None
+    scales = -(-numel // codec.block) if codec.block else min(numel, 1)
+    return _aligned(_aligned(-(-numel * codec.bits // 8)) + 4 * scales)
+
+
+def _zfp_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
+    del itemsize
+    return 8 * -(-(-(-numel // 4) * codec.zfp_block_bits) // 64)
+
+
+def _mpc_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
+    del codec
+    words = -(-numel * itemsize // 4)
+    return 4 * (2 + words + -(-words // 32)) if numel else 0
+
+
+def _exp3_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
+    del codec
+    return 8 + 4 * -(-numel * itemsize // 4) if numel else 0
+
+
 FAMILIES: Final[Mapping[str, Family]] = {
-    "none": Family((("none", "the tensor's own bytes"),), ("none",), lossless=True),
-    "bf16": Family((("bf16", "a cast to bfloat16"),), ("bf16",)),
-    "fp16": Family((("fp16", "a cast to float16"),), ("fp16",)),
+    "none": Family(
+        notation=(("none", "the tensor's own bytes"),),
+        examples=("none",),
+        reference="cast:NoneCodec",
+        triton="block:ValueCodec",
+        wire_bytes=lambda _, numel, itemsize: numel * itemsize,
+        lossless=True,
+    ),
+    "bf16": Family(
+        notation=(("bf16", "a cast to bfloat16"),),
+        examples=("bf16",),
+        reference="cast:CastCodec",
+        triton="block:ValueCodec",
+        wire_bytes=lambda _, numel, itemsize: 2 * numel,
+    ),
+    "fp16": Family(
+        notation=(("fp16", "a cast to float16"),),
+        examples=("fp16",),
+        reference="cast:CastCodec",
+        triton="block:ValueCodec",
+        wire_bytes=lambda _, numel, itemsize: 2 * numel,
+    ),
     "int": Family(
-        (
+        notation=(
             ("intN:BLOCK", "N bits (2 to 8) per value and one scale per BLOCK values; BLOCK is a multiple of 8"),
             ("intN:tensor", "N bits per value and one scale for the whole message"),
             ("intN:BLOCK,hadamard", "each block is rotated before it is rounded; BLOCK is a power of two"),
             ("intN:BLOCK,stochastic", "values are rounded up or down at random, without bias"),
         ),
-        (
+        examples=(
             *("int8:256", "int4:256", "int4:256,hadamard", "int8:8,hadamard", "int4:256,stochastic"),
             *("int8:256,hadamard,stochastic", "int8:tensor", "int4:tensor", "int2:32", "int3:64", "int5:128"),
             *("int6:256", "int7:24", "int4:2048", "int8:8192,hadamard"),
         ),
+        reference="block:BlockCodec",
+        triton="block:ValueCodec",
+        wire_bytes=_int_bytes,
+        parse=_parse_int,
+        limits="N from 2 to 8",
         profiled=("int8:256", "int4:256", "int6:256", "int3:256"),
     ),
-    "zfp": Family((("zfp:RATE", "ZFP fixed rate: RATE bits per fp32 value, at most 32"),), ("zfp:8", "zfp:24")),
+    "zfp": Family(
+        notation=(("zfp:RATE", "ZFP fixed rate: RATE bits per fp32 value, at most 32"),),
+        examples=("zfp:8", "zfp:24"),
+        reference="zfp:ReferenceZfp",
+        triton="zfp:TritonZfp",
+        wire_bytes=_zfp_bytes,
+        parse=_parse_zfp,
+    ),
     "mpc": Family(
-        (("mpc", "MPC: lossless, variable length"),),
-        ("mpc",),
+        notation=(("mpc", "MPC: lossless, variable length"),),
+        examples=("mpc",),
+        reference="mpc:ReferenceMpc",
+        triton="mpc:TritonMpc",
+        wire_bytes=_mpc_bytes,
         lossless=True,
         variable_length=True,
         typical_ratio={"bfloat16": 1.28, "float32": 1.10},
         profiled=("mpc",),
     ),
     "exp3": Family(
-        (("exp3", "lossless for bfloat16, variable length"),),
-        ("exp3",),
+        notation=(("exp3", "lossless for bfloat16, variable length"),),
+        examples=("exp3",),
+        reference="exp3:ReferenceExp3",
+        triton="exp3:TritonExp3",
+        wire_bytes=_exp3_bytes,
         dtypes=("bfloat16",),
         lossless=True,
         variable_length=True,
@@ -81,20 +214,22 @@ FAMILIES: Final[Mapping[str, Family]] = {
         profiled=("exp3",),
     ),
 }
-"""The built-in codecs. Planner, profile, reference pages and tests take their lists from here."""
+"""The built-in codecs. Parsing, backends, planner, profile, reference pages and tests take their lists from here."""
 
 NOTATION = tuple(row for family in FAMILIES.values() for row in family.notation)
 """Names of the built-in codecs, and what they mean."""
 
-_PLAIN = frozenset(notation for notation, _ in NOTATION) & FAMILIES.keys()
-"""Built-in codecs without parameters."""
 
-OPTIONS = ("hadamard", "stochastic")
-VALID = "none, bf16, fp16, mpc, exp3, zfp:RATE, intN:BLOCK and intN:tensor (N from 2 to 8)"
+def _valid() -> str:
+    names = []
+    for family in FAMILIES.values():
+        forms = " or ".join(form for form, _ in family.notation if "," not in form)
+        names.append(f"{forms} ({family.limits})" if family.limits else forms)
+    return f"{', '.join(names[:-1])} and {names[-1]}"
 
-_INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
-_ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
-_SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 13
+
+VALID = _valid()
+"""Forms of the built-in codecs without their options, for error messages."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -147,26 +282,10 @@ class CodecSpec:
         itemsize = _item_bytes(self, dtype)
         if numel < 0:
             raise SpecError("codec", [f"a message of {numel} values: expected 0 or more"])
-        raw = numel * itemsize
-        match self.family:
-            case "none":
-                return raw
-            case "bf16" | "fp16":
-                return 2 * numel
-            case "int":
-                assert self.bits is not None
-                scales = -(-numel // self.block) if self.block else min(numel, 1)
-                return _aligned(_aligned(-(-numel * self.bits // 8)) + 4 * scales)
-            case "zfp":
-                return 8 * -(-(-(-numel // 4) * self.zfp_block_bits) // 64)
-            case "mpc":
-                words = -(-raw // 4)
-                return 4 * (2 + words + -(-words // 32)) if numel else 0
-            case "exp3":
-                return 8 + 4 * -(-raw // 4) if numel else 0
-            case _:
-                assert self.plugin is not None
-                return self.plugin.wire_bytes(self.parameters, numel, itemsize)
+        plugin = self.plugin
+        if plugin is None:
+            return FAMILIES[self.family].wire_bytes(self, numel, itemsize)
+        return plugin.wire_bytes(self.parameters, numel, itemsize)
 
     def slot_bytes(self, numel: int, dtype: object) -> int:
         """Room for a message among others: :meth:`max_wire_bytes`, rounded up so that the next one stays aligned."""
@@ -204,7 +323,7 @@ class CodecSpec:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding returns exactly what was encoded (``exp3`` for bf16, ``mpc`` for any words)."""
+        """Whether decoding returns exactly what was encoded."""
         return _rules(self).lossless
 
     @property
@@ -262,28 +381,20 @@ def _item_bytes(codec: CodecSpec, dtype: object) -> int:
     return _ITEM_BYTES[name]
 
 
-def _aligned(nbytes: int) -> int:
-    """Messages laid one after the other stay aligned for the widest load of a GPU."""
-    return -(-nbytes // 16) * 16
-
-
-def _parse(text: str) -> dict[str, Any]:
+def _parse(text: str) -> Parsed:
     if text == "none":  # the default of every field: no package needs to be looked for
         return {"family": text, "text": text}
-    if text in _PLAIN:
-        parsed: dict[str, Any] = {"family": text, "text": text}
-    elif match := _INT.fullmatch(text):
-        parsed = _parse_int(text, match)
-    elif match := _ZFP.fullmatch(text):
-        parsed = _parse_zfp(text, match)
-    else:
-        return _parse_plugin(text)
-    if packages := clash_of(parsed["family"]):
-        raise _bad(text, f"{packages} registers a codec under the built-in name {parsed['family']!r}; uninstall it")
-    return parsed
+    for name, family in FAMILIES.items():
+        parsed = family.parse(text) if family.parse else {"text": text} if text == name else None
+        if parsed is None:
+            continue
+        if packages := clash_of(name):
+            raise _bad(text, f"{packages} registers a codec under the built-in name {name!r}; uninstall it")
+        return {"family": name, **parsed}
+    return _parse_plugin(text)
 
 
-def _parse_plugin(text: str) -> dict[str, Any]:
+def _parse_plugin(text: str) -> Parsed:
     name, colon, parameters = text.partition(":")
     plugin = plugin_of(name)
     if plugin is None:
@@ -300,42 +411,3 @@ def _parse_plugin(text: str) -> dict[str, Any]:
     except ValueError as error:
         raise _bad(text, f"{error}; for example {', '.join(plugin.examples)}") from None
     return {"family": name, "parameters": canonical, "text": f"{name}:{canonical}" if canonical else name}
-
-
-def _parse_int(text: str, match: re.Match[str]) -> dict[str, Any]:
-    bits, block_text = int(match["bits"]), match["block"]
-    options = [option.strip() for option in match["options"].split(",")[1:]]
-    if not 2 <= bits <= 8:
-        raise _bad(text, f"it has {bits} bits per value, valid are 2 to 8")
-    if not block_text:
-        raise _bad(text, f"say how many values share a scale: int{bits}:256, or int{bits}:tensor")
-    if unknown := [option for option in options if option not in OPTIONS]:
-        raise _bad(text, f"unknown option {unknown[0]!r}, valid are {', '.join(OPTIONS)}")
-    block = None
-    if block_text != "tensor":
-        if not block_text.isdecimal():
-            raise _bad(text, f"block {block_text!r} should be a whole number or 'tensor'")
-        block = int(block_text)
-        # Eight values of any width end on a byte, so blocks of a multiple of 8 never share one.
-        if block % 8 or not _SMALL_BLOCK <= block <= _LARGE_BLOCK:
-            raise _bad(text, f"block {block} should be a multiple of 8 from {_SMALL_BLOCK} to {_LARGE_BLOCK}")
-    if "hadamard" in options and (block is None or block & (block - 1)):
-        raise _bad(text, "hadamard needs a block that is a power of two, for example 256")
-    suffix = "".join(f",{option}" for option in OPTIONS if option in options)
-    canonical = f"int{bits}:{'tensor' if block is None else block}{suffix}"
-    return {"family": "int", "bits": bits, "block": block, "options": frozenset(options), "text": canonical}
-
-
-def _parse_zfp(text: str, match: re.Match[str]) -> dict[str, Any]:
-    try:
-        rate = float(match["rate"] or "")
-    except ValueError:
-        raise _bad(text, "say how many bits a value gets: zfp:8, zfp:16 or zfp:24") from None
-    if not 0 < rate <= 32:
-        raise _bad(text, "the rate should be above 0 and at most 32 bits per value")
-    canonical = f"zfp:{int(rate) if rate.is_integer() else rate}"
-    return {"family": "zfp", "rate": rate, "zfp_block_bits": max(9, int(4 * rate + 0.5)), "text": canonical}
-
-
-def _bad(text: str, why: str) -> SpecError:
-    return SpecError("codec", [f"{text!r} is not a codec: {why}"])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, get
+from thinwire.spec.codec import encodable_dtypes
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy, blocking, codec_accuracy
 from thinwire_bench.codecs.data import data_sets
@@ -178,7 +179,7 @@ def _check_buffers(codec: Codec, buffers: Buffers) -> str | None:
 
 
 def _takes(codec: Codec, dtype: torch.dtype) -> bool:
-    return codec.spec.family != "exp3" or dtype == torch.bfloat16
+    return _name(dtype) in encodable_dtypes(codec.spec)
 
 
 def _name(dtype: torch.dtype) -> str:

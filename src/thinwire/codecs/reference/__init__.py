@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from thinwire.codecs.codec import Codec
-from thinwire.codecs.reference.block import BlockCodec
-from thinwire.codecs.reference.cast import CastCodec, NoneCodec
-from thinwire.codecs.reference.exp3 import ReferenceExp3
-from thinwire.codecs.reference.mpc import ReferenceMpc
-from thinwire.codecs.reference.zfp import ReferenceZfp
-from thinwire.spec import CodecSpec
+import importlib
+from typing import TYPE_CHECKING
+
+from thinwire.spec.codec import FAMILIES
+
+if TYPE_CHECKING:
+    from thinwire.codecs.codec import Codec
+    from thinwire.spec import CodecSpec
 
 __all__ = ["make"]
-
-_FAMILIES: dict[str, type[Codec]] = {
-    "none": NoneCodec,
-    "bf16": CastCodec,
-    "fp16": CastCodec,
-    "int": BlockCodec,
-    "zfp": ReferenceZfp,
-    "mpc": ReferenceMpc,
-    "exp3": ReferenceExp3,
-}
 
 
 def make(spec: CodecSpec) -> Codec:
     """The codec of a spec."""
-    return _FAMILIES[spec.family](spec)
+    module, _, name = FAMILIES[spec.family].reference.partition(":")
+    codec: Codec = getattr(importlib.import_module(f"{__name__}.{module}"), name)(spec)
+    return codec

@@ -7,22 +7,13 @@ import importlib.util
 from typing import TYPE_CHECKING
 
 from thinwire.errors import UsageError
+from thinwire.spec.codec import FAMILIES
 
 if TYPE_CHECKING:
     from thinwire.codecs.codec import Codec
     from thinwire.spec import CodecSpec
 
 __all__ = ["make"]
-
-_FAMILIES = {
-    "none": ("block", "ValueCodec"),
-    "bf16": ("block", "ValueCodec"),
-    "fp16": ("block", "ValueCodec"),
-    "int": ("block", "ValueCodec"),
-    "zfp": ("zfp", "TritonZfp"),
-    "mpc": ("mpc", "TritonMpc"),
-    "exp3": ("exp3", "TritonExp3"),
-}
 
 
 def make(spec: CodecSpec) -> Codec:
@@ -31,9 +22,9 @@ def make(spec: CodecSpec) -> Codec:
     Raises:
         UsageError: if Triton is not installed.
     """
-    # Triton is there on Linux only, and the modules below are made of its functions.
+    # Triton exists on Linux only, and the modules of this package import it.
     if importlib.util.find_spec("triton") is None:
         raise UsageError("the triton backend needs Triton, which is not installed: pip install triton")
-    module, name = _FAMILIES[spec.family]
-    codec: Codec = getattr(importlib.import_module(f"thinwire.codecs.triton.{module}"), name)(spec)
+    module, _, name = FAMILIES[spec.family].triton.partition(":")
+    codec: Codec = getattr(importlib.import_module(f"{__name__}.{module}"), name)(spec)
     return codec
