@@ -8,7 +8,6 @@ NB_MODULE(_native, module) {
     nanobind::set_leak_warnings(false);
     thinwire::choose_target();
     thinwire::bind_target(module);
-    thinwire::bind_codec(module);
-    thinwire::bind_exp3(module);
-    thinwire::bind_mpc(module);
+    thinwire::bind_fixed(module);
+    thinwire::bind_lossless(module);
 }

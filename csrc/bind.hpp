@@ -7,10 +7,8 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
-#include <stdexcept>
-#include <string>
 
-#include "kernels/kernels.hpp"
+#include "codec_kinds.hpp"
 
 namespace thinwire {
 
@@ -21,16 +19,8 @@ T* pointer(Address address) {
     return reinterpret_cast<T*>(address);
 }
 
-inline DType dtype_of(int number) {
-    if (number < 0 || number > static_cast<int>(DType::float16)) {
-        throw std::invalid_argument("no dtype " + std::to_string(number));
-    }
-    return static_cast<DType>(number);
-}
-
-void bind_codec(nanobind::module_& module);
-void bind_exp3(nanobind::module_& module);
-void bind_mpc(nanobind::module_& module);
+void bind_fixed(nanobind::module_& module);
+void bind_lossless(nanobind::module_& module);
 void bind_target(nanobind::module_& module);
 
 }  // namespace thinwire

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <span>
-#include <utility>
+#include <string>
 
-#include "kernels/kernels.hpp"
+#include "codec_kinds.hpp"
 
 namespace thinwire {
 
@@ -13,11 +14,8 @@ namespace thinwire {
 // std::invalid_argument. `threads` bounds the threads a call uses, the calling one included.
 class Codec {
 public:
-    // `to` is the type of the values on the wire: bfloat16, float16, or with `none` the tensor's own.
-    static Codec cast(DType to);
-    // block = 0: one scale for the message.
-    static Codec block(int bits, std::int64_t block, bool search, bool hadamard, bool stochastic);
-    static Codec zfp(int block_bits);
+    // The name of a codec kind of fixed length, and its parameters.
+    Codec(const std::string& name, std::span<const std::int64_t> parameters);
 
     std::int64_t wire_bytes(std::int64_t numel) const;
 
@@ -42,24 +40,9 @@ public:
                            const Codec& to, void* wire, std::int64_t wire_bytes, std::uint32_t seed, int threads) const;
 
 private:
-    enum class Family { cast, block, zfp };
+    std::shared_ptr<const FixedFormat> format_;
 
-    Family family_ = Family::cast;
-    DType to_ = DType::float32;
-    BlockFormat format_ = {};
-    bool per_tensor_ = false;
-    int block_bits_ = 0;
-
-    std::int64_t granule(std::int64_t numel) const;
-    std::int64_t scales_at(std::int64_t numel) const;
     void check(std::int64_t numel, std::int64_t wire_bytes) const;
-    void pad(std::int64_t numel, char* wire) const;
-    void encode_range(const void* x, DType dtype, std::int64_t first, std::int64_t count, std::int64_t numel,
-                      char* wire, std::uint32_t seed) const;
-    void encode_tensor(const void* x, DType dtype, std::int64_t numel, char* wire, std::uint32_t seed,
-                       int threads) const;
-    void decode_range(const char* wire, std::int64_t first, std::int64_t count, std::int64_t numel, void* out,
-                      DType dtype, bool add) const;
     void sum_range(const char* wires, std::int64_t count, std::int64_t stride, std::int64_t first, std::int64_t values,
                    std::int64_t numel, float factor, float* out) const;
 };

@@ -9,7 +9,6 @@
 namespace thinwire {
 namespace {
 
-constexpr std::int64_t kMostValues = std::int64_t{1} << 55;
 constexpr std::int64_t kBytesPerThread = 1 << 17;
 
 std::string hex(std::uint32_t number) {

@@ -1,10 +1,10 @@
-// What the messages of variable length, mpc and exp3, have in common (docs/wire-format.md).
+// What messages of variable length have in common (docs/wire-format.md).
 #pragma once
 
 #include <cstdint>
 #include <span>
 
-#include "kernels/kernels.hpp"
+#include "sizes.hpp"
 
 namespace thinwire {
 
@@ -30,14 +30,6 @@ void check_add(const char* codec, DType dtype, bool add);
 
 // Throws std::invalid_argument unless there is room for the largest message.
 void check_capacity(const char* codec, std::int64_t needed, std::int64_t capacity);
-
-inline std::int64_t bytes_of(DType dtype) {
-    return dtype == DType::float32 ? 4 : 2;
-}
-
-inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) {
-    return (a + b - 1) / b;
-}
 
 // How many threads are worth waking for so many bytes.
 int useful_threads(std::int64_t nbytes, int threads);

@@ -1,6 +1,7 @@
 // Threads shared by all native calls of this process.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <type_traits>
@@ -34,6 +35,21 @@ void parallel_for(std::int64_t count, int threads, Fn&& fn) {
         count, threads,
         [](void* context, std::int64_t begin, std::int64_t end) { (*static_cast<Plain*>(context))(begin, end); },
         const_cast<void*>(static_cast<const void*>(std::addressof(fn))));
+}
+
+// Values that one thread takes at a time: enough to outweigh the hand-over, few enough for its caches.
+constexpr std::int64_t kPiece = 64 << 10;
+
+// fn(first, count) for pieces of `piece` values, on several threads.
+template <class Fn>
+void for_pieces(std::int64_t numel, std::int64_t piece, int threads, const Fn& fn) {
+    const std::int64_t pieces = (numel + piece - 1) / piece;
+    parallel_for(pieces, static_cast<int>(std::min<std::int64_t>(threads, pieces)),
+                 [&](std::int64_t begin, std::int64_t end) {
+                     for (std::int64_t first = begin * piece; first < std::min(numel, end * piece); first += piece) {
+                         fn(first, std::min(piece, numel - first));
+                     }
+                 });
 }
 
 }  // namespace thinwire

@@ -10,14 +10,7 @@
 
 namespace thinwire {
 
-#ifdef THINWIRE_X86_64
-namespace avx2 {
-extern const Kernels kKernels;
-}
-namespace avx512 {
-extern const Kernels kKernels;
-}
-#endif
+THINWIRE_KERNELS(ValueKernels, kValues, values_in_use)
 
 namespace {
 
@@ -40,20 +33,20 @@ bool has_avx2_companions() {
 
 struct Target {
     const char* name;
-    const Kernels* kernels;
     bool (*supported)();
 };
 
-// The plainest first. A target is supported where the CPU has every feature that csrc/CMakeLists.txt compiles it with.
+// In the order of THINWIRE_KERNELS, the plainest first. A target is supported where the CPU has every feature that
+// csrc/CMakeLists.txt compiles it with.
 constexpr Target kTargets[] = {
-    {"baseline", &baseline::kKernels, [] { return true; }},
+    {"baseline", [] { return true; }},
 #ifdef THINWIRE_X86_64
-    {"avx2", &avx2::kKernels,
+    {"avx2",
      [] {
          return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
                 __builtin_cpu_supports("bmi2") && has_avx2_companions();
      }},
-    {"avx512", &avx512::kKernels,
+    {"avx512",
      [] {
          return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                 __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
@@ -64,12 +57,16 @@ constexpr Target kTargets[] = {
 #endif
 };
 
-std::atomic<const Target*> current = &kTargets[0];
+std::atomic<int> current = 0;
 
 }  // namespace
 
-const Kernels& kernels() {
-    return *current.load(std::memory_order_relaxed)->kernels;
+int target_number() {
+    return current.load(std::memory_order_relaxed);
+}
+
+const ValueKernels& value_kernels() {
+    return values_in_use();
 }
 
 std::vector<std::string> targets() {
@@ -83,7 +80,7 @@ std::vector<std::string> targets() {
 }
 
 std::string target() {
-    return current.load(std::memory_order_relaxed)->name;
+    return kTargets[target_number()].name;
 }
 
 void use_target(const std::string& name) {
@@ -93,7 +90,7 @@ void use_target(const std::string& name) {
             continue;
         }
         if (target.name == name) {
-            current.store(&target, std::memory_order_relaxed);
+            current.store(static_cast<int>(&target - kTargets), std::memory_order_relaxed);
             return;
         }
         valid += (valid.empty() ? "" : ", ") + std::string(target.name);

@@ -71,12 +71,12 @@ bool refuses(Fn&& fn) {
 
 using Property = void (*)(Input& input);
 
-// mpc and exp3: any bytes decode or are refused; a part of a message is refused; values come back bit by bit.
+// Lossless codecs: any bytes decode or are refused; a part of a message is refused; values come back bit by bit.
 void lossless_any_message(Input& input);
 void lossless_truncated(Input& input);
 void lossless_round_trip(Input& input);
 
-// Casts, block codecs and zfp: any bytes decode; sums of messages are what their values add up to; sizes that do not
+// Codecs of fixed length: any bytes decode; sums of messages are what their values add up to; sizes that do not
 // fit are refused; what is not finite stays so. Whatever the instruction set, the results are the same.
 void fixed_any_message(Input& input);
 void fixed_sum(Input& input);

@@ -24,31 +24,17 @@ DType any_dtype(Input& input) {
     return static_cast<DType>(input.number(0, 2));
 }
 
-Codec any_block_codec(Input& input) {
-    const int bits = static_cast<int>(input.number(2, 8));
-    const bool stochastic = input.flag();
-    const bool search = bits <= 5 && !stochastic;
-    switch (input.number(0, 3)) {
-        case 0:
-            return Codec::block(bits, 0, false, false, stochastic);
-        case 1:
-            return Codec::block(bits, 8 * input.number(1, kMostBlock / 8), search, false, stochastic);
-        case 2:
-            return Codec::block(bits, 8 * input.number(1, 40), search, false, stochastic);
-        default:
-            return Codec::block(bits, std::int64_t{8} << input.number(0, 10), search, input.flag(), stochastic);
-    }
-}
-
 Codec any_codec(Input& input) {
-    switch (input.number(0, 4)) {
-        case 0:
-            return Codec::cast(any_dtype(input));
-        case 1:
-            return Codec::zfp(static_cast<int>(input.number(9, 128)));
-        default:
-            return any_block_codec(input);
+    std::vector<const CodecKind*> kinds;
+    for (const CodecKind* kind : codec_kinds()) {
+        if (kind->fixed != nullptr) {
+            kinds.push_back(kind);
+        }
     }
+    const CodecKind& kind = *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
+    const Parameters parameters =
+        kind.fixed->draw([&](std::int64_t least, std::int64_t most) { return input.number(least, most); });
+    return Codec(kind.name, parameters);
 }
 
 std::int64_t any_numel(Input& input) {
@@ -216,7 +202,8 @@ void fixed_sum(Input& input) {
     Buffer fused = call.values(call.dtype);
     Buffer composed(fused.size());
     call.codec.decode_sum(wires.data(), count, stride, call.numel, factor, fused.data(), call.dtype, call.threads);
-    Codec::cast(call.dtype).encode(sum.data(), DType::float32, call.numel, composed.data(), composed.size(), 0, 1);
+    const Codec cast("cast", std::vector{static_cast<std::int64_t>(call.dtype)});
+    cast.encode(sum.data(), DType::float32, call.numel, composed.data(), composed.size(), 0, 1);
     require(same_values(fused, composed, call.numel, call.dtype), "a sum of messages is the sum of their values");
 
     const Codec to = any_codec(input);

@@ -1,8 +1,8 @@
 #include <cstring>
+#include <vector>
 
-#include "exp3.hpp"
+#include "codec_kinds.hpp"
 #include "fuzz/fuzz.hpp"
-#include "mpc.hpp"
 
 namespace thinwire::fuzz {
 namespace {
@@ -10,8 +10,18 @@ namespace {
 constexpr std::int64_t kMostValues = 2600;  // two chunks or five blocks, and a part of another
 constexpr std::int64_t kHeaderBytes = 8;
 
+const LosslessKind& any_kind(Input& input) {
+    std::vector<const LosslessKind*> kinds;
+    for (const CodecKind* kind : codec_kinds()) {
+        if (kind->lossless != nullptr) {
+            kinds.push_back(kind->lossless);
+        }
+    }
+    return *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
+}
+
 struct Call {
-    bool mpc;
+    const LosslessKind& kind;
     DType encoded;
     std::int64_t numel;
     DType dtype;
@@ -21,8 +31,8 @@ struct Call {
     std::int64_t misaligned_wire;
 
     explicit Call(Input& input)
-        : mpc(input.flag()),
-          encoded(mpc ? static_cast<DType>(input.number(0, 2)) : DType::bfloat16),
+        : kind(any_kind(input)),
+          encoded(kind.dtypes[static_cast<std::size_t>(input.number(0, std::ssize(kind.dtypes) - 1))]),
           numel(input.flag() ? input.number(0, 200) : input.number(0, kMostValues)),
           dtype(static_cast<DType>(input.number(0, 2))),
           add(dtype == DType::float32 && input.flag()),
@@ -46,32 +56,30 @@ struct Call {
         return x;
     }
     std::int64_t capacity() const {
-        return mpc ? mpc_wire_bytes(numel * (encoded == DType::float32 ? 4 : 2)) : exp3_wire_bytes(numel);
+        return kind.wire_bytes(numel, encoded);
     }
     // A message in memory that ends where it ends.
     Buffer encode(Buffer& x) const {
         Buffer room(capacity(), misaligned_wire);
-        const std::int64_t size = mpc ? mpc_encode(x.data(), x.size(), room.data(), room.size(), threads)
-                                      : exp3_encode(x.data(), numel, room.data(), room.size(), threads);
+        const std::int64_t size = encode(x, room);
         require(size <= room.size(), "a message fits its bound");
         Buffer wire(size, misaligned_wire);
         std::memcpy(wire.data(), room.data(), static_cast<std::size_t>(size));
         return wire;
     }
+    std::int64_t encode(Buffer& x, Buffer& room) const {
+        return kind.encode(x.data(), encoded, numel, room.data(), room.size(), threads);
+    }
     void decode(Buffer& wire, Buffer& out, DType to, bool added) const {
-        if (mpc) {
-            mpc_decode(wire.data(), wire.size(), numel, encoded, out.data(), to, added, threads);
-        } else {
-            exp3_decode(wire.data(), wire.size(), numel, out.data(), to, added, threads);
-        }
+        kind.decode(wire.data(), wire.size(), numel, encoded, out.data(), to, added, threads);
     }
 };
 
-void write_header(Input& input, bool mpc, Buffer& wire) {
+void write_header(Input& input, const LosslessKind& kind, Buffer& wire) {
     if (wire.size() < kHeaderBytes) {
         return;
     }
-    const std::uint32_t magic = mpc ? 0x3143504d : input.flag() ? 0x30505845 : 0x33505845;
+    const std::uint32_t magic = kind.magics[static_cast<std::size_t>(input.number(0, std::ssize(kind.magics) - 1))];
     const auto words = static_cast<std::uint32_t>(wire.size() / 4);
     std::memcpy(wire.data(), &magic, sizeof magic);
     std::memcpy(&wire[4], &words, sizeof words);
@@ -89,7 +97,7 @@ void lossless_any_message(Input& input) {
     } else {
         wire = Buffer(input.number(0, call.capacity() + 64), call.misaligned_wire);
         wire.fill(input);
-        write_header(input, call.mpc, wire);
+        write_header(input, call.kind, wire);
     }
     Buffer out = call.values(call.dtype);
     refuses([&] { call.decode(wire, out, call.dtype, call.add); });
@@ -108,11 +116,7 @@ void lossless_truncated(Input& input) {
     require(refuses([&] { call.decode(part, out, call.dtype, call.add); }), "a truncated message is refused");
     require(refuses([&] {
                 Buffer room(call.capacity() - 1);
-                if (call.mpc) {
-                    mpc_encode(x.data(), x.size(), room.data(), room.size(), call.threads);
-                } else {
-                    exp3_encode(x.data(), call.numel, room.data(), room.size(), call.threads);
-                }
+                call.encode(x, room);
             }),
             "an encoder without room for the largest message refuses");
 }

@@ -1,10 +1,33 @@
-// What every way to encode a block has in common (docs/wire-format.md). Included by block.cpp and its headers.
+// What every way to encode a block has in common (docs/wire-format.md). Included by codecs/block.cpp and its headers.
 #pragma once
 
 #include <cstdint>
 
 #include "kernels/kernels.hpp"
 
+namespace thinwire {
+
+// intN:BLOCK and intN:tensor. A block is at most kMostBlock values, so that one fits the first-level cache.
+constexpr std::int64_t kMostBlock = 8192;
+
+struct BlockFormat {
+    int bits;            // 2 to 8
+    std::int64_t block;  // values a scale serves, a multiple of 8
+    bool search;         // the scale of least squared error, for 5 bits and fewer
+    bool hadamard;       // blocks are rotated; `block` is a power of two
+    bool stochastic;
+};
+
+// The largest magnitude among values, as the bits of an fp32 without sign (infinities and NaN above all others), and
+// whether a value without minus sign has it.
+struct Largest {
+    std::int32_t magnitude;
+    bool positive;
+};
+
+}  // namespace thinwire
+
+#ifdef THINWIRE_TARGET
 namespace thinwire::THINWIRE_TARGET {
 namespace {
 
@@ -16,3 +39,4 @@ constexpr float kSmallestMax = 0x1p-112F;
 
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET
+#endif

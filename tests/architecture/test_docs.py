@@ -14,6 +14,7 @@ import pytest
 import thinwire
 from thinwire.spec import ClusterSpec, ModelSpec, Plan, Wire
 from thinwire.spec.base import Spec
+from thinwire.spec.codec import FAMILIES
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.reference import PAGES as GENERATED
 from thinwire.spec.reference import cluster_reference, plan_reference, recipe_reference
@@ -108,3 +109,15 @@ def test_the_numbers_of_the_readme_are_those_that_were_measured() -> None:
         row = measured[system]
         assert float(seconds) == round(row["step_ms"] / 1e3, 2), system
         assert float(sent) == round(row["internode_bytes"] / 2**20, 1), system
+
+
+def test_a_new_codec_touches_at_most_six_files() -> None:
+    """The list of the page holds for every codec that is there."""
+    page = (ROOT / "docs" / "add-a-codec.md").read_text(encoding="utf-8")
+    section = page.partition("## A codec inside thinwire")[2].partition("### 1.")[0]
+    files = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
+    assert 4 <= len(files) <= 6
+    assert sum("NAME" in file for file in files) == 3, "one file for each backend"
+    modules = {family.module for family in FAMILIES.values()}
+    missing = [file for name in modules for file in files if not (ROOT / file.replace("NAME", name)).is_file()]
+    assert missing == []

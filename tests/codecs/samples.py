@@ -13,36 +13,31 @@ from thinwire.spec import CodecSpec
 from thinwire.spec.codec import FAMILIES, encodable_dtypes
 
 __all__ = [
-    *("DTYPES", "EVERY", "LOSSLESS", "POISON", "VARIABLE", "before_a_wall", "dtypes_of", "mixture", "same"),
-    *("widest_dtype", "with_word"),
-]
+    "LOSSLESS", "POISON", "VARIABLE", "before_a_wall", "dtype_for", "mixture", "of_every_family", "same", "with_word",
+]  # fmt: skip
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-"""Dtypes of tensors, the widest first."""
+VARIABLE = [family.examples[0] for family in FAMILIES.values() if family.variable_length]
+"""The codecs of variable length, which are the lossless ones but for ``none``."""
+LOSSLESS = [(name, getattr(torch, dtype)) for name in VARIABLE for dtype in encodable_dtypes(CodecSpec(name))]
+"""The same, with every dtype they take."""
 POISON = 0xA5
-"""Fill of memory that must stay as it is, a byte."""
+"""What memory is filled with that must stay as it is."""
 
 
-def dtypes_of(name: str) -> list[torch.dtype]:
-    """The dtypes that a codec encodes, the widest first."""
-    return [dtype for dtype in DTYPES if str(dtype).removeprefix("torch.") in encodable_dtypes(CodecSpec(name))]
+def of_every_family(names: list[str]) -> list[str]:
+    """Names of codecs, and an example of each family that none of them is of."""
+    families = {CodecSpec(name).family for name in names}
+    return [*names, *(family.examples[0] for name, family in FAMILIES.items() if name not in families)]
 
 
-def widest_dtype(name: str) -> torch.dtype:
-    """The widest dtype that a codec encodes."""
-    return dtypes_of(name)[0]
-
-
-EVERY = [text for family in FAMILIES.values() for text in family.examples]
-"""Texts of the built-in codecs."""
-VARIABLE = [text for text in EVERY if CodecSpec(text).is_variable_length]
-"""Built-in codecs of variable length, all of them lossless."""
-LOSSLESS = [(text, dtype) for text in VARIABLE for dtype in dtypes_of(text)]
-"""Those codecs, each with every dtype that it encodes."""
+def dtype_for(name: str) -> torch.dtype:
+    """fp32, unless the codec does not take it."""
+    valid = encodable_dtypes(CodecSpec(name))
+    return torch.float32 if "float32" in valid else getattr(torch, valid[0])
 
 
 def mixture(numel: int, dtype: torch.dtype, *, poisoned: bool) -> Tensor:
-    """Values of every kind in turn, as many kinds as fit."""
+    """Values of every kind one after the other, as far as there is room."""
     generator = torch.Generator().manual_seed(numel)
     length = -(-numel // (11 if poisoned else 9))
     limits = torch.finfo(dtype)
@@ -78,7 +73,7 @@ def same(got: Tensor, want: Tensor) -> bool:
 
 
 def before_a_wall(wire: Tensor) -> Tensor:
-    """A copy at the end of readable memory: a read beyond its last byte ends the process."""
+    """A copy after whose last byte memory ends: what reads on does not live."""
     page = mmap.PAGESIZE
     room = -(-max(wire.numel(), 1) // page) * page
     pages = mmap.mmap(-1, room + page)
@@ -89,7 +84,7 @@ def before_a_wall(wire: Tensor) -> Tensor:
 
 
 def with_word(wire: Tensor, index: int, value: int) -> Tensor:
-    """A copy of a message with another value in one word of 32 bits."""
+    """A message of which one word is another."""
     changed = wire.clone()
     changed[4 * index : 4 * index + 4] = torch.tensor(list(struct.pack("<I", value)), dtype=torch.uint8)
     return changed

@@ -20,7 +20,7 @@ BITS = 32
 
 def encode(x: np.ndarray, threads: int) -> bytes:
     wire = np.zeros(x.size // 4 * BITS // 8, np.uint8)
-    _native.Codec.zfp(BITS).encode(x.ctypes.data, 0, x.size, wire.ctypes.data, wire.size, 0, threads)
+    _native.Codec("zfp", [BITS]).encode(x.ctypes.data, 0, x.size, wire.ctypes.data, wire.size, 0, threads)
     return wire.tobytes()
 
 
@@ -78,7 +78,7 @@ def test_the_process_ends_with_its_workers_and_native_calls_still_work_then() ->
         import atexit
         x, wire = np.zeros(400_000, np.float32), np.zeros(400_000, np.uint8)
         def work():
-            _native.Codec.zfp(32).encode(x.ctypes.data, 0, x.size, wire.ctypes.data, wire.size, 0, 4)
+            _native.Codec("zfp", [32]).encode(x.ctypes.data, 0, x.size, wire.ctypes.data, wire.size, 0, 4)
         work()
         atexit.register(work)
     """)

@@ -16,10 +16,9 @@ from typing import Any
 import pytest
 import torch
 from tests.codecs.process import own_process
-from tests.codecs.samples import VARIABLE, dtypes_of, widest_dtype
+from tests.codecs.samples import dtype_for, of_every_family
 
 from thinwire import codecs
-from thinwire.codecs import triton as backend
 from thinwire.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -29,11 +28,17 @@ TARGETS = {
     "hopper": ("cuda", 90, 32),
     "mi300": ("hip", "gfx942", 64),
 }
-FEW = ["int4:256,hadamard", "int8:tensor", "zfp:25", *VARIABLE]  # of every kernel the longer form
+FEW = of_every_family(["int4:256,hadamard", "int8:tensor", "zfp:25"])  # of every kernel the longer form
 MANY = [
     *("none", "bf16", "fp16", "int8:256", "int4:256,stochastic", "int4:tensor", "int2:32", "int3:24", "int7:24"),
     *("int4:4104", "int8:8192,hadamard", "zfp:2.25", "zfp:10", "zfp:24", "zfp:31.8"),
 ]
+
+
+def launched() -> set[str]:
+    """Names of the kernels that the source launches: the first arguments of ``launch``."""
+    sources = (Path(codecs.__file__).parent / "triton").glob("*.py")
+    return {name for path in sources for name in re.findall(r"\blaunch\(\s*(_\w+),", path.read_text(encoding="utf-8"))}
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +48,17 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[...,
         yield call
 
 
-def kernels() -> set[str]:
-    """Names of the kernels that the backend launches, as its sources have them: ``launch(NAME, ...)``."""
-    sources = "".join(path.read_text() for path in sorted(Path(backend.__file__).parent.glob("*.py")))
-    return set(re.findall(r"\blaunch\(\s*(_\w+),", sources))
-
-
 @pytest.mark.slow
 def test_every_kernel_compiles(compiler: Callable[..., Any]) -> None:
     compiled = compiler(compile_codecs, "hopper", FEW, [torch.float32], [4100], False)
-    assert set(compiled) == kernels()
+    assert set(compiled) == launched()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["ampere", "mi300"])
 def test_every_kernel_compiles_for_other_gpus(compiler: Callable[..., Any], target: str) -> None:
     compiled = compiler(compile_codecs, target, FEW, [torch.float32], [4100], True)
-    assert set(compiled) == kernels()
+    assert set(compiled) == launched()
 
 
 @pytest.mark.slow
@@ -97,7 +96,7 @@ def compile_codecs(
         # What a kernel would have written is zeros: messages of zeros, which are the ones used here, need no more.
         patch.setattr(torch, "empty", torch.zeros)
         for name, dtype, numel in itertools.product(names, dtypes, lengths):
-            _call_everything(name, dtype if dtype in dtypes_of(name) else widest_dtype(name), numel, fused)
+            _call_everything(name, dtype_for(name) if dtype_for(name) != torch.float32 else dtype, numel, fused)
     return kernels
 
 
@@ -140,7 +139,7 @@ def test_tensors_that_kernels_cannot_reach_are_refused(compiler: Callable[..., A
 
 
 def check_cpu_is_refused() -> None:
-    for name in ("int8:256", "bf16", "zfp:8", *VARIABLE):
+    for name in of_every_family(["int8:256", "bf16", "zfp:8"]):
         codec = codecs.get(name, backend="triton")
         x = torch.zeros(8, dtype=torch.bfloat16)
         with pytest.raises(UsageError, match="works on GPU tensors"):

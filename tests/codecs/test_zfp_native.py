@@ -31,7 +31,7 @@ def wire_bytes(numel: int, bits: int) -> int:
 def encode(x: np.ndarray, bits: int, dtype: str = "float32", threads: int = 1) -> bytes:
     x = np.ascontiguousarray(x)
     wire = np.full(wire_bytes(x.size, bits) + 16, 0xA5, np.uint8)
-    codec = _native.Codec.zfp(bits)
+    codec = _native.Codec("zfp", [bits])
     codec.encode(x.ctypes.data, DTYPES[dtype], x.size, wire.ctypes.data, wire.size - 16, 0, threads)
     assert (wire[-16:] == 0xA5).all()
     return wire[:-16].tobytes()
@@ -43,7 +43,7 @@ def decode(wire: bytes, numel: int, bits: int, *, out: np.ndarray | None = None,
     if add:
         held[:numel] = out
     source = np.frombuffer(wire, np.uint8)
-    codec = _native.Codec.zfp(bits)
+    codec = _native.Codec("zfp", [bits])
     codec.decode(source.ctypes.data, source.size, numel, held.ctypes.data, 0, add, threads)
     assert (held[numel:] == 77.0).all()
     return held[:numel]
@@ -168,7 +168,7 @@ def test_narrow_values_travel_as_float32(dtype: str) -> None:
         assert wire == encode(wide, maxbits(rate))
         out = torch.empty_like(x)
         source = np.frombuffer(wire, np.uint8)
-        codec = _native.Codec.zfp(maxbits(rate))
+        codec = _native.Codec("zfp", [maxbits(rate)])
         codec.decode(source.ctypes.data, source.size, x.numel(), out.data_ptr(), DTYPES[dtype], False, 1)
         want = torch.from_numpy(decode(wire, x.numel(), maxbits(rate))).to(narrow)
         assert torch.equal(out.view(torch.int16), want.view(torch.int16))
@@ -181,7 +181,7 @@ def test_misaligned_memory(shift: int) -> None:
     held = np.zeros(x.nbytes + 8, np.uint8)
     held[shift : shift + x.nbytes] = x.view(np.uint8)
     moved = np.zeros(len(wire) + 8, np.uint8)
-    codec = _native.Codec.zfp(50)
+    codec = _native.Codec("zfp", [50])
     codec.encode(held.ctypes.data + shift, 0, x.size, moved.ctypes.data + shift, len(wire), 0, 1)
     assert moved[shift : shift + len(wire)].tobytes() == wire
     codec.decode(moved.ctypes.data + shift, len(wire), x.size, held.ctypes.data + shift, 0, False, 1)
@@ -195,7 +195,7 @@ def test_nothing_to_send() -> None:
 
 @pytest.mark.parametrize(("numel", "nbytes"), [(8, 7), (8, 16), (-4, 0), (2**62, 0)])
 def test_sizes_that_do_not_fit_are_refused(numel: int, nbytes: int) -> None:
-    memory, codec = np.zeros(64, np.uint8).ctypes.data, _native.Codec.zfp(32)
+    memory, codec = np.zeros(64, np.uint8).ctypes.data, _native.Codec("zfp", [32])
     with pytest.raises(ValueError, match=f"a message of {numel} values does not have {nbytes} bytes"):
         codec.encode(memory, 0, numel, memory, nbytes, 0, 1)
     with pytest.raises(ValueError, match=f"a message of {numel} values does not have {nbytes} bytes"):
@@ -203,10 +203,10 @@ def test_sizes_that_do_not_fit_are_refused(numel: int, nbytes: int) -> None:
 
 
 def test_what_no_codec_is_made_for_is_refused() -> None:
-    memory, codec = np.zeros(64, np.uint8).ctypes.data, _native.Codec.zfp(32)
+    memory, codec = np.zeros(64, np.uint8).ctypes.data, _native.Codec("zfp", [32])
     for bits in (8, 129):
         with pytest.raises(ValueError, match="9 to 128"):
-            _native.Codec.zfp(bits)
+            _native.Codec("zfp", [bits])
     with pytest.raises(ValueError, match="only float32"):
         codec.decode(memory, 8, 8, memory, 1, True, 1)
     with pytest.raises(ValueError, match="no dtype 3"):

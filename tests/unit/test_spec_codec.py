@@ -100,7 +100,7 @@ def test_loss_and_length(text: str) -> None:
     ("text", "hint"),
     [
         ("", "valid are none"),
-        ("gzip", "valid are none, bf16, fp16, intN:BLOCK or intN:tensor (N from 2 to 8), zfp:RATE, mpc and exp3; "),
+        ("gzip", "valid are none, bf16, fp16, intN:BLOCK, intN:tensor, zfp:RATE, mpc and exp3; "),
         ("INT8:256", "valid are none"),
         ("none:3", "valid are none"),
         ("int8", "int8:256"),

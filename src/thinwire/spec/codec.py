@@ -20,8 +20,13 @@ from thinwire.spec.codec_plugin import CodecPlugin, clash_of, installed_plugins,
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-Parsed = dict[str, Any]
-"""Fields of a :class:`CodecSpec`, by name, that follow from its text."""
+DTYPES = tuple(_ITEM_BYTES)
+"""Names of the dtypes that codecs may encode, in the order of their numbers in native code."""
+
+OPTIONS = ("hadamard", "stochastic")
+_INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
+_ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
+_SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,13 +36,13 @@ class Family:
     Attributes:
         notation: how plans write the codec, each with its meaning.
         examples: texts that tests check: every option, small and large parameters.
-        reference: ``"module:Class"`` of the codec in plain torch, in the package :mod:`thinwire.codecs.reference`.
-        triton: ``"module:Class"`` of the codec for GPUs, in the package :mod:`thinwire.codecs.triton`.
-        wire_bytes: from the codec, the number of values and the bytes of one value, the bytes of the message; for a
-            codec of variable length, its largest size.
-        parse: from a text, the fields of its :class:`CodecSpec`; ``None`` if the text names another codec. It raises
-            ``SpecError`` if the parameters are invalid. Without it the family's name is the whole text.
-        limits: limits of the parameters, for the list of valid codecs in error messages.
+        parse: returns the fields of :class:`CodecSpec` for a text without spaces around it, ``None`` if the text names
+            no codec of this family. Raises :class:`SpecError` with the reason if its parameters are invalid.
+        wire_bytes: size of a message in bytes, or its largest size with ``variable_length``, from the spec, the number
+            of values (at least 0) and the bytes of one value.
+        module: name of the codec's file in every backend (``codecs/reference``, ``codecs/triton``, ``csrc/codecs``).
+        parameters: for a codec of fixed length, the numbers that its native code takes, from the spec and the name of
+            the dtype that is encoded.
         dtypes: names of the dtypes that the codec encodes.
         lossless: whether decoding returns exactly what was encoded.
         variable_length: whether the size of a message depends on the values.
@@ -48,11 +53,10 @@ class Family:
 
     notation: tuple[tuple[str, str], ...]
     examples: tuple[str, ...]
-    reference: str
-    triton: str
+    parse: Callable[[str], Mapping[str, Any] | None]
     wire_bytes: Callable[[CodecSpec, int, int], int]
-    parse: Callable[[str], Parsed | None] | None = None
-    limits: str = ""
+    module: str
+    parameters: Callable[[CodecSpec, str], tuple[int, ...]] = lambda _spec, _dtype: ()
     dtypes: tuple[str, ...] = tuple(_ITEM_BYTES)
     lossless: bool = False
     variable_length: bool = False
@@ -60,18 +64,12 @@ class Family:
     profiled: tuple[str, ...] = ()
 
 
-def _bad(text: str, why: str) -> SpecError:
-    return SpecError("codec", [f"{text!r} is not a codec: {why}"])
+def _named(name: str) -> Callable[[str], Mapping[str, Any] | None]:
+    """Reads the text of a codec without parameters."""
+    return lambda text: {"family": name, "text": text} if text == name else None
 
 
-OPTIONS = ("hadamard", "stochastic")
-
-_INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
-_ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
-_SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 13
-
-
-def _parse_int(text: str) -> Parsed | None:
+def _parse_int(text: str) -> Mapping[str, Any] | None:
     match = _INT.fullmatch(text)
     if match is None:
         return None
@@ -95,10 +93,22 @@ def _parse_int(text: str) -> Parsed | None:
         raise _bad(text, "hadamard needs a block that is a power of two, for example 256")
     suffix = "".join(f",{option}" for option in OPTIONS if option in options)
     canonical = f"int{bits}:{'tensor' if block is None else block}{suffix}"
-    return {"bits": bits, "block": block, "options": frozenset(options), "text": canonical}
+    return {"family": "int", "bits": bits, "block": block, "options": frozenset(options), "text": canonical}
 
 
-def _parse_zfp(text: str) -> Parsed | None:
+def _int_bytes(spec: CodecSpec, numel: int, _itemsize: int) -> int:
+    assert spec.bits is not None
+    scales = -(-numel // spec.block) if spec.block else min(numel, 1)
+    return _aligned(_aligned(-(-numel * spec.bits // 8)) + 4 * scales)
+
+
+def _int_parameters(spec: CodecSpec, _dtype: str) -> tuple[int, ...]:
+    assert spec.bits is not None
+    flags = spec.searches_clip, "hadamard" in spec.options, "stochastic" in spec.options
+    return spec.bits, spec.block or 0, *map(int, flags)
+
+
+def _parse_zfp(text: str) -> Mapping[str, Any] | None:
     match = _ZFP.fullmatch(text)
     if match is None:
         return None
@@ -109,34 +119,19 @@ def _parse_zfp(text: str) -> Parsed | None:
     if not 0 < rate <= 32:
         raise _bad(text, "the rate should be above 0 and at most 32 bits per value")
     canonical = f"zfp:{int(rate) if rate.is_integer() else rate}"
-    return {"rate": rate, "zfp_block_bits": max(9, int(4 * rate + 0.5)), "text": canonical}
+    return {"family": "zfp", "rate": rate, "zfp_block_bits": max(9, int(4 * rate + 0.5)), "text": canonical}
 
 
-def _aligned(nbytes: int) -> int:
-    """Messages laid one after the other stay aligned for the widest load of a GPU."""
-    return -(-nbytes // 16) * 16
+def _zfp_bytes(spec: CodecSpec, numel: int, _itemsize: int) -> int:
+    return 8 * -(-(-(-numel // 4) * spec.zfp_block_bits) // 64)
 
 
-def _int_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
-    del itemsize
-    assert codec.bits is not None
-    scales = -(-numel // codec.block) if codec.block else min(numel, 1)
-    return _aligned(_aligned(-(-numel * codec.bits // 8)) + 4 * scales)
-
-
-def _zfp_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
-    del itemsize
-    return 8 * -(-(-(-numel // 4) * codec.zfp_block_bits) // 64)
-
-
-def _mpc_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
-    del codec
+def _mpc_bytes(_spec: CodecSpec, numel: int, itemsize: int) -> int:
     words = -(-numel * itemsize // 4)
     return 4 * (2 + words + -(-words // 32)) if numel else 0
 
 
-def _exp3_bytes(codec: CodecSpec, numel: int, itemsize: int) -> int:
-    del codec
+def _exp3_bytes(_spec: CodecSpec, numel: int, itemsize: int) -> int:
     return 8 + 4 * -(-numel * itemsize // 4) if numel else 0
 
 
@@ -144,24 +139,27 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "none": Family(
         notation=(("none", "the tensor's own bytes"),),
         examples=("none",),
-        reference="cast:NoneCodec",
-        triton="block:ValueCodec",
-        wire_bytes=lambda _, numel, itemsize: numel * itemsize,
+        parse=_named("none"),
+        wire_bytes=lambda _spec, numel, itemsize: numel * itemsize,
+        module="cast",
+        parameters=lambda _spec, dtype: (DTYPES.index(dtype),),
         lossless=True,
     ),
     "bf16": Family(
         notation=(("bf16", "a cast to bfloat16"),),
         examples=("bf16",),
-        reference="cast:CastCodec",
-        triton="block:ValueCodec",
-        wire_bytes=lambda _, numel, itemsize: 2 * numel,
+        parse=_named("bf16"),
+        wire_bytes=lambda _spec, numel, _itemsize: 2 * numel,
+        module="cast",
+        parameters=lambda _spec, _dtype: (DTYPES.index("bfloat16"),),
     ),
     "fp16": Family(
         notation=(("fp16", "a cast to float16"),),
         examples=("fp16",),
-        reference="cast:CastCodec",
-        triton="block:ValueCodec",
-        wire_bytes=lambda _, numel, itemsize: 2 * numel,
+        parse=_named("fp16"),
+        wire_bytes=lambda _spec, numel, _itemsize: 2 * numel,
+        module="cast",
+        parameters=lambda _spec, _dtype: (DTYPES.index("float16"),),
     ),
     "int": Family(
         notation=(
@@ -175,27 +173,26 @@ FAMILIES: Final[Mapping[str, Family]] = {
             *("int8:256,hadamard,stochastic", "int8:tensor", "int4:tensor", "int2:32", "int3:64", "int5:128"),
             *("int6:256", "int7:24", "int4:2048", "int8:8192,hadamard"),
         ),
-        reference="block:BlockCodec",
-        triton="block:ValueCodec",
-        wire_bytes=_int_bytes,
         parse=_parse_int,
-        limits="N from 2 to 8",
+        wire_bytes=_int_bytes,
+        module="block",
+        parameters=_int_parameters,
         profiled=("int8:256", "int4:256", "int6:256", "int3:256"),
     ),
     "zfp": Family(
         notation=(("zfp:RATE", "ZFP fixed rate: RATE bits per fp32 value, at most 32"),),
         examples=("zfp:8", "zfp:24"),
-        reference="zfp:ReferenceZfp",
-        triton="zfp:TritonZfp",
-        wire_bytes=_zfp_bytes,
         parse=_parse_zfp,
+        wire_bytes=_zfp_bytes,
+        module="zfp",
+        parameters=lambda spec, _dtype: (spec.zfp_block_bits,),
     ),
     "mpc": Family(
         notation=(("mpc", "MPC: lossless, variable length"),),
         examples=("mpc",),
-        reference="mpc:ReferenceMpc",
-        triton="mpc:TritonMpc",
+        parse=_named("mpc"),
         wire_bytes=_mpc_bytes,
+        module="mpc",
         lossless=True,
         variable_length=True,
         typical_ratio={"bfloat16": 1.28, "float32": 1.10},
@@ -204,9 +201,9 @@ FAMILIES: Final[Mapping[str, Family]] = {
     "exp3": Family(
         notation=(("exp3", "lossless for bfloat16, variable length"),),
         examples=("exp3",),
-        reference="exp3:ReferenceExp3",
-        triton="exp3:TritonExp3",
+        parse=_named("exp3"),
         wire_bytes=_exp3_bytes,
+        module="exp3",
         dtypes=("bfloat16",),
         lossless=True,
         variable_length=True,
@@ -214,22 +211,14 @@ FAMILIES: Final[Mapping[str, Family]] = {
         profiled=("exp3",),
     ),
 }
-"""The built-in codecs. Parsing, backends, planner, profile, reference pages and tests take their lists from here."""
+"""The built-in codecs. Planner, profile, reference pages, backends and tests take their lists from here."""
 
 NOTATION = tuple(row for family in FAMILIES.values() for row in family.notation)
 """Names of the built-in codecs, and what they mean."""
 
-
-def _valid() -> str:
-    names = []
-    for family in FAMILIES.values():
-        forms = " or ".join(form for form, _ in family.notation if "," not in form)
-        names.append(f"{forms} ({family.limits})" if family.limits else forms)
-    return f"{', '.join(names[:-1])} and {names[-1]}"
-
-
-VALID = _valid()
-"""Forms of the built-in codecs without their options, for error messages."""
+_WITHOUT_OPTIONS = [notation for notation, _ in NOTATION if "," not in notation]
+VALID = f"{', '.join(_WITHOUT_OPTIONS[:-1])} and {_WITHOUT_OPTIONS[-1]}"
+"""Names of the built-in codecs without options, for messages."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -282,10 +271,9 @@ class CodecSpec:
         itemsize = _item_bytes(self, dtype)
         if numel < 0:
             raise SpecError("codec", [f"a message of {numel} values: expected 0 or more"])
-        plugin = self.plugin
-        if plugin is None:
-            return FAMILIES[self.family].wire_bytes(self, numel, itemsize)
-        return plugin.wire_bytes(self.parameters, numel, itemsize)
+        if self.plugin is not None:
+            return self.plugin.wire_bytes(self.parameters, numel, itemsize)
+        return FAMILIES[self.family].wire_bytes(self, numel, itemsize)
 
     def slot_bytes(self, numel: int, dtype: object) -> int:
         """Room for a message among others: :meth:`max_wire_bytes`, rounded up so that the next one stays aligned."""
@@ -323,7 +311,7 @@ class CodecSpec:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether decoding returns exactly what was encoded."""
+        """Whether decoding returns exactly what was encoded (``exp3`` for bf16, ``mpc`` for any words)."""
         return _rules(self).lossless
 
     @property
@@ -381,20 +369,23 @@ def _item_bytes(codec: CodecSpec, dtype: object) -> int:
     return _ITEM_BYTES[name]
 
 
-def _parse(text: str) -> Parsed:
+def _aligned(nbytes: int) -> int:
+    """Messages laid one after the other stay aligned for the widest load of a GPU."""
+    return -(-nbytes // 16) * 16
+
+
+def _parse(text: str) -> Mapping[str, Any]:
     if text == "none":  # the default of every field: no package needs to be looked for
         return {"family": text, "text": text}
-    for name, family in FAMILIES.items():
-        parsed = family.parse(text) if family.parse else {"text": text} if text == name else None
-        if parsed is None:
-            continue
-        if packages := clash_of(name):
-            raise _bad(text, f"{packages} registers a codec under the built-in name {name!r}; uninstall it")
-        return {"family": name, **parsed}
-    return _parse_plugin(text)
+    parsed = next((fields for family in FAMILIES.values() if (fields := family.parse(text)) is not None), None)
+    if parsed is None:
+        return _parse_plugin(text)
+    if packages := clash_of(parsed["family"]):
+        raise _bad(text, f"{packages} registers a codec under the built-in name {parsed['family']!r}; uninstall it")
+    return parsed
 
 
-def _parse_plugin(text: str) -> Parsed:
+def _parse_plugin(text: str) -> dict[str, Any]:
     name, colon, parameters = text.partition(":")
     plugin = plugin_of(name)
     if plugin is None:
@@ -411,3 +402,7 @@ def _parse_plugin(text: str) -> Parsed:
     except ValueError as error:
         raise _bad(text, f"{error}; for example {', '.join(plugin.examples)}") from None
     return {"family": name, "parameters": canonical, "text": f"{name}:{canonical}" if canonical else name}
+
+
+def _bad(text: str, why: str) -> SpecError:
+    return SpecError("codec", [f"{text!r} is not a codec: {why}"])

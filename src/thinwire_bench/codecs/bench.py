@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs import Codec, get
-from thinwire.spec.codec import encodable_dtypes
+from thinwire.spec import CodecSpec
+from thinwire.spec.codec import FAMILIES, encodable_dtypes
 from thinwire.units import format_bytes
 from thinwire_bench.codecs.accuracy import Accuracy, blocking, codec_accuracy
 from thinwire_bench.codecs.data import data_sets
@@ -25,11 +26,17 @@ from thinwire_bench.environment import describe
 
 __all__ = ["CODECS", "Request", "run"]
 
-CODECS: Final = (
+_CHOSEN: Final = (
     "int8:256", "int8:2048", "int4:256", "int4:2048", "int4:256,hadamard", "int4:256,stochastic", "int8:tensor",
-    "int4:tensor", "int3:256", "bf16", "fp16", "zfp:8", "zfp:16", "zfp:24", "mpc", "exp3",
+    "int4:tensor", "int3:256", "bf16", "fp16", "zfp:8", "zfp:16", "zfp:24",
 )  # fmt: skip
-"""Codecs that are measured by default."""
+
+CODECS: Final = _CHOSEN + tuple(
+    family.examples[0]
+    for name, family in FAMILIES.items()
+    if name not in {"none", *(CodecSpec(text).family for text in _CHOSEN)}
+)
+"""Codecs that are measured by default: the chosen ones, and one of every other family."""
 
 
 @dataclass(frozen=True)

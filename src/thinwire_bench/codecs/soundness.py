@@ -139,6 +139,6 @@ def _comparisons(codec: Codec, reference: Codec, x: Tensor, x_cpu: Tensor) -> It
         yield "encode_slices", row[:used], row_cpu[:used]
     mean: dict[str, Any] = {"scale": 1 / _INPUTS, "encoded": dtype}
     yield "decode_sum", codec.decode_sum(wires, length, **mean), reference.decode_sum(wires_cpu, length, **mean)
-    if "float32" in encodable_dtypes(codec.spec):  # the sum that it encodes is fp32
+    if "float32" in encodable_dtypes(codec.spec):  # sums are fp32
         ours = codec.decode_sum_encode(wires, length, codec, seed=SEED, **mean)
         yield "decode_sum_encode", ours, reference.decode_sum_encode(wires_cpu, length, reference, seed=SEED, **mean)

@@ -4,6 +4,8 @@ Memory is passed as addresses and sizes: callers see to device, dtype, contiguit
 release the interpreter lock and use at most ``threads`` threads. Sizes that do not fit raise `ValueError`.
 """
 
+from collections.abc import Sequence
+
 def targets() -> list[str]:
     """Instruction sets that this CPU supports, the plainest first."""
 
@@ -13,17 +15,22 @@ def target() -> str:
 def use_target(name: str) -> None:
     """Use another instruction set, in every thread, from now on; for tests and benchmarks."""
 
-# dtype: 0 is float32, 1 is bfloat16, 2 is float16.
+# dtype: its place in DTYPES of thinwire.spec.codec: 0 is float32, 1 is bfloat16, 2 is float16.
 
 class Codec:
     """A codec of fixed length (csrc/codec.hpp)."""
 
-    @staticmethod
-    def cast(to: int) -> Codec: ...
-    @staticmethod
-    def block(bits: int, block: int, search: bool, hadamard: bool, stochastic: bool) -> Codec: ...
-    @staticmethod
-    def zfp(block_bits: int) -> Codec: ...
+    def __init__(self, name: str, parameters: Sequence[int]) -> None:
+        """Make a codec.
+
+        Args:
+            name: of a file of csrc/codecs.
+            parameters: that file's; a ``Family`` of :mod:`thinwire.spec.codec` gives them.
+
+        Raises:
+            ValueError: if no such codec has messages of fixed length, or the parameters are not valid.
+        """
+
     def wire_bytes(self, numel: int) -> int: ...
     def encode(
         self, x_address: int, dtype: int, numel: int, wire_address: int, wire_bytes: int, seed: int, threads: int
@@ -68,21 +75,23 @@ class Codec:
         threads: int,
     ) -> None: ...
 
-# Codecs of variable length. An encoder needs room for the largest message and returns how many bytes this one has; a
-# decoder takes the message, with other bytes after it if need be, and raises ValueError unless it is well formed.
+class Lossless:
+    """A lossless codec of variable length (csrc/codec_kinds.hpp).
 
-def exp3_encode(x_address: int, numel: int, wire_address: int, capacity: int, threads: int) -> int: ...
-def exp3_decode(
-    wire_address: int, wire_bytes: int, numel: int, out_address: int, dtype: int, add: bool, threads: int
-) -> None: ...
-def mpc_encode(x_address: int, nbytes: int, wire_address: int, capacity: int, threads: int) -> int: ...
-def mpc_decode(
-    wire_address: int,
-    wire_bytes: int,
-    numel: int,
-    encoded: int,
-    out_address: int,
-    dtype: int,
-    add: bool,
-    threads: int,
-) -> None: ...
+    The encoder needs room for the largest message and returns how many bytes this one has. The decoder takes the
+    message, with other bytes after it if need be, and raises ``ValueError`` unless it is well formed.
+    """
+
+    def __init__(self, name: str) -> None: ...
+    def encode(self, x_address: int, dtype: int, numel: int, wire_address: int, capacity: int, threads: int) -> int: ...
+    def decode(
+        self,
+        wire_address: int,
+        wire_bytes: int,
+        numel: int,
+        encoded: int,
+        out_address: int,
+        dtype: int,
+        add: bool,
+        threads: int,
+    ) -> None: ...

@@ -14,15 +14,16 @@ from thinwire.codecs.cpp import _native
 from thinwire.codecs.seeds import slice_seed
 from thinwire.errors import UsageError
 from thinwire.spec import CodecSpec
+from thinwire.spec.codec import DTYPES, FAMILIES
 
 __all__ = ["FixedCodec"]
 
-_NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 
 @final
 class FixedCodec(Codec):
-    """``none``, casts, block quantisation and ZFP. A call uses as many threads as torch may (``set_num_threads``)."""
+    """A codec of fixed length. A call uses as many threads as torch may (``set_num_threads``)."""
 
     backend: ClassVar[str] = "cpp"
 
@@ -112,22 +113,8 @@ class FixedCodec(Codec):
 
 
 def _native_codec(spec: CodecSpec, dtype: torch.dtype) -> _native.Codec:
-    match spec.family:
-        case "none":
-            return _native.Codec.cast(_NUMBER[dtype])
-        case "bf16":
-            return _native.Codec.cast(_NUMBER[torch.bfloat16])
-        case "fp16":
-            return _native.Codec.cast(_NUMBER[torch.float16])
-        case "int":
-            assert spec.bits is not None
-            return _native.Codec.block(
-                spec.bits, spec.block or 0, spec.searches_clip, "hadamard" in spec.options, spec.needs_seed
-            )
-        case "zfp":
-            return _native.Codec.zfp(spec.zfp_block_bits)
-        case _:
-            raise AssertionError(f"{spec} is not of fixed length")
+    family = FAMILIES[spec.family]
+    return _native.Codec(family.module, family.parameters(spec, str(dtype).removeprefix("torch.")))
 
 
 def _address(tensor: Tensor) -> int:

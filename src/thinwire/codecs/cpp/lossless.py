@@ -11,37 +11,41 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.cpp import _native
 from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
+from thinwire.spec.codec import DTYPES, FAMILIES
 
 __all__ = ["LosslessCodec"]
 
-_NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 
 @final
 class LosslessCodec(Codec):
-    """``mpc`` and ``exp3``. A call uses as many threads as torch may (``set_num_threads``)."""
+    """A lossless codec of variable length. A call uses as many threads as torch may (``set_num_threads``)."""
 
     backend: ClassVar[str] = "cpp"
 
     def __init__(self, spec: CodecSpec) -> None:
-        assert spec.family in {"mpc", "exp3"}
         super().__init__(spec)
+        self._native = _native.Lossless(FAMILIES[spec.family].module)
 
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         del seed
-        threads = torch.get_num_threads()
-        if self.spec.family == "mpc":
-            return _native.mpc_encode(_address(x), x.nbytes, wire.data_ptr(), wire.numel(), threads)
-        return _native.exp3_encode(_address(x), x.numel(), wire.data_ptr(), wire.numel(), threads)
+        return self._native.encode(
+            _address(x), _NUMBER[x.dtype], x.numel(), wire.data_ptr(), wire.numel(), torch.get_num_threads()
+        )
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
-        threads = torch.get_num_threads()
-        numel, to, number = out.numel(), out.data_ptr(), _NUMBER[out.dtype]
         try:
-            if self.spec.family == "mpc":
-                _native.mpc_decode(_address(wire), wire.numel(), numel, _NUMBER[encoded], to, number, add, threads)
-            else:
-                _native.exp3_decode(_address(wire), wire.numel(), numel, to, number, add, threads)
+            self._native.decode(
+                _address(wire),
+                wire.numel(),
+                out.numel(),
+                _NUMBER[encoded],
+                out.data_ptr(),
+                _NUMBER[out.dtype],
+                add,
+                torch.get_num_threads(),
+            )
         except ValueError as error:
             raise WireError(str(error)) from None
 

@@ -15,7 +15,6 @@ __all__ = ["make"]
 
 
 def make(spec: CodecSpec) -> Codec:
-    """The codec of a spec."""
-    module, _, name = FAMILIES[spec.family].reference.partition(":")
-    codec: Codec = getattr(importlib.import_module(f"{__name__}.{module}"), name)(spec)
+    """The codec of a spec: ``make`` of the file that its family names."""
+    codec: Codec = importlib.import_module(f"{__name__}.{FAMILIES[spec.family].module}").make(spec)
     return codec

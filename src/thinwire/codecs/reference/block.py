@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, store
 
-__all__ = ["BlockCodec"]
+__all__ = ["BlockCodec", "make"]
 
 SMALLEST_MAX = 2.0**-112
 """Blocks with a smaller maximum are quantised as if this were it, so that no reciprocal overflows."""
@@ -113,6 +113,10 @@ class BlockCodec(Codec):
         position = torch.arange(x_BV.numel(), device=x_BV.device).view_as(x_BV)
         codes_BV = torch.floor(x_BV * (levels_B / largest_B)[:, None] + uniform(position, seed))
         return codes_BV.clamp(-levels, levels).to(torch.int32), largest_B / levels_B
+
+
+make = BlockCodec
+"""The codec of a spec."""
 
 
 def search_steps(bits: int) -> tuple[int, tuple[int, ...]]:

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, store
+from thinwire.spec import CodecSpec
 
-__all__ = ["CastCodec", "NoneCodec"]
+__all__ = ["CastCodec", "NoneCodec", "make"]
 
 
 @final
@@ -57,3 +58,8 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     nan = 0x7FC0 if dtype == torch.bfloat16 else 0x7E00
     bits = x.float().to(dtype).view(torch.int16)
     return torch.where(x.isnan(), nan, bits).to(torch.int16)
+
+
+def make(spec: CodecSpec) -> Codec:
+    """The codec of a spec."""
+    return NoneCodec(spec) if spec.is_none else CastCodec(spec)

@@ -11,7 +11,7 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits
 from thinwire.errors import WireError
 
-__all__ = ["ReferenceExp3"]
+__all__ = ["ReferenceExp3", "make"]
 
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
@@ -46,6 +46,10 @@ class ReferenceExp3(Codec):
             store(body[: 2 * numel].clone().view(encoded), out, add=add)
             return
         store(_decoded(body, numel).view(torch.bfloat16), out, add=add)
+
+
+make = ReferenceExp3
+"""The codec of a spec."""
 
 
 def _coded(bits: Tensor) -> list[Tensor]:

@@ -12,7 +12,7 @@ from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import as_bytes, pack_bits, read_header, store, unpack_bits, words_of
 from thinwire.errors import WireError
 
-__all__ = ["ReferenceMpc"]
+__all__ = ["ReferenceMpc", "make"]
 
 MAGIC = 0x3143504D
 CHUNK = 1024
@@ -53,6 +53,10 @@ class ReferenceMpc(Codec):
         residual[bits[:num_words]] = body[bitmap_words:]
         values = as_bytes(_words(residual))[: out.numel() * encoded.itemsize].view(encoded)
         store(values, out, add=add)
+
+
+make = ReferenceMpc
+"""The codec of a spec."""
 
 
 def _whole_words(data: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.reference.bits import pack_bits, store, unpack_bits
 
-__all__ = ["ReferenceZfp"]
+__all__ = ["ReferenceZfp", "make"]
 
 NEGABINARY = 0xAAAAAAAA
 HEADER = 9
@@ -41,6 +41,10 @@ class ReferenceZfp(Codec):
         block_bits, num_blocks = self.spec.zfp_block_bits, -(-out.numel() // 4)
         bits = unpack_bits(wire)[: num_blocks * block_bits].view(num_blocks, block_bits)
         store(_decode_blocks(bits).view(-1)[: out.numel()], out, add=add)
+
+
+make = ReferenceZfp
+"""The codec of a spec."""
 
 
 def _blocks(x: Tensor) -> Tensor:

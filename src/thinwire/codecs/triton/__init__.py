@@ -17,14 +17,13 @@ __all__ = ["make"]
 
 
 def make(spec: CodecSpec) -> Codec:
-    """The codec of a spec.
+    """The codec of a spec: ``make`` of the file that its family names.
 
     Raises:
         UsageError: if Triton is not installed.
     """
-    # Triton exists on Linux only, and the modules of this package import it.
+    # Triton is there on Linux only, and the modules below are made of its functions.
     if importlib.util.find_spec("triton") is None:
         raise UsageError("the triton backend needs Triton, which is not installed: pip install triton")
-    module, _, name = FAMILIES[spec.family].triton.partition(":")
-    codec: Codec = getattr(importlib.import_module(f"{__name__}.{module}"), name)(spec)
+    codec: Codec = importlib.import_module(f"{__name__}.{FAMILIES[spec.family].module}").make(spec)
     return codec

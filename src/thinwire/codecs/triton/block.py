@@ -13,7 +13,7 @@ from thinwire.codecs.coder import Coder
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
 from thinwire.codecs.triton.transcode import Form, Treatment, Values, largest_keys, transcode
 
-__all__ = ["ValueCodec"]
+__all__ = ["ValueCodec", "make"]
 
 
 @final
@@ -79,3 +79,7 @@ class ValueCodec(Codec):
         made = Values(wire[:total].view(1, -1), target)
         transcode(Values(rows, source), made, numel, Treatment(scale=scale, seed=seed))
         return total
+
+
+make = ValueCodec
+"""The codec of a spec."""

@@ -19,7 +19,7 @@ from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, n
 from thinwire.codecs.triton.tiles import widen
 from thinwire.errors import WireError
 
-__all__ = ["TritonExp3"]
+__all__ = ["TritonExp3", "make"]
 
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
@@ -79,6 +79,10 @@ class TritonExp3(VariableCodec):
             )
         target = out if add else out.view(torch.int16)
         launch(_expand, grid, *views, offsets, target, numel, num_blocks, ADD=add, B=BLOCKS)
+
+
+make = TritonExp3
+"""The codec of a spec."""
 
 
 def _escapes_at(numel: int) -> int:

@@ -18,7 +18,7 @@ from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launc
 from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of
 from thinwire.errors import WireError
 
-__all__ = ["TritonMpc"]
+__all__ = ["TritonMpc", "make"]
 
 MAGIC = 0x3143504D
 CHUNK = 1024
@@ -65,6 +65,10 @@ class TritonMpc(VariableCodec):
         if not fits:
             values = room.view(torch.uint8)[: out.numel() * encoded.itemsize].view(encoded)
             out.add_(values) if add else out.copy_(values)
+
+
+make = TritonMpc
+"""The codec of a spec."""
 
 
 def _words_of(x: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import narrow, widen
 from thinwire.codecs.triton.transcode import Form
 
-__all__ = ["TritonZfp"]
+__all__ = ["TritonZfp", "make"]
 
 BLOCKS = 256
 """Of a program. Their messages are whole words for any rate, so that programs share none."""
@@ -106,6 +106,10 @@ class TritonZfp(Codec):
 
 
 # ------------------------------------------------------------------------------------------------------ tables
+
+
+make = TritonZfp
+"""The codec of a spec."""
 
 
 def _plane_code(significant: int, plane: int) -> int:

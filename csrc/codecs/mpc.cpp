@@ -1,7 +1,21 @@
 // MPC of 32-bit words (docs/wire-format.md): differences in chunks of 1024, their bits transposed in groups of 32,
 // differences of those, and of these the words that are not zero.
-
 #include "kernels/kernels.hpp"
+
+namespace thinwire {
+
+// `x` and `out` begin a chunk; `kept` are the residual words that are not zero, and what is returned is how many they
+// are.
+struct MpcKernels {
+    std::int64_t (*count)(const void* x, std::int64_t nbytes);
+    std::int64_t (*encode)(const void* x, std::int64_t nbytes, void* bitmap, void* kept);
+    std::int64_t (*announced)(const void* bitmap, std::int64_t words);
+    std::int64_t (*decode)(const void* bitmap, const void* kept, std::int64_t nbytes, void* out);
+};
+
+}  // namespace thinwire
+
+#ifdef THINWIRE_TARGET  // the loops, once for each instruction set
 
 #if defined(__SSE2__)
 #include <immintrin.h>
@@ -34,6 +48,14 @@ std::uint32_t load_word(const char* from) {
     std::uint32_t word;
     __builtin_memcpy(&word, from, sizeof word);
     return word;
+}
+
+std::int64_t announced(const void* bitmap, std::int64_t words) {
+    std::int64_t count = 0;
+    for (std::int64_t i = 0; i < words; ++i) {
+        count += popcount(load_word(static_cast<const char*>(bitmap) + 4 * i));
+    }
+    return count;
 }
 
 void store_word(char* to, std::uint32_t word) {
@@ -399,7 +421,7 @@ void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
 std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
     // A copy, for the sake of loops that read beyond a group's last word.
     Kept local;
-    local.count = mpc_announced(bitmap, groups);
+    local.count = announced(bitmap, groups);
     __builtin_memcpy(local.words, kept, static_cast<std::size_t>(4 * local.count));
     __builtin_memset(local.words + local.count, 0, 4 * kSlack);
     kept += 4 * local.count;
@@ -487,9 +509,7 @@ std::int64_t for_chunks(std::int64_t nbytes, const Fn& fn) {
     return whole;
 }
 
-}  // namespace
-
-std::int64_t mpc_count(const void* x, std::int64_t nbytes) {
+std::int64_t count_kept(const void* x, std::int64_t nbytes) {
     const auto* from = static_cast<const char*>(x);
     std::int64_t count = 0;
     Kept kept;
@@ -505,7 +525,7 @@ std::int64_t mpc_count(const void* x, std::int64_t nbytes) {
     return count;
 }
 
-std::int64_t mpc_encode(const void* x, std::int64_t nbytes, void* bitmap, void* kept) {
+std::int64_t encode_chunks(const void* x, std::int64_t nbytes, void* bitmap, void* kept) {
     const auto* from = static_cast<const char*>(x);
     auto* bits = static_cast<char*>(bitmap);
     auto* to = static_cast<char*>(kept);
@@ -524,15 +544,7 @@ std::int64_t mpc_encode(const void* x, std::int64_t nbytes, void* bitmap, void* 
     return count;
 }
 
-std::int64_t mpc_announced(const void* bitmap, std::int64_t words) {
-    std::int64_t count = 0;
-    for (std::int64_t i = 0; i < words; ++i) {
-        count += popcount(load_word(static_cast<const char*>(bitmap) + 4 * i));
-    }
-    return count;
-}
-
-std::int64_t mpc_decode(const void* bitmap, const void* kept, std::int64_t nbytes, void* out) {
+std::int64_t decode_chunks(const void* bitmap, const void* kept, std::int64_t nbytes, void* out) {
     const auto* bits = static_cast<const char*>(bitmap);
     const auto* from = static_cast<const char*>(kept);
     auto* to = static_cast<char*>(out);
@@ -546,4 +558,176 @@ std::int64_t mpc_decode(const void* bitmap, const void* kept, std::int64_t nbyte
     return (from - static_cast<const char*>(kept)) / 4;
 }
 
+}  // namespace
+
+extern const MpcKernels kMpc = {
+    .count = count_kept, .encode = encode_chunks, .announced = announced, .decode = decode_chunks};
+
 }  // namespace thinwire::THINWIRE_TARGET
+
+#else  // messages and threads
+
+#include <algorithm>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "codec_kinds.hpp"
+#include "message.hpp"
+#include "pool.hpp"
+#include "target.hpp"
+
+namespace thinwire {
+
+THINWIRE_KERNELS(MpcKernels, kMpc, kernels)
+
+namespace {
+
+constexpr std::uint32_t kMagics[] = {0x3143504d};
+constexpr DType kDTypes[] = {DType::float32, DType::bfloat16, DType::float16};
+
+constexpr std::int64_t kChunkBytes = 4 * 1024;
+constexpr std::int64_t kBytesPerBitmapWord = 4 * 32;
+
+// What is counted at once: offsets of residual words are known for each segment.
+constexpr std::int64_t kSegmentBytes = 16 * kChunkBytes;
+
+// A part of the values that are converted while they are in the first-level cache.
+constexpr std::int64_t kPieceBytes = 4 * kChunkBytes;
+
+std::int64_t bitmap_words(std::int64_t nbytes) {
+    return ceil_div(nbytes, kBytesPerBitmapWord);
+}
+
+// Where in its bitmap or, by the word, in its values a segment starts.
+std::int64_t bitmap_at(std::int64_t segment) {
+    return 4 * (segment * kSegmentBytes / kBytesPerBitmapWord);
+}
+
+struct Segments {
+    std::int64_t nbytes;
+    int threads;
+
+    std::int64_t count() const {
+        return ceil_div(nbytes, kSegmentBytes);
+    }
+
+    std::int64_t bytes_before(std::int64_t segment) const {
+        return std::min(nbytes, segment * kSegmentBytes);
+    }
+
+    // For each segment and the end: the sum of what `count_of` says of the segments before it.
+    template <class Fn>
+    std::vector<std::int64_t> offsets(const Fn& count_of) const {
+        std::vector<std::int64_t> starts(static_cast<std::size_t>(count()) + 1);
+        parallel_for(count(), threads, [&](std::int64_t begin, std::int64_t end) {
+            for (std::int64_t segment = begin; segment < end; ++segment) {
+                const std::int64_t first = bytes_before(segment);
+                starts[static_cast<std::size_t>(segment) + 1] =
+                    count_of(segment, first, bytes_before(segment + 1) - first);
+            }
+        });
+        std::partial_sum(starts.begin(), starts.end(), starts.begin());
+        return starts;
+    }
+};
+
+std::int64_t wire_bytes(std::int64_t numel, DType dtype) {
+    const std::int64_t nbytes = numel * bytes_of(dtype);
+    return nbytes == 0 ? 0 : kHeaderBytes + 4 * (bitmap_words(nbytes) + ceil_div(nbytes, 4));
+}
+
+std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity, int threads) {
+    check_values("mpc", numel);
+    check_capacity("mpc", wire_bytes(numel, dtype), capacity);
+    if (numel == 0) {
+        return 0;
+    }
+    const std::int64_t nbytes = numel * bytes_of(dtype);
+    const auto* from = static_cast<const char*>(x);
+    auto* to = static_cast<char*>(wire);
+    char* bitmap = to + kHeaderBytes;
+    char* kept = bitmap + 4 * bitmap_words(nbytes);
+    const MpcKernels& use = kernels();
+    const Segments segments{nbytes, useful_threads(nbytes, threads)};
+    std::int64_t count = 0;
+    if (segments.threads <= 1) {
+        count = use.encode(from, nbytes, bitmap, kept);
+    } else {
+        const auto starts = segments.offsets(
+            [&](std::int64_t, std::int64_t first, std::int64_t here) { return use.count(from + first, here); });
+        count = starts.back();
+        parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
+            const std::int64_t first = segments.bytes_before(begin);
+            use.encode(from + first, segments.bytes_before(end) - first, bitmap + bitmap_at(begin),
+                       kept + 4 * starts[static_cast<std::size_t>(begin)]);
+        });
+    }
+    const std::int64_t size = kept + 4 * count - to;
+    write_header(kMagics[0], size, to);
+    return size;
+}
+
+void decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel, DType encoded, void* out, DType dtype,
+            bool add, int threads) {
+    check_values("mpc", numel);
+    check_add("mpc", dtype, add);
+    if (numel == 0) {
+        return;
+    }
+    const std::int64_t nbytes = numel * bytes_of(encoded);
+    const std::int64_t words = ceil_div(nbytes, 4);
+    const std::int64_t bitmap_bytes = 4 * bitmap_words(nbytes);
+    const Message message = read_message("mpc", kMagics, wire, wire_nbytes);
+    if (message.body_bytes < bitmap_bytes) {
+        throw std::invalid_argument("mpc: " + std::to_string(words) + " words need a bitmap of " +
+                                    std::to_string(bitmap_bytes / 4) + ", " + std::to_string(message.body_bytes / 4) +
+                                    " are there");
+    }
+    const MpcKernels& use = kernels();
+    const Segments segments{nbytes, useful_threads(nbytes, threads)};
+    const char* bitmap = message.body;
+    const char* kept = bitmap + bitmap_bytes;
+    const auto starts = segments.offsets([&](std::int64_t segment, std::int64_t, std::int64_t here) {
+        return use.announced(bitmap + bitmap_at(segment), bitmap_words(here));
+    });
+    const std::int64_t there = (message.body_bytes - bitmap_bytes) / 4;
+    // The last word of the bitmap may have bits for words that do not exist.
+    const auto last = static_cast<unsigned char>(bitmap[(words - 1) / 8]);
+    const bool beyond = last >> ((words - 1) % 8 + 1) != 0 ||
+                        std::any_of(bitmap + (words - 1) / 8 + 1, kept, [](char byte) { return byte != 0; });
+    if (starts.back() != there || beyond) {
+        throw std::invalid_argument("mpc: the bitmap announces " + std::to_string(starts.back()) + " words of " +
+                                    std::to_string(words) + ", " + std::to_string(there) + " are there");
+    }
+    parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
+        const std::int64_t first = segments.bytes_before(begin);
+        const std::int64_t stop = segments.bytes_before(end);
+        const char* bits = bitmap + bitmap_at(begin);
+        const char* next = kept + 4 * starts[static_cast<std::size_t>(begin)];
+        if (encoded == dtype && !add) {
+            use.decode(bits, next, stop - first, static_cast<char*>(out) + first);
+            return;
+        }
+        alignas(64) char piece[kPieceBytes];
+        for (std::int64_t at = first; at < stop; at += kPieceBytes) {
+            const std::int64_t here = std::min(kPieceBytes, stop - at);
+            next += 4 * use.decode(bits + 4 * ((at - first) / kBytesPerBitmapWord), next, here, piece);
+            value_kernels().cast(piece, encoded, here / bytes_of(encoded),
+                                 static_cast<char*>(out) + at / bytes_of(encoded) * bytes_of(dtype), dtype, add);
+        }
+    });
+}
+
+constexpr LosslessKind kKind = {kMagics, kDTypes, wire_bytes, encode, decode};
+
+}  // namespace
+
+namespace codecs {
+extern const CodecKind mpc = {"mpc", nullptr, &kKind};
+}
+
+}  // namespace thinwire
+
+#endif

@@ -1,6 +1,25 @@
 // Block quantisation (docs/wire-format.md). Rule numbers are those of that page.
 #include "kernels/block_rules.hpp"
 #include "kernels/kernels.hpp"
+
+namespace thinwire {
+
+struct BlockKernels {
+    // Whole blocks, the last of a message may be shorter; `position` is the place of x[0] in it.
+    void (*encode)(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
+                   std::uint32_t seed, void* codes, void* scales);
+    void (*decode)(const void* codes, const void* scales, std::int64_t numel, const BlockFormat& format, void* out,
+                   DType dtype, bool add);
+    // One scale for many parts: first the largest value of all parts, then the parts. Returns the scale.
+    Largest (*largest)(const void* x, DType dtype, std::int64_t numel);
+    float (*encode_part)(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format,
+                         const Largest& largest, std::int64_t position, std::uint32_t seed, void* codes);
+};
+
+}  // namespace thinwire
+
+#ifdef THINWIRE_TARGET  // the loops, once for each instruction set
+
 #include "kernels/search.hpp"
 #include "kernels/values.hpp"
 
@@ -374,12 +393,10 @@ void decode_values(const std::uint8_t* in, std::int64_t numel, const BlockFormat
     }
 }
 
-}  // namespace
-
 // ------------------------------------------------------------------------------------------------ the kernels
 
-void block_encode(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
-                  std::uint32_t seed, void* codes, void* scales) {
+void encode_blocks(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, std::int64_t position,
+                   std::uint32_t seed, void* codes, void* scales) {
     const std::int64_t step = kTogether * format.block;
     for (std::int64_t first = 0; first < numel; first += step) {
         const std::int64_t end = numel - first < step ? numel : first + step;
@@ -398,8 +415,8 @@ void block_encode(const void* x, DType dtype, std::int64_t numel, const BlockFor
     }
 }
 
-void block_decode(const void* codes, const void* scales, std::int64_t numel, const BlockFormat& format, void* out,
-                  DType dtype, bool add) {
+void decode_blocks(const void* codes, const void* scales, std::int64_t numel, const BlockFormat& format, void* out,
+                   DType dtype, bool add) {
     const auto* in = static_cast<const std::uint8_t*>(codes);
     for (std::int64_t at = 0; at < numel; at += format.block) {
         const std::int64_t count = numel - at < format.block ? numel - at : format.block;
@@ -409,7 +426,7 @@ void block_decode(const void* codes, const void* scales, std::int64_t numel, con
     }
 }
 
-Largest block_largest(const void* x, DType dtype, std::int64_t numel) {
+Largest largest_in(const void* x, DType dtype, std::int64_t numel) {
     alignas(64) float widened[kMostBlock];
     Largest largest = {0, false};
     for (std::int64_t at = 0; at < numel; at += kMostBlock) {
@@ -424,8 +441,8 @@ Largest block_largest(const void* x, DType dtype, std::int64_t numel) {
     return largest;
 }
 
-float block_encode_part(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format,
-                        const Largest& largest, std::int64_t position, std::uint32_t seed, void* codes) {
+float encode_part(const void* x, DType dtype, std::int64_t numel, const BlockFormat& format, const Largest& largest,
+                  std::int64_t position, std::uint32_t seed, void* codes) {
     auto* out = static_cast<std::uint8_t*>(codes);
     if (is_poisoned(largest) || largest.magnitude == 0) {
         zero(out, (numel * format.bits + 7) / 8);
@@ -443,4 +460,181 @@ float block_encode_part(const void* x, DType dtype, std::int64_t numel, const Bl
     return scale;
 }
 
+}  // namespace
+
+extern const BlockKernels kBlock = {
+    .encode = encode_blocks, .decode = decode_blocks, .largest = largest_in, .encode_part = encode_part};
+
 }  // namespace thinwire::THINWIRE_TARGET
+
+#else  // messages and threads
+
+#include <algorithm>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "codec_kinds.hpp"
+#include "pool.hpp"
+#include "sizes.hpp"
+#include "target.hpp"
+
+namespace thinwire {
+
+THINWIRE_KERNELS(BlockKernels, kBlock, kernels)
+
+namespace {
+
+Largest larger(const Largest& a, const Largest& b) {
+    if (a.magnitude != b.magnitude) {
+        return a.magnitude > b.magnitude ? a : b;
+    }
+    return {a.magnitude, a.positive || b.positive};
+}
+
+// A scale for each block: any whole blocks are a range.
+class PerBlock : public FixedFormat {
+public:
+    explicit PerBlock(const BlockFormat& format) : format_(format) {}
+
+    std::int64_t wire_bytes(std::int64_t numel) const final {
+        return aligned(scales_at(numel) + 4 * num_scales(numel));
+    }
+
+    std::int64_t granule() const final {
+        return format_.block;
+    }
+
+    // The bytes between the codes and the scales, and after the scales.
+    void pad(std::int64_t numel, char* wire) const final {
+        if (numel == 0) {
+            return;
+        }
+        const std::int64_t code_bytes = ceil_div(numel * format_.bits, 8);
+        const std::int64_t end = scales_at(numel) + 4 * num_scales(numel);
+        std::memset(wire + code_bytes, 0, static_cast<std::size_t>(scales_at(numel) - code_bytes));
+        std::memset(wire + end, 0, static_cast<std::size_t>(wire_bytes(numel) - end));
+    }
+
+    void encode_range(const void* x, DType dtype, std::int64_t first, std::int64_t count, std::int64_t numel,
+                      char* wire, std::uint32_t seed) const override {
+        kernels().encode(x, dtype, count, format_, first, seed, codes_at(wire, first),
+                         wire + scales_at(numel) + first / format_.block * 4);
+    }
+
+    void decode_range(const char* wire, std::int64_t first, std::int64_t count, std::int64_t numel, void* out,
+                      DType dtype, bool add) const override {
+        kernels().decode(codes_at(wire, first), wire + scales_at(numel) + first / format_.block * 4, count, format_,
+                         out, dtype, add);
+    }
+
+protected:
+    const BlockFormat format_;
+
+    std::int64_t scales_at(std::int64_t numel) const {
+        return aligned(ceil_div(numel * format_.bits, 8));
+    }
+
+    template <class Byte>
+    Byte* codes_at(Byte* wire, std::int64_t first) const {
+        return wire + first * format_.bits / 8;
+    }
+
+private:
+    virtual std::int64_t num_scales(std::int64_t numel) const {
+        return ceil_div(numel, format_.block);
+    }
+};
+
+// One scale for the message, which depends on every value.
+class PerTensor final : public PerBlock {
+public:
+    using PerBlock::PerBlock;
+
+    bool needs_all_values() const override {
+        return true;
+    }
+
+    void encode_whole(const void* x, DType dtype, std::int64_t numel, char* wire, std::uint32_t seed,
+                      int threads) const override {
+        const auto at = [&](std::int64_t first) { return static_cast<const char*>(x) + first * bytes_of(dtype); };
+        Largest largest = {0, false};
+        std::mutex mutex;
+        for_pieces(numel, kPiece, threads, [&](std::int64_t first, std::int64_t count) {
+            const Largest part = kernels().largest(at(first), dtype, count);
+            const std::lock_guard lock(mutex);
+            largest = larger(largest, part);
+        });
+        for_pieces(numel, kPiece, threads, [&](std::int64_t first, std::int64_t count) {
+            const float scale =
+                kernels().encode_part(at(first), dtype, count, format_, largest, first, seed, codes_at(wire, first));
+            if (first == 0) {
+                std::memcpy(wire + scales_at(numel), &scale, sizeof scale);
+            }
+        });
+    }
+
+    void decode_range(const char* wire, std::int64_t first, std::int64_t count, std::int64_t numel, void* out,
+                      DType dtype, bool add) const override {
+        for (std::int64_t at = 0; at < count; at += kMostBlock) {
+            kernels().decode(codes_at(wire, first + at), wire + scales_at(numel), std::min(kMostBlock, count - at),
+                             format_, static_cast<char*>(out) + at * bytes_of(dtype), dtype, add);
+        }
+    }
+
+private:
+    std::int64_t num_scales(std::int64_t numel) const override {
+        return std::min<std::int64_t>(numel, 1);
+    }
+};
+
+// bits, block (0: one scale for the message), and whether the scale is searched for, blocks are rotated, and values
+// are rounded at random.
+std::unique_ptr<const FixedFormat> make(std::span<const std::int64_t> parameters) {
+    check_parameters("block", parameters, 5);
+    const std::int64_t bits = parameters[0];
+    const std::int64_t block = parameters[1];
+    const bool search = parameters[2] != 0;
+    const bool hadamard = parameters[3] != 0;
+    const bool stochastic = parameters[4] != 0;
+    const bool power_of_two = (block & (block - 1)) == 0;
+    if (bits < 2 || bits > 8 || block < 0 || block > kMostBlock || block % 8 != 0 || (search && bits > 5) ||
+        (block == 0 && (search || hadamard)) || (hadamard && !power_of_two) || (search && stochastic)) {
+        throw std::invalid_argument("no block format has " + std::to_string(bits) + " bits in blocks of " +
+                                    std::to_string(block) + " with these options");
+    }
+    const BlockFormat format = {static_cast<int>(bits), block == 0 ? kMostBlock : block, search, hadamard, stochastic};
+    if (block == 0) {
+        return std::make_unique<PerTensor>(format);
+    }
+    return std::make_unique<PerBlock>(format);
+}
+
+Parameters draw(const Draw& number) {
+    const std::int64_t bits = number(2, 8);
+    const bool stochastic = number(0, 1) != 0;
+    const bool search = bits <= 5 && !stochastic;
+    switch (number(0, 3)) {
+        case 0:
+            return {bits, 0, 0, 0, stochastic};
+        case 1:
+            return {bits, 8 * number(1, kMostBlock / 8), search, 0, stochastic};
+        case 2:
+            return {bits, 8 * number(1, 40), search, 0, stochastic};
+        default:
+            return {bits, std::int64_t{8} << number(0, 10), search, number(0, 1), stochastic};
+    }
+}
+
+constexpr FixedKind kKind = {make, draw};
+
+}  // namespace
+
+namespace codecs {
+extern const CodecKind block = {"block", &kKind, nullptr};
+}
+
+}  // namespace thinwire
+
+#endif

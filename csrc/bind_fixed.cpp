@@ -1,3 +1,6 @@
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
 #include "bind.hpp"
 #include "codec.hpp"
 
@@ -6,13 +9,15 @@ namespace thinwire {
 namespace nb = nanobind;
 using namespace nb::literals;
 
-void bind_codec(nb::module_& module) {
+void bind_fixed(nb::module_& module) {
     using Released = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<Codec>(module, "Codec")
-        .def_static(
-            "cast", [](int to) { return Codec::cast(dtype_of(to)); }, "to"_a)
-        .def_static("block", &Codec::block, "bits"_a, "block"_a, "search"_a, "hadamard"_a, "stochastic"_a)
-        .def_static("zfp", &Codec::zfp, "block_bits"_a)
+        .def(
+            "__init__",
+            [](Codec* codec, const std::string& name, const std::vector<std::int64_t>& parameters) {
+                new (codec) Codec(name, parameters);
+            },
+            "name"_a, "parameters"_a)
         .def("wire_bytes", &Codec::wire_bytes, "numel"_a)
         .def(
             "encode",

@@ -2,8 +2,19 @@
 //
 // Blocks of four values are coded in groups of 64: their bits are a whole number of 64-bit words for any rate. Within
 // a group, values lie one array per place in the block, so that the loops below are vectors of blocks.
-
 #include "kernels/kernels.hpp"
+
+namespace thinwire {
+
+struct ZfpKernels {
+    void (*encode)(const void* x, DType dtype, std::int64_t numel, int maxbits, void* wire);
+    void (*decode)(const void* wire, std::int64_t numel, int maxbits, void* out, DType dtype, bool add);
+};
+
+}  // namespace thinwire
+
+#ifdef THINWIRE_TARGET  // the loops, once for each instruction set
+
 #include "kernels/values.hpp"
 #include "kernels/zfp_planes.hpp"
 #ifdef __AVX512VBMI__
@@ -215,9 +226,7 @@ std::int64_t wire_bytes(std::int64_t values, int maxbits) {
     return ((values + kBlock - 1) / kBlock * maxbits + 63) / 64 * 8;
 }
 
-}  // namespace
-
-void zfp_encode(const void* x, DType dtype, std::int64_t numel, int maxbits, void* wire) {
+void encode(const void* x, DType dtype, std::int64_t numel, int maxbits, void* wire) {
     auto* to = static_cast<char*>(wire);
     const auto budget = static_cast<std::uint32_t>(maxbits - kHeaderBits);
     alignas(64) float widened[kGroupValues] = {};
@@ -248,7 +257,7 @@ void zfp_encode(const void* x, DType dtype, std::int64_t numel, int maxbits, voi
     }
 }
 
-void zfp_decode(const void* wire, std::int64_t numel, int maxbits, void* out, DType dtype, bool add) {
+void decode(const void* wire, std::int64_t numel, int maxbits, void* out, DType dtype, bool add) {
     const auto* from = static_cast<const char*>(wire);
     const auto budget = static_cast<std::uint32_t>(maxbits - kHeaderBits);
     alignas(64) float values[kGroupValues];
@@ -272,4 +281,74 @@ void zfp_decode(const void* wire, std::int64_t numel, int maxbits, void* out, DT
     }
 }
 
+}  // namespace
+
+extern const ZfpKernels kZfp = {.encode = encode, .decode = decode};
+
 }  // namespace thinwire::THINWIRE_TARGET
+
+#else  // messages
+
+#include <stdexcept>
+#include <string>
+
+#include "codec_kinds.hpp"
+#include "sizes.hpp"
+#include "target.hpp"
+
+namespace thinwire {
+
+THINWIRE_KERNELS(ZfpKernels, kZfp, kernels)
+
+namespace {
+
+class Zfp final : public FixedFormat {
+public:
+    explicit Zfp(int block_bits) : block_bits_(block_bits) {}
+
+    std::int64_t wire_bytes(std::int64_t numel) const override {
+        return ceil_div(ceil_div(numel, 4) * block_bits_, 64) * 8;
+    }
+
+    std::int64_t granule() const override {
+        return 256;  // 64 blocks of any number of bits are whole 64-bit words
+    }
+
+    void encode_range(const void* x, DType dtype, std::int64_t first, std::int64_t count, std::int64_t, char* wire,
+                      std::uint32_t) const override {
+        kernels().encode(x, dtype, count, block_bits_, wire + first / 4 * block_bits_ / 8);
+    }
+
+    void decode_range(const char* wire, std::int64_t first, std::int64_t count, std::int64_t, void* out, DType dtype,
+                      bool add) const override {
+        kernels().decode(wire + first / 4 * block_bits_ / 8, count, block_bits_, out, dtype, add);
+    }
+
+private:
+    const int block_bits_;
+};
+
+// The bits of a block of four values.
+std::unique_ptr<const FixedFormat> make(std::span<const std::int64_t> parameters) {
+    check_parameters("zfp", parameters, 1);
+    if (parameters[0] < 9 || parameters[0] > 128) {
+        throw std::invalid_argument("a zfp block takes 9 to 128 bits, not " + std::to_string(parameters[0]));
+    }
+    return std::make_unique<Zfp>(static_cast<int>(parameters[0]));
+}
+
+Parameters draw(const Draw& number) {
+    return {number(9, 128)};
+}
+
+constexpr FixedKind kKind = {make, draw};
+
+}  // namespace
+
+namespace codecs {
+extern const CodecKind zfp = {"zfp", &kKind, nullptr};
+}
+
+}  // namespace thinwire
+
+#endif

@@ -1,8 +1,10 @@
 // Values from one dtype to another.
-#include "kernels/kernels.hpp"
 #include "kernels/values.hpp"
 
+#include "kernels/kernels.hpp"
+
 namespace thinwire::THINWIRE_TARGET {
+namespace {
 
 void cast(const void* x, DType dtype, std::int64_t numel, void* out, DType to, bool add) {
     if (dtype == to && !add) {
@@ -23,5 +25,9 @@ void multiply(float* x, std::int64_t numel, float factor) {
         x[i] = x[i] * factor;
     }
 }
+
+}  // namespace
+
+extern const ValueKernels kValues = {.cast = cast, .multiply = multiply};
 
 }  // namespace thinwire::THINWIRE_TARGET
