@@ -1,4 +1,4 @@
-"""Small exchanges between ranks in a step: whether they ran the same one, which parameters were used, and the norm."""
+"""The small exchanges of a step: ranks compare their steps, merge their used parameters, and add up the norm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from thinwire.spec import Plan
 __all__ = ["Agreement", "Agreements", "UsedGradients"]
 
 _NORM_BLOCK: Final = 1 << 18
-"""Elements whose squares are added up in fp32."""
+"""Number of elements whose squares are added up in fp32."""
 
 _UNFINISHED: Final = 1
 """Flag of a rank whose last micro-batch lacks its backward."""
@@ -33,16 +33,16 @@ _WRITTEN: Final = 2
 """Flag of a rank on which a forward wrote to parameters."""
 
 _NUM_FLAGS: Final = 2
-"""Bits that flags take, below the number of backwards."""
+"""Number of low bits that hold flags; the number of backwards follows above them."""
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the step's exchanges established, the same on every rank.
+    """The result of the step's exchanges, which is the same on every rank.
 
     Attributes:
         norm: L2 norm of the whole gradient; NaN unless it was measured.
-        measured: whether the norm was measured.
+        measured: Whether the norm was measured.
     """
 
     norm: float
@@ -55,76 +55,77 @@ class Agreement:
 
 
 class UsedGradients:
-    """Which trainable parameters have gradients: on this rank, and on any, once ranks have met.
+    """Tracks which trainable parameters have gradients: on this rank and, after an exchange, on any rank.
 
     Args:
-        infos: the units.
+        infos: Descriptions of the units.
 
     Attributes:
-        here: whether this rank has a gradient, for each trainable parameter, in order.
+        mine: For each trainable parameter in order, 1 if this rank has a gradient for it, else 0.
     """
 
     def __init__(self, infos: Sequence[UnitInfo]) -> None:
-        # The number that each unit's first trainable parameter has among those of the model.
+        # Index of each unit's first trainable parameter among those of the model.
         self._first_bit = [sum(info.parameters for info in infos[:i]) for i in range(len(infos))]
-        self.here = bytearray(sum(info.parameters for info in infos))
-        self._before = bytes(self.here)  # before the present backward, in case that it fails
-        self._anywhere: list[bool] | None = None  # until the next backward, once ranks have met
+        self.mine = bytearray(sum(info.parameters for info in infos))
+        self._before = bytes(self.mine)  # the state before the current backward, in case the backward fails
+        self._anywhere: list[bool] | None = None  # set by an exchange, dropped by the next backward
 
     def note(self, unit: int, slot: int) -> None:
-        """A parameter has a gradient on this rank."""
-        self.here[self._first_bit[unit] + slot] = 1
+        """Record that this rank has a gradient for a parameter."""
+        self.mine[self._first_bit[unit] + slot] = 1
 
     def begin_backward(self) -> None:
-        """A backward adds gradients."""
-        self._before = bytes(self.here)
+        """Begin a backward, which adds gradients."""
+        self._before = bytes(self.mine)
         self._anywhere = None
 
     def undo_backward(self) -> None:
-        """The backward failed: its gradients do not count."""
-        self.here[:] = self._before
+        """Discard the gradients of a backward that failed."""
+        self.mine[:] = self._before
 
     def forget(self) -> None:
-        """No parameter has a gradient any more."""
-        self.here = bytearray(len(self.here))
-        self._anywhere = [False] * len(self.here)
+        """Record that no parameter has a gradient any more."""
+        self.mine = bytearray(len(self.mine))
+        self._anywhere = [False] * len(self.mine)
 
     def set(self, unit: int, slot: int, *, used: bool) -> None:
-        """Whether a parameter has a gradient, on every rank."""
+        """Record whether a parameter has a gradient; called alike on every rank."""
         bit = self._first_bit[unit] + slot
-        self.here[bit] = used
+        self.mine[bit] = used
         if self._anywhere is not None:
             self._anywhere[bit] = used
 
     def learn(self, anywhere: Sequence[bool]) -> None:
-        """Ranks have met.
+        """Store the result of an exchange.
 
         Args:
-            anywhere: whether any rank has a gradient, for each trainable parameter.
+            anywhere: For each trainable parameter, whether any rank has a gradient.
         """
         self._anywhere = list(anywhere)
 
     def is_known(self) -> bool:
-        """Whether ranks have met since the last backward."""
+        """Whether ranks have exchanged their flags since the last backward."""
         return self._anywhere is not None
 
     def is_used(self, unit: int, slot: int) -> bool:
-        """Whether any rank has a gradient for a parameter; after ranks have met."""
+        """Whether any rank has a gradient for a parameter. Requires an exchange since the last backward."""
         assert self._anywhere is not None
         return self._anywhere[self._first_bit[unit] + slot]
 
 
 class Agreements:
-    """The exchanges of one model's steps on the control lane.
+    """Performs the exchanges of one model's steps, on the control lane.
 
     Args:
-        sharded: the model.
-        reducer: of its gradients.
-        audit: notices writes to parameters inside a forward.
+        sharded: The model.
+        reducer: Reducer of the model's gradients.
+        audit: Detects writes to parameters inside a forward.
 
     Attributes:
-        used: which parameters have gradients.
-        same_order: whether all ranks had the same events when they met last. They must, unless parameters are whole.
+        used: Flags of the parameters that have gradients.
+        same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
+            unless every rank holds whole parameters.
     """
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
@@ -132,52 +133,52 @@ class Agreements:
         self._infos = [unit.info for unit in sharded.units]
         self.used = UsedGradients(self._infos)
         self.same_order = True
-        self._present: Agreement | None = None  # of this step, once ranks have met
+        self._present: Agreement | None = None  # the agreement of this step, once there is one
 
     # -- gradients as they come --------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A backward adds gradients: what ranks agreed on before holds no longer."""
+        """Begin a backward, whose gradients invalidate the agreement of this step."""
         self.used.begin_backward()
         self._present = None
 
     def forget(self) -> None:
-        """A step is over: the next one needs exchanges of its own."""
+        """Drop the agreement at the end of a step."""
         self._present = None
 
     def forget_gradients(self) -> None:
-        """No parameter has a gradient any more."""
+        """Record that no parameter has a gradient any more."""
         self.used.forget()
         self._present = None
 
     def forget_norm(self) -> None:
-        """Gradients were changed after ranks had agreed on their norm."""
+        """Drop the norm, because gradients have changed since it was measured."""
         if self._present is not None:
             self._present = replace(self._present, norm=float("nan"), measured=False)
 
     def set_used(self, unit: int, slot: int, *, used: bool) -> None:
-        """A parameter was given a gradient, or has none any more; on every rank."""
+        """Record that a parameter was given a gradient or has lost it; called alike on every rank."""
         self.used.set(unit, slot, used=used)
         self.forget_norm()
 
     # -- exchanges ---------------------------------------------------------------------------------------------
 
     def agree(self, order_hash: int, backwards: int, *, measure: bool) -> Agreement:
-        """Meet the other ranks, unless that has happened in this step.
+        """Exchange with the other ranks, unless this step already has an agreement.
 
         Args:
-            order_hash: of this rank's events.
-            backwards: that this rank has run in this step.
-            measure: whether the gradient norm is needed. It takes a pass over this rank's share, for which every
-                reduction is joined, and an exchange of its own; otherwise reductions go on meanwhile.
+            order_hash: Hash of this rank's events.
+            backwards: Number of backwards that this rank has run in this step.
+            measure: Whether to measure the gradient norm. This waits for every reduction, makes a pass over this rank's
+                share, and needs an exchange of its own. Without it, reductions continue in the background.
 
         Raises:
-            MismatchError: if two ranks ran units in a different order or took a different number of steps.
-            UsageError: on every rank, if the backward of the last micro-batch is missing on any, or a forward wrote to
-                parameters on any.
+            MismatchError: Two ranks ran units in a different order or took a different number of steps.
+            UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
+                Raised on every rank.
         """
         if self._present is None:
-            # Before the reductions are joined: those of ranks that ran different steps wait for each other in vain.
+            # Compare before joining the reductions: if ranks ran different steps, reductions would never finish.
             self.used.learn(self._compare_steps(order_hash, backwards))
             self._present = Agreement(float("nan"), False)
         if measure and not self._present.measured:
@@ -186,11 +187,11 @@ class Agreements:
             norm = sum(struct.unpack_from("<d", row)[0] for row in everyone) ** 0.5
             self._present = Agreement(norm, True)
             if not self._present.finite:
-                self._reducer.forget_lost()  # what codecs lost of such gradients is not finite either
+                self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
         return self._present
 
     def set_norm(self, norm: float) -> None:
-        """Gradients were scaled, or declared not finite: what their norm is now, after :meth:`agree`."""
+        """Replace the norm after :meth:`agree`, because gradients were scaled or declared not finite."""
         assert self._present is not None
         self._present = replace(self._present, norm=norm)
 
@@ -204,11 +205,11 @@ class Agreements:
         written = self._audit.written()
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
         words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.seeds.step)
-        bits = _to_bits(self.used.here)
+        bits = _to_bits(self.used.mine)
         everyone = self._exchange(words + bits, control_bytes(self._infos))
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
         self.same_order = all(row[0] == rows[0][0] for row in rows)
-        is_whole = self._sharded.plan.params.ranks == 1  # then ranks may run different units
+        is_whole = self._sharded.plan.params.ranks == 1  # ranks that hold whole parameters may run different units
         for rank, row in enumerate(rows):
             num_backwards, expected = row[1] >> _NUM_FLAGS, rows[0][1] >> _NUM_FLAGS
             same_counts = row[2] == rows[0][2] and num_backwards == expected
@@ -237,10 +238,10 @@ class Agreements:
         for row_bits in everyone:
             for i, byte in enumerate(row_bits[len(words) :]):
                 used[i] |= byte
-        return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self.used.here)))
+        return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self.used.mine)))
 
     def _exchange(self, payload: bytes, size: int) -> list[bytes]:
-        """One small all-gather on the host, of ``size`` bytes from each rank."""
+        """All-gather ``size`` bytes from each rank on the host; returns them by rank."""
         group = self._sharded.axes[Axis.WORLD, Lane.CONTROL]
         table = allocate(size * group.size, torch.uint8, torch.device("cpu"))
         row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
@@ -248,7 +249,7 @@ class Agreements:
         all_gather(group, table).perform()
         journal = self._sharded.lanes.journal
         if journal is not None and group.size > 1:
-            exchange = object()  # performed here and now: started and waited for at once
+            exchange = object()  # the exchange blocks, so it starts and is waited for at the same time
             journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
             journal.waited(exchange)
         rows = table.view(group.size, -1)
@@ -261,33 +262,34 @@ class Agreements:
 
     @functools.cached_property
     def _sliced_fragments(self) -> Sequence[OwnedFragment]:
-        """Those of parameters that no other tensor-parallel rank holds."""
+        """Fragments of parameters that no other tensor-parallel rank holds."""
         slices = self._sharded.slices
         return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
 
     def _squared_norm(self) -> float:
-        """Squared norm of what this rank owns; replicas of a share, and what tensor-parallel ranks all hold, count
-        once. One pass over memory."""
+        """Squared norm of the gradients that this rank owns, from one pass over memory. Replicas of a share count once,
+        and so do parameters that all tensor-parallel ranks hold."""
         if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
             return 0.0
         if self._sharded.part.tensor == 0:
-            held = [gradient.owned.values for gradient in self._reducer.parts if not gradient.owned.empty]
+            gradients = [gradient.owned.values for gradient in self._reducer.parts if not gradient.owned.empty]
         else:
-            held = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
-        if not held:
+            gradients = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
+        if not gradients:
             return 0.0
-        # Sums of many squares in fp32 lose percents, and not the same under every plan: blocks add up in fp64.
-        blocks = [block for values in held for block in values.view(-1).split(_NORM_BLOCK)]
+        # An fp32 sum of many squares is off by percents, differently under every plan. Sum blocks in fp64.
+        blocks = [block for values in gradients for block in values.view(-1).split(_NORM_BLOCK)]
         norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float32)).double()
         return float(norms.square().sum())
 
 
 def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
-    """The first rank that has raised a flag."""
+    """The first rank that has set a flag; ``None`` if there is none."""
     return next((rank for rank, row in enumerate(rows) if row[1] & flag), None)
 
 
 def _index_of(plan: Plan, position: int) -> int:
+    """Index of a mesh position in the control group, which sorts by place within the node, then by node."""
     node, local = divmod(position, plan.mesh.local)
     return local * plan.mesh.nodes + node
 

@@ -1,4 +1,4 @@
-"""The ranks behind share tensors: small exchanges over a model's control lane."""
+"""Performs the exchanges of share tensors over a model's control lane."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ class ModelHolders:
     """The data-parallel ranks of one model, as holders of the pieces of its parameters.
 
     Args:
-        sharded: the model.
-        trained: whether of trained parameters, whose masters the optimizer's shares cut; frozen ones are cut as P is.
-        spans: each parameter's first element and number of elements on this rank.
+        sharded: The model.
+        spans: For each parameter, the first element and the number of elements on this rank.
+        trained: Whether the parameters are trained ones, which are cut like the optimizer's shares. Frozen parameters
+            are cut like P.
 
     Attributes:
-        pieces: distinct pieces of each parameter.
+        pieces: Number of distinct pieces of each parameter.
     """
 
     def __init__(self, sharded: ShardedModel, spans: Mapping[str, tuple[int, int]], *, trained: bool) -> None:
@@ -32,7 +33,7 @@ class ModelHolders:
         self._group: AxisGroup = sharded.axes[Axis.WORLD, Lane.CONTROL]
         self._spans = spans
         self.pieces = params.size * shard.size if trained else params.size
-        # Of ranks that hold the same piece, one speaks for it.
+        # If several ranks hold the same piece, one of them contributes it.
         self._speaks = sharded.axes[Axis.REPLICA, Lane.SYNC].index == 0 and (trained or shard.index == 0)
         self._everyones: list[tuple[bool, Mapping[str, tuple[int, int]]]] | None = None
         self._control = control(sharded.part.data.ranks)
@@ -47,7 +48,7 @@ class ModelHolders:
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
         everyones = self._table()
-        # A rank with nothing to say sends one element: not every backend sends none.
+        # A rank that contributes nothing sends one element, because some backends cannot send empty messages.
         sizes = [max(1, spans[name][1]) if speaks else 1 for speaks, spans in everyones]
         whole = torch.zeros(sum(sizes), dtype=piece.dtype)
         begin = sum(sizes[: self._group.index])
@@ -74,7 +75,7 @@ class ModelHolders:
         return self._rows(values)[0].contiguous()
 
     def _rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """Everyone's ``mine``, ``[ranks, k]``."""
+        """All-gather ``mine``, ``[k]``, as ``[ranks, k]`` in the order of the group."""
         if self._group.size == 1:
             return mine.reshape(1, -1)
         table = torch.empty(self._group.size * mine.numel(), dtype=mine.dtype)
@@ -84,7 +85,7 @@ class ModelHolders:
         return rows
 
     def _table(self) -> list[tuple[bool, Mapping[str, tuple[int, int]]]]:
-        """Whether each rank speaks, and its pieces; in the order of the group. It never changes."""
+        """For each rank, whether it contributes, and its spans; in the order of the group. It never changes."""
         if self._everyones is None:
             everyone = self._control.all_gather_object((self._group.index, self._speaks, dict(self._spans)))
             self._everyones = [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]

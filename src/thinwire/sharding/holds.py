@@ -1,4 +1,4 @@
-"""Reasons to keep parameters gathered longer than the program says."""
+"""Keeps parameters gathered for longer than the program says, while other code may read them."""
 
 from __future__ import annotations
 
@@ -13,76 +13,77 @@ __all__ = ["Holds", "recomputing"]
 
 
 def recomputing() -> bool:
-    """Whether a backward is running on this thread, so that a forward is a recomputation."""
+    """Whether a backward is running on this thread, which makes a forward a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Holds:
-    """Frees units, unless somebody outside the program may still read them.
+    """Frees units, unless code outside the program may still read them.
 
     Args:
-        units: the units, by number.
+        units: Units of the model, by number.
 
     Attributes:
-        depth: how many ``full_parameters()`` blocks are open; parameters stay whole in them.
+        depth: Number of open ``full_parameters()`` blocks; parameters stay whole inside them.
+        before_gathering: Called before all parameters are gathered for reading.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = units
         self.depth = 0
-        self.before_gathering: Callable[[], None] = lambda: None  # somebody is about to read all parameters
-        # Units read outside their own forward. No hook says when such a reader is done, so each stays whole until the
-        # backward has ended.
+        self.before_gathering: Callable[[], None] = lambda: None
+        # Units read outside their own forward. No hook runs when such a reader is done, so these units stay whole until
+        # the backward ends.
         self._read: set[int] = set()
-        # A backward with create_graph leaves nodes that read parameters without announcing it: nothing may be freed
-        # until a backward without it has ended, or the step is over.
+        # A backward with create_graph leaves nodes that read parameters without a hook. Nothing may be freed until a
+        # backward without create_graph or the step has ended.
         self._graphs_of_graphs = False
-        self._creates_graph = False  # whether the present backward does
+        self._creates_graph = False  # whether the current backward runs with create_graph
 
     def free(self, index: int) -> bool:
-        """Free a unit's gathered parameters, unless somebody holds them; whether it was freed."""
+        """Free a unit's gathered parameters unless they are held; returns whether they were freed."""
         if self.depth or self._graphs_of_graphs or index in self._read:
             return False
         return self._units[index].free()
 
     def free_all(self) -> None:
-        """Free every unit that nobody holds."""
+        """Free every unit that is not held."""
         for unit in self._units:
             self.free(unit.index)
 
     def read(self, index: int) -> None:
-        """A unit is read outside its forward."""
+        """Hold a unit that is read outside its forward."""
         self._read.add(index)
 
     def release_reads(self, *, free: bool = False) -> None:
-        """All such readers are done.
+        """Release the units that were read outside their forward.
 
         Args:
-            free: whether what they read is freed now.
+            free: Whether to free those units now.
         """
         read, self._read = self._read, set()
         for index in read if free else ():
             self.free(index)
 
     def begin_backward(self) -> None:
-        """A backward starts, on whose thread gradients are enabled if it is to be differentiated again."""
+        """Begin a backward. Gradients are enabled on its thread if it runs with create_graph."""
         self._creates_graph = torch.is_grad_enabled()
         self._graphs_of_graphs |= self._creates_graph
 
     def end_backward(self) -> None:
-        """The backward has ended: its readers are done, and so are graphs that it did not add to."""
+        """End the backward: release its readers and, if it ran without create_graph, earlier graphs."""
         self._graphs_of_graphs &= self._creates_graph
         self.release_reads()
 
     def end_step(self) -> None:
-        """Parameters were updated: no old graph is valid."""
+        """Release all graphs, which are invalid after parameters were updated."""
         self._graphs_of_graphs = False
 
     def gather_all(self) -> None:
-        """Gather every unit exactly, and keep it until :meth:`release_all`.
+        """Gather every unit without a codec, and keep it gathered until :meth:`release_all`.
 
         Raises:
-            UsageError: inside a backward.
+            UsageError: A backward is running.
         """
         if recomputing():
             raise UsageError("full_parameters() cannot be entered inside a backward")
@@ -90,7 +91,7 @@ class Holds:
         self.depth += 1
         for unit in self._units:
             if not unit.exact:
-                unit.free()  # it was gathered through a codec
+                unit.free()  # a codec has rounded its values
             unit.start_gather(from_secondary=False, exact=True)
         for unit in self._units:
             unit.need(from_secondary=False)
@@ -101,10 +102,10 @@ class Holds:
         self.free_all()
 
     def refuse(self, action: str) -> None:
-        """Raise if inside ``full_parameters()``, whose parameters would be stale.
+        """Refuse an action inside ``full_parameters()`` that would make its parameters stale.
 
         Raises:
-            UsageError: naming the action.
+            UsageError: A ``full_parameters()`` block is open; the error names the action.
         """
         if self.depth:
             raise UsageError(f"{action} inside full_parameters(), which is for reading: leave the block first")

@@ -1,7 +1,7 @@
-"""What a model's parameters are outside of its forward and backward: shares of the masters, with their gradients.
+"""The parameters of a model outside of its forward and backward: shares of the masters, with their gradients.
 
-Reads and writes of share tensors end here. A write marks its unit; before anything computes with the unit again, its P
-shard is made of the new masters and spread. A gradient is looked up when it is read: reductions go on until then.
+Reads and writes of share tensors end here. A write marks its unit. Before anything computes with the unit again, the
+new masters are cast into its P shard and spread. Reductions continue until a gradient is read.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ if TYPE_CHECKING:
 __all__ = ["ModelParameter", "Outside", "forget_share", "refuse_in_backward", "sharded_parameter_of"]
 
 _MANAGED = "_thinwire_share"
-"""Attribute of a compute tensor: the share that stands for it outside of passes."""
+"""Attribute of a compute tensor that holds its share, which replaces it outside of passes."""
 
 
 _TORCHS_GRAD: Any = torch.Tensor.grad
-"""torch's own gradient of a share, where autograd leaves what operations on shares had."""
+"""torch's own ``grad`` of a share, which autograd fills in the backward of operations on shares."""
 
 
 def sharded_parameter_of(compute: torch.Tensor) -> ShardedParameter | None:
-    """The share that stands for a parameter that a module computes with; none if it is not sharded."""
+    """The share of a parameter that a module computes with; ``None`` if the parameter is not sharded."""
     share: ShardedParameter | None = getattr(compute, _MANAGED, None)
     return share
 
 
 def forget_share(compute: torch.Tensor) -> None:
-    """A parameter is no longer sharded."""
+    """Remove the share of a parameter that is no longer sharded."""
     object.__delattr__(compute, _MANAGED)
 
 
@@ -82,6 +82,7 @@ class Outside:
         runtime: Runtime of the model.
         parameters: Share of each parameter, by name, in the order of units.
         dirty: Numbers of units whose masters were written since they were last spread.
+        norms: Norms of the gradients, cached until a gradient changes.
     """
 
     runtime: Runtime
@@ -90,8 +91,8 @@ class Outside:
 
     def __post_init__(self) -> None:
         self._live: list[ModelParameter] = []
-        self._added: list[tuple[Trained, torch.Tensor]] = []  # gradients of shares themselves, not combined yet
-        self._checked = 0  # table entries of the model when all its parameters were found to be managed
+        self._added: list[tuple[Trained, torch.Tensor]] = []  # gradients of operations on shares, not merged yet
+        self._checked = 0  # number of the model's table entries at the last check that all of them are managed
         self.norms = GradientNorms(self._live)
         spans: dict[str, tuple[int, int]] = {}
         sharded = self.runtime.sharded
@@ -162,16 +163,16 @@ class Outside:
     # -- writes ------------------------------------------------------------------------------------------------
 
     def before_write(self) -> None:
-        """Masters are about to change: nothing may be reading them.
+        """Prepare for a write to masters: wait for the spreads that read them.
 
         Raises:
-            UsageError: inside ``full_parameters()``.
+            UsageError: A ``full_parameters()`` block is open.
         """
         self.runtime.holds.refuse("a write to a share of a parameter")
         self.runtime.spreads.join()
 
     def flush(self) -> None:
-        """Spread what was written since the last step. Collective, if anything was written."""
+        """Spread the units that were written since the last step. Collective, if any was written."""
         if not self.dirty:
             return
         dirty, self.dirty = frozenset(self.dirty), set()
@@ -182,17 +183,17 @@ class Outside:
         spreads.start(exactly=True, only=dirty)
 
     def finish_update(self) -> None:
-        """An optimizer of torch's own has updated shares: spread them, and begin the next step."""
+        """Spread the shares that one of torch's own optimizers has updated, and begin the next step."""
         dirty, self.dirty = frozenset(self.dirty), set()
         for index in sorted(dirty):
             self.runtime.spreads.write_back(index)
         self.runtime.finish_step(updated=bool(dirty), only=dirty)
 
     def check_all_managed(self) -> None:
-        """Every trainable parameter that the model has now was there when it was sharded.
+        """Check that every trainable parameter of the model existed when the model was sharded.
 
         Raises:
-            UsageError: naming one that was not.
+            UsageError: A parameter was added later; the error names it.
         """
         model = self.runtime.model
         count = sum(len(module._parameters) for module in model.modules())
@@ -210,19 +211,24 @@ class Outside:
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def changed_gradients(self) -> None:
-        """Gradients are others now: what was computed from them is stale."""
+        """Drop the norms, which are stale after a change of gradients."""
         self.norms.forget()
         self.runtime.agreements.forget_norm()
 
     def add_gradient(self, trained: Trained, piece: torch.Tensor) -> None:
-        """A share has a gradient of its own, from an operation on shares; it joins the one that ranks combine."""
+        """Take the gradient of an operation on a share; :meth:`merge` adds it to the combined gradient.
+
+        Args:
+            trained: Place of the parameter.
+            piece: This rank's share of the gradient, 1-D.
+        """
         self.runtime.agreements.begin_backward()
         self.runtime.agreements.used.note(trained.unit, trained.slot)
         self.norms.forget()
         self._added.append((trained, piece))
 
     def merge(self) -> None:
-        """Add the gradients of shares themselves to those that ranks have combined."""
+        """Add the gradients of operations on shares to the combined gradients."""
         added, self._added = self._added, []
         for trained, piece in added:
             self.runtime.reducer.join_unit(trained.unit)
@@ -230,16 +236,16 @@ class Outside:
             trained.part.add(trained.owned, piece * factor if factor > 1 else piece)
 
     def drop_added(self) -> None:
-        """Forget the gradients of shares themselves."""
+        """Forget the gradients of operations on shares."""
         self._added.clear()
         self.norms.forget()
 
     def has_added(self) -> bool:
-        """Whether a share has a gradient of its own that is not merged yet."""
+        """Whether there are gradients of operations on shares that are not merged yet."""
         return bool(self._added)
 
     def after_backward(self) -> None:
-        """The step's last backward has ended: call the hooks that wait for combined gradients."""
+        """Call the hooks that wait for combined gradients, after the step's last backward."""
         self.norms.forget()
         for live in self._live:
             if live.hooks and live.share.grad is not None:
@@ -248,10 +254,10 @@ class Outside:
 
 
 class GradientNorms:
-    """Norms of all gradients of a model, from one exchange for each order, until a gradient changes.
+    """Caches the norms of all gradients of a model. Each order of norm needs one exchange.
 
     Args:
-        live: the model's parameters.
+        live: Parameters of the model.
     """
 
     def __init__(self, live: Sequence[ModelParameter]) -> None:
@@ -259,36 +265,37 @@ class GradientNorms:
         self._norms: dict[float, dict[int, torch.Tensor]] = {}
 
     def forget(self) -> None:
-        """A gradient has changed."""
+        """Drop all norms, because a gradient has changed."""
         if self._norms:
             self._norms = {}
 
-    def each(self, order: float) -> dict[int, torch.Tensor]:
-        """Norms by ``id`` of what stands behind each parameter; fp32, 0-D. Collective."""
+    def by_parameter(self, order: float) -> dict[int, torch.Tensor]:
+        """Norms by ``id`` of the :class:`ModelParameter`; fp32, 0-D. Collective."""
         if order not in self._norms:
-            live = [one for one in self._live if one.trained is not None and one.share.grad is not None]
-            partial = torch.stack([power_sum(one.gradient_piece(), order) for one in live])
+            live = [entry for entry in self._live if entry.trained is not None and entry.share.grad is not None]
+            partial = torch.stack([power_sum(entry.gradient_piece(), order) for entry in live])
             norms = from_power_sums(live[0].share.spec.holders.combined(partial), order)
             device = live[0].share.device
-            self._norms[order] = {id(one): norm.float().to(device) for one, norm in zip(live, norms, strict=True)}
+            self._norms[order] = {id(entry): norm.float().to(device) for entry, norm in zip(live, norms, strict=True)}
         return self._norms[order]
 
     def total(self, order: float) -> torch.Tensor:
         """Norm of the whole gradient, fp32, 0-D, on the CPU. Collective."""
-        if not any(one.share.grad is not None for one in self._live):
+        if not any(entry.share.grad is not None for entry in self._live):
             return torch.tensor(0.0)
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.cpu() for n in self.each(order).values()]), order)
+        norms = torch.stack([norm.cpu() for norm in self.by_parameter(order).values()])
+        total: torch.Tensor = torch.linalg.vector_norm(norms, order)
         return total
 
 
 class ModelParameter:
-    """The runtime behind one parameter.
+    """Connects the share of one parameter to the runtime.
 
     Args:
-        outside: the parameters of its model.
-        unit: its unit.
-        compute: the tensor that its module computes with.
-        trained: its place among trained parameters; none if it is frozen.
+        outside: Parameters of the model.
+        unit: Unit of the parameter.
+        compute: Tensor that the parameter's module computes with.
+        trained: Place of the parameter in the runtime; ``None`` if it is frozen.
     """
 
     share: ShardedParameter
@@ -314,19 +321,21 @@ class ModelParameter:
         return None
 
     def compute(self, share: ShareTensor, dtypes: set[torch.dtype]) -> torch.Tensor:
-        """The whole parameter for an operation that needs it: what the module computes with, where gradients are to
-        flow or where it meets tensors of that dtype; else the exact values. Collective.
+        """The whole parameter, for an operation that needs it. Collective.
+
+        This is the module's compute tensor if gradients flow through the operation, or if the operation has plain
+        tensors of the same dtype. Otherwise it is the exact values.
 
         Args:
-            share: the parameter, or a detached alias of it.
-            dtypes: of the plain floating tensors that take part.
+            share: The parameter, or a detached alias of it.
+            dtypes: Dtypes of the operation's plain floating-point tensors.
         """
         follows = torch.is_grad_enabled() and share.requires_grad
         if not follows and (self.compute_tensor.dtype == share.dtype or self.compute_tensor.dtype not in dtypes):
             return share.full_tensor()
         value = self.compute_tensor if follows else self.compute_tensor.detach()
         with self.outside.runtime.passes.reading(self.unit.index):
-            # What is gathered is freed, however long somebody keeps a view of it.
+            # Gathered memory is freed even if the caller still has a view of it, so return a copy.
             return value.clone() if self.unit.sharded else value
 
     # -- the gradient ------------------------------------------------------------------------------------------
@@ -350,18 +359,18 @@ class ModelParameter:
         return self._gradient
 
     def gradient_piece(self) -> torch.Tensor:
-        """This rank's share of the combined gradient, 1-D; waits for it.
+        """Wait for the combined gradient and return this rank's share of it, 1-D.
 
         Raises:
-            UsageError: the step's last micro-batch has not run.
+            UsageError: The backward of the step's last micro-batch has not run.
         """
         assert self.trained is not None
         part = self.trained.part
         if part.unsynced:
             raise UsageError(
                 f"the gradient of {self.share.spec.name} is read before the step's last backward: ranks combine "
-                "gradients in the last of thinwire.micro_batches(...). Read it after that one, or call zero_grad() "
-                "to drop it"
+                "gradients in the last of thinwire.micro_batches(...). Read it after that backward, or call "
+                "zero_grad() to drop it"
             )
         self.outside.merge()
         self.outside.runtime.reducer.join_unit(self.trained.unit)
@@ -408,7 +417,7 @@ class ModelParameter:
         outside.changed_gradients()
 
     def accumulated(self, share: torch.Tensor) -> None:
-        """An operation on shares has had a backward: its gradient is torch's own ``.grad`` now."""
+        """Move the gradient of an operation on shares from torch's own ``.grad`` to the runtime."""
         assert self.trained is not None
         with torch._C.DisableTorchFunctionSubclass():
             grad = _TORCHS_GRAD.__get__(share)
@@ -442,26 +451,26 @@ class ModelParameter:
 
 
 class _LiveGradient:
-    """The runtime behind one parameter's gradient."""
+    """Connects the gradient of one parameter to the runtime."""
 
-    def __init__(self, of: ModelParameter) -> None:
-        self._of = of
+    def __init__(self, parameter: ModelParameter) -> None:
+        self._parameter = parameter
 
     def before_write(self) -> None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""
-        self._of.gradient_piece()
+        self._parameter.gradient_piece()
 
     def after_write(self) -> None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""
-        self._of.outside.changed_gradients()
+        self._parameter.outside.changed_gradients()
 
     def norms(self, order: float) -> torch.Tensor | None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""
-        return self._of.outside.norms.each(order)[id(self._of)]
+        return self._parameter.outside.norms.by_parameter(order)[id(self._parameter)]
 
 
 def _accumulation_hook(live: ModelParameter) -> Callable[[torch.Tensor], None]:
-    # torch hides this kind of hook from the garbage collector: a strong reference would keep the model for ever.
+    # The garbage collector cannot see this kind of hook, so a strong reference would keep the model alive forever.
     alive = weakref.ref(live)
 
     def hook(share: torch.Tensor) -> None:
@@ -472,10 +481,10 @@ def _accumulation_hook(live: ModelParameter) -> Callable[[torch.Tensor], None]:
 
 
 def refuse_in_backward(action: str) -> None:
-    """Raise inside a backward.
+    """Refuse an action inside a backward.
 
     Raises:
-        UsageError: naming the action.
+        UsageError: A backward is running; the error names the action.
     """
     if recomputing():
         raise UsageError(

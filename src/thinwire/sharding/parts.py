@@ -1,4 +1,4 @@
-"""Models that are sharded part by part, as users of ``fully_shard`` write it: each block, then the whole."""
+"""Handles models that are sharded part by part, as with ``fully_shard``: first each block, then the whole model."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from thinwire.spec import Plan
 __all__ = ["join_parts"]
 
 _PART = "_thinwire_part"
-"""Attribute of a module that was sharded by itself before a module around it: it is a unit."""
+"""Attribute of a module that was sharded before the module around it; it becomes a unit."""
 
 
 def join_parts(model: nn.Module, plan: Plan, units: Selection) -> Selection:
-    """Make plain modules of the parts of a model that are sharded already, so that it can be sharded as one.
+    """Turn the sharded parts of a model back into plain modules, so that the model can be sharded as a whole.
     Collective.
 
     Args:
-        model: the model.
-        plan: its plan.
-        units: as the user has chosen them.
+        model: The model.
+        plan: Plan of the model.
+        units: Units that the user has chosen, or ``None``.
 
     Returns:
-        The units of the model: the parts, where the user has chosen none.
+        The units of the model: the parts, unless the user has chosen units.
 
     Raises:
-        UsageError: the model itself is sharded, or a part is under another plan or has an optimizer.
+        UsageError: The model itself is sharded, or a part has another plan or an optimizer.
     """
     if hasattr(model, "_thinwire_runtime"):
         raise UsageError(f"{type(model).__name__} is sharded already; build a new model to use another plan")
@@ -59,7 +59,7 @@ def _check(name: str, part: nn.Module, plan: Plan) -> None:
 
 
 def _dissolve(part: nn.Module) -> None:
-    """Give a sharded module its whole parameters back and take its runtime away."""
+    """Restore the whole parameters of a sharded module and remove its runtime."""
     runtime = runtime_of(part)
     assert runtime.outside is not None
     runtime.join_spreads()

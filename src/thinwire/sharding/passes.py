@@ -1,4 +1,4 @@
-"""The forward and backward passes of one model, as its hooks report them."""
+"""Tracks the forward and backward passes of one model, from the events that its hooks report."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ __all__ = ["BackwardPass", "Pass", "PassState", "Passes"]
 
 
 class Pass(enum.Enum):
-    """Which pass the model is in.
+    """The pass that the model is in.
 
-    ``enter_forward`` and ``leave_forward`` lead from ``IDLE`` to ``FORWARD`` and back. The first event of a backward
-    leads to ``BACKWARD``, its end back to where it began: a model may run a backward inside its forward. After a
-    backward that raised, it stays in ``BACKWARD`` until the next event outside of it.
+    ``enter_forward`` leads from ``IDLE`` to ``FORWARD``, and ``leave_forward`` leads back. The first event of a
+    backward leads to ``BACKWARD``. Its end restores the previous pass, because a model may run a backward inside its
+    forward. If a backward raises, the model stays in ``BACKWARD`` until the next event outside of it.
     """
 
     IDLE = "idle"
@@ -35,18 +35,18 @@ class Pass(enum.Enum):
 
 
 class PassState:
-    """Where a model's passes are.
+    """The state of a model's passes.
 
     Args:
-        num_units: units of the model.
+        num_units: Number of units in the model.
 
     Attributes:
-        inside: whether modules see the tensors that they compute with, not shares; follows ``present``.
-        before: where the present backward began.
-        at: the event that was reported last; for journals.
-        began: for each unit, when its present forward or backward began; for timelines.
-        had_backward: whether any backward has begun since the last step.
-        waits_for_backward: whether a forward since the last step has recorded a graph.
+        inside: Whether modules see the tensors that they compute with rather than shares; follows ``present``.
+        before: Pass in which the current backward began.
+        at: Last event, for journals.
+        began: For each unit, the time at which its current forward or backward began, for timelines.
+        had_backward: Whether a backward has begun since the last step.
+        waits_for_backward: Whether a forward since the last step has recorded a graph.
     """
 
     def __init__(self, num_units: int) -> None:
@@ -60,7 +60,7 @@ class PassState:
 
     @property
     def present(self) -> Pass:
-        """Which pass the model is in."""
+        """The pass that the model is in."""
         return self._present
 
     @present.setter
@@ -68,26 +68,27 @@ class PassState:
         self._present, self.inside = present, present is not Pass.IDLE
 
     def end_step(self) -> None:
-        """A step was taken."""
+        """Forget the passes of a step that was taken."""
         self.had_backward = self.waits_for_backward = False
 
 
 class BackwardPass:
-    """Turns the events of a backward into what units, reducer and schedule have to do.
+    """Turns the events of a backward into actions of units, reducer and schedule.
 
     Args:
-        state: where the model's passes are.
-        sharded: the model.
-        schedule: the cursor in its program.
-        reducer: of its gradients.
-        agreements: of its steps.
-        holds: frees its units.
+        state: State of the model's passes.
+        sharded: The model.
+        schedule: Cursor in the model's program.
+        reducer: Reducer of the model's gradients.
+        agreements: Exchanges of the model's steps.
+        holds: Frees the model's units.
 
     Attributes:
-        encodes_gradients: whether gradients are encoded in this step. ``None``: the plan's schedule depends on how far
-            training is, and the caller has not said so yet.
-        gradients_count: whether this rank's gradients count; if not, it has no data any more, and they are zero.
-        after_last: called when a step's last backward has ended.
+        encodes_gradients: Whether gradients are encoded in this step; ``None`` if that depends on the progress of
+            training, which the caller has not reported yet.
+        gradients_count: Whether this rank's gradients count. If not, the rank has run out of data, and its gradients
+            are zero.
+        after_last: Called after a step's last backward.
     """
 
     def __init__(
@@ -101,18 +102,18 @@ class BackwardPass:
     ) -> None:
         self._state, self._sharded, self._units, self._plan = state, sharded, sharded.units, sharded.plan
         self._schedule, self._reducer, self._agreements, self._holds = schedule, reducer, agreements, holds
-        # For each unit, calls whose outputs backward has reached and whose inputs it has not.
+        # For each unit, the number of calls with outputs that backward has reached and inputs that it has not.
         self._open_calls = [0] * len(self._units)
         self.encodes_gradients: bool | None = True if self._plan.wire.schedule == 1.0 else None
         self.gradients_count = True
         self.after_last: Callable[[], None] = _nothing
 
     def pre_backward(self, index: int, *, will_leave: bool) -> None:
-        """Backward has reached a unit's outputs.
+        """Handle a backward that reaches a unit's outputs.
 
         Args:
-            index: the unit.
-            will_leave: whether its inputs need gradients, so that :meth:`post_backward` follows, or the end.
+            index: Number of the unit.
+            will_leave: Whether the unit stays open until :meth:`post_backward` or the end of the backward.
         """
         self._enter_backward()
         if will_leave:
@@ -121,7 +122,13 @@ class BackwardPass:
         self._state.began[index] = self._sharded.lanes.mark()
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
-        """A parameter's gradient exists."""
+        """Take the gradient of a parameter.
+
+        Args:
+            index: Number of the unit.
+            slot: Number of the parameter among the unit's trained ones.
+            grad: The gradient, in the parameter's shape.
+        """
         self._enter_backward()
         self._agreements.used.note(index, slot)
         if not self.gradients_count:
@@ -131,17 +138,17 @@ class BackwardPass:
             self._schedule.note_backward(Phase.GRADS_READY, index)
             self._sharded.lanes.computed("backward", self._units[index].name, self._state.began[index])
             self._reducer.ready(index)
-            # Frozen weights may be needed after the last gradient of a unit, but only on the way to its inputs.
+            # After the last gradient of a unit, frozen weights are needed only on the way to the unit's inputs.
             self._free_if_left(index)
 
     def post_backward(self, index: int) -> None:
-        """Backward has left a unit by one of its calls: the gradients of that call's inputs exist."""
+        """Handle a backward that leaves one call of a unit, because the gradients of the call's inputs exist."""
         self._open_calls[index] -= 1
         if index not in self._sharded.gradients or self._reducer.delivered(index):
             self._free_if_left(index)
 
     def forget_failed(self) -> None:
-        """After a backward that raised, its end was never called: drop what it gathered and collected."""
+        """Clean up after a backward that raised: drop the parameters it gathered and the gradients it collected."""
         if self._state.present is not Pass.BACKWARD or recomputing():
             return
         self._state.present = self._state.before
@@ -179,7 +186,7 @@ class BackwardPass:
             self.after_last()
 
     def need(self, index: int) -> None:
-        """Backward needs a unit's parameters, to recompute its forward or to go through it."""
+        """Gather a unit's parameters for its backward, or for the recomputation of its forward."""
         self._state.at = Phase.PRE_BACKWARD, index
         unit = self._units[index]
         unit.start_gather(from_secondary=True)
@@ -195,20 +202,21 @@ class BackwardPass:
 
 
 class Passes:
-    """Turns the events of a forward, and reads outside of passes, into what units and schedule have to do.
+    """Turns the events of a forward, and reads outside of passes, into actions of units and schedule.
 
     Args:
-        sharded: the model.
-        schedule: the cursor in its program.
-        backward: the other direction.
-        state: where the model's passes are.
-        holds: frees its units.
+        sharded: The model.
+        schedule: Cursor in the model's program.
+        backward: Handles the events of backwards.
+        state: State of the model's passes.
+        holds: Frees the model's units.
 
     Attributes:
-        state: the same.
-        backward: the same.
-        before_computing: called when somebody is about to compute with parameters.
-        alone: number of the unit whose forward is the present pass, because it was called while the model's was not.
+        state: State of the model's passes.
+        backward: Handles the events of backwards.
+        before_computing: Called before parameters are used for computation.
+        alone: Number of the unit that was called outside of the model's forward, so that its own forward is the current
+            pass; ``None`` otherwise.
     """
 
     def __init__(
@@ -220,25 +228,25 @@ class Passes:
         self.before_computing: Callable[[], None] = _nothing
         self._is_sharded = any(unit.sharded for unit in self._units)
         self.alone: int | None = None
-        self._alone_depth = 0  # how often that unit has called itself
+        self._alone_depth = 0  # number of nested calls of that unit
 
     def is_inside(self) -> bool:
-        """Whether modules see the tensors that they compute with, and others shares; ``state.inside`` after a backward
-        that raised is not to be trusted."""
+        """Whether modules see the tensors that they compute with rather than shares. Unlike ``state.inside``, the
+        result is also right after a backward that raised."""
         if self.state.present is Pass.BACKWARD:
             self.backward.forget_failed()
         return self.state.inside or self._holds.depth > 0 or recomputing()
 
     def reach_step(self) -> None:
-        """The micro-batches of a step have run, or failed."""
+        """Handle the end of a step's micro-batches, which may have failed."""
         self.state.at = Phase.STEP, -1
         self.backward.forget_failed()
 
     def refuse_missing_backward(self) -> None:
-        """Raise if the model's forward recorded a graph in this step, and no backward reached a parameter.
+        """Refuse a step whose forward recorded a graph, if no backward has reached a parameter.
 
         Raises:
-            UsageError: naming what may have happened.
+            UsageError: The backward is missing.
         """
         if self.state.waits_for_backward and not self.state.had_backward:
             raise UsageError(
@@ -247,7 +255,7 @@ class Passes:
             )
 
     def enter_forward(self) -> None:
-        """The model's forward begins."""
+        """Handle the beginning of the model's forward."""
         if not recomputing():
             self.backward.forget_failed()
             if self._is_sharded and not self._holds.depth and torch._C._functorch.peek_interpreter_stack() is not None:
@@ -259,16 +267,16 @@ class Passes:
             self.state.present = Pass.FORWARD
 
     def leave_forward(self) -> None:
-        """The model's forward has ended, or failed."""
+        """Handle the end of the model's forward, which may have failed."""
         if self.state.present is Pass.FORWARD:
             self.state.present = Pass.IDLE
         elif not recomputing():
-            self.state.before = Pass.IDLE  # a backward inside it has failed
+            self.state.before = Pass.IDLE  # a backward inside this forward has failed
         if not torch.is_grad_enabled() and not recomputing():
             self._holds.release_reads(free=True)
 
     def pre_forward(self, index: int) -> None:
-        """A unit's forward begins."""
+        """Handle the beginning of a unit's forward."""
         if recomputing():
             self.backward.need(index)
             return
@@ -296,11 +304,11 @@ class Passes:
         self.state.began[index] = self._sharded.lanes.mark()
 
     def post_forward(self, index: int, *, will_hear: bool) -> None:
-        """A unit's forward ends.
+        """Handle the end of a unit's forward.
 
         Args:
-            index: the unit.
-            will_hear: whether backward will announce itself at this unit's outputs.
+            index: Number of the unit.
+            will_hear: Whether a hook on the unit's outputs will report its backward.
         """
         if recomputing() or self._holds.depth:
             return
@@ -320,7 +328,7 @@ class Passes:
             self._holds.free(index)
 
     def leave_alone(self, index: int) -> None:
-        """The forward of a unit has ended, or failed: if it was called by itself, so has the pass."""
+        """Handle the end of a unit's forward, which may have failed. It ends the pass if the unit was called alone."""
         if index != self.alone:
             return
         self._alone_depth -= 1
@@ -330,7 +338,7 @@ class Passes:
 
     @contextlib.contextmanager
     def reading(self, index: int) -> Iterator[None]:
-        """A unit's parameters are whole and up to date in this block, outside of passes. Collective."""
+        """Keep a unit's parameters whole and up to date in this block, outside of passes. Collective."""
         if not recomputing():
             self.backward.forget_failed()
             self.before_computing()
@@ -340,9 +348,9 @@ class Passes:
             self._holds.free(index)
 
     def read(self, index: int) -> None:
-        """Somebody is about to read a unit's parameters, maybe outside its forward.
+        """Prepare a unit's parameters for a read, which may come from outside the unit's forward.
 
-        What is sharded is gathered inside the model's forward and backward alone, which all ranks run alike.
+        Sharded units are gathered only inside the model's forward and backward, which run alike on all ranks.
         """
         unit = self._units[index]
         if not unit.sharded:
@@ -353,4 +361,4 @@ class Passes:
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """Do nothing: no callback is set."""

@@ -1,9 +1,9 @@
-"""What a module's attributes give: the tensors it computes with inside passes, shares of the parameters outside.
+"""Resolves a module's parameter attributes: compute tensors inside passes, shares of the parameters outside.
 
-A unit's parameters are up to date, and whole, when its own forward runs. A parent that computes with a child's weight
-(a tied head, ``F.linear(x, self.embedding.weight)``, ``self.positions.weight[:T]``) calls no forward of the child. All
-attribute access of a module ends in its table of parameters, so that table is where reads are noticed (as in
-DeepSpeed's ZeRO), and where inside and outside are told apart.
+A unit's parameters are whole and up to date when its own forward runs. A parent that computes with a child's weight
+(a tied head, ``F.linear(x, self.embedding.weight)``, ``self.positions.weight[:T]``) does not call the child's forward.
+Every attribute access ends in the module's table of parameters. This file replaces that table, as DeepSpeed's ZeRO
+does, to detect reads and to return different tensors inside and outside of passes.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from thinwire.sharding.unit import Unit
 __all__ = ["refuse_copy", "watch_reads"]
 
 
-_read = torch._dynamo.disable(Passes.read)  # it re-points storages, which no compiled graph may trace
+_read = torch._dynamo.disable(Passes.read)  # re-points storages, which a compiled graph must not trace
 
 
 class _Entry(NamedTuple):
     """A parameter of a unit.
 
     Attributes:
-        unit: the unit.
-        compute: the tensor that modules compute with.
-        share: what stands for it outside of passes; ``None`` if it is the same tensor everywhere.
+        unit: Unit of the parameter.
+        compute: Tensor that modules compute with.
+        share: Share that replaces the tensor outside of passes; ``None`` if the tensor is the same everywhere.
     """
 
     unit: Unit
@@ -45,9 +45,9 @@ class _Table(dict[str, Any]):
     """A module's parameters by name. It stores the tensors that modules compute with.
 
     Args:
-        table: the parameters.
-        entries: those of units.
-        passes: of the model.
+        table: All parameters of the module.
+        entries: Entries of the parameters that belong to units.
+        passes: Passes of the model.
     """
 
     def __init__(self, table: Mapping[str, nn.Parameter | None], entries: Mapping[str, _Entry], passes: Passes) -> None:
@@ -61,7 +61,7 @@ class _Table(dict[str, Any]):
             return stored
         unit, compute, share = entry
         if stored is not compute:
-            return stored  # torch.func.functional_call has put something in its place
+            return stored  # torch.func.functional_call has replaced the parameter
         if share is not None and not self._state.inside and not self._passes.is_inside():
             return share
         if not unit.ready:
@@ -69,17 +69,17 @@ class _Table(dict[str, Any]):
         return stored
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As in dict."""
+        """Look up a parameter, like ``dict.get``."""
         return self[name] if dict.__contains__(self, name) else default
 
     def items(self) -> Any:
-        """Pairs of names and parameters, none of them gathered for being listed."""
+        """Pairs of names and parameters. Listing them gathers nothing."""
         if self._passes.is_inside():
             return super().items()
         return [(name, self._outside(name, stored)) for name, stored in super().items()]
 
     def values(self) -> Any:
-        """Parameters, as in :meth:`items`."""
+        """The parameters of :meth:`items`."""
         return [pair[1] for pair in self.items()]
 
     def __setitem__(self, name: str, value: Any) -> None:
@@ -111,12 +111,12 @@ class _Table(dict[str, Any]):
         refuse_copy()
 
     def _name(self, name: str) -> str:
-        """A parameter's name in the model, where it is known."""
+        """A parameter's name in the model if it is known, otherwise its name in the module."""
         share = self._entries[name].share
         return share.spec.name if share is not None else name
 
     def stored(self) -> dict[str, Any]:
-        """The tensors that modules compute with, in a plain table."""
+        """A plain dict of the tensors that modules compute with."""
         return dict(super().items())
 
     def _outside(self, name: str, stored: Any) -> Any:
@@ -125,7 +125,11 @@ class _Table(dict[str, Any]):
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Raise, for copies of the model or of a part."""
+    """Refuse to copy or pickle the model or one of its modules.
+
+    Raises:
+        UsageError: Always.
+    """
     raise UsageError(
         "a sharded model cannot be copied or pickled: copy it before thinwire.shard; save it with thinwire.save, "
         "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of "
@@ -134,7 +138,7 @@ def refuse_copy(*_: Any) -> NoReturn:
 
 
 def watch_reads(runtime: Runtime) -> None:
-    """Put a table that knows inside from outside into every module of a model."""
+    """Replace the table of parameters in every module of a model."""
     shares = runtime.outside.parameters if runtime.outside is not None else {}
     entries = {
         id(compute): _Entry(unit, compute, shares.get(slot.name))

@@ -1,26 +1,27 @@
-"""The runtime of one sharded model: a step, from the first forward to the updated parameters.
+"""Runs the steps of one sharded model, from the first forward to the updated parameters.
 
 [Note: the nouns of the runtime]
 
 - *Unit*: parameters that are gathered, freed and reduced together, for example those of one transformer block.
-- *Flat buffer*: parameters of a unit that have a dtype, and whether they train and are encoded, in common; they lie end
-  to end in one 1-D tensor, padded so that every factor of the plan divides it.
+- *Flat buffer*: parameters of a unit with the same dtype that agree in whether they are trained and encoded. They lie
+  end to end in one 1-D tensor, padded so that every factor of the plan divides it.
 - *Shard*: the contiguous part of a flat buffer that a rank holds between steps (the P shard). Gathering a unit restores
   the whole buffers on every rank.
 - *Share*: the part of a P shard whose fp32 values (*masters*) and optimizer states a rank owns and updates. It is
   *spread* to the other ranks that hold the same P shard.
-- *Replica*: a rank that owns the same share as another one. Replicas add up their gradients; that is *syncing*.
+- *Replica*: a rank that owns the same share as another rank. Replicas *sync*: they add up their gradients.
 - *Secondary shard*: a copy of a gathered buffer, cut among the ranks of a node, from which backward gathers again
   without crossing nodes (hpZ).
-- *Trace*: the order in which units ran in a micro-batch, as hooks saw it.
-- *Program*: what the plan means for a trace: the collectives of a step, the events that start them, wait for them and
-  free units. See :mod:`thinwire.program`.
-- *Lane*: an in-order queue of collectives that run beside computation.
-- *Ticket*: a collective that was given to a lane; computation waits for it when it needs the result.
+- *Trace*: the order in which units ran in a micro-batch, as reported by hooks.
+- *Program*: the collectives that the plan prescribes for a trace, and the events at which they start, computation waits
+  for them, and units are freed. See :mod:`thinwire.program`.
+- *Lane*: an in-order queue of collectives that run in parallel with computation.
+- *Ticket*: a collective that was submitted to a lane. Computation waits for it when it needs the result.
 
-A runtime is a handful of objects with one subject each. Hooks report events to :class:`Passes`. :class:`Schedule` knows
-where the step is in the program. :class:`Unit` gathers and frees, :class:`Holds` says who still reads. :class:`Reducer`
-takes gradients in turn, :class:`Agreements` meets the other ranks, :class:`Spreads` sends updated parameters.
+A runtime is a handful of objects with one responsibility each. Hooks report events to :class:`Passes`.
+:class:`Schedule` tracks the position of the step in the program. :class:`Unit` gathers and frees parameters, and
+:class:`Holds` keeps those that are still read. :class:`Reducer` reduces gradients in order. :class:`Agreements`
+exchanges with the other ranks. :class:`Spreads` sends updated parameters.
 """
 
 from __future__ import annotations
@@ -50,21 +51,23 @@ __all__ = ["Runtime", "attach", "detach", "runtime_of", "sent_bytes"]
 
 
 class Runtime:
-    """Everything one model needs while it trains.
+    """Everything that one model needs while it trains.
 
     Args:
-        sharded: the model, in units.
+        sharded: The model, in units.
 
     Attributes:
-        sharded: the model, in units. Its fields that others read most are attributes of the runtime too.
-        schedule: where the step is in the program.
-        reducer: the gradients on their way.
-        passes: what hooks report to.
-        holds: who still reads gathered parameters.
-        spreads: the updated parameters on their way.
-        agreements: the exchanges of a step.
-        audit: notices writes to parameters inside a forward.
-        outside: the parameters as shares; ``None`` for a part of a model, whose parameters are sliced already.
+        sharded: The model, in units. The fields that are read most often are also attributes of the runtime.
+        schedule: Position of the step in the program.
+        reducer: Reduces gradients.
+        passes: Receives the events that hooks report.
+        holds: Keeps gathered parameters that may still be read.
+        spreads: Spreads updated parameters.
+        agreements: Exchanges of the steps.
+        audit: Detects writes to parameters inside a forward.
+        undo: Functions that remove the hooks from the model; call them in reverse order.
+        optimizer: Optimizer made by ``thinwire.optimizer``, which then owns the updates; ``None`` without one.
+        outside: The parameters as shares; ``None`` for a part of a larger model, which has no shares.
     """
 
     def __init__(self, sharded: ShardedModel) -> None:
@@ -84,8 +87,8 @@ class Runtime:
         self.audit = WriteAudit(self.units)
         self.agreements = Agreements(sharded, self.reducer, self.audit)
         self.spreads = Spreads(sharded, self.schedule.programs)
-        self.undo: list[Callable[[], None]] = []  # takes every hook off the model again, the last one first
-        self.optimizer: object | None = None  # made by thinwire.optimizer, which then owns the updates
+        self.undo: list[Callable[[], None]] = []
+        self.optimizer: object | None = None
         state = PassState(len(self.units))
         backward = BackwardPass(state, sharded, self.schedule, self.reducer, self.agreements, self.holds)
         self.passes = Passes(sharded, self.schedule, backward, state, self.holds)
@@ -97,41 +100,41 @@ class Runtime:
 
     @property
     def num_steps(self) -> int:
-        """Optimizer steps taken so far."""
+        """Number of optimizer steps taken so far."""
         return self.sharded.seeds.step
 
     def now(self) -> tuple[int, Event]:
-        """The number of the present step, and the event that was reported last; for journals."""
+        """The number of the current step and its last event, for journals."""
         return self.num_steps, Event(*self.passes.state.at, self.schedule.micro_batch)
 
     # -- micro-batches -----------------------------------------------------------------------------------------
 
     def begin_micro_batch(self, number: int, *, last: bool) -> None:
-        """The forward and the backward that follow are those of one micro-batch of the step.
+        """Begin a micro-batch, to which the next forward and backward belong.
 
         Args:
-            number: of the micro-batch, from 0.
-            last: whether its backward is the step's last.
+            number: Number of the micro-batch, from 0.
+            last: Whether its backward is the step's last.
         """
         self.schedule.begin_micro_batch(number, last=last)
 
     def select_micro_batch(self, number: int, *, last: bool) -> None:
-        """Turn to one of several micro-batches that are under way, as in a pipeline; arguments as in
-        :meth:`begin_micro_batch`."""
+        """Switch to another micro-batch of a pipeline, which has several in flight; see :meth:`begin_micro_batch` for
+        the arguments."""
         self.schedule.select(number, last=last)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
     def agree(self, *, measure: bool) -> Agreement:
-        """Compare with the other ranks: order of units, used parameters, and the norm if asked for.
+        """Exchange the order of units, the used parameters and, on request, the norm with the other ranks.
 
         Args:
-            measure: whether the gradient norm is needed.
+            measure: Whether to measure the gradient norm.
 
         Raises:
-            MismatchError: if two ranks ran units in a different order or took a different number of steps.
-            UsageError: on every rank, if the backward of the last micro-batch is missing on any, or a forward wrote to
-                parameters on any.
+            MismatchError: Two ranks ran units in a different order or took a different number of steps.
+            UsageError: On some rank, the backward of the last micro-batch is missing, or a forward wrote to parameters.
+                Raised on every rank.
         """
         self.passes.reach_step()
         if self.outside is not None:
@@ -144,7 +147,7 @@ class Runtime:
         return self.agreements.agree(*steps, measure=True) if measure else agreement
 
     def set_norm(self, norm: float) -> None:
-        """The gradients that ranks agreed on have another norm now: they were scaled, or are not to be used."""
+        """Replace the norm that ranks agreed on, because the gradients were scaled or must not be used."""
         self.agreements.set_norm(norm)
 
     def used_flag(self, index: int, slot: int) -> bool:
@@ -162,7 +165,11 @@ class Runtime:
             self.outside.drop_added()
 
     def progress(self, share: float) -> None:
-        """How much of training is done: past ``wire.schedule`` gradients travel without a codec."""
+        """Report the progress of training. From ``wire.schedule`` on, gradients travel without a codec.
+
+        Args:
+            share: Share of training that is done, 0 to 1.
+        """
         encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
         if encodes == self.passes.backward.encodes_gradients:
             return
@@ -177,16 +184,16 @@ class Runtime:
         return self.sharded.fragments()
 
     def update_order(self) -> Sequence[int]:
-        """Units in the order in which their gradients arrive; those without gradients left out."""
+        """Units with trainable parameters, in the order in which their gradients arrive."""
         return [index for index in self.schedule.programs.update_order() if index in self.sharded.gradients]
 
     def finish_step(self, *, updated: bool, exactly: bool = False, only: Collection[int] | None = None) -> None:
-        """End the step: spread the updated P shards, in the order of the forward, and begin the next one.
+        """End the step: spread the updated P shards in the order of the forward, and begin the next step.
 
         Args:
-            updated: whether parameters have new values; a step may be taken without an update.
-            exactly: where differences are spread, spread the values themselves, without a codec.
-            only: numbers of the units that were updated; all by default.
+            updated: Whether parameters have new values. A step may be taken without an update.
+            exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
+            only: Numbers of the units that were updated; all by default.
         """
         if updated:
             self.holds.end_step()
@@ -199,11 +206,11 @@ class Runtime:
         self.agreements.forget()
 
     def loaded(self, num_steps: int, *, with_replicas: bool) -> None:
-        """All masters were loaded: write them back and spread them.
+        """Write back and spread all masters after they were loaded.
 
         Args:
-            num_steps: optimizer steps that had been taken when they were saved.
-            with_replicas: where differences are spread, what ranks held of their own shares was loaded as well.
+            num_steps: Number of optimizer steps taken before the checkpoint was saved.
+            with_replicas: Whether the P-shard values that a plan with spread differences keeps were loaded as well.
         """
         self.join_spreads()
         for unit in self.units:
@@ -212,14 +219,15 @@ class Runtime:
         self.finish_step(updated=True, exactly=True)
 
     def join_spreads(self) -> None:
-        """Wait until every unit's parameters are up to date. Collective, if shares of parameters were written."""
+        """Wait until every unit's parameters are up to date. Collective, if shares were written."""
         if self.outside is not None:
             self.outside.flush()
         self.spreads.join()
 
 
 def _describer(runtime: Runtime) -> Callable[[], str]:
-    """A function that says where the step is, in words, for other threads, and does not keep the runtime alive."""
+    """Create a function that describes the position of the step, for other threads. It does not keep the runtime
+    alive."""
     alive = weakref.ref(runtime)
 
     def describe() -> str:
@@ -236,12 +244,12 @@ _RUNTIME = "_thinwire_runtime"
 
 
 def attach(model: nn.Module, runtime: Runtime) -> None:
-    """Remember a model's runtime."""
+    """Store the runtime of a model."""
     object.__setattr__(model, _RUNTIME, runtime)
 
 
 def detach(model: nn.Module) -> None:
-    """Forget a model's runtime."""
+    """Remove the runtime of a model."""
     object.__delattr__(model, _RUNTIME)
 
 
@@ -249,7 +257,7 @@ def runtime_of(model: nn.Module) -> Runtime:
     """The runtime of a sharded model.
 
     Raises:
-        UsageError: if the model has not been through ``tw.shard``.
+        UsageError: The model is not sharded.
     """
     runtime = getattr(model, _RUNTIME, None)
     if not isinstance(runtime, Runtime):

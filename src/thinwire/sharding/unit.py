@@ -1,11 +1,12 @@
-"""A unit's parameters: sharded, being gathered, or whole. The state machine that owns correctness.
+"""The state machine of a unit's parameters, which are sharded, being gathered, or gathered.
 
-Facts this file is built on:
+Two facts explain the memory management:
 
-- Each unit owns one gathered storage for life; freeing resizes it to nothing. A pool shared by units would give
-  silently wrong gradients: autograd keeps views of the old buffer, and ``p.data =`` bypasses version counters.
-- Reading a storage of size zero crashes the process, so a freed parameter points at a *husk*: a NaN expanded to its
-  shape, which reads as NaN and refuses writes.
+- Each unit owns one gathered storage for its whole life; freeing resizes the storage to zero. A pool shared by units
+  would silently give wrong gradients: autograd keeps views of the old buffer, and ``p.data =`` bypasses version
+  counters.
+- Reading a storage of size zero crashes the process. A freed parameter therefore points at a *husk*: a NaN expanded to
+  the parameter's shape, which reads as NaN and refuses writes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ __all__ = ["FlatBuffer", "GatherLink", "State", "Unit"]
 
 
 class State(enum.Enum):
-    """Where a unit's parameters are."""
+    """State of a unit's parameters."""
 
     SHARDED = "sharded"
     GATHERING = "gathering"
@@ -44,14 +45,14 @@ class FlatBuffer:
     """One flat buffer on this rank.
 
     Attributes:
-        layout: what lies where.
-        parameters: the module's parameters, in slot order.
-        full: the whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
-        shard: this rank's P shard, ``[layout.shard_numel]``; a view of ``full`` when P is not sharded.
-        shares: the optimizer ranks' shares of this P shard, by position along the shard axis.
-        secondary: this rank's part of the secondary copy, if the plan keeps one.
-        master: fp32 values of this rank's share: a tensor of its own, or ``None`` where P is fp32, travels exactly and
-            *is* the master.
+        layout: Positions of the parameters in the buffer.
+        parameters: Parameters of the modules, in slot order.
+        full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
+        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not sharded.
+        shares: Shares of this P shard, by position along the shard axis.
+        secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
+        master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
+            P is fp32 and travels without loss.
     """
 
     layout: FlatLayout
@@ -70,17 +71,17 @@ class FlatBuffer:
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
 
     def restore(self) -> None:
-        """Give the gathered storage its memory back; contents are undefined until gathered."""
+        """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
         self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
     def release(self) -> None:
-        """Let go of the gathered memory."""
+        """Free the gathered storage."""
         self.full.untyped_storage().resize_(0)
 
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""
         if not whole:
-            for husk in self._single_husks:  # one element cannot refuse writes
+            for husk in self._single_husks:  # a husk of one element does not refuse writes
                 husk.copy_(self._poison)
         for parameter, value in zip(self.parameters, self._views if whole else self._husks, strict=True):
             set_local(parameter, value)
@@ -88,14 +89,15 @@ class FlatBuffer:
 
 @dataclass(frozen=True)
 class GatherLink:
-    """How units are gathered.
+    """The lanes, groups and codec for gathering units.
 
     Attributes:
-        lanes: where gathers run.
-        params: the axis that holds one copy of the parameters.
-        secondary: the axis that holds a secondary copy, if the plan keeps one.
-        codec: encodes what is gathered over ``params``; what is gathered from the secondary shard was encoded before.
-        seeds: for that codec.
+        lanes: Lanes that gathers run on.
+        params: Group of ranks that hold one copy of the parameters.
+        secondary: Group of ranks that hold one secondary copy; ``None`` if the plan keeps none.
+        codec: Codec of gathers over ``params``. Gathers from the secondary shard need none: its values were already
+            encoded once.
+        seeds: Seeds for the codec.
     """
 
     lanes: Lanes
@@ -109,11 +111,18 @@ class Unit:
     """The parameters that are gathered, freed and reduced together.
 
     Args:
-        index: number of the unit.
-        module: the module that drives it.
-        info: what the program knows of it.
-        buffers: its flat buffers, shown whole if P is not sharded, else as husks and without the gathered memory.
-        link: how it is gathered.
+        index: Number of the unit.
+        module: Module whose forward and backward drive the unit.
+        info: Description of the unit for the program.
+        buffers: Flat buffers of the unit; shown whole if P is not sharded, otherwise as husks with freed storage.
+        link: Lanes, groups and codec for gathering.
+
+    Attributes:
+        state: State of the parameters.
+        secondary_valid: Whether the secondary shard has the current values.
+        computes_with_copies: Whether modules compute with copies of the masters: P is sharded, or masters are separate.
+        num_updates: Number of times that torch's version counters were raised for new values.
+        exact: Whether the last gather ran without a codec.
     """
 
     def __init__(
@@ -124,10 +133,9 @@ class Unit:
         self.sharded = params.size > 1
         self.state = State.SHARDED if self.sharded else State.GATHERED
         self.secondary_valid = False
-        # Where a master is a tensor of its own, or parameters are gathered, modules compute with copies.
         self.computes_with_copies = self.sharded or any(buffer.master is not None for buffer in buffers)
-        self.num_updates = 0  # times that torch was made to notice new values of the parameters
-        self.exact = True  # whether what was gathered last travelled without a codec
+        self.num_updates = 0
+        self.exact = True
         self._spreads: list[Ticket] = []
         self._lanes, self._params, self._secondary = link.lanes, params, secondary
         self._codec, self._seeds = link.codec, link.seeds
@@ -137,7 +145,7 @@ class Unit:
         self._secondary_loads = self._loads("gather", Axis.SECONDARY, encoded=False)
         if self.sharded:
             for buffer in buffers:
-                buffer.restore()  # collectives are made of views, which need the memory that they will see
+                buffer.restore()  # collectives are built from views, which need allocated memory
         self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if self.sharded else []
         self._from_secondary = [
             _gather(secondary, buffer, buffer.secondary)
@@ -155,15 +163,15 @@ class Unit:
 
     @property
     def ready(self) -> bool:
-        """Whether its parameters are whole and up to date."""
+        """Whether the parameters are whole and up to date."""
         return self.state is State.GATHERED and not self._spreads
 
     def start_gather(self, *, from_secondary: bool, exact: bool = False) -> None:
-        """sharded -> gathering. Does nothing in any other state.
+        """Start a gather (sharded -> gathering). Does nothing in any other state.
 
         Args:
-            from_secondary: read the secondary shard when it is valid.
-            exact: send values as they are, whatever the plan's codec.
+            from_secondary: Whether to gather from the secondary shard if it is valid.
+            exact: Whether to gather without a codec, whatever the plan says.
         """
         if self.state is not State.SHARDED:
             return
@@ -176,14 +184,14 @@ class Unit:
         elif self._codec is None or exact:
             collectives = self._from_shard
         else:
-            # Made anew each time: a unit that is not on its way keeps no memory for messages.
+            # Built for each gather, so that a unit keeps no memory for messages between gathers.
             collectives = [self._encoded_gather(buffer, self._codec) for buffer in self.buffers]
         for moves, load in zip(collectives, loads, strict=True):
             self._gather.append(self._lanes.submit(Lane.GATHER, moves, after=self._spreads, load=load))
         self.state = State.GATHERING
 
     def need(self, *, from_secondary: bool) -> None:
-        """any state -> gathered: act on demand and wait until the parameters are whole and up to date."""
+        """Gather on demand (any state -> gathered), and wait until the parameters are whole and up to date."""
         self.start_gather(from_secondary=from_secondary)
         if self.state is State.GATHERING:
             for ticket in self._gather:
@@ -195,7 +203,8 @@ class Unit:
         self.join_spread()
 
     def free(self) -> bool:
-        """gathering or gathered -> sharded; drains a gather that nobody needed. Whether anything was freed."""
+        """Free the parameters (gathering or gathered -> sharded), after waiting for a gather in flight; returns whether
+        anything was freed."""
         if not self.sharded or self.state is State.SHARDED:
             return False
         for ticket in self._gather:
@@ -219,23 +228,23 @@ class Unit:
         self.secondary_valid = True
 
     def spread(self, number: int, lane: Lane, moves: Moves) -> None:
-        """Start spreading the buffer of that number; what is gathered next waits for it."""
+        """Start spreading the buffer with the given number; the next gather waits for the spread."""
         self._spreads.append(self._lanes.submit(lane, moves, load=self._spread_loads[number]))
 
     def join_spread(self) -> None:
-        """Wait until the parameters of the last step have arrived."""
+        """Wait until the parameters that the last step updated have arrived."""
         for ticket in self._spreads:
             ticket.wait()
         self._spreads.clear()
 
     def updated(self) -> None:
-        """The P shard has new values: whatever was derived from the old ones is stale."""
+        """Invalidate everything derived from the P shard, which gets new values."""
         self.free()
         self.secondary_valid = False
         self.num_updates += 1
         for buffer in self.buffers:
             for parameter in buffer.parameters:
-                # An old graph that is still alive would compute with new values: make torch notice.
+                # A graph from before the update would compute with new values: let torch detect that.
                 torch.autograd.graph.increment_version(parameter)
 
     def _loads(self, what: str, axis: Axis, *, encoded: bool = True) -> list[Load]:
@@ -255,8 +264,8 @@ def _piece(full: torch.Tensor, group: AxisGroup) -> torch.Tensor:
 def _gather(
     group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor, codec: Codec | None = None, seed: int | None = None
 ) -> Moves:
-    """Gather the whole buffer from what each member of the axis holds of it. The same memory every time, so that the
-    collective is made once, if there is no codec."""
+    """Gather the whole buffer from the pieces that the ranks of the group hold. It uses the same memory every time, so
+    that without a codec the collective is built only once."""
 
     def place_own() -> None:
         _piece(buffer.full, group).copy_(source)

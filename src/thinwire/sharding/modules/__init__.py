@@ -1,1 +1,1 @@
-"""The user's modules: which become units, what they take and return, and what some of them need in a narrow dtype."""
+"""Handles the user's modules: chooses units, casts inputs, recomputes activations, and widens norms."""

@@ -1,4 +1,4 @@
-"""Which modules become units, and which parameters each unit owns."""
+"""Chooses the modules that become units, and assigns parameters to them."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _IGNORED = "_thinwire_ignored"
 
 
 def ignore(*parameters: nn.Parameter) -> None:
-    """Have :func:`thinwire.shard` leave parameters alone, as ``ignored_params`` of FSDP2 does.
+    """Exclude parameters from :func:`thinwire.shard`, like ``ignored_params`` of FSDP2.
 
-    They stay plain tensors on every rank, as they are: not gathered, not combined over ranks, not saved. Their
-    gradients are this rank's.
+    They stay plain tensors on every rank. They are not gathered, combined over ranks, or saved, and each rank keeps its
+    own gradients.
 
     Args:
-        *parameters: of a model that is not sharded yet.
+        *parameters: Parameters of a model that is not sharded yet.
     """
     for parameter in parameters:
         object.__setattr__(parameter, _IGNORED, True)
@@ -44,12 +44,12 @@ class UnitModules:
     """A module that becomes a unit.
 
     Attributes:
-        name: dotted module name; empty for the root.
-        module: the module whose forward and backward drive the unit.
-        block: number of the block (an element of a module list) it is or belongs to; others have their own number.
-        list_element: name of the block it is or lies in, an element of a module list or a selected module; empty for
-            others. Activation recomputation covers whole list elements.
-        parameters: ``(name, parameter)`` pairs it owns; names are the model's.
+        name: Dotted name of the module; empty for the root.
+        module: Module whose forward and backward drive the unit.
+        block: Number of the block that the unit is or belongs to. A unit outside of blocks has a number of its own.
+        list_element: Name of the block that the unit is or belongs to: an element of a module list, or a selected
+            module. Empty outside of blocks. Activation recomputation covers whole blocks.
+        parameters: ``(name, parameter)`` pairs that the unit owns; names as in the model.
     """
 
     name: str
@@ -67,26 +67,26 @@ def discover(
 ) -> list[UnitModules]:
     """Cut a model into units.
 
-    By default every element of a module list or sequence that holds parameters is a unit, and so is every large leaf
-    outside them (embedding, head); the root takes the rest. ``granularity = "module"`` cuts further, to the leaves; a
-    module that is excepted from it by ``"block"`` is not cut and gathers whole, as DeepSpeed's leaf modules do.
-    Parameters tied across units belong to the unit of their nearest common ancestor, and so do those of modules that
-    are never called (a parameter list, the elements of a list of lists).
+    By default, every element of a module list or sequence that holds parameters is a unit, and so is every large leaf
+    outside them (embedding, head). The root takes the rest. ``granularity = "module"`` cuts further, down to the
+    leaves. A module with the exception ``"block"`` is not cut and gathers whole, like DeepSpeed's leaf modules.
+    Parameters that several units share belong to the unit of their nearest common ancestor. So do parameters of modules
+    that are never called (a parameter list, the elements of a list of lists).
 
     Args:
-        model: the model.
-        selection: modules or their names, or a predicate on ``(name, module)``; ``None`` finds them.
+        model: The model.
+        selection: Modules or their names, or a predicate on ``(name, module)``; ``None`` selects the default blocks.
         granularity: ``"block"`` or ``"module"``.
-        exceptions: returns the granularity of the block or module of a name, ``None`` where there is no exception. The
-            empty name stands for what lies outside of blocks.
+        exceptions: Returns the granularity of the block or module with a given name, or ``None`` if there is no
+            exception. The empty name stands for everything outside of blocks.
 
     Returns:
-        Units with at least one parameter, in registration order; the root first, if it owns any.
+        Units with at least one parameter, in registration order; the root comes first, if it owns any.
 
     Raises:
-        UsageError: if a selected module is not part of the model, or is never called.
+        UsageError: A selected module is not part of the model, or is never called.
     """
-    blocks = _selected(model, selection) if selection is not None else _found(model)
+    blocks = _selected(model, selection) if selection is not None else _default_blocks(model)
     units = _cut(model, blocks, granularity, exceptions, with_large_leaves=selection is None)
     _assign_parameters(model, units)
     return [unit for unit in units if unit.parameters]
@@ -115,9 +115,9 @@ def _selected(model: nn.Module, selection: Selection) -> list[tuple[str, nn.Modu
     return sorted(blocks, key=lambda item: order.index(item[0]))
 
 
-def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Elements of the outermost module lists and sequences; of lists of lists, the elements of the inner ones."""
-    found: list[tuple[str, nn.Module]] = []
+def _default_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Elements of the outermost module lists and sequences; for lists of lists, the elements of the inner lists."""
+    blocks: list[tuple[str, nn.Module]] = []
 
     def walk(prefix: str, module: nn.Module, *, listed: bool) -> None:
         listed = isinstance(module, nn.ModuleList | nn.Sequential) or (listed and not _is_called(module))
@@ -126,10 +126,10 @@ def _found(model: nn.Module) -> list[tuple[str, nn.Module]]:
             if not listed or not _is_called(child):
                 walk(path, child, listed=listed)
             elif _owns_any(child):
-                found.append((path, child))
+                blocks.append((path, child))
 
     walk("", model, listed=False)
-    return list({module: (path, module) for path, module in reversed(found)}.values())[::-1]
+    return list({module: (path, module) for path, module in reversed(blocks)}.values())[::-1]
 
 
 def _cut(
@@ -140,14 +140,14 @@ def _cut(
     *,
     with_large_leaves: bool,
 ) -> list[UnitModules]:
-    """Units of a model, without their parameters: blocks or their modules, and what lies outside of blocks.
+    """Create the units of a model without their parameters, inside and outside of blocks.
 
     Args:
-        model: the model.
-        blocks: its blocks, by name.
-        granularity: how blocks are cut.
-        exceptions: see :func:`discover`.
-        with_large_leaves: whether large leaves outside of blocks are units.
+        model: The model.
+        blocks: Names and modules of its blocks.
+        granularity: ``"block"`` or ``"module"``.
+        exceptions: See :func:`discover`.
+        with_large_leaves: Whether large leaves outside of blocks are units.
     """
     named = {name: module for name, module in blocks if name}
     owner: dict[int, str] = {}
@@ -217,7 +217,7 @@ def _is_large_leaf(module: nn.Module, total: int) -> bool:
 
 
 def _is_called(module: nn.Module) -> bool:
-    """Whether hooks on the module would ever run. Containers have no forward, and ``nn.MultiheadAttention`` reads the
-    weight of its output projection, which has a class of its own, without calling it."""
+    """Whether hooks on the module can ever run. Containers have no forward. ``nn.MultiheadAttention`` has a special
+    class for its output projection, and reads the projection's weight without calling it."""
     forward = getattr(module.forward, "__func__", module.forward)
     return forward is not nn.Module.forward and not isinstance(module, NonDynamicallyQuantizableLinear)

@@ -1,4 +1,4 @@
-"""What modules take and return: the tensors in it, and the same with other dtypes."""
+"""Finds and casts the tensors in the inputs and outputs of modules."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 __all__ = ["cast_inputs", "gradient_sources", "tensors_in"]
 
 MAX_DEPTH = 4
-"""How deep objects within objects are searched for tensors; containers do not count."""
+"""Most levels of nested objects to search for tensors; containers do not count."""
 
 _PLAIN = (str, bytes, int, float, complex, type, torch.dtype, torch.device, nn.Module)
 
 
 def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """Tensors in what modules take and return: containers, dataclasses, and the attributes of any other object."""
+    """Tensors in a module's inputs or outputs: in containers, dataclasses, and the attributes of other objects."""
     if isinstance(value, torch.Tensor):
         return (value,)
     if type(value) is tuple and all(isinstance(item, torch.Tensor) for item in value):
@@ -28,14 +28,14 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
 
 
 def gradient_sources(inputs: Any) -> list[torch.Tensor]:
-    """The tensors by which a backward may leave a unit, taken before the unit's forward runs.
+    """The tensors through which a backward can leave a unit. Call this before the unit's forward runs.
 
-    Tensors in containers and dataclasses all count. Any other object may be a store that every unit reads and adds to,
-    as a cache of keys and values is: of its tensors only the newest counts. Autograd runs the newest node that is ready
-    first, so that the unit's backward is over as soon as it reaches *any* tensor that is older than the unit's forward.
+    Every tensor in a container or dataclass counts. Any other object may be a store that every unit reads and extends,
+    such as a cache of keys and values, so only the newest of its tensors counts. Autograd runs the newest ready node
+    first. The unit's backward is therefore over when it reaches *any* tensor that is older than the unit's forward.
 
     Args:
-        inputs: positional and keyword arguments of a forward that is about to run.
+        inputs: Positional and keyword arguments of a forward that is about to run.
 
     Returns:
         Tensors that require a gradient.
@@ -43,9 +43,9 @@ def gradient_sources(inputs: Any) -> list[torch.Tensor]:
     stores: list[Any] = []
     sources = [tensor for tensor in _search(inputs, set(), 0, stores) if tensor.requires_grad]
     if stores:
-        held = [tensor for tensor in _search(stores, set(), MAX_DEPTH) if tensor.requires_grad]
-        graphs = [tensor for tensor in held if tensor.grad_fn is not None]
-        sources += [tensor for tensor in held if tensor.grad_fn is None]
+        stored = [tensor for tensor in _search(stores, set(), MAX_DEPTH) if tensor.requires_grad]
+        graphs = [tensor for tensor in stored if tensor.grad_fn is not None]
+        sources += [tensor for tensor in stored if tensor.grad_fn is None]
         if graphs:
             sources.append(max(graphs, key=_age))
     return sources
@@ -57,13 +57,13 @@ def _age(tensor: torch.Tensor) -> int:
 
 
 def _search(value: Any, seen: set[int], depth: int, too_deep: list[Any] | None = None) -> Iterator[torch.Tensor]:
-    """Walk through a value.
+    """Walk through a value and yield its tensors.
 
     Args:
-        value: anything.
-        seen: identities of what was visited.
-        depth: how many more objects within objects are entered.
-        too_deep: collects the objects that are not entered.
+        value: Any value.
+        seen: Identities of the values visited so far.
+        depth: Most levels of nested objects to enter from here.
+        too_deep: Collects the objects that are not entered.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -91,11 +91,11 @@ def _search(value: Any, seen: set[int], depth: int, too_deep: list[Any] | None =
 
 
 def cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]] | None]:
-    """A forward pre-hook: floating-point inputs arrive in compute dtype, as the parameters that they meet.
+    """Create a forward pre-hook that casts floating-point inputs to the compute dtype of the parameters.
 
-    Containers, named tuples, mappings and dataclasses (frozen ones too) are copied where they hold a tensor to cast,
-    and keep their class. What holds none is passed on as the same object, and so is every other object: units may
-    share it and write to it.
+    Containers, named tuples, mappings and dataclasses (also frozen ones) are copied if they hold a tensor to cast; the
+    copy has the same class. Everything else is passed on as the same object, because units may share it and write to
+    it.
     """
 
     def hook(
@@ -108,7 +108,7 @@ def cast_inputs(dtype: torch.dtype) -> Callable[..., tuple[Any, dict[str, Any]] 
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """The same value with floating-point tensors of a dtype; the same object if nothing changes."""
+    """Cast the floating-point tensors in a value to a dtype; returns the same object if nothing changes."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.dtype is not dtype and value.is_floating_point() else value
     if value is None or isinstance(value, _PLAIN):
@@ -131,12 +131,12 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _changes(items: Iterable[tuple[Any, Any]], dtype: torch.dtype) -> dict[Any, Any]:
-    """By key, what is another object when it is cast."""
+    """The items that casting replaces, by key."""
     return {key: new for key, item in items if (new := _cast(item, dtype)) is not item}
 
 
 def _with_items(container: Any, changes: Mapping[Any, Any]) -> Any:
-    """A copy with other items; for ``transformers``' outputs, which are mappings and dataclasses at once, as well."""
+    """Copy a container and replace items. Handles outputs of ``transformers``, which are also dataclasses."""
     if not changes:
         return container
     changed = copy.copy(container)
@@ -146,7 +146,7 @@ def _with_items(container: Any, changes: Mapping[Any, Any]) -> Any:
 
 
 def _with_attributes(value: Any, changes: Mapping[str, Any]) -> Any:
-    """A copy with other fields, of a frozen dataclass too; nothing is computed anew as by its constructor."""
+    """Copy a dataclass, frozen or not, and replace fields without running its constructor."""
     if not changes:
         return value
     changed = copy.copy(value)

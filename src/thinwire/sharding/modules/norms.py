@@ -1,4 +1,4 @@
-"""Norms with running statistics, computed beside narrower parameters."""
+"""Runs norms with fp32 running statistics whose parameters have a narrower dtype."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ __all__ = ["compute_beside_statistics", "keeps_statistics"]
 
 
 def keeps_statistics(module: nn.Module) -> bool:
-    """Whether a module is a batch or instance norm with running statistics and trainable factors."""
+    """Whether a module is a batch or instance norm with running statistics, a weight and a bias."""
     return isinstance(module, _NormBase) and module.affine and module.running_mean is not None
 
 
 def compute_beside_statistics(norm: nn.Module) -> Callable[[], None]:
-    """Have a norm compute with its weight and bias in the dtype of its running statistics.
+    """Make a norm widen its weight and bias to the dtype of its running statistics.
 
-    torch takes an input in bf16 beside parameters in fp32, but no parameters in bf16 beside statistics in fp32, and
-    statistics in bf16 would lose most of what a small momentum adds. What the norm returns has its input's dtype.
+    torch accepts a bf16 input with fp32 parameters, but it rejects bf16 parameters with fp32 statistics. Statistics in
+    bf16 would lose most of what a small momentum adds. The norm's output has the dtype of its input.
 
     Args:
-        norm: for which :func:`keeps_statistics` holds; its parameters may change dtype between calls.
+        norm: Norm for which :func:`keeps_statistics` holds; its parameters may change dtype between calls.
 
     Returns:
-        A function that undoes it.
+        A function that restores the norm.
     """
     forward = norm.forward
 

@@ -1,4 +1,4 @@
-"""Recomputation of activations by the plan."""
+"""Recomputes activations in the backward, if the plan asks for it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from thinwire.errors import UsageError
 __all__ = ["recompute_activations"]
 
 _USE_CACHE: Final = "use_cache"
-"""Argument by which a model of ``transformers`` is asked for keys and values."""
+"""Argument that asks a model of ``transformers`` to return keys and values."""
 
 _CACHES: Final = ("past_key_values", "cache_params")
-"""Arguments by which it takes those of earlier tokens."""
+"""Arguments that pass the keys and values of earlier tokens to such a model."""
 
 
 def recompute_activations(model: nn.Module, modules: Iterable[nn.Module]) -> Callable[[], None]:
-    """Recompute activations in the backward. A unit's own hooks stay outside: its parameters are gathered once, for
-    recomputation and gradients together.
+    """Recompute activations in the backward. Hooks of a unit run outside of the recomputed region, so its parameters
+    are gathered once for both recomputation and gradients.
 
     Args:
-        model: the root.
-        modules: those whose activations are recomputed.
+        model: The root.
+        modules: Modules whose activations are recomputed.
 
     Returns:
-        What undoes it.
+        A function that restores the modules.
     """
-    undone = [_recompute(module) for module in modules]
-    undone += [handle.remove for module in model.modules() if (handle := _leave_out_caches(module)) is not None]
+    undos = [_recompute(module) for module in modules]
+    undos += [handle.remove for module in model.modules() if (handle := _leave_out_caches(module)) is not None]
 
-    def undo() -> None:
-        for one in undone:
-            one()
+    def undo_all() -> None:
+        for undo in undos:
+            undo()
 
-    return undo
+    return undo_all
 
 
 def _recompute(module: nn.Module) -> Callable[[], None]:
@@ -62,8 +62,8 @@ def _recompute(module: nn.Module) -> Callable[[], None]:
 
 
 def _leave_out_caches(module: nn.Module) -> RemovableHandle | None:
-    """Have a model of ``transformers`` train without a cache of keys and values, which recomputation would append to a
-    second time. Evaluation and generation keep theirs."""
+    """Disable the cache of keys and values while a model of ``transformers`` trains, because recomputation would append
+    to it a second time. Evaluation and generation keep their caches."""
     try:
         arguments = list(inspect.signature(module.forward).parameters)
     except (TypeError, ValueError):  # compiled code, which no model of transformers is
