@@ -297,19 +297,13 @@ class Half(Stack):
         self.half()
 
 
-class Double(Stack):
-    def __init__(self) -> None:
-        super().__init__()
-        self.double()
-
-
 class Mixed(Stack):
     """Types differ inside a unit; an integer parameter is frozen by nature."""
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks[1].up.half()
-        self.blocks[2].norm.double()
+        self.blocks[2].norm.bfloat16()
         self.shift = nn.Parameter(torch.tensor([1, 2, 3]), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -331,7 +325,7 @@ GROUPS: dict[str, tuple[type[nn.Module], ...]] = {
     "frozen": (FrozenUnits, LowRankStack, LowRankBehindFrozen, LowRankCalledTwice),
     "unused": (UnusedParameters, BlocksByStep, BlocksByMicroBatch, ParametersByRank),
     "shapes": (SmallerThanTheWorld, OneLayer, Shapes, OnlyScalars),
-    "types": (Half, Double, Mixed, SparseGradient),
+    "types": (Half, Mixed, SparseGradient),
 }
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from thinwire.collectives import group
+from thinwire.collectives import group, patience
+from thinwire.collectives.rollcall import RollCall
 
 
 class CutOff:
@@ -31,10 +32,21 @@ def test_a_store_that_does_not_answer_does_not_hold_a_failure_up(monkeypatch: py
     store: Any = CutOff()
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(dist, "get_rank", lambda: 2)
-    monkeypatch.setattr(group, "STORE_PATIENCE", 0.1)
+    monkeypatch.setattr(patience, "STORE_PATIENCE", 0.1)
     started = time.monotonic()
     assert "The store has not answered" in group._publish_and_ask("failed in all_gather", [0, 2])
     assert time.monotonic() - started < 10
     store.back.set()
-    monkeypatch.setattr(group, "STORE_PATIENCE", 20.0)
+    monkeypatch.setattr(patience, "STORE_PATIENCE", 20.0)
     assert "The store is gone too" in group._publish_and_ask("failed in all_gather", [0, 2])
+
+
+def test_a_store_that_does_not_answer_does_not_hold_the_roll_call_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    store: Any = CutOff()
+    monkeypatch.setattr(patience, "STORE_PATIENCE", 0.1)
+    rollcall = RollCall(lambda: None, lambda: store)
+    rollcall._asking = True
+    started = time.monotonic()
+    assert rollcall.find_verdict() == ""
+    assert time.monotonic() - started < 10
+    store.back.set()

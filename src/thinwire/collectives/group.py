@@ -26,6 +26,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from thinwire.agreement import agree
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
 from thinwire.collectives.memory import release_memory
+from thinwire.collectives.patience import STORE_PATIENCE, within_patience
 from thinwire.collectives.rendezvous import Rendezvous
 from thinwire.collectives.rollcall import MeetingPlace, RollCall
 from thinwire.errors import CollectiveError, MismatchError, UsageError
@@ -51,8 +52,6 @@ __all__ = [
 
 DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
-STORE_PATIENCE = 3.0
-"""Seconds that a failing rank gives the store to tell of the other ranks."""
 
 _timeout = DEFAULT_TIMEOUT
 _joined_here = False
@@ -600,16 +599,10 @@ def _transport_reason(error: BaseException | None) -> str | None:
 
 
 def _publish_and_ask(what: str, ranks: Sequence[int]) -> str:
-    """Tell the others, through the store, where this rank failed, and hear where they did.
-
-    A store whose host is cut off answers neither yes nor no: its client would wait for as long as TCP tries.
-    """
-    answers: list[str] = []
-    asking = threading.Thread(target=lambda: answers.append(_ask_store(what, ranks)), daemon=True)
-    asking.start()
-    asking.join(STORE_PATIENCE)
+    """Tell the others, through the store, where this rank failed, and hear where they did."""
+    answer = within_patience(lambda: _ask_store(what, ranks))
     silence = f"The store has not answered for {STORE_PATIENCE:.0f} s: this host or its host, rank 0's, is cut off."
-    return answers[0] if answers else silence
+    return answer or silence
 
 
 def _ask_store(what: str, ranks: Sequence[int]) -> str:

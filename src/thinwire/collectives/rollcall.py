@@ -25,6 +25,8 @@ from typing import cast
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.patience import within_patience
+
 __all__ = ["PATIENCE", "MeetingPlace", "RollCall"]
 
 log = logging.getLogger("thinwire")
@@ -190,10 +192,7 @@ class RollCall:
         """The sentence, if this rank or another one has found that ranks are stuck; empty otherwise. Another rank may
         have ended this one's exchanges before this one could look."""
         if not self.verdict and self._asking:
-            with contextlib.suppress(RuntimeError):
-                store = self._store()
-                if store.check([_VERDICT]):
-                    self.verdict = store.get(_VERDICT).decode()
+            self.verdict = within_patience(lambda: _verdict(self._store())) or ""
         return self.verdict
 
     def absence(self) -> str:
@@ -318,6 +317,10 @@ def _place(report: Report) -> str:
 
 
 _VERDICT = "verdict"
+
+
+def _verdict(store: dist.Store) -> str:
+    return store.get(_VERDICT).decode() if store.check([_VERDICT]) else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

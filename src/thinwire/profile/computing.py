@@ -29,8 +29,8 @@ class ModelPiece:
         micro_batch: Sequences per micro-batch.
         dtype: Compute dtype.
         flops: FLOPs of the forward of one part.
-        make: Builds, on a device, the module and a call; the call and the backward of its result are timed. Gradients
-            that the module leaves in ``.grad`` are added to fp32 sums.
+        make: Builds, on a device, a list of parameters and a call; the call and the backward of its result are timed.
+            Gradients of the parameters are added to fp32 sums; the runtime sees to those of a sharded model.
         repeats: Number of such parts, each with its own weights, that the call runs one after another. A single part
             would find its weights in the cache each time, which never happens in training.
     """
@@ -41,7 +41,7 @@ class ModelPiece:
     micro_batch: int
     dtype: Literal["bfloat16", "float32"]
     flops: int
-    make: Callable[[torch.device], tuple[nn.Module, Callable[[], Tensor]]]
+    make: Callable[[torch.device], tuple[Sequence[nn.Parameter], Callable[[], Tensor]]]
     repeats: int = 1
 
 
@@ -126,14 +126,13 @@ def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, se
 
 def _training(piece: ModelPiece, device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], None]]:
     """The forward of a part, and the backward of its result."""
-    module, call = piece.make(device)
+    parameters, call = piece.make(device)
     sums: dict[nn.Parameter, Tensor] = {}
 
     def backward(out: Tensor) -> None:
         out.backward(torch.ones_like(out))
-        for parameter in module.parameters():
-            if parameter.grad is None:  # the runtime has already taken it
-                continue
+        for parameter in parameters:
+            assert parameter.grad is not None
             if parameter not in sums:
                 sums[parameter] = torch.zeros(parameter.shape, device=device)
             sums[parameter].add_(parameter.grad)

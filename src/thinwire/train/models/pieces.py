@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -53,7 +53,7 @@ def pieces(
     compute: torch.dtype = getattr(torch, dtype)
 
     def make(part: Literal["block", "head", "embedding", "whole"], flops: int, repeats: int = 1) -> ModelPiece:
-        def on(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
+        def on(device: torch.device) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
             if part == "whole":
                 return _make_whole(shape, plan, seq, micro_batch, repeats, device)
             return _make(part, shape, seq, micro_batch, repeats, compute, device)
@@ -84,7 +84,7 @@ def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
 
 def _make_whole(
     shape: ModelSpec, plan: Plan, seq: int, micro_batch: int, blocks: int, device: torch.device
-) -> tuple[nn.Module, Callable[[], Tensor]]:
+) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
     """One micro-batch after another of a step that never ends, so that nothing is sent."""
     model = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
@@ -94,7 +94,7 @@ def _make_whole(
         batch = next(endless)
         return cross_entropy(model(batch).logits, batch)
 
-    return model, loss
+    return (), loss
 
 
 def _make(
@@ -105,7 +105,7 @@ def _make(
     blocks: int,
     dtype: torch.dtype,
     device: torch.device,
-) -> tuple[nn.Module, Callable[[], Tensor]]:
+) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
     # What is not timed is left out: of a large model it is gigabytes.
     without = shape.with_(vocab=8) if part == "block" else shape
     model = _model(without, seq, blocks if part == "block" else 0).to(device, dtype)
@@ -114,13 +114,13 @@ def _make(
     if part == "embedding":
         embedding = model.embed_tokens if isinstance(model, Llama) else model.embed_in
         assert embedding is not None
-        return embedding, lambda: embedding(ids)
+        return list(embedding.parameters()), lambda: embedding(ids)
     if part == "head":
         norm = model.norm if isinstance(model, Llama) else model.final_layer_norm
         assert norm is not None
         assert model.lm_head is not None
         head = nn.Sequential(norm, model.lm_head)
-        return head, lambda: cross_entropy(head(hidden), ids)
+        return list(head.parameters()), lambda: cross_entropy(head(hidden), ids)
     cos, sin = model.rotary(seq, dtype) if model.rotary is not None else (None, None)
 
     def through_blocks() -> Tensor:
@@ -129,7 +129,7 @@ def _make(
             x = layer(x, cos, sin)
         return x
 
-    return model.layers, through_blocks
+    return list(model.layers.parameters()), through_blocks
 
 
 def _model(shape: ModelSpec, seq: int, blocks: int) -> Llama | GPT:
