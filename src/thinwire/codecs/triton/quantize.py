@@ -153,9 +153,16 @@ def round_at_random(x_RV, bounded_R, position_RV, seed, R: tl.constexpr, BITS: t
     uniform_RV = (h >> 8).to(tl.int32).to(tl.float32) * (2.0**-24)
     levels_R = tl.full((R,), LEVELS, tl.float32)
     factor_R = tl.div_rn(levels_R, bounded_R)
-    code_RV = tl.floor(x_RV * factor_R[:, None] + uniform_RV)
+    code_RV = _floor(x_RV * factor_R[:, None] + uniform_RV)
     code_RV = tl.minimum(tl.maximum(code_RV, -1.0 * LEVELS), 1.0 * LEVELS)
     return code_RV + MAGIC, tl.div_rn(bounded_R, levels_R)
+
+
+@triton.jit
+def _floor(x):
+    """``tl.floor`` of magnitudes below 2^22; some of Triton's releases have it take denormal values for zero."""
+    nearest = (x + MAGIC) - MAGIC
+    return nearest - (nearest > x).to(tl.float32)
 
 
 @triton.jit
