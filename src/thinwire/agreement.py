@@ -1,4 +1,4 @@
-"""Acting together: every rank succeeds, or every rank raises."""
+"""Runs an action on all ranks, so that every rank succeeds or every rank raises."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """Some ranks, and the one collective that agreement needs."""
+    """A group of ranks with the only collective that agreement needs."""
 
     @property
     def rank(self) -> int:
-        """This process's index."""
+        """Index of this process in the group."""
 
     @property
     def size(self) -> int:
@@ -28,7 +28,7 @@ class Ranks(Protocol):
 
 
 def describe(error: BaseException) -> str:
-    """The message of an error for the other ranks; errors of others' code are named by their class too."""
+    """Describe an error for the other ranks; errors of other libraries include the name of their class."""
     return str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}"
 
 
@@ -40,24 +40,25 @@ def agree(
     raises_own: bool = False,
     message: Callable[[BaseException], str] = describe,
 ) -> list[T]:
-    """Run an action on every rank and learn how all ranks fared. Collective.
+    """Run an action on every rank and exchange the outcomes. Collective.
 
     1. Each rank runs its action, which must not communicate.
     2. Ranks exchange results and messages; messages are plain text, since some exceptions do not survive pickling.
     3. If any action failed, every rank raises. Otherwise every rank returns all results.
 
     Args:
-        ranks: the ranks.
-        action: this rank's part.
-        explain: makes the error from the messages of the ranks that failed, by rank.
-        raises_own: whether a rank whose action failed raises its own exception instead.
-        message: makes the text that the other ranks receive of an exception.
+        ranks: The ranks.
+        action: Action of this rank.
+        explain: Creates the error from the messages of the ranks that failed, by rank.
+        raises_own: Whether a rank raises its own exception, if it has one, rather than the error of ``explain``.
+        message: Describes an exception for the other ranks.
 
     Returns:
         Every rank's result, by rank.
 
     Raises:
-        Exception: what ``explain`` makes, caused by this rank's own exception if it had one; or that one itself.
+        Exception: An action failed. The error is the result of ``explain``, caused by this rank's own exception if it
+            has one, or that exception itself.
     """
     result: T | None = None
     problem: str | None = None

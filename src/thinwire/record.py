@@ -158,9 +158,8 @@ def steps_of(run: RunRecord) -> list[int]:
 def steady(run: RunRecord) -> list[tuple[Record, int]]:
     """Records from which to measure a step, each with the number of steps that it covers.
 
-    They belong to the current plan. The first few, skipped steps, and records after a validation are left out; the last
-    would include the traffic and the waiting of the validation. A rule that would leave no
-    record is dropped.
+    They belong to the current plan. The first few records, skipped steps, and records after a validation are left out.
+    A record after a validation would include its traffic and its waiting time. A rule that leaves no record is ignored.
 
     Args:
         run: The run.

@@ -1,4 +1,4 @@
-"""The interface: shard a model, train it as one trains any PyTorch model, save it, load it."""
+"""The public interface: shard a model, train it like any PyTorch model, save it, and load it."""
 
 from __future__ import annotations
 
@@ -61,34 +61,34 @@ def shard(
 ) -> Module:
     """Shard a model's parameters, gradients and optimizer states by a plan, in place.
 
-    Call it on every rank, before the optimizer is made. From then on ``model.parameters()`` gives this rank's shares of
-    the fp32 masters (:class:`~thinwire.sharding.shares.parameter.ShardedParameter`): read them, write to them, take
-    their ``.grad``, give them to any optimizer. Inside forward and backward, modules see whole tensors in the plan's
-    compute dtype. Updated parameters travel while the next forward runs. Joins the job described by torchrun's
-    environment if ``torch.distributed`` is not initialised yet.
+    Call this on every rank, before you make the optimizer. From then on, ``model.parameters()`` returns this rank's
+    shares of the fp32 masters (:class:`~thinwire.sharding.shares.parameter.ShardedParameter`): you can read them, write
+    to them, take their ``.grad``, and pass them to any optimizer. Inside forward and backward, modules see whole
+    tensors in the plan's compute dtype. Updated parameters travel while the next forward runs. If ``torch.distributed``
+    is not initialised yet, this joins the job described by torchrun's environment.
 
-    You may shard parts first, each under the same plan, and then the model (``for block in model.layers:
-    tw.shard(block, plan)``, ``tw.shard(model, plan)``): the parts become its units.
+    You can also shard parts first, each under the same plan, and then the model (``for block in model.layers:
+    tw.shard(block, plan)``, ``tw.shard(model, plan)``). The parts become the model's units.
 
     Args:
-        model: any module with materialised parameters on one device; or with all of them on the meta device, and then
-            new parameters take their places.
-        plan: the plan; its mesh has as many ranks as the job.
-        units: what is gathered, freed and reduced together: modules or their names, or a predicate on ``(name,
-            module)``. By default the elements of the model's module lists, large leaves outside them, and the rest.
-        sync_initial: start from rank 0's parameters and buffers; otherwise ranks must have equal ones.
-        codec_backend: one of :data:`thinwire.codecs.BACKENDS`; the device's own unless said.
-        values: where a model on the meta device gets its values. Each rank reads what it keeps, one flat buffer at a
-            time: none holds the whole model, unless the plan says so.
-        device: where a model on the meta device will live.
+        model: Any module with materialised parameters on one device, or with all parameters on the meta device. The
+            latter are replaced by new parameters.
+        plan: The plan; its mesh has as many ranks as the job.
+        units: Modules that are each gathered, freed and reduced as a whole: modules or their names, or a predicate on
+            ``(name, module)``. Default: elements of the model's module lists, large leaves outside them, and the rest.
+        sync_initial: Whether to start from rank 0's parameters and buffers; otherwise all ranks must have equal ones.
+        codec_backend: One of :data:`thinwire.codecs.BACKENDS`; default: the device's own.
+        values: Initial values of a model on the meta device. Each rank reads only the values that it keeps, one flat
+            buffer at a time. No rank holds the whole model, unless the plan says so.
+        device: Target device of a model on the meta device.
 
     Returns:
         The same object.
 
     Raises:
-        SpecError: if the plan asks for what this runtime or this job cannot do.
-        MismatchError: if ranks have different plans or models.
-        UsageError: if the model cannot be sharded.
+        SpecError: This runtime or this job does not support the plan.
+        MismatchError: Ranks have different plans or models.
+        UsageError: The model cannot be sharded.
     """
     if not groups.is_initialized():
         groups.init()
@@ -116,13 +116,14 @@ def optimizer(
     """Make any torch optimizer over this rank's share of the fp32 masters.
 
     Args:
-        model: a sharded model.
-        optimizer_class: for example ``torch.optim.AdamW``. One that updates whole tensors (Muon, Adafactor) needs
-            ``partition = "inter"`` and unsharded parameters; this is found out by trying, not by name.
-        param_groups: as torch takes them; ``params`` may also be name patterns such as ``"*norm*"``. Parameters in no
-            group get the defaults.
-        skip_nonfinite: leave the parameters alone when the gradient norm is NaN or infinite.
-        **options: passed on, for example ``lr=3e-4, fused=True``.
+        model: A sharded model.
+        optimizer_class: Class of the optimizer, for example ``torch.optim.AdamW``. A class that updates whole tensors
+            (Muon, Adafactor) needs ``partition = "inter"`` and unsharded parameters. A trial on small tensors detects
+            such classes; their names do not matter.
+        param_groups: Parameter groups, as in torch; ``params`` may also be name patterns such as ``"*norm*"``.
+            Parameters in no group get the defaults.
+        skip_nonfinite: Whether to leave the parameters unchanged if the gradient norm is NaN or infinite.
+        **options: Options of the class, for example ``lr=3e-4, fused=True``.
 
     Returns:
         An optimizer; its ``step`` updates the share and starts spreading it.
@@ -133,9 +134,13 @@ def optimizer(
 
 
 def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
-    """Iterate over the micro-batches of one step. The runtime then knows which one is the last.
+    """Iterate over the micro-batches of one step, so that the runtime knows the last one.
 
-    Gradients add up over micro-batches, as in PyTorch: divide each loss by their number for a mean.
+    Gradients add up over micro-batches, as in PyTorch. For a mean, divide each loss by the number of micro-batches.
+
+    Args:
+        model: A sharded model.
+        batches: Micro-batches of the step.
     """
     runtime = runtime_of(model)
     iterator = iter(batches)
@@ -159,18 +164,18 @@ def micro_batches(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
 
 
 def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
-    """Iterate over batches of which ranks may have different numbers, as DDP's ``join`` allows.
+    """Iterate over batches when ranks may have different numbers of them, like DDP's ``join``.
 
-    A rank that has run out goes on with its last batch, so that it takes part in every exchange; its gradients count as
-    zero, and the mean is still over all ranks. Iteration ends on all ranks together. Ranks exchange 8 bytes for each
+    A rank that runs out of batches repeats its last batch, so that it takes part in every exchange. Its gradients then
+    count as zero, and means are still over all ranks. Iteration ends on all ranks together. Ranks exchange 8 bytes per
     batch.
 
     Args:
-        model: a sharded model.
-        batches: this rank's, at least one.
+        model: A sharded model.
+        batches: Batches of this rank, at least one.
 
     Raises:
-        UsageError: a rank has no batch at all.
+        UsageError: A rank has no batch at all.
     """
     runtime = runtime_of(model)
     ranks, iterator = groups.control(runtime.part.data.ranks), iter(batches)
@@ -191,12 +196,12 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state dict of the unsharded model, on every rank: fp32 masters and buffers as plain tensors on the CPU.
+    """Return the state dict of the unsharded model on every rank: fp32 masters and buffers, as plain CPU tensors.
 
     Collective. Parameters are gathered one at a time; each rank needs memory for all of them.
 
     Args:
-        model: a sharded model.
+        model: A sharded model.
     """
     runtime_of(model)
     whole: dict[str, torch.Tensor] = {}
@@ -210,58 +215,60 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 def save(
     model: nn.Module, optim: ShardedOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
 ) -> None:
-    """Write a checkpoint directory, atomically: a crash leaves the previous one valid.
+    """Write a checkpoint directory atomically: after a crash, the previous checkpoint is still valid.
 
     Args:
-        model: a sharded model.
-        optim: its optimizer, or ``None`` for parameters only.
-        path: the directory; replaced if it is a checkpoint already.
-        extra: what else to keep, as JSON (position in the data, and so on); equal on every rank.
+        model: A sharded model.
+        optim: Optimizer of the model, or ``None`` to save only parameters.
+        path: Directory of the checkpoint; an existing checkpoint is replaced.
+        extra: Further JSON values to save, such as the position in the data; equal on every rank.
 
     Raises:
-        CheckpointError: on every rank, if any rank fails.
+        CheckpointError: A rank has failed. Raised on every rank.
     """
     snapshot.save([(model, optim)], Path(path), extra)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:
-    """Read a checkpoint written under any plan and on any number of ranks.
+    """Read a checkpoint that was written under any plan and on any number of ranks.
 
     Args:
-        model: a sharded model of the same shapes.
-        optim: its optimizer, of the class it was saved with; or ``None`` for parameters only.
-        path: the directory.
+        model: A sharded model with the same shapes.
+        optim: Optimizer of the model, of the same class as the saved one; or ``None`` to load only parameters.
+        path: Directory of the checkpoint.
 
     Returns:
-        What was saved as ``extra``.
+        The ``extra`` values of the checkpoint.
 
     Raises:
-        CheckpointError: on every rank, if it is missing, incomplete or corrupt, or does not fit.
+        CheckpointError: The checkpoint is missing, incomplete or corrupt, or does not fit the model or the optimizer.
+            Raised on every rank.
     """
     return snapshot.load([(model, optim)], Path(path))
 
 
 def progress(model: nn.Module, share: float) -> None:
-    """Say how much of training is done, before a step; asked for by plans with ``wire.schedule`` below 1.
+    """Report the progress of training before a step. Plans with ``wire.schedule`` below 1 require this.
 
     Args:
-        model: sharded by :func:`shard`.
-        share: 0 at the start, 1 at the end; the same on every rank.
+        model: A sharded model.
+        share: Share of training that is done, from 0 to 1; the same on every rank.
     """
     runtime_of(model).progress(share)
 
 
 @contextlib.contextmanager
 def full_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
-    """Whole, up-to-date parameters on every rank, in compute dtype, for export or for other code. Collective.
+    """Keep whole, up-to-date parameters on every rank inside the block, in compute dtype, for export or for other code.
+    Collective.
 
     Args:
-        model: a sharded model.
-        write: keep what is written to the parameters in the block; every rank has to write the same. Elements that
-            nobody changes keep their fp32 values.
+        model: A sharded model.
+        write: Whether to keep changes to the parameters; every rank must make the same changes. Elements that are not
+            changed keep their fp32 values.
 
     Raises:
-        UsageError: parameters were written without ``write``.
+        UsageError: Parameters were written without ``write``.
     """
     runtime = runtime_of(model)
     runtime.holds.gather_all()
@@ -275,18 +282,17 @@ def full_parameters(model: nn.Module, *, write: bool = False) -> Iterator[None]:
 
 
 def register_forward_method(model: nn.Module, name: str) -> None:
-    """Have a method of a sharded model work as its forward does: parameters are gathered, inputs are cast, and hooks
-    run.
+    """Let a method of a sharded model run like its forward: parameters are gathered, inputs are cast, and hooks run.
 
-    Without it, a method that computes with parameters of the root module gathers each of them anew (parameters of
-    submodules that it calls are gathered as usual).
+    An unregistered method that computes with parameters of the root module gathers each of them on every use.
+    Parameters of the submodules that it calls are gathered as usual.
 
     Args:
-        model: a sharded model.
-        name: of the method, for example ``"loss"`` or ``"generate_step"``.
+        model: A sharded model.
+        name: Name of the method, for example ``"loss"`` or ``"generate_step"``.
 
     Raises:
-        UsageError: the model has no such method.
+        UsageError: The model has no such method.
     """
     runtime_of(model)
     method = getattr(model, name, None)
@@ -296,31 +302,31 @@ def register_forward_method(model: nn.Module, name: str) -> None:
 
 
 def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
-    """Bytes this rank has sent since the last call: ``{"gather": {"inside": ..., "across": ...}, "reduce": ...,
-    "sync": ..., "spread": ..., "control": ...}``, inside its node and across nodes."""
+    """Bytes that this rank has sent since the last call, inside its node and across nodes: ``{"gather": {"inside": ...,
+    "across": ...}, "reduce": ..., "sync": ..., "spread": ..., "control": ...}``."""
     return sent_bytes(runtime_of(model))
 
 
 def exposed(model: nn.Module) -> dict[str, float]:
-    """Seconds computation stood still for each lane since the last call: ``{"gather": ..., "reduce": ...,
+    """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
     "sync": ..., "spread": ...}``."""
     return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
 
 
 def worked(model: nn.Module) -> dict[str, dict[str, float]]:
-    """Seconds each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``. Transfers
-    include waiting for peers; a lane may transfer and encode at the same time."""
+    """Seconds that each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``.
+    Transfers include waiting for peers. A lane may transfer and encode at the same time."""
     return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
 
 
 @contextlib.contextmanager
 def timeline(model: nn.Module) -> Iterator[Timeline]:
-    """Record when every lane worked, what computation did and what it waited for, on this rank.
+    """Record the work of every lane, and the work and the waits of computation, on this rank.
 
-    Give the spans of some ranks to :func:`thinwire.program.timeline.chrome_trace` to look at them in Perfetto.
+    To view the result in Perfetto, pass the spans of some ranks to :func:`thinwire.program.timeline.chrome_trace`.
 
     Yields:
-        The timeline; complete when the block is left.
+        The timeline, which is complete after the block.
     """
     lanes = runtime_of(model).lanes
     recorded = lanes.start_timeline()
@@ -331,5 +337,5 @@ def timeline(model: nn.Module) -> Iterator[Timeline]:
 
 
 def runtime(model: nn.Module) -> Runtime:
-    """The runtime of a sharded model, for tools that look inside."""
+    """The runtime of a sharded model, for tools that inspect it."""
     return runtime_of(model)

@@ -1,4 +1,4 @@
-"""From a module and a plan to a runtime: layout, memory, groups, initial values, hooks."""
+"""Builds a runtime from a module and a plan: layout, memory, groups, initial values, hooks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _GROUPS = (
 
 @dataclass
 class _Flat:
-    """A flat buffer on the drawing board."""
+    """A flat buffer that has a layout but no memory yet; ``shares`` is empty for frozen parameters."""
 
     unit: int
     layout: FlatLayout
@@ -76,14 +76,14 @@ def build(
     """Shard a model in place; see :func:`thinwire.sharding.api.shard`.
 
     Args:
-        model: the model.
-        plan: the plan.
-        selection: of its units.
-        sync_initial: start from the first rank's values.
-        codec_backend: of every codec.
-        part: what of a larger model it is; by default all ranks of the job train all of it.
-        values: of a model on the meta device.
-        device: where a model on the meta device will live.
+        model: The model.
+        plan: The plan.
+        selection: Selection of the units.
+        sync_initial: Whether to start from the first rank's values.
+        codec_backend: Backend of all codecs; default: the device's own.
+        part: Part of a larger model; by default, all ranks of the job train the whole model.
+        values: Initial values of a model on the meta device.
+        device: Target device of a model on the meta device.
     """
     alone = part is None
     part = part or LocalPart(DataRanks(groups.control().ranks))
@@ -92,7 +92,7 @@ def build(
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
         give_back_freed_memory()
-    codecs = PlanCodecs.of(plan, device, codec_backend)  # may refuse: before anything is placed
+    codecs = PlanCodecs.of(plan, device, codec_backend)  # may raise, so it comes before memory is allocated
     if plan.placement is not None:
         part = replace(part, data=replace(part.data, ranks=tuple(control.ranks[rank] for rank in plan.placement)))
     position = part.data.ranks.index(control.ranks[control.rank])
@@ -160,7 +160,7 @@ def _agreed_modules(
         _check_overrides(plan, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:
-        problem = error  # the other ranks are waiting to compare
+        problem = error  # raised after the exchange, which the other ranks are waiting for
     _check_agreement(plan, model, modules, source, versions, problem, control)
     return modules
 
@@ -178,7 +178,7 @@ def _place(
     topology = Topology(plan)
     for flat in flats:
         buffer = arenas.carve(flat, initial_of(flat))
-        # Now, buffer by buffer: what the parameters held before is freed as the arenas fill.
+        # Re-point parameters buffer by buffer, so that their old memory is freed while the arenas fill.
         buffer.show(whole=plan.params.ranks == 1)
         if plan.params.ranks > 1:
             buffer.release()
@@ -231,15 +231,15 @@ def _install(sharded: ShardedModel, modules: Sequence[UnitModules]) -> Runtime:
 
 
 def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
-    """Refuse, all at once, what this runtime cannot do.
+    """Check that this runtime supports a plan, and report all problems at once.
 
     Args:
-        plan: the plan.
-        world: data-parallel ranks that there are.
-        whole: whether the model is trained whole, without tensor and pipeline parallelism.
+        plan: The plan.
+        world: Number of data-parallel ranks in the job.
+        whole: Whether the model is trained without tensor and pipeline parallelism.
 
     Raises:
-        SpecError: naming every key, its value and what is valid.
+        SpecError: The plan is not supported; the error names every key, its value and the valid values.
     """
     problems = []
     if plan.world != world:
@@ -272,9 +272,9 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
 
 
 def _place_on(device: torch.device | None, model: nn.Module, values: InitialValues) -> str:
-    """Check the values of a model on the meta device and place it, still without memory; what its values are."""
+    """Check the initial values of a meta-device model and move it, without memory; returns the values' identity."""
     if device is None:
-        raise UsageError("values= without device=: say where the parameters are to live, for example on cuda:0")
+        raise UsageError("values= without device=: give the device for the parameters, for example device='cuda:0'")
     if not is_on_meta(model):
         raise UsageError("values= are for models on the meta device, but this one's parameters have values already")
     source = values.open()
@@ -313,7 +313,7 @@ def _check_parameters(model: nn.Module, *, whole: bool) -> None:
 
 
 def _check_modules(model: nn.Module, plan: Plan) -> None:
-    """Refuse modules whose forward writes to parameters that are gathered anew each time."""
+    """Refuse modules whose forward writes to gathered parameters, because the next gather would undo the write."""
     for name, module in model.named_modules():
         if plan.params.ranks > 1 and getattr(module, "max_norm", None) is not None:
             raise UsageError(
@@ -331,7 +331,7 @@ def _check_agreement(
     problem: ThinwireError | None,
     control: Control,
 ) -> None:
-    """Find a rank with another plan or model, or with none that it can use, now, before it hangs a collective."""
+    """Raise on every rank if plans or models differ or a rank cannot use its own, before a collective hangs."""
     shapes = [
         (unit.name, name, tuple(p.shape), str(p.dtype), p.requires_grad)
         for unit in modules
@@ -375,11 +375,7 @@ def _check_agreement(
 
 
 def _check_overrides(plan: Plan, modules: Sequence[UnitModules]) -> None:
-    """Raise if an exception of the plan matches no unit and no block.
-
-    Raises:
-        SpecError: naming the patterns.
-    """
+    """Refuse a plan with exceptions that match no unit and no block; the error names their patterns."""
     names = {name for unit in modules for name in (unit.name, unit.list_element)}
     idle = [unit.match for unit in plan.units if not fnmatch.filter(names, unit.match)]
     if idle:
@@ -402,7 +398,7 @@ def _placement_problems(plan: Plan) -> Sequence[str]:
 
 
 def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
-    """Flat buffers of all units, with the shares of this rank's P shard."""
+    """Lay out the flat buffers of all units, with the shares of a rank's P shard."""
     flats = []
     for number, unit in enumerate(modules):
         compute: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
@@ -412,7 +408,7 @@ def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
             dtype = compute if parameter.is_floating_point() else parameter.dtype
             encoded = dtype.is_floating_point and not exact and not is_excluded(plan, name)
             kinds.setdefault((parameter.requires_grad, dtype, encoded), []).append((name, parameter))
-        # What is encoded first: so do reductions go.
+        # Encoded buffers come first, in the order of reductions.
         for (trainable, dtype, encoded), named in sorted(kinds.items(), key=lambda kind: not kind[0][2]):
             shapes = [(name, local_tensor(p).shape) for name, p in named]
             layout = lay_out(shapes, plan, dtype, trainable=trainable, encoded=encoded)
@@ -429,12 +425,12 @@ def _draw(modules: Sequence[UnitModules], plan: Plan, rank: int) -> list[_Flat]:
 
 
 def unit_infos(modules: Sequence[UnitModules], plan: Plan, rank: int) -> tuple[UnitInfo, ...]:
-    """What the program knows of a model's units under a plan, without placing anything.
+    """Describe a model's units under a plan for the program, without allocating memory.
 
     Args:
-        modules: the units, as :func:`~thinwire.sharding.modules.discover.discover` cuts them.
-        plan: the plan.
-        rank: whose shares to count.
+        modules: Units from :func:`~thinwire.sharding.modules.discover.discover`.
+        plan: The plan.
+        rank: Position in the mesh of the rank with the shares to count.
     """
     flats = _draw(modules, plan, rank)
     return tuple(
@@ -463,7 +459,7 @@ def _info(unit: UnitModules, plan: Plan, flats: Iterable[_Flat]) -> UnitInfo:
 
 
 def _recomputed(model: nn.Module, modules: Sequence[UnitModules]) -> list[nn.Module]:
-    """The blocks whose activations are recomputed: elements of module lists, whole even when units are finer."""
+    """The blocks whose activations are recomputed: whole elements of module lists, even if units are smaller."""
     named = dict(model.named_modules())
     blocks = {unit.list_element: named[unit.list_element] for unit in modules if unit.list_element}
     if not blocks:
@@ -478,7 +474,7 @@ def _recomputed(model: nn.Module, modules: Sequence[UnitModules]) -> list[nn.Mod
 
 
 class _Arenas:
-    """One contiguous allocation for each kind of shard, made once and carved in order (no fragmentation)."""
+    """One contiguous allocation for each kind of shard. Buffers are carved from it in order, without fragmentation."""
 
     def __init__(
         self,
@@ -513,8 +509,8 @@ class _Arenas:
         """Place a flat buffer and fill this rank's part of it.
 
         Args:
-            flat: the buffer.
-            initial: the initial value of this rank's P shard, in the parameters' own dtype or wider.
+            flat: The buffer.
+            initial: Initial values of this rank's P shard, ``[layout.shard_numel]``, in the parameters' dtype or wider.
         """
         layout = flat.layout
         shard = self._shards[layout.dtype].carve(layout.shard_numel)
@@ -541,7 +537,7 @@ class _Arenas:
         return self.gradients[self._gradient_at - size : self._gradient_at]
 
     def _has_master(self, layout: FlatLayout) -> bool:
-        """Whether the optimizer's values are kept apart from those in the P shard."""
+        """Whether the masters have memory of their own, apart from the P shard."""
         return layout.trainable and (layout.dtype != torch.float32 or (self._rounds and layout.encoded))
 
     def _owned(self, flat: _Flat) -> int:
@@ -559,14 +555,14 @@ class _Arena:
 
 
 class _Initial:
-    """The initial values of this rank's P shard of flat buffers, one buffer at a time.
+    """Provides the initial values of this rank's P shards, one flat buffer at a time.
 
     Args:
-        part: what of a larger model this is.
-        control: of the ranks that start from the first one's values; none where each has its own.
-        values: where they are read, if not in the parameters.
-        slices: of parameters that tensor parallelism cuts.
-        shard: which P shard.
+        part: Part of a larger model that this rank trains.
+        control: Control of the ranks that start from the first rank's values; ``None`` if each rank uses its own.
+        values: Initial values; ``None`` if the parameters hold them.
+        slices: Slices of the parameters that tensor parallelism cuts, by name.
+        shard: Index of this rank's P shard.
     """
 
     def __init__(
@@ -581,7 +577,7 @@ class _Initial:
         self._problem: ThinwireError | None = None
 
     def __call__(self, flat: _Flat) -> torch.Tensor:
-        """``[flat.layout.shard_numel]``, fp32, or the buffer's own dtype where that has no numbers."""
+        """Initial values, ``[flat.layout.shard_numel]``: fp32, or the buffer's dtype if it is not floating-point."""
         layout = flat.layout
         if self._values is None:
             begin = self._shard * layout.shard_numel
@@ -590,14 +586,14 @@ class _Initial:
             try:
                 return read_shard(layout, self._shard, self._values, self._slices)
             except ThinwireError as error:
-                self._problem = error  # raised by agree(): the other ranks go on to meet there
+                self._problem = error  # agree() raises it, because the other ranks continue until then
         return torch.zeros(layout.shard_numel, dtype=layout.dtype)
 
     def agree(self, control: Control) -> None:
-        """Raise on every rank what any rank has met while reading.
+        """Raise on every rank if any rank could not read its values.
 
         Raises:
-            ThinwireError: this rank's own, or :class:`MismatchError` naming another's.
+            ThinwireError: The error of this rank, or a :class:`MismatchError` that quotes the error of another rank.
         """
         if self._values is None:
             return
@@ -613,7 +609,7 @@ class _Initial:
         control.agree(raise_own, unread, raises_own=True)
 
     def _whole(self, flat: _Flat) -> torch.Tensor:
-        """A buffer's whole initial value, the same on every rank (the first's, if ranks are to be synchronised)."""
+        """Initial values of a whole buffer, taken from the first rank if ranks are synchronised."""
         first = flat.parameters[0]
         dtype = torch.float32 if first.is_floating_point() else first.dtype
         values = torch.zeros(flat.layout.numel, dtype=dtype, device=first.device)

@@ -1,4 +1,4 @@
-"""The gradient norm, and clipping to it: one pass over this rank's share and one small exchange."""
+"""Clips gradients by their norm, with one pass over this rank's share and one small exchange."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def clip_grad_norm_(
     """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
     Args:
-        model: a sharded model.
-        max_norm: the bound; ``inf`` only measures.
-        norm_type: order of the norm, as in torch: 2, 1, ``inf``, ...
-        error_if_nonfinite: raise on NaN or infinity instead of returning it.
+        model: A sharded model.
+        max_norm: Upper bound of the norm; ``inf`` only measures.
+        norm_type: Order of the norm, as in torch: 2, 1, ``inf``, ...
+        error_if_nonfinite: Whether to raise an error instead of returning NaN or infinity.
 
     Returns:
-        The norm before clipping, a 0-D fp32 tensor on the CPU, equal on every rank.
+        The norm before clipping: a 0-D fp32 tensor on the CPU, equal on every rank.
 
     Raises:
-        UsageError: for a norm other than 2 of a model that tensor or pipeline parallelism has cut.
-        NonFiniteError: if asked for.
-        MismatchError: if ranks ran different steps.
+        UsageError: ``norm_type`` is not 2, and the model is cut by tensor or pipeline parallelism.
+        NonFiniteError: The norm is not finite, and ``error_if_nonfinite`` is true.
+        MismatchError: Ranks ran different steps.
     """
     runtime = runtime_of(model)
     if norm_type != 2.0:
@@ -45,7 +45,7 @@ def clip_grad_norm_(
 
 
 def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
-    """Clip to a norm that the step's agreement does not carry."""
+    """Clip by a norm of another order than 2, which the step's agreement does not include."""
     if runtime.outside is None:
         raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
     runtime.agree(measure=False)
@@ -54,7 +54,7 @@ def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_no
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteError(f"the gradient norm is {float(norm)}; lower the learning rate or look at the data")
     coefficient = max_norm / (float(norm) + 1e-6)
-    if not coefficient >= 1.0:  # a norm that is not a number poisons the gradients, as in torch
+    if not coefficient >= 1.0:  # as in torch, a NaN norm turns the gradients into NaN
         runtime.arena.mul_(coefficient)
         runtime.outside.changed_gradients()
     return norm
@@ -64,12 +64,12 @@ def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> 
     """Scale the gradients of all parts of a model so that their norm is at most ``max_norm``.
 
     Args:
-        runtimes: of this rank's parts, whose ranks have agreed on their norms.
-        norm: of the whole model's gradient.
-        max_norm: the bound.
+        runtimes: Runtimes of this rank's parts, whose ranks have agreed on their norms.
+        norm: Norm of the whole model's gradient.
+        max_norm: Upper bound of the norm.
     """
     coefficient = max_norm / (norm + 1e-6)
-    # As in torch, a norm that is not finite poisons the gradients rather than being hidden.
+    # As in torch, a norm that is not finite spoils the gradients, so that it does not go unnoticed.
     if coefficient >= 1.0:
         return
     for runtime in runtimes:
@@ -83,10 +83,10 @@ def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> 
 
 
 def poison(runtimes: Sequence[Runtime]) -> None:
-    """Have no part of a model take a step whose gradient is finite in this part and not in another.
+    """Set the norm of all parts of a model to NaN, because the gradient of one part is not finite.
 
     Args:
-        runtimes: of this rank's parts, whose ranks have agreed on their norms.
+        runtimes: Runtimes of this rank's parts, whose ranks have agreed on their norms.
     """
     for runtime in runtimes:
         runtime.agree(measure=True)

@@ -1,6 +1,6 @@
-"""Optimizers that users make themselves, of ``model.parameters()``: torch's own and those that follow its interface.
+"""Supports optimizers that users make from ``model.parameters()``: torch's own and others with the same interface.
 
-They update shares piece by piece. torch calls the hooks here before and after every optimizer's step.
+They update shares piece by piece. torch calls the hooks in this file before and after the step of every optimizer.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from thinwire.sharding.shares.parameter import ShardedParameter
 __all__ = ["INNER", "watch_optimizers"]
 
 INNER = "_thinwire_inner"
-"""Attribute of an optimizer that a ``ShardedOptimizer`` wraps: it is none of the user's."""
+"""Attribute of an optimizer that a ``ShardedOptimizer`` wraps; the hooks skip it."""
 
 _MODELS = "_thinwire_models"
-"""Attribute of an optimizer: how many parameters its groups had, and the models to which they belong."""
+"""Attribute of an optimizer that caches the number of parameters in its groups, and the models they belong to."""
 
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Have torch announce the steps of optimizers; once in a process."""
+    """Register hooks for the steps of all optimizers, once per process."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
@@ -48,7 +48,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 def _prepare(model: Outside, optimizer: torch.optim.Optimizer) -> None:
-    """Gradients are about to be read and masters written."""
+    """Prepare a model for an optimizer that will read its gradients and write its masters."""
     runtime, name = model.runtime, type(optimizer).__name__
     refuse_in_backward(f"{name}.step()")
     runtime.holds.refuse(f"{name}.step()")
@@ -70,23 +70,23 @@ def _models_of(optimizer: torch.optim.Optimizer) -> tuple[Outside, ...]:
     """The sharded models whose parameters an optimizer updates.
 
     Raises:
-        UsageError: it was made before the model was sharded.
+        UsageError: The optimizer was made before the model was sharded.
     """
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     known = getattr(optimizer, _MODELS, None)
     if known is not None and known[0] == count:
         models: tuple[Outside, ...] = known[1]
         return models
-    found: dict[int, Outside] = {}
+    by_id: dict[int, Outside] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if isinstance(parameter, ShardedParameter) and isinstance(parameter.live, ModelParameter):
-                found[id(parameter.live.outside)] = parameter.live.outside
+                by_id[id(parameter.live.outside)] = parameter.live.outside
             elif (share := sharded_parameter_of(parameter)) is not None:
                 raise UsageError(
                     f"{type(optimizer).__name__} was made before thinwire.shard: it holds {share.spec.name} as it "
                     "was, and would train nothing. Make it after thinwire.shard, from model.parameters()"
                 )
-    models = tuple(found.values())
+    models = tuple(by_id.values())
     object.__setattr__(optimizer, _MODELS, (count, models))
     return models

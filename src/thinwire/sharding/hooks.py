@@ -1,4 +1,4 @@
-"""Module and autograd hooks: they turn what PyTorch does into the runtime's events, and decide nothing."""
+"""Module and autograd hooks that report PyTorch's actions to the runtime as events. They make no decisions."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def install(runtime: Runtime) -> None:
         undo.append(functools.partial(object.__delattr__, model, "__reduce_ex__"))
     for module in model.modules():
         if next(module.parameters(), None) is None:
-            continue  # it may belong to other models as well, as the activation functions of transformers do
+            continue  # other models may share it, as they share activation functions in transformers
         if runtime.outside is None:
             module.register_state_dict_pre_hook(_state_dict_hook(runtime))
             module.register_load_state_dict_pre_hook(_refuse_load)
@@ -54,11 +54,11 @@ def install(runtime: Runtime) -> None:
 
 
 def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that runs as the forward of a sharded model does, hooks included, unless it is called inside it.
+    """Wrap a method to run like the forward of a sharded model, including hooks. Calls inside a pass run unchanged.
 
     Args:
-        model: the model.
-        method: bound to it.
+        model: The model.
+        method: Bound method of the model.
     """
     passes = runtime_of(model).passes
 
@@ -66,15 +66,15 @@ def as_forward(model: nn.Module, method: Callable[..., Any]) -> Callable[..., An
     def called(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling() or passes.is_inside():
             return method(*args, **kwargs)
-        instead = model.__dict__.get("forward")
+        own_forward = model.__dict__.get("forward")
         model.forward = method
         try:
             return model(*args, **kwargs)
         finally:
-            if instead is None:
+            if own_forward is None:
                 del model.forward
             else:
-                model.forward = instead
+                model.forward = own_forward
 
     return called
 
@@ -83,7 +83,7 @@ Hook = TypeVar("Hook", bound=Callable[..., Any])
 
 
 def _outside_compile(hook: Hook) -> Hook:
-    """Hooks re-point storages, which no compiled graph may trace."""
+    """Keep a hook out of compiled graphs, which must not trace the re-pointing of storages."""
     return cast(Hook, torch._dynamo.disable(hook))
 
 
@@ -103,9 +103,9 @@ def _hook_forward(runtime: Runtime) -> None:
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     index, undo, audit = unit.index, runtime.undo, runtime.audit
 
-    leaves = False  # whether the hook is there that ends a pass which the unit's own forward began
+    leaves = False  # whether ``leave_alone`` is registered, which ends a pass that the unit's own forward began
 
-    # Taken before the forward, which may add tensors of its own to what it was given.
+    # Collected before the forward, because the forward may add tensors to its inputs.
     sources: list[torch.Tensor] = []
 
     @_outside_compile
@@ -117,7 +117,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         if not leaves and runtime.passes.alone == index:
             leaves = True
             undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
-        # Only a sharded unit is freed behind its backward.
+        # Only a sharded unit is freed after its backward.
         sources[:] = gradient_sources((args, kwargs)) if unit.sharded and torch.is_grad_enabled() else ()
 
     @_outside_compile
@@ -138,7 +138,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     gathered = frozenset(b.full.untyped_storage()._cdata for u in runtime.units if u.sharded for b in u.buffers)
     plan = runtime.plan
     if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
-        # As FSDP2 does: a buffer in fp32 turns what it meets into fp32, which the next unit's parameters refuse.
+        # As in FSDP2: an fp32 buffer promotes activations to fp32, which do not match the next unit's parameters.
         dtype: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
         cast = _outside_compile(cast_inputs(dtype))
         undo.append(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True).remove)
@@ -150,7 +150,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
 
 def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.Tensor], None]:
-    # torch hides this kind of hook from the garbage collector: a strong reference would keep the model for ever.
+    # The garbage collector cannot see this kind of hook, so a strong reference would keep the model alive forever.
     alive = weakref.ref(runtime)
 
     @_outside_compile
@@ -158,7 +158,7 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
         grad, runtime = parameter.grad, alive()
         if grad is not None and runtime is not None:
             parameter.grad = None
-            # A backward that is to be differentiated again delivers graphs.
+            # A backward with create_graph delivers gradients that require gradients.
             grad = local_gradient(parameter, grad.detach())
             runtime.passes.backward.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
 
@@ -166,22 +166,22 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
 
 
 _FOLLOWERS: Final = "_thinwire_followers"
-"""Attribute of a unit's output: what to do, before backward reaches the unit, about those that took the output."""
+"""Attribute of a unit's output: callbacks of the units that take it, called before backward reaches this unit."""
 
 
 def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Tensor], output: Any) -> bool:
-    """Arrange for ``pre_backward`` at the first gradient of an output, and for ``post_backward`` at the first of the
-    unit's ``sources`` that backward reaches. Returns whether a backward that needs the unit is sure to announce
-    itself."""
+    """Register hooks that report ``pre_backward`` at the first gradient of an output, and ``post_backward`` at the
+    first of the unit's ``sources`` that backward reaches. Returns whether every backward that needs the unit will be
+    reported."""
     outputs = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
     if not outputs:
-        return not unit.info.trainable and not sources  # then there is no backward to hear of
+        return not unit.info.trainable and not sources  # without both there is no backward to report
     inner = [tensor for tensor in sources if tensor.grad_fn is not None]
-    # A leaf's gradient is complete only at the end of a backward. On the way to it frozen parameters may be read last.
+    # A leaf's gradient is complete only at the end of a backward, and frozen parameters may be read on the way to it.
     stays = len(inner) < len(sources) and not all(buffer.layout.trainable for buffer in unit.buffers)
-    # Hooks hold no tensors: what an output's hook holds of an input lives until the garbage collector finds it.
+    # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
     will_leave = bool(inner) or stays
-    announced_in = left_in = -1  # which backward: a graph that is retained sees several
+    announced_in = left_in = -1  # ids of backwards, because a retained graph may run several
 
     def pre_backward(_grad: torch.Tensor, followers: list[Callable[[Any], None]]) -> None:
         nonlocal announced_in
@@ -205,8 +205,8 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
     if stays:
         return True
     for tensor in inner:
-        # The gradient at which backward leaves this unit is often that at which it reaches the one before. A hook of
-        # its own would run after that unit's, which gathers more: memory would hold one unit too many.
+        # Backward often leaves this unit and reaches the previous unit at the same gradient. A separate hook would run
+        # after the hook of the previous unit, which gathers: one unit too many would be in memory.
         before: list[Callable[[Any], None]] | None = getattr(tensor, _FOLLOWERS, None)
         if before is None:
             tensor.register_hook(post_backward)
@@ -216,16 +216,16 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
 
 
 def _is_fresh(output: Any) -> bool:
-    """Whether an output is sure to have memory of its own, as what most modules return."""
+    """Whether an output certainly has memory of its own, as with most modules."""
     return type(output) is torch.Tensor and output.grad_fn is not None and not output._is_view()
 
 
 def _keep(output: Any, gathered: frozenset[int]) -> Any:
-    """An output that is a parameter, or a view of one, outlives the memory that its unit is gathered into: copy it.
+    """Copy an output that is a parameter or a view of one, because it outlives the unit's gathered memory.
 
     Args:
-        output: of a unit's forward.
-        gathered: the storages of units, by address.
+        output: Output of a unit's forward.
+        gathered: Identities of the gathered storages of all units.
     """
     if not any(tensor.untyped_storage()._cdata in gathered for tensor in tensors_in(output) if _has_storage(tensor)):
         return output
@@ -253,8 +253,8 @@ def _state_dict_hook(runtime: Runtime) -> Callable[..., None]:
 
 
 def _copy_parameters(module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    """A state dict outlives ``full_parameters``, the memory that its parameters lie in does not. Of shares, those that
-    are whole on every rank become plain tensors, which any program can save and read."""
+    """Copy the parameters in a state dict, which outlives the gathered memory of ``full_parameters``. Shares that are
+    whole on every rank become plain tensors, which any program can save and read."""
     for name in module._parameters:
         value = state_dict.get(prefix + name)
         if isinstance(value, ShareTensor):

@@ -26,16 +26,19 @@ __all__ = ["ShardedOptimizer", "build_optimizer", "names_of"]
 class ShardedOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose step updates this rank's share and spreads the result.
 
-    It shares ``param_groups`` and ``state`` with the optimizer it wraps, so learning-rate schedulers and other users
-    of the torch interface work on it.
+    It shares ``param_groups`` and ``state`` with the optimizer that it wraps, so learning-rate schedulers and other
+    code written for torch optimizers work with it.
 
     Args:
-        runtime: the model's runtime.
-        inner: the optimizer over ``fragments``.
-        fragments: every fragment this rank updates.
-        skip_nonfinite: leave parameters alone in a step whose gradient norm is not finite.
-        by_unit: whether updating some parameters in one call and the rest in the next is one update of all, so that
+        runtime: Runtime of the model.
+        inner: Optimizer over ``fragments``.
+        fragments: All fragments that this rank updates.
+        skip_nonfinite: Whether a step leaves parameters unchanged if the gradient norm is not finite.
+        by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
+
+    Attributes:
+        skipped_steps: Number of steps that were skipped because the gradient norm was not finite.
     """
 
     def __init__(
@@ -75,10 +78,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Join the reductions, check that ranks agree, update this rank's share, start spreading it.
+        """Wait for the reductions, check that ranks agree, update this rank's share, and start spreading it.
 
         Args:
-            closure: recomputes the loss once before the update, as in torch.
+            closure: Recomputes the loss once before the update, as in torch.
 
         Returns:
             The closure's loss, if one is given.
@@ -105,7 +108,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _update_unit_by_unit(self) -> None:
-        """Update each unit as soon as its gradients have arrived, while those of the next are on their way."""
+        """Update each unit as soon as its gradients have arrived, while gradients of later units travel."""
         for owned in self.fragments:
             owned.value.grad = None
         for unit in self.runtime.update_order():
@@ -117,7 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 owned.value.grad = None
             self.runtime.spreads.write_back(unit)
         if self.runtime.plan.accumulate_dtype == "float32":
-            self._give_gradients(self.fragments)  # views; of bf16 gradients they would be copies of the whole share
+            self._give_gradients(self.fragments)  # views for fp32; bf16 gradients would be copied for the whole share
 
     def _update_at_once(self) -> None:
         self.runtime.reducer.join()
@@ -127,9 +130,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.runtime.spreads.write_back(unit)
 
     def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
-        """As in torch, a parameter that got no gradient on any rank is skipped.
+        """Set the gradients that the optimizer reads, in the dtype of the masters.
 
-        Optimizers want gradients in the dtype of the master; bf16 gradients are widened here, a unit at a time.
+        As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
         for owned in fragments:
             used = self.runtime.used_flag(owned.unit, owned.slot)
@@ -143,17 +146,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
             owned.value.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Refused: this rank's share alone is no checkpoint."""
+        """Refuse to make a state dict, which would hold only this rank's share."""
         raise UsageError(
             "optimizer.state_dict() would hold one rank's share only: use thinwire.save(model, optim, path)"
         )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refused: see :meth:`state_dict`."""
-        raise UsageError("optimizer.load_state_dict() knows nothing of shares: use thinwire.load(model, optim, path)")
+        """Refuse to load a state dict; see :meth:`state_dict`."""
+        raise UsageError("optimizer.load_state_dict() does not support shares: use thinwire.load(model, optim, path)")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: groups are set when the optimizer is made."""
+        """Refuse another group, because groups are fixed when the optimizer is made."""
         raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
 
 
@@ -175,7 +178,7 @@ def build_optimizer(
         raise UsageError("differentiable = True: no gradient flows through an update of shares; leave it out")
     runtime = runtime_of(model)
     fragments = runtime.fragments()
-    # The plan decides, not this rank's fragments: every rank is to refuse, or none.
+    # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     plan = runtime.plan
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:
@@ -196,7 +199,7 @@ def build_optimizer(
         except (TypeError, ValueError, RuntimeError) as error:
             raise UsageError(str(error)) from error
 
-    # What one rank's fragments do not suit is every rank's error: none may train on alone.
+    # If one rank cannot make the optimizer, every rank raises, so that none continues alone.
     control().agree(make, refused)
     (inner,) = made
     object.__setattr__(inner, INNER, True)
@@ -209,9 +212,9 @@ def build_optimizer(
 def _group(
     runtime: Runtime, fragments: Sequence[OwnedFragment], groups: list[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Sort fragments into parameter groups by the parameter they belong to; parameters in none form the last group.
+    """Sort fragments into parameter groups by their parameters. Parameters in no group form the last one.
 
-    Groups are the same on every rank, though a rank may own nothing of one.
+    All ranks have the same groups, but a rank may own no element of a group.
     """
     names = {
         id(p): s.name
@@ -242,34 +245,35 @@ def _group(
 
 
 def names_of(group: Mapping[str, Any], names: Mapping[int, str], every_name: Sequence[str], number: int) -> set[str]:
-    """Names that one group's ``params`` stand for.
+    """Resolve the ``params`` of a group to names of parameters.
 
     Args:
-        group: its ``params`` are a name, a pattern, a parameter, or several; pairs of a name and a parameter as well.
-        names: of parameters, by their ``id``.
-        every_name: that patterns may match.
-        number: of the group, for messages.
+        group: Parameter group. Its ``params`` are a name, a pattern, a parameter, or several of these; pairs of a name
+            and a parameter are also accepted.
+        names: Names of parameters, by the ``id`` of the parameter.
+        every_name: Names that patterns may match.
+        number: Number of the group, for messages.
 
     Raises:
-        UsageError: there is no ``params``, a pattern matches nothing, or a tensor is no parameter of the model.
+        UsageError: ``params`` is missing, a pattern matches nothing, or a tensor is not a parameter of the model.
     """
     if "params" not in group:
         raise UsageError(f"param_groups[{number}] has no key 'params'; give names, patterns or parameters")
     params = group["params"]
     wanted = [params] if isinstance(params, str | torch.Tensor) else list(params)
-    found: set[str] = set()
+    selected: set[str] = set()
     for item in wanted:
         if isinstance(item, tuple):  # torch takes (name, parameter) pairs
             item = item[1]
         if isinstance(item, torch.Tensor):
             if id(item) not in names:
                 raise UsageError(f"param_groups[{number}] holds a tensor that is no parameter of the model")
-            found.add(names[id(item)])
+            selected.add(names[id(item)])
             continue
         matches = fnmatch.filter(every_name, item)
         if not matches:
             raise UsageError(
                 f"param_groups[{number}]: pattern {item!r} matches no parameter; names look like {every_name[0]!r}"
             )
-        found.update(matches)
-    return found
+        selected.update(matches)
+    return selected

@@ -204,7 +204,7 @@ class Outside:
             if parameter.requires_grad and not managed:
                 raise UsageError(
                     f"{name} was added after thinwire.shard: ranks would not combine its gradients. Add it before, or "
-                    "freeze it, or say with thinwire.ignore(parameter) that this is as it should be"
+                    "freeze it, or exclude it with thinwire.ignore(parameter)"
                 )
         self._checked = count
 
@@ -216,12 +216,7 @@ class Outside:
         self.runtime.agreements.forget_norm()
 
     def add_gradient(self, trained: Trained, piece: torch.Tensor) -> None:
-        """Take the gradient of an operation on a share; :meth:`merge` adds it to the combined gradient.
-
-        Args:
-            trained: Place of the parameter.
-            piece: This rank's share of the gradient, 1-D.
-        """
+        """Take this rank's share, 1-D, of a gradient from an operation on shares; :meth:`merge` adds it."""
         self.runtime.agreements.begin_backward()
         self.runtime.agreements.used.note(trained.unit, trained.slot)
         self.norms.forget()

@@ -122,13 +122,7 @@ class BackwardPass:
         self._state.began[index] = self._sharded.lanes.mark()
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
-        """Take the gradient of a parameter.
-
-        Args:
-            index: Number of the unit.
-            slot: Number of the parameter among the unit's trained ones.
-            grad: The gradient, in the parameter's shape.
-        """
+        """Take the gradient of the unit's trained parameter number ``slot``, in the parameter's shape."""
         self._enter_backward()
         self._agreements.used.note(index, slot)
         if not self.gradients_count:

@@ -125,11 +125,7 @@ class _Table(dict[str, Any]):
 
 
 def refuse_copy(*_: Any) -> NoReturn:
-    """Refuse to copy or pickle the model or one of its modules.
-
-    Raises:
-        UsageError: Always.
-    """
+    """Refuse to copy or pickle the model or one of its modules."""
     raise UsageError(
         "a sharded model cannot be copied or pickled: copy it before thinwire.shard; save it with thinwire.save, "
         "torch.distributed.checkpoint, or state_dict() inside thinwire.full_parameters(model); for an average of "

@@ -165,11 +165,7 @@ class Runtime:
             self.outside.drop_added()
 
     def progress(self, share: float) -> None:
-        """Report the progress of training. From ``wire.schedule`` on, gradients travel without a codec.
-
-        Args:
-            share: Share of training that is done, 0 to 1.
-        """
+        """Report the share of training that is done, 0 to 1; from ``wire.schedule`` on, gradients travel exactly."""
         encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
         if encodes == self.passes.backward.encodes_gradients:
             return
@@ -226,8 +222,7 @@ class Runtime:
 
 
 def _describer(runtime: Runtime) -> Callable[[], str]:
-    """Create a function that describes the position of the step, for other threads. It does not keep the runtime
-    alive."""
+    """Create a function for other threads that describes the position of the step without keeping the runtime alive."""
     alive = weakref.ref(runtime)
 
     def describe() -> str:

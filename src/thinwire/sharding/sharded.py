@@ -1,4 +1,4 @@
-"""What :func:`thinwire.shard` makes of a model, and what stays the same while it trains."""
+"""The immutable description of a sharded model on one rank."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ class ShardedModel:
     """A model in units, on this rank.
 
     Attributes:
-        model: the root module.
-        plan: the plan.
-        part: what of a larger model it is.
-        alone: whether it is a model by itself.
-        rank: this rank among the data-parallel ones.
-        position: this rank's place in the plan's mesh; another number than ``rank`` where the plan has a ``placement``.
-        units: the units, by number.
-        gradients: by unit, for units with trainable parameters: one for each trainable buffer, in their order.
-        arena: fp32, 1-D; all owned gradients are carved from it.
-        slices: by parameter, the slice that tensor parallelism has left on this rank; ``None`` where it has all of it.
-        lanes: where communication runs.
-        axes: the groups, by axis and lane.
-        meter: counts the bytes that this rank sends.
-        codecs: what encodes messages.
-        seeds: for codecs that round at random; they count the steps.
+        model: Root module.
+        plan: Plan of the model.
+        part: Part of a larger model that this rank trains.
+        alone: Whether the model is complete, rather than a part of a larger model.
+        rank: Index of this rank among the data-parallel ranks.
+        position: Position of this rank in the plan's mesh; differs from ``rank`` if the plan has a ``placement``.
+        units: Units of the model, by number.
+        gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
+        arena: Memory of all owned gradients, 1-D, in the plan's ``accumulate_dtype``.
+        slices: By parameter, the slice that tensor parallelism leaves on this rank; ``None`` for a whole parameter.
+        lanes: Lanes that communication runs on.
+        axes: Groups of ranks, by axis and lane.
+        meter: Counts the bytes that this rank sends.
+        codecs: Codecs of the plan.
+        seeds: Seeds for codecs that round at random; they also count the steps.
     """
 
     model: nn.Module

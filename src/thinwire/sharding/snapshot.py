@@ -1,13 +1,13 @@
-"""What of a sharded model goes into a checkpoint, and back under any other plan.
+"""Saves a sharded model to a checkpoint, and loads it under any other plan.
 
-Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, ``optimizer/NAME/KEY`` for state as long
-as the parameter. State that is one number per parameter (Adam's ``step``) is stored as a value. What error feedback
-owes belongs to the plan that made it: ``feedback/REDUCTION`` holds every rank's, one after the other. Where differences
-are spread, so does what ranks hold in place of the masters: ``held/NAME``, in compute dtype.
+Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, and ``optimizer/NAME/KEY`` for state of the
+parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value. Two kinds of vectors
+are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank
+after rank. ``held/NAME`` holds the P-shard values in compute dtype, if the plan spreads differences.
 
-A parameter that tensor parallelism cuts is stored slice by slice, ``model/NAME@INDEX``, and the value ``slices`` says
-along which dimension and in how many; whoever loads it puts together the slice that it needs. What belongs to one part
-of a model spread over stages and tensor-parallel ranks has the part's label in its key.
+A parameter that tensor parallelism cuts is stored slice by slice, as ``model/NAME@INDEX``. The value ``slices`` holds
+the dimension and the number of slices. When a rank loads a parameter, it assembles the slice that it needs. Keys of
+values that belong to one part of a model, under tensor or pipeline parallelism, contain the label of the part.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ T = TypeVar("T")
 
 
 Trained = tuple[nn.Module, ShardedOptimizer | None]
-"""A sharded model, or a part of one, with its optimizer if that is saved or loaded as well."""
+"""A sharded model, or a part of one, and its optimizer; ``None`` if the optimizer is neither saved nor loaded."""
 
 
 def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
 
     Args:
-        parts: this rank's; equally many on every rank.
-        path: the directory.
-        extra: what else to keep.
+        parts: Parts that this rank trains; the same number on every rank.
+        path: Directory of the checkpoint.
+        extra: Further JSON values to save.
     """
     vectors = _Vectors()
     plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
@@ -112,8 +112,8 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
     """Read a checkpoint; see :func:`thinwire.load`.
 
     Args:
-        parts: this rank's; equally many on every rank.
-        path: the directory.
+        parts: Parts that this rank trains; the same number on every rank.
+        path: Directory of the checkpoint.
     """
     for model, _ in parts:
         runtime_of(model).holds.refuse("load()")
@@ -122,7 +122,7 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
     loading = [_Loading(model, optim, manifest, path) for model, optim in parts]
     vectors = _Vectors()
     try:
-        # All ranks look before any reads: none may wait for one that has given up.
+        # Check on all ranks before any rank reads, so that no rank waits for another that has failed.
         _everywhere(lambda: _want_all(loading, vectors))
         store.read(path, vectors.sharded(), control=control())
     except CheckpointError:
@@ -135,16 +135,16 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
 
 
 class SavedModel:
-    """The model of a checkpoint, for one process without a job: parameters and buffers, one at a time.
+    """Reads the parameters and buffers of a checkpoint one at a time, in a single process without a job.
 
     Args:
-        path: the checkpoint directory.
+        path: Directory of the checkpoint.
 
     Attributes:
-        shapes: of parameters and persistent buffers, by name.
+        shapes: Shapes of parameters and persistent buffers, by name.
 
     Raises:
-        CheckpointError: it is missing, incomplete or corrupt.
+        CheckpointError: The checkpoint is missing, incomplete or corrupt.
     """
 
     def __init__(self, path: Path) -> None:
@@ -155,16 +155,16 @@ class SavedModel:
         self._cuts: dict[str, list[int]] = values.get("slices", {})
 
     def read(self, name: str) -> torch.Tensor:
-        """Give a parameter or a buffer, whole, however it was cut when it was saved.
+        """Read a whole parameter or buffer, even if it is stored in slices.
 
         Args:
-            name: one of :attr:`shapes`.
+            name: A key of :attr:`shapes`.
 
         Returns:
-            fp32, or the dtype of a frozen parameter or a buffer; on CPU.
+            Tensor on the CPU, in fp32; frozen parameters and buffers have their own dtype.
 
         Raises:
-            CheckpointError: it cannot be read, or has another length than its shape.
+            CheckpointError: The tensor cannot be read, or its length does not match its shape.
         """
         key = f"buffer/{name}" if f"buffer/{name}" in self._reader.manifest.vectors else f"model/{name}"
         shape = list(self.shapes[name])
@@ -175,10 +175,10 @@ class SavedModel:
         return torch.cat([self._shaped(_sliced(key, index), part) for index in range(ways)], dim)
 
     def _shaped(self, key: str, shape: list[int]) -> torch.Tensor:
-        found = self._reader.vector(key)
-        if found.numel() != math.prod(shape):
-            raise CheckpointError(f"corrupt: {key} has {found.numel()} elements, and the shape {shape}")
-        return found.view(shape)
+        vector = self._reader.vector(key)
+        if vector.numel() != math.prod(shape):
+            raise CheckpointError(f"corrupt: {key} has {vector.numel()} elements, and the shape {shape}")
+        return vector.view(shape)
 
 
 def _want_all(loading: Sequence[_Loading], vectors: _Vectors) -> None:
@@ -187,7 +187,7 @@ def _want_all(loading: Sequence[_Loading], vectors: _Vectors) -> None:
 
 
 class _Loading:
-    """A part that is being loaded: nothing of it is touched before all that it wants has been found."""
+    """Loads one part. Nothing in the part changes until the checkpoint is known to hold everything it needs."""
 
     def __init__(self, model: nn.Module, optim: ShardedOptimizer | None, manifest: store.Manifest, path: Path) -> None:
         self._model, self._optim, self._manifest, self._path = model, optim, manifest, path
@@ -202,10 +202,10 @@ class _Loading:
         self._lost: dict[str, torch.Tensor] = {}
 
     def want(self, vectors: _Vectors) -> None:
-        """Say what is to be read, and where to.
+        """Register the vectors to read and their targets.
 
         Raises:
-            CheckpointError: if the checkpoint lacks the optimizer's state.
+            CheckpointError: The checkpoint lacks state of the optimizer.
         """
         stored = _StoredParameters(self._manifest, self._runtime, vectors)
         self._copies = _want_unoptimized(self._model, self._runtime, self._manifest, vectors, stored)
@@ -219,13 +219,13 @@ class _Loading:
         self._copies += stored.copies
 
     def undo(self) -> None:
-        """Leave the optimizer as it was."""
+        """Remove the optimizer state that was created for loading."""
         for owned in self._made:
             assert self._optim is not None
             self._optim.state.pop(owned.value, None)
 
     def finish(self) -> None:
-        """Everything has been read."""
+        """Put the values that were read into place, and spread them."""
         for copy in self._copies:
             copy()
         for state, key, value in self._numbers:
@@ -237,7 +237,7 @@ class _Loading:
             _restore_groups(self._optim, self._manifest.values["groups"])
         runtime = self._runtime
         runtime.reducer.reductions.lost = self._lost
-        # The update that is about to be spread belongs to it.
+        # The spread counts as the update of the last saved step.
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
         runtime.join_spreads()
 
@@ -253,7 +253,7 @@ def _everywhere(action: Callable[[], T]) -> T:
 
 
 def _union(mine: Mapping[str, Json]) -> dict[str, Json]:
-    """What all ranks hold, each a part of it."""
+    """Merge the dictionaries of all ranks. Collective."""
     return {key: value for part in control().all_gather_object(dict(mine)) for key, value in part.items()}
 
 
@@ -263,7 +263,7 @@ def _of_part(key: str, runtime: Runtime) -> str:
 
 
 def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> store.Manifest:
-    """The verified manifest of a checkpoint that fits the model and the optimizer; nothing has been touched yet."""
+    """Read and verify the manifest of a checkpoint, and check that it fits the model and the optimizer."""
     manifest = store.verify(path, checksums=False)
     saved_shapes = manifest.values.get("shapes", {})
     differences = [
@@ -294,10 +294,10 @@ def _open(shapes: Mapping[str, Json], parts: Sequence[Trained], path: Path) -> s
 
 
 def _check_slices(manifest: store.Manifest, shapes: Mapping[str, Json], path: Path) -> None:
-    """Whether the checkpoint says sensibly how it has cut the model's parameters.
+    """Check that the slices in the manifest match the shapes of the parameters.
 
     Raises:
-        CheckpointError: naming the parameter.
+        CheckpointError: A parameter cannot have such slices; the error names it.
     """
     slices = manifest.values.get("slices", {})
     for name, cut in slices.items() if isinstance(slices, dict) else [("slices", slices)]:
@@ -311,10 +311,10 @@ def _check_slices(manifest: store.Manifest, shapes: Mapping[str, Json], path: Pa
 def _want_unoptimized(
     model: nn.Module, runtime: Runtime, manifest: store.Manifest, vectors: _Vectors, parameters: _StoredParameters
 ) -> list[Callable[[], object]]:
-    """Ask for frozen parameters and buffers, in the dtype in which they are stored.
+    """Register frozen parameters and buffers for reading, in their stored dtype.
 
     Returns:
-        What copies values from where they will be read to where they belong.
+        Functions that copy the values, once they are read, to the parameters and buffers.
     """
     copies: list[Callable[[], object]] = []
     for name, numel, offset, target in _frozen(runtime):
@@ -335,10 +335,10 @@ def _want_unoptimized(
 def _want_state(
     optim: ShardedOptimizer, manifest: store.Manifest, parameters: _StoredParameters, path: Path
 ) -> list[tuple[dict[str, Any], str, Json]]:
-    """Ask for this rank's optimizer state.
+    """Register this rank's optimizer state for reading.
 
     Returns:
-        State that is one number, not a vector: where it belongs and its value.
+        State that is a single number: the dictionary and the key where it belongs, and its value.
     """
     stored = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
     stepped = {key.rpartition("/")[0] for key in stored if key.startswith("optimizer/")}
@@ -366,7 +366,11 @@ def _want_state(
 
 
 class _StoredParameters:
-    """Asks for fragments of parameters, however tensor parallelism had cut them when they were saved."""
+    """Registers fragments of parameters for reading, even if they are stored in other slices than this rank's.
+
+    Attributes:
+        copies: Functions that assemble fragments, to be called in order once everything has been read.
+    """
 
     def __init__(self, manifest: store.Manifest, runtime: Runtime, vectors: _Vectors) -> None:
         self._manifest, self._runtime, self._vectors = manifest, runtime, vectors
@@ -374,47 +378,47 @@ class _StoredParameters:
         self.copies: list[Callable[[], object]] = []
 
     def dtype_of(self, key: str) -> torch.dtype | None:
-        """The element type of a vector, or of its slices; None if there is no such vector."""
+        """Dtype of a vector or of its slices; ``None`` if there is no such vector."""
         entry = self._manifest.vectors.get(key) or self._manifest.vectors.get(_sliced(key, 0))
         return None if entry is None else entry.dtype
 
     def want(self, prefix: str, owned: OwnedFragment, suffix: str, target: torch.Tensor) -> None:
-        """Ask for what belongs to a fragment: a part of a vector as long as its parameter."""
+        """Register the elements of a fragment, from a vector of its parameter's length."""
         slot = owned.fragment.slot
         self.want_fragment(f"{prefix}/{slot.name}{suffix}", slot.name, slot.numel, owned.fragment.offset, target)
 
     def want_fragment(self, key: str, name: str, numel: int, offset: int, target: torch.Tensor) -> None:
-        """Ask for elements from ``offset`` on of this rank's slice of a vector.
+        """Register elements of this rank's slice of a vector.
 
         Args:
-            key: of the vector, without its slice.
-            name: of the parameter.
-            numel: elements of this rank's slice.
-            offset: of the first.
+            key: Key of the vector, without its slice.
+            name: Name of the parameter.
+            numel: Number of elements in this rank's slice.
+            offset: First element, relative to the slice.
             target: 1-D, contiguous; filled once everything has been read and copied.
         """
-        here, cut = self._runtime.slices.get(name), self._cuts.get(name)
-        if cut is None and here is None:
+        mine, cut = self._runtime.slices.get(name), self._cuts.get(name)
+        if cut is None and mine is None:
             self._vectors.add(key, numel, offset, target)
-        elif here is not None and cut == [here.dim, here.ways]:
-            self._vectors.add(_sliced(key, here.index), numel, offset, target)
+        elif mine is not None and cut == [mine.dim, mine.ways]:
+            self._vectors.add(_sliced(key, mine.index), numel, offset, target)
         elif target.numel():
-            self._piece_together(key, self._manifest.values["shapes"][name], here, cut, offset, target)
+            self._assemble(key, self._manifest.values["shapes"][name], mine, cut, offset, target)
 
-    def _piece_together(
-        self, key: str, shape: list[int], here: Slice | None, cut: list[int] | None, offset: int, target: torch.Tensor
+    def _assemble(
+        self, key: str, shape: list[int], mine: Slice | None, cut: list[int] | None, offset: int, target: torch.Tensor
     ) -> None:
-        """Read the rows that a fragment touches from every slice that holds a part of them.
+        """Register the rows that a fragment touches, in every slice that stores a part of them.
 
-        A *row* is what is contiguous in the whole parameter and is cut: all from the dimension on that is cut.
+        A *row* spans the cut dimension and all later dimensions, so it is contiguous in the whole parameter.
         """
-        dim = here.dim if here is not None else cut[0] if cut is not None else 0
+        dim = mine.dim if mine is not None else cut[0] if cut is not None else 0
         inner = math.prod(shape[dim + 1 :])
-        row = shape[dim] * inner  # elements of a row of the whole
-        begin, width = (0, row) if here is None else (here.index * row // here.ways, row // here.ways)
+        row = shape[dim] * inner  # elements of a row of the whole parameter
+        begin, width = (0, row) if mine is None else (mine.index * row // mine.ways, row // mine.ways)
         ways = 1 if cut is None else cut[1]
         stored_width = row // ways
-        if math.prod(shape[:dim]) == 1:  # one row: slices lie one behind the other
+        if math.prod(shape[:dim]) == 1:  # a single row: slices lie end to end
             for index in range(ways):
                 low = max(begin + offset, index * stored_width)
                 high = min(begin + offset + target.numel(), (index + 1) * stored_width)
@@ -443,7 +447,7 @@ def _sliced(key: str, index: int) -> str:
 
 
 def _cuts(runtime: Runtime) -> dict[str, Json]:
-    """Dimension and number of slices of every parameter that is cut."""
+    """Dimension and number of slices of every parameter that tensor parallelism cuts, by name."""
     return {name: [cut.dim, cut.ways] for name, cut in runtime.slices.items() if cut is not None}
 
 
@@ -455,19 +459,19 @@ class _Vectors:
         self._chunks: dict[str, list[Chunk]] = {}
 
     def add(self, key: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
-        """Add a chunk; ``None`` announces the vector without holding any of it."""
+        """Add a chunk of a vector; with ``None``, this rank declares the vector but holds none of its elements."""
         self._numel[key] = numel
         chunks = self._chunks.setdefault(key, [])
         if tensor is not None:
             chunks.append(Chunk(offset, tensor))
 
     def sharded(self) -> dict[str, ShardedVector]:
-        """The vectors."""
+        """The vectors, by key."""
         return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
 
 
 def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
-    """Elements that each rank keeps for each reduction's error feedback."""
+    """For each reduction, the number of elements that each rank keeps for error feedback. Collective."""
     runtime.reducer.join()
     everyone = control(runtime.part.data.ranks).all_gather_object(
         {key: lost.numel() for key, lost in runtime.reducer.reductions.lost.items()}
@@ -478,13 +482,13 @@ def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
 def _want_feedback(
     runtime: Runtime, manifest: store.Manifest, vectors: _Vectors, *, same_plan: bool
 ) -> dict[str, torch.Tensor]:
-    """Room for this rank's error feedback, if the checkpoint has it and it was made by the same plan."""
+    """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by reduction."""
     stored = manifest.values.get(_of_part("feedback", runtime), {})
     if not runtime.plan.wire.error_feedback or not stored:
         return {}
     if not same_plan:
         if runtime.rank == 0:
-            log.warning("the checkpoint's error feedback belongs to another plan: it starts from nothing")
+            log.warning("the checkpoint's error feedback belongs to another plan: error feedback starts from zero")
         return {}
     wanted = {}
     for key in stored:
@@ -496,7 +500,7 @@ def _want_feedback(
 
 
 def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: str) -> list[int]:
-    """How a vector is shared out, as the manifest says; nothing is allocated for numbers that do not add up."""
+    """Check the sizes in the manifest that divide a vector among ranks, before memory is allocated for them."""
     well_formed = isinstance(sizes, list) and all(type(size) is int and size >= 0 for size in sizes)
     if not well_formed or vector is None or len(sizes) != ranks or sum(sizes) != vector.numel:
         raise CheckpointError(f"the manifest does not say how {name} is shared out among {ranks} ranks: it is damaged")
@@ -504,14 +508,14 @@ def _sizes_of_ranks(sizes: Json, vector: VectorEntry | None, ranks: int, name: s
 
 
 def _shapes(model: nn.Module) -> dict[str, Json]:
-    """What a checkpoint holds of a model: parameters and persistent buffers, with their shapes."""
+    """Shapes of the parameters and persistent buffers that a checkpoint of a model holds, by name."""
     parameters = [(name, parameter) for name, parameter in model.named_parameters() if not is_ignored(parameter)]
     named = [*parameters, *_persistent_buffers(model)]
     return {name: list(tensor.shape) for name, tensor in named}
 
 
 def _frozen(runtime: Runtime) -> Iterator[tuple[str, int, int, torch.Tensor]]:
-    """Frozen parameters' parts of this rank's P shard: name, length of the parameter, offset in it, values."""
+    """Frozen parameters in this rank's P shard: name and length of the parameter, offset in it, values."""
     shard = runtime.axes[Axis.PARAMS, Lane.REDUCE].index
     for unit in runtime.units:
         for buffer in unit.buffers:
@@ -536,10 +540,10 @@ def _state_of(optim: ShardedOptimizer | None, owned: OwnedFragment) -> dict[str,
 
 @torch.no_grad()
 def _make_state(optim: ShardedOptimizer) -> list[OwnedFragment]:
-    """Let the optimizer allocate the state it lacks, with a step on zero gradients at a learning rate of zero.
+    """Let the optimizer allocate missing state, with a step on zero gradients and a learning rate of zero.
 
     Returns:
-        The fragments that had no state.
+        Fragments that had no state before.
     """
     made = [owned for owned in optim.fragments if not _state_of(optim, owned)]
     rates = [group.get("lr") for group in optim.param_groups]

@@ -1,4 +1,4 @@
-"""Updated parameters on their way from the ranks that own them to those that hold the same P shard."""
+"""Sends updated parameters from the ranks that own them to the ranks that hold the same P shard."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Spreads:
     """Spreads the updated parameters of one model, as its program says.
 
     Args:
-        sharded: the model.
-        programs: its programs.
+        sharded: The model.
+        programs: Programs of the model.
     """
 
     def __init__(self, sharded: ShardedModel, programs: Programs) -> None:
@@ -32,11 +32,11 @@ class Spreads:
         self._group = sharded.axes[Axis.SHARD, Lane.SPREAD]
 
     def write_back(self, index: int, *, differences: bool = False) -> None:
-        """A unit's masters have new values: cast them into its P shard.
+        """Cast the new values of a unit's masters into its P shard.
 
         Args:
-            index: the unit.
-            differences: whether that includes buffers whose difference from the masters is spread.
+            index: Number of the unit.
+            differences: Whether to include buffers whose spreads carry differences from the masters.
         """
         unit = self._sharded.units[index]
         unit.updated()
@@ -48,8 +48,8 @@ class Spreads:
         """Start spreading P shards.
 
         Args:
-            exactly: where differences are spread, spread the values themselves, without a codec.
-            only: numbers of the units to spread; all by default. The same on every rank.
+            exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
+            only: Numbers of the units to spread, the same on every rank; all by default.
         """
         for operation, waited in self._programs.spreads():
             unit = self._sharded.units[operation.units[0]]
@@ -75,13 +75,13 @@ class Spreads:
         return _gather_shares(self._group, buffer, operation.kind, codec, update, seed)
 
     def _spreads_difference(self, buffer: FlatBuffer) -> bool:
-        """Whether ranks hold other values of a buffer than its masters, and receive the difference."""
+        """Whether spreads of a buffer carry the difference between the masters and the values that ranks hold."""
         spreads = self._group.size > 1 and buffer.layout.encoded and buffer.master is not None
         return self._sharded.plan.wire.spread_difference and spreads
 
 
 def write_back(buffer: FlatBuffer, index: int) -> None:
-    """Cast this rank's masters into its part of the P shard; where P is the master there is nothing to do."""
+    """Cast this rank's masters into its part of the P shard. Does nothing if the P shard itself holds the masters."""
     if buffer.master is None:
         return
     position = 0
@@ -93,9 +93,9 @@ def write_back(buffer: FlatBuffer, index: int) -> None:
 def _gather_shares(
     group: AxisGroup, buffer: FlatBuffer, kind: Kind, codec: Codec | None, update: torch.Tensor | None, seed: int
 ) -> Moves:
-    """Gather all shares of a P shard: in place where they lie side by side, packed where they do not.
+    """Gather all shares of a P shard, in place if they are contiguous, otherwise packed.
 
-    With ``update``, this rank's masters, the differences from them travel instead.
+    With ``update``, which holds this rank's masters, the differences from the masters travel instead.
     """
     if kind is Kind.ALL_GATHER:
         return all_gather(group, buffer.shard, codec=codec, update=update, seed=seed)

@@ -1,4 +1,4 @@
-"""What was written to whole parameters inside ``full_parameters``."""
+"""Detects writes to whole parameters inside ``full_parameters``, and carries them into the masters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["Written"]
 
 
 class Written:
-    """Finds changes of gathered parameters, and carries them into the masters.
+    """Detects changes of gathered parameters, and carries them into the masters.
 
     Args:
-        runtime: of a model whose parameters have just been gathered.
+        runtime: Runtime of a model whose parameters have just been gathered.
     """
 
     def __init__(self, runtime: Runtime) -> None:
@@ -33,10 +33,10 @@ class Written:
         """Carry changes into the masters.
 
         Args:
-            keep: whether changes are welcome.
+            keep: Whether changes are allowed.
 
         Raises:
-            UsageError: there are changes, and they are not.
+            UsageError: There are changes, and ``keep`` is false.
         """
         outside = self._runtime.outside
         if outside is None:
@@ -71,21 +71,20 @@ class Written:
                     yield slot.name, self._runtime.outside.parameters[slot.name], compute, unit
 
     def _changes(self, share: ShardedParameter, compute: nn.Parameter, unit: Unit) -> torch.Tensor | None:
-        """Which elements of this rank's piece were changed; ``None`` if the parameter was not, as far as one can "
-        "see."""
-        noted = compute._version != self._versions[id(compute)]
-        if not noted and not unit.sharded:
+        """Mask of the changed elements of this rank's piece; ``None`` if no change of the parameter was detected."""
+        counted = compute._version != self._versions[id(compute)]
+        if not counted and not unit.sharded:
             return None
         piece = share.spec.cut(compute.detach())
-        held = self._held(share, unit)
-        if held.data_ptr() == piece.data_ptr():
-            changed = torch.full((piece.numel(),), noted)  # the master itself was written
+        original = self._original(share, unit)
+        if original.data_ptr() == piece.data_ptr():
+            changed = torch.full((piece.numel(),), counted)  # the piece is the master, which has no other copy
         else:
-            changed = (piece != held) & ~(piece.isnan() & held.isnan())
-        return changed if noted or bool(changed.any()) else None
+            changed = (piece != original) & ~(piece.isnan() & original.isnan())
+        return changed if counted or bool(changed.any()) else None
 
-    def _held(self, share: ShardedParameter, unit: Unit) -> torch.Tensor:
-        """This rank's piece as it was before anybody wrote to the gathered one."""
+    def _original(self, share: ShardedParameter, unit: Unit) -> torch.Tensor:
+        """This rank's piece in compute dtype, as it was before any write to the gathered parameter."""
         if not unit.sharded:
             return share.piece.detach().to(share.live.compute_tensor.dtype)
         if not share.spec.length:

@@ -1,4 +1,4 @@
-"""Tools for tests of code that runs on several ranks, and of codecs; shipped, because users need them too."""
+"""Tools for testing codecs and code that runs on several ranks; shipped with the package, because users need them."""
 
 from thinwire.testing.codecs import check_codec
 from thinwire.testing.ranks import RankError, RankPool, run_ranks

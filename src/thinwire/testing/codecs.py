@@ -1,4 +1,4 @@
-"""The contract of codecs as one function, for codecs of this package and of others."""
+"""Checks the contract of codecs, for codecs of this package and of others."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _NUMELS = (0, 1, 7, 64, 255, 257, 1000, 3001)
 _SEED, _OTHER_SEED = 1234567890123, 5
 _POISON = 0xA5
 _GUARD = 64
-"""Bytes before and after a message that must stay as they are."""
+"""Number of bytes before and after a message that must not change."""
 
 
 @dataclass(frozen=True)
 class _Case:
-    """One tensor that is encoded.
+    """A codec and one tensor to encode with it.
 
     Attributes:
-        codec: the codec that is checked.
-        x: contiguous values, 1-D.
-        max_error: largest error of a value, as a share of the largest magnitude; ``None`` for a lossless codec.
+        codec: The codec to check.
+        x: The values, contiguous, 1-D.
+        max_error: Largest allowed error of a value, as a share of the largest magnitude; ``None`` for a lossless codec.
     """
 
     codec: Codec
@@ -63,22 +63,26 @@ def check_codec(
 ) -> None:
     """Check that a codec keeps the contract of ``docs/add-a-codec.md``.
 
-    For every dtype that it encodes and lengths from 0 to 3001: messages have the declared size, are equal for equal
-    seeds and any number of threads, and depend on nothing that was encoded before; nothing is written outside of the
-    message or the result, whatever their alignment; values come back within the declared error; NaN and infinity never
-    become finite; broken messages raise :class:`~thinwire.errors.WireError` or decode to some values; the sums and
-    slices of collectives equal their parts. For a codec of another package also: naming it imports no torch.
+    The check covers every dtype that the codec encodes, and lengths from 0 to 3001:
+
+    - A message has the declared size. It does not depend on the number of threads or on earlier messages, and equal
+      seeds give equal messages.
+    - Nothing is written outside of the message or the result, whatever their alignment.
+    - Decoded values are within the declared error. NaN and infinity never become finite.
+    - A broken message raises :class:`~thinwire.errors.WireError` or decodes to some values.
+    - Fused sums and slices equal their separate steps.
+    - Naming a codec of another package does not import torch.
 
     Args:
-        codec: the codec, as a plan names it.
-        backend: one of :data:`thinwire.codecs.BACKENDS`; by default the device's own.
-        device: device of the tensors.
-        max_error: for a built-in codec with loss, the largest error of a value, as a share of the largest magnitude in
-            the tensor. Codecs of other packages declare it.
+        codec: The codec, as a plan names it.
+        backend: One of :data:`thinwire.codecs.BACKENDS`; default: the device's own.
+        device: Device of the tensors.
+        max_error: For a built-in lossy codec, the largest allowed error of a value, as a share of the largest magnitude
+            in the tensor. Codecs of other packages declare it.
 
     Raises:
-        AssertionError: if the codec breaks the contract; the message names the rule, the dtype and the length.
-        SpecError: if the text names no codec.
+        AssertionError: The codec breaks the contract; the message names the rule, the dtype and the length.
+        SpecError: ``codec`` does not name a codec.
     """
     spec = CodecSpec(codec) if isinstance(codec, str) else codec
     if spec.plugin is not None:
@@ -86,12 +90,12 @@ def check_codec(
         _check_needs_no_torch(spec)
     if not spec.is_lossless and max_error is None:
         raise ValueError(f"{spec} loses something: pass max_error=, a share of the largest magnitude")
-    made = codecs.get(spec, backend=backend, device=device)
+    instance = codecs.get(spec, backend=backend, device=device)
     for name in encodable_dtypes(spec):
         for numel in _NUMELS:
             generator = torch.Generator().manual_seed(numel)
             x = torch.randn(numel, generator=generator).to(device, getattr(torch, name))
-            case = _Case(made, x, None if spec.is_lossless else max_error)
+            case = _Case(instance, x, None if spec.is_lossless else max_error)
             _check_messages(case)
             _check_memory(case)
             _check_values(case)
@@ -133,7 +137,7 @@ def _check_messages(case: _Case) -> None:
 
 
 def _check_memory(case: _Case) -> None:
-    """Room and results of any alignment, between bytes that must stay."""
+    """Check messages and results at several alignments, between guard bytes that must not change."""
     codec, x = case.codec, case.x
     wire = case.encode().clone()
     values = case.decode(wire)
@@ -144,7 +148,7 @@ def _check_memory(case: _Case) -> None:
         written = codec.encode(x, seed=case.seed, out=inside)
         assert torch.equal(written, wire), f"{case}: a message depends on its alignment ({shift} bytes)"
         assert _untouched(room, _GUARD + shift, largest), f"{case}: encoding writes outside of the message"
-        # The message elsewhere, the result between guards; values lie at multiples of their own size.
+        # Decode a shifted message into a result between guards; values lie at multiples of their own size.
         copied = _poisoned(wire.numel() + shift, x.device)[_GUARD + shift : _GUARD + shift + wire.numel()].copy_(wire)
         start = _GUARD + shift * values.itemsize
         around = _poisoned(values.nbytes + shift * values.itemsize, x.device)
@@ -201,7 +205,7 @@ def _broken(wire: Tensor, generator: torch.Generator) -> Iterator[Tensor]:
 
 
 def _check_sums(case: _Case) -> None:
-    """What collectives do: slices, and sums of messages."""
+    """Check the operations of collectives: encoding slices, and summing messages."""
     codec, x = case.codec, case.x
     third = x.numel() // 3
     bounds = [(2 * third, x.numel()), (0, third), (third, 2 * third)]
@@ -230,6 +234,6 @@ def _untouched(room: Tensor, start: int, nbytes: int) -> bool:
 
 
 def _same(got: Tensor, want: Tensor) -> bool:
-    """Equal bit for bit."""
+    """Whether two tensors are equal bit for bit."""
     integer = torch.int32 if want.dtype == torch.float32 else torch.int16
     return got.dtype == want.dtype and torch.equal(got.view(integer), want.view(integer))

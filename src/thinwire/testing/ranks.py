@@ -1,4 +1,4 @@
-"""Real ranks on one machine: processes that stay alive between tests, joined by gloo over the loopback."""
+"""Runs functions on real ranks on one machine: processes that stay alive between tests, connected by gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RankError(AssertionError):
     """A function failed on some ranks.
 
     Attributes:
-        tracebacks: by rank; ``None`` where the rank succeeded, died or was still busy.
+        tracebacks: Tracebacks by rank; ``None`` for a rank that succeeded, died or was still busy.
     """
 
     def __init__(self, tracebacks: Sequence[str | None], note: str = "") -> None:
@@ -32,7 +32,7 @@ class RankError(AssertionError):
 
 
 def free_port() -> int:
-    """A TCP port that is free now, below those that systems hand out: no connection gets it before it is used."""
+    """Find a free TCP port below the ephemeral range, so that no outgoing connection takes it before it is used."""
     ports = random.SystemRandom()
     for _ in range(1000):
         port = ports.randrange(20_000, 32_768)
@@ -46,8 +46,8 @@ class RankPool:
     """``world`` processes that run functions together, as the ranks of one job.
 
     Args:
-        world: number of ranks.
-        threads: intra-op threads of each.
+        world: Number of ranks.
+        threads: Number of intra-op threads per rank.
     """
 
     def __init__(self, world: int, threads: int = 1) -> None:
@@ -63,17 +63,20 @@ class RankPool:
         group_timeout: float | None = None,
         init: bool = True,
     ) -> list[Any]:
-        """Call ``function(*args)`` on every rank, inside a fresh job; results by rank.
+        """Call ``function(*args)`` on every rank, in a new job.
 
         Args:
-            function: importable by name from a module.
-            *args: picklable arguments.
-            timeout: seconds until the ranks are killed.
-            group_timeout: seconds until a collective fails; as long by default.
-            init: join a gloo job before the call and leave it after.
+            function: Function that can be imported by name from a module.
+            *args: Picklable arguments.
+            timeout: Seconds until the ranks are killed.
+            group_timeout: Seconds until a collective fails; default: ``timeout``.
+            init: Whether to join a gloo job before the call and leave it afterwards.
+
+        Returns:
+            Results by rank.
 
         Raises:
-            RankError: if any rank raises, dies, or does not finish in time.
+            RankError: A rank raises, dies, or does not finish in time.
         """
         if not self._processes or not all(process.is_alive() for process in self._processes):
             self.close()
@@ -118,7 +121,7 @@ class RankPool:
         self._processes, self._pipes = [], []
 
     def _wait_for_store(self, port: int, timeout: float = 10.0) -> None:
-        """Wait until rank 0 listens: whoever comes earlier sleeps for half a second before it tries again."""
+        """Wait until rank 0 listens, because a rank that connects too early sleeps half a second before it retries."""
         deadline = time.monotonic() + timeout
         while self._processes[0].is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1.0):
@@ -139,11 +142,11 @@ class RankPool:
 
 
 def _context() -> Any:
-    """How ranks start: forked off a process that has imported torch once and runs nothing, where the system can."""
+    """Start method of ranks: if possible, forks of an idle process that has already imported torch."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    # Dynamo is what the first optimizer of a process would import.
+    # The first optimizer of a process imports Dynamo.
     context.set_forkserver_preload(["thinwire.sharding.api", "torch._dynamo"])
     return context
 
@@ -152,7 +155,7 @@ _pools: dict[int, RankPool] = {}
 
 
 def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Call ``function(*args)`` on ``world`` ranks of one job; processes are kept for the next call.
+    """Call ``function(*args)`` on ``world`` ranks of one job, and keep the processes for the next call.
 
     Returns:
         Results by rank.
@@ -164,7 +167,7 @@ def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout: flo
 
 
 def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> None:
-    """What a rank does: wait for a function, run it in a job of its own, report."""
+    """The main loop of a rank: wait for a function, run it in a job of its own, send the outcome."""
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     os.environ.update(MASTER_ADDR="127.0.0.1", OMP_NUM_THREADS=str(threads))
     import torch

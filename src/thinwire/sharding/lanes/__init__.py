@@ -1,1 +1,1 @@
-"""Communication beside computation: queues of collectives, and a journal of what they did."""
+"""Communication in parallel with computation: queues of collectives, and a journal of their actions."""

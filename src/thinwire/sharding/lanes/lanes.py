@@ -1,4 +1,4 @@
-"""Lanes: in-order queues of communication that run beside computation.
+"""Lanes: in-order queues of communication that run in parallel with computation.
 
 A lane has a worker for every stage of its collectives: hop 1 of one collective runs while hop 2 of the one before
 crosses nodes. On CUDA a worker is a stream and a ticket an event; on CPU a worker is a thread. Streams, threads and the

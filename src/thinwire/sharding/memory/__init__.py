@@ -1,1 +1,1 @@
-"""How parameters lie in memory: flat buffers, shards, slices, and the values that they begin with."""
+"""Memory of parameters: flat buffers, shards, slices, initial values, and the detection of stray writes."""

@@ -1,4 +1,4 @@
-"""What the process's allocator must know of training on CPU."""
+"""Tunes the process's allocator for training on CPU."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ _MAX_INT = (1 << 31) - 1
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed memory for the next allocation instead of giving it back to the kernel.
+    """Let glibc keep freed memory for the next allocation instead of returning it to the kernel.
 
-    A step allocates and frees the same large buffers every time; given back, each page is zeroed by the kernel when it
-    is touched again, which costs more than the communication it holds. On CUDA the caching allocator does this.
+    Every step allocates and frees the same large buffers. The kernel zeroes each returned page on its next use, which
+    costs more than the communication that the page is used for. On CUDA, the caching allocator keeps memory.
 
     Returns:
-        Whether it took effect (glibc only).
+        Whether the settings took effect (glibc only).
     """
     return _tune((_MMAP_THRESHOLD, _MAX_INT), (_TRIM_THRESHOLD, _MAX_INT), (_TOP_PAD, 64 << 20), (_ARENA_MAX, 1))
 
 
 def give_back_freed_memory() -> bool:
-    """Let glibc give freed buffers back to the kernel at once: those that initial values need are not needed again, and
-    holes between what stays would add up to as much as the model.
+    """Let glibc return freed buffers to the kernel at once. Buffers for initial values are not reused, and the holes
+    that they leave could add up to the size of the model.
 
     Returns:
-        Whether it took effect (glibc only).
+        Whether the settings took effect (glibc only).
     """
     return _tune((_MMAP_THRESHOLD, 1 << 18), (_TRIM_THRESHOLD, 1 << 20), (_TOP_PAD, 1 << 17))
 
@@ -37,5 +37,5 @@ def _tune(*settings: tuple[int, int]) -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    taken = [mallopt(key, value) == 1 for key, value in settings]  # each one, whatever became of the others
+    taken = [mallopt(key, value) == 1 for key, value in settings]  # a list: one failure must not skip the rest
     return all(taken)

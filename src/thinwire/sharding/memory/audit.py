@@ -1,4 +1,4 @@
-"""Writes to parameters inside a forward, which the next gather or spread would silently undo."""
+"""Detects writes to parameters inside a forward, which the next gather or spread would silently undo."""
 
 from __future__ import annotations
 
@@ -16,14 +16,20 @@ if TYPE_CHECKING:
 __all__ = ["WriteAudit"]
 
 _FIRST_REGULAR = 64
-"""Values are compared in the first step, then in this one and in those of twice, four times, ... its number."""
+"""Values are compared in the first step, then in the step with this number and at every doubling of the number."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
 class _Comparison:
-    """A unit's values before and after a forward, as sums of their bits, 0-D int64 tensors on the device."""
+    """A unit's values before and after a forward: for each parameter, the sum of its bits (0-D, int64, on the device).
+
+    Attributes:
+        unit: The unit.
+        before: Sums before the forward.
+        after: Sums after the forward; empty until then.
+    """
 
     unit: Unit
     before: list[torch.Tensor]
@@ -35,58 +41,58 @@ class _Comparison:
 
 
 class WriteAudit:
-    """Notices that a forward writes to the parameters it computes with.
+    """Detects forwards that write to the parameters they compute with.
 
-    Those are copies of masters: what a module writes to them (``self.weight.clamp_()``) is gone when the unit is
-    gathered or spread again. torch counts in-place writes, and the counts are compared in every step. It does not
-    count writes through ``parameter.data``, so values are compared too, in a few steps, since that takes two passes
-    over memory. Where parameters stay whole, a forward can also give one other memory (``self.weight.data = ...``),
-    which no update would reach: addresses are compared in every step.
+    These parameters are copies of masters. The next gather or spread undoes a write such as ``self.weight.clamp_()``.
+    torch counts in-place writes, and the audit compares the counts in every step. torch does not count writes through
+    ``parameter.data``, so the audit also compares values; this takes two passes over memory, so only a few steps do it.
+    If parameters stay whole, a forward can also re-point one (``self.weight.data = ...``), and updates would no longer
+    reach it. The audit therefore compares addresses in every step.
 
     Args:
-        units: of the model.
+        units: Units of the model.
 
     Attributes:
-        compares_values: whether this step's forwards are to call ``before_forward`` and ``after_forward``.
+        compares_values: Whether forwards of this step must call ``before_forward`` and ``after_forward``.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self._units = [unit for unit in units if unit.computes_with_copies]
         self._whole = [(unit, _addresses(unit)) for unit in units if not unit.sharded]
-        self._others: dict[int, int] = {}  # by unit: writes that were neither updates nor made by a forward
+        self._others: dict[int, int] = {}  # by unit, the number of excused writes that were not updates
         self._comparisons: list[_Comparison] = []
         self.compares_values = bool(self._units)
         self.excuse()
 
     def excuse(self) -> None:
-        """Whatever was written so far was meant, and is in the masters."""
+        """Accept all writes so far, because they are already in the masters."""
         self._others = {unit.index: _writes(unit) - unit.num_updates * _size(unit) for unit in self._units}
 
     def begin_step(self, number: int) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            number: steps taken before it.
+            number: Number of steps taken before.
         """
         self._comparisons.clear()
         is_power = number & (number - 1) == 0
         self.compares_values = bool(self._units) and is_power and (number == 0 or number >= _FIRST_REGULAR)
 
     def before_forward(self, unit: Unit) -> None:
-        """A unit is gathered and its forward begins, in a step that compares values."""
+        """Record a gathered unit's values at the beginning of its forward, in a step that compares values."""
         if unit.computes_with_copies:
             self._comparisons.append(_Comparison(unit, _sums_of_bits(unit), []))
 
     def after_forward(self, unit: Unit) -> None:
-        """A unit's forward ends; the unit is still gathered."""
+        """Record a unit's values at the end of its forward, while the unit is still gathered."""
         for comparison in reversed(self._comparisons):
             if comparison.unit is unit and not comparison.after:
                 comparison.after = _sums_of_bits(unit)
                 return
 
     def written(self) -> Unit | None:
-        """The first unit whose forward wrote to its parameters in this step, if any; its parameters are put back where
-        updates reach them."""
+        """The first unit with a forward that wrote to its parameters in this step, or ``None``. Re-pointed parameters
+        of the unit are restored."""
         for unit in self._units:
             if _writes(unit) - unit.num_updates * _size(unit) != self._others[unit.index]:
                 return unit

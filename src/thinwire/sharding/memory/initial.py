@@ -1,7 +1,7 @@
-"""Initial values that are read where they are kept: of models on the meta device, whose parameters have none.
+"""Reads initial values for models on the meta device, whose parameters have none.
 
-No rank holds more of such a model than its shards and one flat buffer's part of them in fp32: parameters are read and
-put into their shards one flat buffer at a time, and of a buffer only what this rank keeps.
+A rank reads one flat buffer at a time, and only the part that it keeps. Besides its shards, it therefore holds at most
+its part of one flat buffer in fp32.
 """
 
 from __future__ import annotations
@@ -24,50 +24,50 @@ from thinwire.sharding.memory.local import Slice, local_tensor
 __all__ = ["InitialValues", "Region", "is_on_meta", "parameters_on_meta", "place_model", "read_elements", "read_shard"]
 
 Region = tuple[slice, ...]
-"""A range of every dimension of a parameter, with its begin and end."""
+"""Part of a parameter: for each dimension, a slice with explicit start and stop."""
 
 
 class InitialValues(Protocol):
-    """Where the parameters of a model on the meta device get their values: equal ones on every rank.
+    """Source of initial values for a model on the meta device; must be equal on every rank.
 
-    :mod:`thinwire.train` has two: safetensors files, and random values from a seed.
+    :mod:`thinwire.train` has two sources: safetensors files, and random values from a seed.
     """
 
     def open(self) -> str:
-        """Check that every parameter has values of its shape, before any memory is taken for them.
+        """Check that every parameter has values of its shape, before memory is allocated for them.
 
         Returns:
-            What is equal on all ranks that are going to read the same values.
+            Text that identifies the values; ranks that read the same values return the same text.
 
         Raises:
-            ThinwireError: naming what is missing or wrong.
+            ThinwireError: Values are missing or wrong; the error names them.
         """
 
     def read(self, name: str, region: Region) -> torch.Tensor:
-        """Give a part of a parameter.
+        """Read a part of a parameter.
 
         Args:
-            name: of the parameter, under its first name.
-            region: which part; as many dimensions as the parameter has.
+            name: Name of the parameter; the first name of a tied parameter.
+            region: The part to read, with one slice per dimension.
 
         Returns:
-            A tensor of the region's shape on CPU, of any floating-point (or the parameter's own) dtype.
+            A tensor of the region's shape on the CPU, in any floating-point dtype or in the parameter's own dtype.
 
         Raises:
-            ThinwireError: it cannot be read.
+            ThinwireError: The values cannot be read.
         """
 
 
 @contextlib.contextmanager
 def parameters_on_meta() -> Iterator[None]:
-    """Build models without memory for their parameters; buffers are made as ever, as they are computed, not learned."""
+    """Build models on the meta device inside this block. Only parameters go there; buffers are computed as usual."""
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.is_meta:
             return None
         return nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
 
-    # Modules allocate their parameters before they are replaced; not in holes that would be filled for good later.
+    # Modules allocate each parameter before it moves to the meta device: return that memory to the kernel.
     give_back_freed_memory()
     hook: Any = on_meta  # torch declares that hooks return nothing, and documents that they may return a parameter
     handle = register_module_parameter_registration_hook(hook)
@@ -78,10 +78,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def is_on_meta(model: nn.Module) -> bool:
-    """Whether the model's parameters have shapes only.
+    """Whether the model's parameters are on the meta device.
 
     Raises:
-        UsageError: some have values and some do not.
+        UsageError: Only some of them are.
     """
     places = {parameter.is_meta: name for name, parameter in model.named_parameters()}
     if len(places) > 1:
@@ -92,18 +92,18 @@ def is_on_meta(model: nn.Module) -> bool:
 
 
 def place_model(model: nn.Module, device: torch.device) -> None:
-    """Move a model from the meta device to where it will live: buffers go as they are, and parameters become husks that
-    take no memory and read as NaN.
+    """Move a model from the meta device to its target device. Buffers are copied. Parameters become husks, which take
+    no memory and read as NaN.
 
-    A parameter on the meta device cannot be pointed at real memory: new ones take the places of the old ones, tied ones
-    stay tied.
+    A parameter on the meta device cannot be pointed at real memory, so new parameters replace the old ones. Tied
+    parameters stay tied.
 
     Args:
-        model: with all parameters on the meta device and none of its buffers.
-        device: where to.
+        model: Model with all parameters, but no buffer, on the meta device.
+        device: Target device.
 
     Raises:
-        UsageError: a buffer has no values.
+        UsageError: A buffer has no values.
     """
     husks: dict[int, nn.Parameter] = {}
     for prefix, module in model.named_modules():
@@ -118,15 +118,15 @@ def place_model(model: nn.Module, device: torch.device) -> None:
                 path = f"{prefix}.{name}" if prefix else name
                 raise UsageError(
                     f"buffer {path} is on the meta device and has no values: build the model under "
-                    "thinwire.sharding.initial.parameters_on_meta(), which leaves buffers alone"
+                    "thinwire.sharding.memory.initial.parameters_on_meta(), which leaves buffers alone"
                 )
             module._buffers[name] = value.to(device)
 
 
 def _husk(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    here = local_tensor(parameter.data)
-    empty = float("nan") if here.is_floating_point() else 0
-    value = torch.full((), empty, dtype=here.dtype, device=device).expand(here.shape)
+    local = local_tensor(parameter.data)
+    empty = float("nan") if local.is_floating_point() else 0
+    value = torch.full((), empty, dtype=local.dtype, device=device).expand(local.shape)
     if isinstance(parameter, DTensor):
         value = DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -138,21 +138,20 @@ def read_shard(
     """Read this rank's P shard of a flat buffer.
 
     Args:
-        layout: of the buffer.
-        shard: which P shard.
-        values: where they are.
-        slices: of parameters that tensor parallelism cuts.
+        layout: Layout of the buffer.
+        shard: Index of the P shard.
+        values: Source of the values.
+        slices: Slices of the parameters that tensor parallelism cuts, by name.
 
     Returns:
-        ``[layout.shard_numel]`` on CPU, fp32 (or the buffer's own dtype where it has no numbers), zero where it is
-        padding.
+        ``[layout.shard_numel]`` on the CPU, in fp32 or the buffer's dtype if it is not floating-point. Padding is zero.
     """
     dtype = torch.float32 if layout.dtype.is_floating_point else layout.dtype
-    found = torch.zeros(layout.shard_numel, dtype=dtype)
+    shard_values = torch.zeros(layout.shard_numel, dtype=dtype)
     for slot, offset, run in layout.pieces(shard):
-        place = found[run.start : run.start + run.length]
+        place = shard_values[run.start : run.start + run.length]
         read_elements(values, slot.name, slot.shape, slices.get(slot.name), offset, place)
-    return found
+    return shard_values
 
 
 def read_elements(
@@ -161,12 +160,12 @@ def read_elements(
     """Read consecutive elements of this rank's slice of a parameter.
 
     Args:
-        values: where they are.
-        name: of the parameter.
-        shape: of this rank's slice.
-        cut: which slice it is; none where it is the whole.
-        offset: of the first element.
-        target: 1-D, filled.
+        values: Source of the values.
+        name: Name of the parameter.
+        shape: Shape of this rank's slice.
+        cut: Slice that this rank holds; ``None`` for the whole parameter.
+        offset: First element to read, relative to the slice.
+        target: Tensor to fill, 1-D; its length is the number of elements to read.
     """
     begin, end = offset, offset + target.numel()
     region: list[slice] = []
@@ -175,11 +174,11 @@ def read_elements(
         first, last = begin // inner, (end - 1) // inner + 1
         region.append(slice(first, last))
         begin, end = begin - first * inner, end - first * inner
-        if last - first > 1:  # several rows: all of each
+        if last - first > 1:  # read several rows entirely
             region += [slice(0, size) for size in shape[dim + 1 :]]
             break
     if cut is not None:
         start = cut.index * shape[cut.dim]
         region[cut.dim] = slice(region[cut.dim].start + start, region[cut.dim].stop + start)
-    found = values.read(name, tuple(region)).reshape(-1)
-    target.copy_(found[begin:end])
+    elements = values.read(name, tuple(region)).reshape(-1)
+    target.copy_(elements[begin:end])

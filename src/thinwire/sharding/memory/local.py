@@ -1,4 +1,4 @@
-"""Parameters of which this rank holds a slice: DTensors of tensor parallelism, seen as the tensors they hold here."""
+"""Accesses this rank's slice of parameters that tensor parallelism cuts (DTensors)."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ __all__ = ["LocalPart", "Slice", "local_gradient", "local_tensor", "set_local", 
 
 @dataclass(frozen=True)
 class Slice:
-    """Which of the equal slices of a parameter a rank holds.
+    """A rank's slice of a parameter that is cut into equal slices.
 
     Attributes:
-        dim: the dimension that is cut.
-        ways: number of slices.
-        index: which one.
+        dim: Dimension that is cut.
+        ways: Number of slices.
+        index: Index of the rank's slice.
     """
 
     dim: int
@@ -33,14 +33,14 @@ class Slice:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What a rank trains of a model that is spread over more than data-parallel ranks.
+    """The part of a model that a rank trains under tensor or pipeline parallelism.
 
     Attributes:
-        data: the ranks that train the same part.
-        stage: number of the pipeline stage, 0 without a pipeline.
-        tensor: this rank's place among those that share every matrix.
-        tensor_ranks: how many they are.
-        masters: fp32 values of parameters that are narrower already, by name: what the optimizer starts from.
+        data: Ranks that train the same part.
+        stage: Number of the pipeline stage; 0 without a pipeline.
+        tensor: Index of this rank among the tensor-parallel ranks.
+        tensor_ranks: Number of tensor-parallel ranks.
+        masters: Initial fp32 masters of parameters that already have a narrower dtype, by name.
     """
 
     data: DataRanks
@@ -51,17 +51,17 @@ class LocalPart:
 
     @property
     def label(self) -> str:
-        """For keys of what belongs to this part alone; empty where the part is the whole model."""
+        """Label for keys of values that belong to this part alone; empty if the part is the whole model."""
         return f"stage {self.stage}, tensor rank {self.tensor}" if self.stage or self.tensor_ranks > 1 else ""
 
 
 def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a parameter: all of it, unless it is a DTensor."""
+    """The elements of a parameter that this rank holds: all of them, unless the parameter is a DTensor."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def set_local(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Re-point a parameter at other memory; the one place that does."""
+    """Re-point a parameter at other memory. No other code does this."""
     if isinstance(parameter, DTensor):
         parameter._local_tensor = value
     else:
@@ -69,8 +69,8 @@ def set_local(parameter: nn.Parameter, value: torch.Tensor) -> None:
 
 
 def local_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """What a gradient adds to this rank's slice. Of a parameter that all tensor-parallel ranks hold, each may have seen
-    some tokens only: then their parts are summed first."""
+    """The gradient of this rank's slice. If all tensor-parallel ranks hold the parameter, each may have processed only
+    some of the tokens; their gradients are summed first."""
     if not isinstance(grad, DTensor):
         return grad
     assert isinstance(parameter, DTensor)
@@ -80,10 +80,10 @@ def local_gradient(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def slice_of(name: str, parameter: torch.Tensor) -> Slice | None:
-    """The slice of a parameter that this rank holds; none where it holds all of it.
+    """The slice of a parameter that this rank holds; ``None`` if it holds the whole parameter.
 
     Raises:
-        UsageError: if it is cut in another way than along one dimension of a one-dimensional mesh, evenly.
+        UsageError: The parameter is not cut evenly along one dimension over a one-dimensional mesh.
     """
     if not isinstance(parameter, DTensor) or all(placement.is_replicate() for placement in parameter.placements):
         return None

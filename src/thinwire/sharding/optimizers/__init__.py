@@ -1,1 +1,1 @@
-"""What optimizers do to parameters, as far as sharding depends on it."""
+"""Properties of optimizers that sharding depends on."""

@@ -1,4 +1,4 @@
-"""What an optimizer's update depends on, found out by trying it on small parameters instead of knowing its name."""
+"""Tests the properties of an optimizer by running it on small parameters, whatever its name."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["refuse_per_tensor", "refuse_unlike_ranks", "updates_in_parts"]
 
 
 def refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
-    """Raise if an optimizer's update of a tensor is not the update of its parts: found out by trying.
+    """Refuse an optimizer whose update of a tensor differs from the updates of the tensor's parts.
 
     Raises:
-        UsageError: if it needs whole tensors while fragments are parts of them.
+        UsageError: The optimizer needs whole tensors.
     """
     options = _for_trial(options)
     with torch.random.fork_rng(devices=[]):
@@ -40,15 +40,15 @@ def refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Map
 
 
 def refuse_unlike_ranks(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, cut: bool) -> None:
-    """Raise if ranks would update alike parameters differently: found out by trying.
+    """Refuse an optimizer whose updates would differ from rank to rank.
 
     Args:
-        optimizer_class: of the optimizer.
-        options: of the optimizer.
-        cut: whether ranks own different parameters.
+        optimizer_class: Class of the optimizer.
+        options: Options of the optimizer.
+        cut: Whether ranks own different parameters.
 
     Raises:
-        UsageError: it draws random numbers, or the update of one parameter depends on the gradient of another one.
+        UsageError: The optimizer draws random numbers, or its update of a parameter depends on gradients of others.
     """
     remedy = (
         f"make it yourself, {optimizer_class.__name__}(model.parameters(), ...): over shares, ranks draw the same "
@@ -60,8 +60,8 @@ def refuse_unlike_ranks(optimizer_class: type[torch.optim.Optimizer], options: M
     again = _trial(optimizer_class, options, seed=1)
     if again is not None and not torch.equal(first, again):
         raise UsageError(f"{optimizer_class.__name__} draws random numbers, which differ from rank to rank; {remedy}")
-    beside = _trial(optimizer_class, options, seed=0, other=100.0) if cut else None
-    if beside is not None and not torch.equal(first, beside):
+    coupled = _trial(optimizer_class, options, seed=0, other=100.0) if cut else None
+    if coupled is not None and not torch.equal(first, coupled):
         raise UsageError(
             f"{optimizer_class.__name__} updates a parameter by other parameters' gradients, as a norm over all of "
             f"them does, and each rank sees its share only; {remedy}"
@@ -71,13 +71,13 @@ def refuse_unlike_ranks(optimizer_class: type[torch.optim.Optimizer], options: M
 def _trial(
     optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, seed: int, other: float = 1.0
 ) -> torch.Tensor | None:
-    """One of two parameters after two updates; none if the optimizer refuses the trial.
+    """Update two parameters twice and return the first; ``None`` if the optimizer refuses the trial.
 
     Args:
-        optimizer_class: of the optimizer.
-        options: of the optimizer.
-        seed: for what it draws.
-        other: factor of the other parameter's gradients.
+        optimizer_class: Class of the optimizer.
+        options: Options of the optimizer.
+        seed: Seed of the random numbers that the optimizer may draw.
+        other: Factor for the gradients of the second parameter.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -93,8 +93,8 @@ def _trial(
 
 
 def updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
-    """Whether calling ``step`` for some parameters and then for the others is one update of all: found out by trying.
-    Optimizers that count their calls, or that look at all parameters together, are not like that."""
+    """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
+    hold for optimizers that count their calls or combine all parameters."""
     options = _for_trial(options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -112,7 +112,7 @@ def updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapp
 
 
 def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options without what decides nothing: a wild learning rate would overflow, and CUDA's graphs need CUDA."""
+    """Adapt options to a trial: a huge learning rate could overflow, and ``capturable`` requires CUDA."""
     tried = {name: value for name, value in options.items() if name != "capturable"}
     return {**tried, "lr": 1e-3} if "lr" in tried else tried
 

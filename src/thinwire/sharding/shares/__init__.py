@@ -1,1 +1,1 @@
-"""Parameters, gradients and optimizer states as a rank holds them: tensors of the whole shape that store one piece."""
+"""Share tensors: parameters, gradients and optimizer states with the whole shape that store one rank's piece."""

@@ -1,4 +1,4 @@
-"""A contiguous piece of a flattened tensor as boxes of the tensor, which checkpoint formats know."""
+"""Cuts a contiguous piece of a flattened tensor into boxes of the tensor, which checkpoint formats can describe."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ __all__ = ["Box", "boxes"]
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A box of a tensor whose elements are contiguous.
+    """A box of a tensor with contiguous elements.
 
     Attributes:
-        offsets: first index in each dimension.
-        sizes: extent in each dimension.
-        start: first element within the piece.
+        offsets: First index in each dimension.
+        sizes: Number of indices in each dimension.
+        start: First element, relative to the piece.
     """
 
     offsets: tuple[int, ...]
@@ -25,27 +25,27 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """Elements of the box."""
+        """Number of elements in the box."""
         return math.prod(self.sizes)
 
 
 def boxes(shape: Sequence[int], offset: int, length: int) -> list[Box]:
-    """Cut elements ``[offset, offset + length)`` of a row-major tensor into as few boxes as there are.
+    """Cut elements ``[offset, offset + length)`` of a row-major tensor into as few boxes as possible.
 
-    A piece of a matrix is at most the end of a row, whole rows, and the beginning of a row; each further dimension adds
-    at most two boxes.
+    A piece of a matrix has at most three boxes: the end of a row, whole rows, and the beginning of a row. Each further
+    dimension adds at most two boxes.
 
     Args:
-        shape: of the tensor.
-        offset: first element.
-        length: elements; none give no box.
+        shape: Shape of the tensor.
+        offset: First element of the piece.
+        length: Number of elements; 0 gives no box.
     """
     shape = tuple(shape)
     cut: list[Box] = []
     position, end = offset, offset + length
     strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
     while position < end:
-        # The outermost dimension along which a box can begin here: all inner indices are zero, and one slice fits.
+        # The outermost dimension along which a box can begin: all inner indices are zero, and one slice fits.
         dim = next(
             (dim for dim, stride in enumerate(strides) if position % stride == 0 and position + stride <= end),
             len(shape) - 1,

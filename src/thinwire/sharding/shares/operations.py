@@ -1,4 +1,4 @@
-"""What torch's operations do to tensors that are cut among ranks: piece by piece, or by combining what ranks reduce."""
+"""Performs torch operators on share tensors: on each piece separately, or by combining the ranks' reductions."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ __all__ = ["perform"]
 aten = torch.ops.aten
 
 Share = Any
-"""A share tensor; its class is above this module."""
+"""A share tensor; its class depends on this module."""
 
 
 def perform(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Perform one operator on share tensors.
 
     Args:
-        cls: the class of share tensors.
-        func: the operator.
-        args: of the operator.
-        kwargs: of the operator.
+        cls: Class of share tensors.
+        func: The operator.
+        args: Positional arguments of the operator.
+        kwargs: Keyword arguments of the operator.
 
     Raises:
-        NeedsWhole: it is no operation on pieces.
+        NeedsWhole: The operator cannot act on pieces.
     """
     special = _SPECIAL.get(func)
     if special is not None:
@@ -59,7 +59,7 @@ def _elementwise(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _common_cut(cls: Any, values: Sequence[Any]) -> ShareSpec:
-    """The cut that all share tensors have, which is also the shape of the result."""
+    """The common cut of all share tensors, which is also the cut of the result."""
     shares = [value for value in values if isinstance(value, cls)]
     spec: ShareSpec = next((share.spec for share in shares if share.spec.shape.numel() != 1), shares[0].spec)
     for value in values:
@@ -89,8 +89,8 @@ def _piece_of(cls: Any, value: Any, spec: ShareSpec) -> Any:
 
 
 def _averaged(value: torch.Tensor, spec: ShareSpec) -> torch.Tensor:
-    """In a backward, a plain tensor that meets a share tensor is a gradient of this rank's loss, or a factor of one:
-    the gradient of a share is the mean over ranks."""
+    """Average a plain tensor over ranks in a backward. There it is a gradient of this rank's loss, or a factor of such
+    a gradient, but the gradient of a share is the mean over ranks."""
     if torch._C._current_graph_task_id() == -1 or not value.is_floating_point():
         return value
     if value.numel() and all(stride == 0 for stride in value.stride()):
@@ -109,7 +109,7 @@ def _written(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     """The arguments that an operator changes.
 
     Raises:
-        NeedsWhole: a plain tensor would be changed.
+        NeedsWhole: The operator would change a plain tensor.
     """
     written = []
     for position, argument in enumerate(func._schema.arguments):
@@ -126,7 +126,7 @@ def _written(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 @contextlib.contextmanager
 def _writing(shares: Sequence[Share]) -> Iterator[None]:
-    """Tell those behind share tensors that their pieces change."""
+    """Notify the runtime before and after the pieces of share tensors change."""
     live = [share.live for share in shares if share.live is not None]
     for owner in live:
         owner.before_write()
@@ -144,7 +144,7 @@ def _on_lists(cls: Any, func: Any, name: str, args: tuple[Any, ...], kwargs: dic
     first = next(value for value in args if isinstance(value, list | tuple))
     specs = [tensor.spec if isinstance(tensor, cls) else None for tensor in first]
     own = [share for value in [*args, *kwargs.values()] for share in _listed(cls, value)]
-    written = own if name.endswith("_") else []  # schemas say nothing of what is written inside lists
+    written = own if name.endswith("_") else []  # schemas do not mark writes to tensors inside lists
     with _writing(written):
         results = func(
             *(_list_pieces(cls, value, specs) for value in args),
@@ -175,7 +175,7 @@ def _list_pieces(cls: Any, value: Any, specs: Sequence[ShareSpec | None]) -> Any
 
 
 def _agree_on_overflow(shares: Sequence[Share], found_inf: torch.Tensor) -> None:
-    """A gradient scaler has looked at this rank's pieces: what any rank has found holds for all."""
+    """Combine a gradient scaler's overflow flags: an overflow on any rank counts on all ranks."""
     everyone = shares[0].spec.holders.combined(found_inf.detach().double().cpu().reshape(1))
     found_inf.fill_(float(everyone.amax()))
 
@@ -189,19 +189,19 @@ def _norm(cls: Any, tensor: torch.Tensor, order: Any = 2, dtype: torch.dtype | N
         return torch.linalg.vector_norm(tensor, order, dtype=dtype)
     share: Share = tensor
     order, result = float(order), dtype or share.dtype
-    at_hand = share.live.norms(order) if share.live is not None else None
-    if at_hand is not None:
-        return at_hand.to(result)
+    cached = share.live.norms(order) if share.live is not None else None
+    if cached is not None:
+        return cached.to(result)
     partial = power_sum(share.piece, order)
     return from_power_sums(share.spec.holders.combined(partial.reshape(1)), order)[0].to(result).to(share.device)
 
 
 def power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """What pieces contribute to a norm: float64, 0-D, on the CPU.
+    """The contribution of a piece to a norm: float64, 0-D, on the CPU.
 
     Args:
-        piece: 1-D.
-        order: of the norm; infinite ones included.
+        piece: Elements of the piece, 1-D.
+        order: Order of the norm; may be infinite.
     """
     if piece.numel() == 0:
         return torch.tensor(float("inf") if order == float("-inf") else 0.0, dtype=torch.float64)
@@ -211,7 +211,7 @@ def power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
 
 
 def from_power_sums(everyone: torch.Tensor, order: float) -> torch.Tensor:
-    """Norms from every piece's contribution: float64, ``[k]`` from ``[pieces, k]``."""
+    """Compute norms, float64 ``[k]``, from the contributions of all pieces, float64 ``[pieces, k]``."""
     if order == float("inf"):
         return everyone.amax(0)
     if order == float("-inf"):
@@ -233,13 +233,13 @@ def _reduction(
     neutral: float,
     result: torch.dtype | None = None,
 ) -> Callable[..., Any]:
-    """An operator that reduces a whole tensor to one number.
+    """Create an operator that reduces a whole tensor to one number.
 
     Args:
-        reduce: a piece, to 0-D.
-        combine: the ranks' results, ``[pieces, 1]``, to one.
-        neutral: what an empty piece contributes.
-        result: dtype of the result, if not the tensor's.
+        reduce: Reduces a piece to a 0-D tensor.
+        combine: Combines the results of all pieces, ``[pieces, 1]``, into one.
+        neutral: Contribution of an empty piece.
+        result: Dtype of the result; default: the tensor's.
     """
 
     def perform_reduction(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -273,8 +273,8 @@ def _equal(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     if args[0].shape != args[1].shape:
         return False
     spec = _common_cut(cls, args)
-    one, other = _pieces(cls, args, spec)
-    same = torch.tensor([float(torch.equal(one, other))], dtype=torch.float64)
+    left, right = _pieces(cls, args, spec)
+    same = torch.tensor([float(torch.equal(left, right))], dtype=torch.float64)
     return bool(spec.holders.combined(same).amin() > 0)
 
 
@@ -284,7 +284,11 @@ def _bound(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str
 
 
 def _over_all(bound: dict[str, Any]) -> None:
-    """Only reductions of all dimensions to a number."""
+    """Accept only reductions over all dimensions.
+
+    Raises:
+        NeedsWhole: The reduction keeps dimensions.
+    """
     if bound.get("dim") not in (None, [], ()) or bound.get("keepdim"):
         raise NeedsWhole
 
@@ -293,7 +297,7 @@ def _over_all(bound: dict[str, Any]) -> None:
 
 
 def _alias(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Another tensor over the same piece, which tells of changes as the first one does."""
+    """Create another share tensor over the same piece, with the same runtime behind it."""
     del kwargs
     share = args[0]
     if func not in (aten.detach.default, aten.alias.default, aten.lift_fresh.default):
@@ -304,7 +308,7 @@ def _alias(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy into a share from a share of the same cut, or from a plain tensor; gather where cuts differ."""
+    """Copy into a share from another share or a plain tensor; gathers the source if the cuts differ."""
     target, source = args[0], args[1]
     if not isinstance(target, cls):
         raise NeedsWhole
@@ -320,8 +324,8 @@ def _copy(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _random(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Draw the whole tensor, with the first rank's generator on every rank, and keep this rank's piece: what one
-    process would draw."""
+    """Draw the whole tensor on every rank with the first rank's generator, and keep this rank's piece. The values are
+    those that a single process would draw."""
     share = args[0]
     if any(isinstance(value, cls) for value in [*args[1:], *kwargs.values()]):
         raise NeedsWhole
@@ -341,7 +345,7 @@ def _random(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 @contextlib.contextmanager
 def _first_generator(spec: ShareSpec, device: torch.device, given: torch.Generator | None) -> Iterator[None]:
-    """Draw as the first rank does. Its own generator moves on; the others' are as before."""
+    """Use the state of the first rank's generator. Afterwards, only the first rank's generator has advanced."""
     if spec.pieces == 1 and spec.length == 0:
         yield
         return
@@ -363,7 +367,7 @@ def _refused(cls: Any, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     del cls, kwargs
     name = args[0].spec.name if hasattr(args[0], "spec") else "a parameter"
     raise UsageError(
-        f"{func.overloadpacket.__name__} would give {name} other memory, which its runtime would not know: use copy_()"
+        f"{func.overloadpacket.__name__} would replace the memory of {name}, which the runtime would miss: use copy_()"
     )
 
 
@@ -387,7 +391,7 @@ _ELEMENTWISE = {
     aten.zero_.default,
     aten.zeros_like.default,
 }
-"""Operators that act element by element and have no such tag."""
+"""Operators that act element by element but lack the ``pointwise`` tag."""
 
 _SPECIAL: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,

@@ -1,4 +1,4 @@
-"""A model's parameter as a rank holds it, outside of forward and backward."""
+"""The share tensor that represents a parameter outside of forward and backward."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ GradientHook = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 class LiveParameter(Live, Protocol):
-    """What stands behind a parameter of a sharded model.
+    """The runtime behind a parameter of a sharded model.
 
     Attributes:
-        compute_tensor: what its module computes with inside passes.
+        compute_tensor: Tensor that the parameter's module computes with inside passes.
     """
 
     compute_tensor: torch.nn.Parameter
 
     def gradient(self) -> ShareTensor | None:
-        """The gradient, or none."""
+        """The gradient, or ``None``."""
 
     def set_gradient(self, value: torch.Tensor | None) -> None:
-        """Replace the gradient, or drop it."""
+        """Replace the gradient, or drop it if ``value`` is ``None``."""
 
     def train(self, *, wanted: bool) -> None:
-        """Have gradients computed, or not."""
+        """Set whether gradients are computed."""
 
     def hook_gradient(self, hook: GradientHook) -> RemovableHandle:
-        """Call a hook with this rank's gradient, before ranks combine theirs."""
+        """Call a hook with this rank's gradient, before ranks combine their gradients."""
 
     def hook_accumulation(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
         """Call a hook after a step's last backward, when ranks have combined the gradient."""
@@ -47,15 +47,16 @@ class LiveParameter(Live, Protocol):
 class ShardedParameter(ShareTensor):
     """This rank's share of one parameter of a sharded model; ``isinstance(p, nn.Parameter)`` holds.
 
-    ``p.grad`` is the share of the gradient that all ranks have combined: there after the backward of a step's last
-    micro-batch, read when it is asked for, ``None`` if no rank used the parameter. Writing to ``p`` (``copy_``,
-    ``p.data = ...``, an optimizer's update) reaches the other ranks before the next forward.
+    ``p.grad`` is this rank's share of the combined gradient. It is available after the backward of a step's last
+    micro-batch, and ``None`` if no rank used the parameter. A write to ``p`` (``copy_``, ``p.data = ...``, an
+    optimizer's update) reaches the other ranks before the next forward.
 
     Args:
-        piece: fp32 elements that this rank owns, 1-D; of a frozen parameter, those that it holds, in compute dtype.
-        spec: which piece it is.
-        live: the runtime behind it.
-        requires_grad: as in torch.
+        piece: Elements that this rank owns, 1-D, fp32; for a frozen parameter, the elements that it holds, in compute
+            dtype.
+        spec: Position of the piece in the parameter.
+        live: Runtime behind the parameter.
+        requires_grad: As in torch.
     """
 
     live: LiveParameter
@@ -69,13 +70,13 @@ class ShardedParameter(ShareTensor):
         *,
         requires_grad: bool,
     ) -> ShardedParameter:
-        made = cast(ShardedParameter, ShareTensor.__new__(cls, piece, spec, live=live, requires_grad=requires_grad))
-        made._is_param = True  # as in nn.Parameter's own subclasses of Tensor
-        return made
+        share = cast(ShardedParameter, ShareTensor.__new__(cls, piece, spec, live=live, requires_grad=requires_grad))
+        share._is_param = True  # as in nn.Parameter's own subclasses of Tensor
+        return share
 
     @property
     def grad(self) -> ShareTensor | None:
-        """The share of the combined gradient."""
+        """This rank's share of the combined gradient, or ``None``."""
         return self.live.gradient()
 
     @grad.setter
@@ -101,13 +102,13 @@ class ShardedParameter(ShareTensor):
                 "backward use"
             )
         if isinstance(value, ShareTensor) and self._is_same_memory(value):
-            return  # itself, as module.to(...) assigns what has the right type already
+            return  # module.to(...) assigns a tensor to itself if it already has the right type
         with torch.no_grad():
             self.copy_(value)
 
     def _is_same_memory(self, other: ShareTensor) -> bool:
-        """The same answer on every rank, those whose piece is empty and has no address included: a write is announced
-        to the others, which have to expect it."""
+        """Whether ``other`` is an alias of this parameter. All ranks get the same answer, even those with an empty
+        piece, which has no address: a write is collective, so ranks must agree on whether there is one."""
         mine, theirs = self.piece, other.piece
         return (
             other.spec.name == self.spec.name
@@ -126,17 +127,17 @@ class ShardedParameter(ShareTensor):
         self.requires_grad_(wanted)
 
     def requires_grad_(self, mode: bool = True) -> ShardedParameter:
-        """Freeze the parameter, or train it again. One that was frozen when the model was sharded stays frozen."""
+        """Freeze the parameter, or train it again. A parameter that was frozen when the model was sharded cannot be
+        trained."""
         self.live.train(wanted=mode)
         with torch._C.DisableTorchFunctionSubclass():
             _TORCHS_REQUIRES_GRAD.__set__(self, mode)
         return self
 
     def register_hook(self, hook: GradientHook) -> RemovableHandle:
-        """Call ``hook`` with this rank's gradient of the whole parameter, as torch does, before ranks combine "
-        "theirs."""
+        """Call ``hook`` with this rank's gradient of the whole parameter, before ranks combine their gradients."""
         return self.live.hook_gradient(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> RemovableHandle:
-        """Call ``hook`` with the parameter when ranks have combined the gradient of a step's last backward."""
+        """Call ``hook`` with the parameter after a step's last backward, when ranks have combined the gradient."""
         return self.live.hook_accumulation(hook)

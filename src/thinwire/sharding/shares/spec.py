@@ -1,4 +1,4 @@
-"""Which piece of a tensor a rank holds, and who holds the others."""
+"""Describes the piece of a tensor that a rank holds, and the ranks that hold the other pieces."""
 
 from __future__ import annotations
 
@@ -14,69 +14,70 @@ __all__ = ["Holders", "Live", "NeedsWhole", "ShareSpec"]
 
 
 class NeedsWhole(Exception):
-    """An operation cannot be done piece by piece."""
+    """An operation cannot act on pieces, because it needs the whole tensor."""
 
 
 class Holders(Protocol):
     """The ranks that hold the pieces of a tensor.
 
     Attributes:
-        pieces: how many distinct pieces there are; 1 where every rank holds the whole tensor.
+        pieces: Number of distinct pieces; 1 if every rank holds the whole tensor.
     """
 
     pieces: int
 
     def combined(self, partial: torch.Tensor) -> torch.Tensor:
-        """Every distinct piece's contribution to a reduction. Collective.
+        """Exchange the contributions of all pieces to a reduction. Collective.
 
         Args:
-            partial: float64, ``[k]``, this rank's; on the CPU.
+            partial: Contribution of this rank's piece: float64, ``[k]``, on the CPU.
 
         Returns:
-            float64, ``[pieces, k]``; pieces that several ranks hold appear once.
+            float64, ``[pieces, k]``; a piece that several ranks hold appears once.
         """
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
-        """The whole tensor, flattened, from everyone's pieces. Collective.
+        """Gather the whole tensor from all pieces. Collective.
 
         Args:
-            name: the parameter whose cut the tensor follows.
-            piece: contiguous, 1-D, any dtype; this rank's.
+            name: Name of a parameter with the same cut.
+            piece: This rank's piece: contiguous, 1-D, any dtype.
 
         Returns:
-            1-D, on the device of ``piece``.
+            The flattened tensor, 1-D, on the device of ``piece``.
         """
 
     def mean(self, values: torch.Tensor) -> torch.Tensor:
-        """The mean over all ranks of a plain tensor. Collective."""
+        """Average a plain tensor over all ranks. Collective."""
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
-        """The first rank's ``values``, uint8, on the CPU. Collective."""
+        """Return the first rank's ``values``, which are uint8 on the CPU. Collective."""
 
 
 class Live(Protocol):
-    """What stands behind a share tensor that shows the runtime's memory."""
+    """The runtime behind a share tensor that is a view of the runtime's memory."""
 
     def before_write(self) -> None:
-        """The piece is about to change."""
+        """Prepare for a change of the piece."""
 
     def after_write(self) -> None:
-        """The piece has changed."""
+        """Take note that the piece has changed."""
 
     def norms(self, order: float) -> torch.Tensor | None:
-        """Norm of the whole tensor if it is at hand from one exchange for many tensors; fp32, 0-D. Collective."""
+        """Norm of the whole tensor from one exchange for many tensors, fp32, 0-D; ``None`` if the runtime has no such
+        exchange. Collective."""
 
 
 @dataclass(frozen=True, eq=False)
 class ShareSpec:
-    """Which piece of a tensor a rank holds.
+    """Position of a rank's piece in a tensor.
 
     Attributes:
-        name: the parameter whose cut the tensor follows.
-        shape: of the whole tensor.
-        offset: first element of the piece in the flattened tensor.
-        length: elements of the piece; 0 where this rank holds nothing.
-        holders: the ranks that hold the pieces.
+        name: Name of the parameter with the same cut.
+        shape: Shape of the whole tensor.
+        offset: First element of the piece in the flattened tensor.
+        length: Number of elements in the piece; 0 if this rank holds nothing.
+        holders: Ranks that hold the pieces.
     """
 
     name: str
@@ -87,11 +88,11 @@ class ShareSpec:
 
     @property
     def pieces(self) -> int:
-        """How many distinct pieces there are."""
+        """Number of distinct pieces."""
         return self.holders.pieces
 
     def same_cut(self, other: ShareSpec) -> bool:
-        """Whether pieces of two tensors match element by element, on every rank."""
+        """Whether the pieces of two tensors have the same elements on every rank."""
         return self is other or (
             self.holders is other.holders
             and (self.name == other.name)
@@ -104,7 +105,7 @@ class ShareSpec:
         return boxes(self.shape, self.offset, self.length)
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """The piece of a plain tensor that broadcasts to the whole shape; 1-D."""
+        """Cut this rank's piece, 1-D, from a plain tensor that broadcasts to the whole shape."""
         if whole.numel() == 1:
             return whole.reshape(1).expand(self.length)
         return whole.expand(self.shape).reshape(-1)[self.offset : self.offset + self.length]

@@ -1,26 +1,26 @@
-"""A tensor that is cut among ranks, as one rank holds it.
+"""A tensor that is cut among ranks and stores one rank's piece.
 
 [Note: share tensors]
 
-After :func:`thinwire.shard`, ``model.parameters()`` gives a :class:`ShareTensor` for each parameter. It has the shape
-of the whole parameter and stores the elements whose fp32 values (masters) this rank owns: one contiguous piece of the
-flattened parameter, which may be all of it or nothing. Gradients (``parameter.grad``) and what an optimizer makes of
-them (``torch.zeros_like(parameter)``) are share tensors too.
+After :func:`thinwire.shard`, ``model.parameters()`` returns a :class:`ShareTensor` for each parameter. It has the shape
+of the whole parameter, but stores only the elements with masters (fp32 values) that this rank owns: one contiguous
+piece of the flattened parameter, which may be empty or the whole parameter. Gradients (``parameter.grad``) and
+optimizer states (``torch.zeros_like(parameter)``) are share tensors too.
 
-Three rules say what an operation does:
+There are three kinds of operations:
 
-1. *Element by element* (``add_``, ``sqrt``, ``lerp_``, ``copy_``, torch's foreach and fused optimizers): it acts on the
-   piece. Nothing travels. Plain tensors that take part are cut to the same piece.
-2. *Reductions over the whole tensor* (``sum``, ``norm``, ``max``, ``all``): each rank reduces its piece and the ranks
-   combine the results. Every rank has to call it.
+1. *Element by element* (``add_``, ``sqrt``, ``lerp_``, ``copy_``, torch's foreach and fused optimizers): the operation
+   acts on the piece, without communication. Plain tensors among the arguments are cut to the same piece.
+2. *Reductions over the whole tensor* (``sum``, ``norm``, ``max``, ``all``): each rank reduces its piece, and the ranks
+   combine the results. Every rank must call the operation.
 3. *Everything else* (``matmul``, slicing, ``view(-1)``) needs the whole tensor. Ranks gather it, and the operation runs
-   on a plain tensor. Every rank has to call it.
+   on a plain tensor. Every rank must call the operation.
 
-``__torch_dispatch__`` knows the first two and raises :class:`NeedsWhole` for the rest; ``__torch_function__``, which
-sees whole functions before autograd takes them apart, answers by gathering and calls the function again.
+``__torch_dispatch__`` handles the first two kinds and raises :class:`NeedsWhole` for the third.
+``__torch_function__``, which sees a function before autograd decomposes it, then gathers and calls the function again.
 
-DTensor was not the right home for this: its placements cut along dimensions, while a piece here may begin and end
-inside a row, differ in size from rank to rank, or leave whole tensors to single ranks.
+DTensor does not fit, because its placements cut along dimensions. A piece may begin and end inside a row, its size may
+differ from rank to rank, and a single rank may own a whole tensor.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ShareTensor(torch.Tensor):
     """One rank's piece of a tensor of ``spec.shape``; see the note above.
 
     Args:
-        piece: contiguous, 1-D, ``[spec.length]``; or a function that returns it when it is first needed.
-        spec: which piece it is.
-        like: dtype and device, where ``piece`` is a function.
-        live: what to tell of changes, where the piece is the runtime's memory.
-        requires_grad: as in torch.
+        piece: The piece: contiguous, 1-D, ``[spec.length]``; or a function that returns it, called at every access.
+        spec: Position of the piece in the tensor.
+        like: Tensor with the dtype and the device of the piece; required if ``piece`` is a function.
+        live: Runtime to notify of changes; ``None`` if the piece is not the runtime's memory.
+        requires_grad: As in torch.
     """
 
     spec: ShareSpec
@@ -66,13 +66,13 @@ class ShareTensor(torch.Tensor):
     ) -> ShareTensor:
         options = piece if isinstance(piece, torch.Tensor) else like
         assert options is not None
-        made: ShareTensor = torch.Tensor._make_wrapper_subclass(
+        share: ShareTensor = torch.Tensor._make_wrapper_subclass(
             cls, spec.shape, dtype=options.dtype, device=options.device, requires_grad=requires_grad
         )
-        made._piece, made.spec, made.live = piece, spec, live
-        return made
+        share._piece, share.spec, share.live = piece, spec, live
+        return share
 
-    # -- what one asks of it -----------------------------------------------------------------------------------
+    # -- public interface --------------------------------------------------------------------------------------
 
     @property
     def piece(self) -> torch.Tensor:
@@ -80,23 +80,24 @@ class ShareTensor(torch.Tensor):
         return self._piece() if callable(self._piece) and not isinstance(self._piece, torch.Tensor) else self._piece
 
     def to_local(self) -> torch.Tensor:
-        """This rank's elements, 1-D; in the whole shape if it holds all of them. Shares memory with the tensor."""
+        """This rank's elements, which share memory with the tensor; 1-D, or in the whole shape if this rank holds the
+        whole tensor."""
         piece = self.piece.detach()
         return piece.view(self.spec.shape) if self.spec.length == self.spec.shape.numel() else piece
 
     def full_tensor(self) -> torch.Tensor:
-        """The whole tensor on every rank, as a plain tensor of its own. Collective: every rank has to call it."""
+        """Gather the whole tensor into a new plain tensor on every rank. Collective: every rank must call it."""
         if torch.is_grad_enabled() and self.requires_grad:
             whole: torch.Tensor = _Whole.apply(self)
             return whole
         return self._gathered()
 
     def tolist(self) -> Any:
-        """The whole tensor's values as nested lists. Collective."""
+        """Return the values of the whole tensor as nested lists. Collective."""
         return self._gathered().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """The whole tensor as an array of its own; as in torch, of one that requires gradients only with ``force``.
+        """Return the whole tensor as a new array. As in torch, a tensor that requires gradients needs ``force``.
         Collective."""
         whole = self._gathered()
         return whole.requires_grad_(self.requires_grad).numpy(force=force)
@@ -107,7 +108,7 @@ class ShareTensor(torch.Tensor):
         return self.spec.holders.gather(self.spec.name, self.piece.detach()).view(self.spec.shape)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The parameter, its whole shape, and the piece that is here; no values, which would have to travel."""
+        """Describe the parameter, its whole shape, and this rank's piece. Values would need communication."""
         del tensor_contents
         spec, total = self.spec, self.spec.shape.numel()
         if spec.length == total:
@@ -125,7 +126,7 @@ class ShareTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
-            # torch's own engine knows the tensors that modules compute with. What it returns is this rank's, as in DDP.
+            # Autograd graphs contain the tensors that modules compute with. As in DDP, the result is not combined.
             return func(*_computed(args), **_computed(kwargs))
         try:
             if _mixes_with_plain(args, kwargs):
@@ -191,7 +192,7 @@ class ShareTensor(torch.Tensor):
 
 
 class _Whole(torch.autograd.Function):
-    """Gathers a tensor; its gradient is the mean of the ranks' gradients, cut."""
+    """Gathers a tensor. Its gradient is this rank's piece of the mean of all ranks' gradients."""
 
     @staticmethod
     def forward(ctx: Any, share: ShareTensor) -> torch.Tensor:
@@ -206,7 +207,7 @@ class _Whole(torch.autograd.Function):
 
 
 def _written_shares(func: Callable[..., Any], args: Any, kwargs: Any) -> list[ShareTensor]:
-    """The share tensors that a function of torch's changes, by its name: ``x.add_``, ``x[i] = ...``, ``out=x``."""
+    """The share tensors that a torch function changes, judged by its name: ``x.add_``, ``x[i] = ...``, ``out=x``."""
     name = getattr(func, "__name__", "")
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
     written = [*(_tensors(args[0]) if in_place and args else ()), *_tensors(kwargs.get("out"))]
@@ -214,7 +215,7 @@ def _written_shares(func: Callable[..., Any], args: Any, kwargs: Any) -> list[Sh
 
 
 def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args: Any, kwargs: Any) -> Any:
-    """Call a function that changes whole tensors: on copies that ranks have gathered, of which each keeps its piece."""
+    """Call a function that changes whole tensors on gathered copies, and copy this rank's pieces back."""
     if torch.is_grad_enabled() and any(share.requires_grad and share.is_leaf for share in written):
         raise RuntimeError("a leaf Variable that requires grad is being used in an in-place operation.")
     with torch.no_grad():
@@ -228,7 +229,7 @@ def _write_whole(func: Callable[..., Any], written: Sequence[ShareTensor], args:
 
 
 def _computed(value: Any) -> Any:
-    """Arguments with the tensors that modules compute with in place of parameters."""
+    """Replace parameters in arguments by the tensors that modules compute with."""
     if isinstance(value, ShareTensor):
         return getattr(value.live, "compute_tensor", value)
     if isinstance(value, dict):
@@ -237,12 +238,12 @@ def _computed(value: Any) -> Any:
 
 
 class _WholeArguments:
-    """The arguments of a call with plain tensors in place of share tensors.
+    """The arguments of a call, with share tensors replaced by plain tensors.
 
     Args:
-        args: of the call.
-        kwargs: of the call.
-        copies: plain tensors for some of them, by ``id``.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        copies: Plain tensors that are already gathered, by ``id`` of the share tensor.
     """
 
     def __init__(self, args: Any, kwargs: Any, copies: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -280,8 +281,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _mixes_with_plain(args: Any, kwargs: Any) -> bool:
-    """Whether autograd would follow a share tensor into a plain one. Its gradient is a mean over ranks, whose plain
-    tensors may differ: only the gathered parameter can take such a gradient."""
+    """Whether autograd would record an operation on a share tensor and a plain tensor. Plain tensors may differ between
+    ranks, so the gradient must be averaged over ranks, which requires the gathered parameter."""
     if not torch.is_grad_enabled():
         return False
     tensors = _tensors((args, kwargs))
