@@ -1,4 +1,4 @@
-"""Two checkouts of thinwire, measured in turns: start-up, step time, and Python time of the hooks.
+"""Compares two checkouts of thinwire in alternation: start-up, step time, and Python time of the hooks.
 
 Each argument is the Python interpreter of an environment in which one checkout is installed. Every round runs each
 measurement once with either interpreter, in alternating order, so that drift of the machine hits both alike; the ratio
@@ -28,7 +28,7 @@ PLANS = ("zero1", "zero3", "hpz", "thinwire")
 STEPS = 30
 WARM_UP = 5
 UNIT = {"import thinwire": "s", "thinwire --help": "s", "hooks of zero3": "us an event"}
-"""Units of the measurements that are not steps, which take milliseconds."""
+"""Units of the measurements, except for steps, whose unit is milliseconds."""
 
 
 class Block(nn.Module):
@@ -88,7 +88,7 @@ def hooks_of(python: str) -> float:
 
 
 def measurements() -> dict[str, Callable[[str], float]]:
-    """What is measured, by name: each takes an interpreter and returns a figure of which less is better."""
+    """The measurements by name. Each takes an interpreter and returns a figure; lower is better."""
     by_name: dict[str, Callable[[str], float]] = {
         "import thinwire": lambda python: seconds_of([python, "-c", "import thinwire"]),
         "thinwire --help": lambda python: seconds_of([python, "-m", "thinwire.cli.main", "--help"]),
@@ -102,7 +102,7 @@ def measurements() -> dict[str, Callable[[str], float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", nargs="?", help="interpreter of the environment of one checkout")
-    parser.add_argument("after", nargs="?", help="interpreter of the environment of the other")
+    parser.add_argument("after", nargs="?", help="interpreter of the environment of the other checkout")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, help="write every figure here")
     parser.add_argument("--steps", help=argparse.SUPPRESS)

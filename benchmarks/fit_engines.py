@@ -2,12 +2,12 @@
 
     python benchmarks/fit_engines.py deepspeed --leave-out --write
 
-Prints the mean error of each table with the committed constants and with those that the search ends at. With
-``--leave-out`` each table is also predicted from a fit to the system's other publications (of a system with one, to
-its other tables; of a system with one table, each fifth of its ways of running a step from the rest). Such a fit
-starts from the nominal values below, so that nothing of what was left out is in it; a constant that nothing else
-depends on stays there. ``--write`` puts the figures into ``src/thinwire_bench/published/fits.json``, which ``thinwire
-reproduce`` prints.
+Prints the mean error of each table with the committed constants and with the fitted ones. With ``--leave-out``, each
+table is also predicted from a fit to the system's other publications. For a system with one publication, the fit uses
+its other tables; for a system with one table, each fifth of its ways of running a step is predicted from the rest. Such
+a fit starts from the nominal values below, so it knows nothing about the rows that were left out. A constant that no
+other row depends on keeps its nominal value. ``--write`` writes the figures to
+``src/thinwire_bench/published/fits.json``, which ``thinwire reproduce`` prints.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Constant:
     """One fitted number.
 
     Attributes:
-        name: for people.
-        nominal: what it is before any fit.
-        places: where it stands.
-        is_share: whether 1 is the most it can be.
-        twice: where it stands doubled.
+        name: Label in the output.
+        nominal: Value before any fit.
+        places: Fields that hold the value.
+        is_share: Whether the value is at most 1.
+        twice: Fields that hold twice the value.
     """
 
     name: str
@@ -115,26 +115,26 @@ SYSTEMS: dict[str, tuple[Constant, ...]] = {
         Constant("ZFP", 100e9, (("mvapich", None, "codecs.zfp"),)),
     ),
 }
-"""By system, what is fitted to its tables; all else in ``sim/engines.py`` is published or taken over."""
+"""Fitted constants by system; all other values in ``sim/engines.py`` are published or taken over."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("system", choices=[*SYSTEMS, "all"])
-    parser.add_argument("--rounds", type=int, default=3, help="of the search")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the search")
     parser.add_argument("--leave-out", action="store_true", help="also predict each table from the others")
-    parser.add_argument("--write", action="store_true", help="into what thinwire reproduce prints")
+    parser.add_argument("--write", action="store_true", help="write the figures that thinwire reproduce prints")
     arguments = parser.parse_args()
     for name in SYSTEMS if arguments.system == "all" else [arguments.system]:
-        found = run(name, arguments.rounds, leave_out=arguments.leave_out)
+        fitted = run(name, arguments.rounds, leave_out=arguments.leave_out)
         if arguments.write:
             path = Path(thinwire_bench.published.__file__).parent / "fits.json"
             known = json.loads(path.read_text("utf-8")) if path.exists() else {}
-            path.write_text(json.dumps(known | {name: found}, indent=1) + "\n", "utf-8")
+            path.write_text(json.dumps(known | {name: fitted}, indent=1) + "\n", "utf-8")
 
 
 def run(name: str, rounds: int, *, leave_out: bool) -> dict[str, Any]:
-    """Fit a system, print what comes out, and return it as ``fits.json`` has it."""
+    """Fit a system, print the result, and return its entry of ``fits.json``."""
     constants = SYSTEMS[name]
     tables = [table for table in TABLES if table.system == name and table.goal is not None]
     targets = {table.title: [(table, row) for row in table.rows] for table in tables}
@@ -146,7 +146,7 @@ def run(name: str, rounds: int, *, leave_out: bool) -> dict[str, Any]:
         print(f"  {label}: {', '.join(f'{key} {value:.3g}' for key, value in values.items())}")
         for title, group in targets.items():
             print(f"    {title}: mean error {error(constants, values, group):.2%}")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "constants": [constant.name for constant in constants],
         "left_out": {},
@@ -155,9 +155,9 @@ def run(name: str, rounds: int, *, leave_out: bool) -> dict[str, Any]:
     if leave_out:
         for title, group in targets.items():
             others = [target for target in every if _apart(target[0], group[0][0], tables)]
-            found["left_out"][title] = predicted(constants, group, others, rounds)
-            print(f"    {title}: mean error {found['left_out'][title]:.2%} when left out")
-    return found
+            result["left_out"][title] = predicted(constants, group, others, rounds)
+            print(f"    {title}: mean error {result['left_out'][title]:.2%} when left out")
+    return result
 
 
 def _left_out_by(tables: Sequence[Table]) -> str:
@@ -167,16 +167,16 @@ def _left_out_by(tables: Sequence[Table]) -> str:
 
 
 def _apart(one: Table, other: Table, tables: Sequence[Table]) -> bool:
-    """Whether two tables share no figures: those of one publication may, where a system has several publications."""
+    """Whether two tables share no figures. Tables of one publication may, if a system has several publications."""
     return one.name != other.name if _left_out_by(tables) == "publication" else one is not other
 
 
 def predicted(constants: Sequence[Constant], group: Sequence[Target], others: Sequence[Target], rounds: int) -> float:
-    """Mean error on a table of constants that were fitted to others, or on each fifth of an only one."""
+    """Mean error of a table under constants fitted to other tables, or to the other folds of the only table."""
     nominal = {constant.name: constant.nominal for constant in constants}
     if others:
         return error(constants, fit(constants, nominal, others, rounds), group)
-    # Rows of one way of running a step stay together: they are too much alike to predict each other.
+    # Rows that run a step in the same way stay together: they are too similar for an honest prediction of each other.
     ways = list(dict.fromkeys(row.system for _, row in group))
     errors = []
     for fold in range(FOLDS):
@@ -189,7 +189,7 @@ def predicted(constants: Sequence[Constant], group: Sequence[Target], others: Se
 def fit(
     constants: Sequence[Constant], start: Mapping[str, float], targets: Sequence[Target], rounds: int
 ) -> dict[str, float]:
-    """Each constant in turn is moved while that helps; then by smaller steps."""
+    """Move each constant in turn as long as the error falls, then repeat with smaller steps."""
     best = dict(start)
     least, factor = error(constants, best, targets), 1.25
     for _ in range(rounds):
@@ -199,10 +199,10 @@ def fit(
                     moved = best | {constant.name: best[constant.name] * step}
                     if constant.is_share and moved[constant.name] > LARGEST_SHARE:
                         break
-                    found = error(constants, moved, targets)
-                    if found >= least * (1 - 1e-4):
+                    moved_error = error(constants, moved, targets)
+                    if moved_error >= least * (1 - 1e-4):
                         break
-                    best, least = moved, found
+                    best, least = moved, moved_error
         factor = 1 + (factor - 1) / 2
     return best
 
@@ -211,12 +211,12 @@ def fit(
 
 
 def current(constant: Constant) -> float:
-    """As committed."""
+    """The committed value of a constant."""
     name, machine, path = constant.places[0]
-    found: Any = ENGINES[name] if machine is None else ENGINES[name].machines[machine]
+    value: Any = ENGINES[name] if machine is None else ENGINES[name].machines[machine]
     for key in path.split("."):
-        found = _get(found, key)
-    return float(found)
+        value = _get(value, key)
+    return float(value)
 
 
 def error(constants: Sequence[Constant], values: Mapping[str, float], targets: Iterable[Target]) -> float:
@@ -234,7 +234,7 @@ _KNOWN: dict[str, Answer] = {}
 
 
 def _remembered(case: Case) -> Answer:
-    """Most of what a search tries leaves most steps as they were."""
+    """The answer to a case, cached: most moves of a search leave most cases unchanged."""
     engine = ENGINES[case.engine].on(case.gpu, case.gpus_per_node or 0)
     key = f"{case!r} {dataclasses.replace(engine, machines={})!r}"
     if key not in _KNOWN:
@@ -243,17 +243,17 @@ def _remembered(case: Case) -> Answer:
 
 
 def _engines(constants: Sequence[Constant], values: Mapping[str, float]) -> dict[str, Engine]:
-    found: dict[str, Engine] = {}
+    engines: dict[str, Engine] = {}
     for constant in constants:
         for name, machine, path in (*constant.places, *constant.twice):
-            engine = found.get(name, ENGINES[name])
+            engine = engines.get(name, ENGINES[name])
             value = values[constant.name] * (2 if (name, machine, path) in constant.twice else 1)
             if machine is None:
-                found[name] = _with(engine, path.split("."), value)
+                engines[name] = _with(engine, path.split("."), value)
             else:
                 changed = _with(engine.machines[machine], path.split("."), value)
-                found[name] = dataclasses.replace(engine, machines={**engine.machines, machine: changed})
-    return found
+                engines[name] = dataclasses.replace(engine, machines={**engine.machines, machine: changed})
+    return engines
 
 
 def _with(whole: Any, path: Sequence[str], value: float) -> Any:

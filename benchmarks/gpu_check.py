@@ -1,8 +1,8 @@
-"""Every preset on a CUDA device, held against the CPU; what `make gpu-check` runs after the GPU tests.
+"""Compares every preset on a CUDA device with the CPU; `make gpu-check` runs it after the GPU tests.
 
-Two ways to use one GPU: NCCL with a world of one, and four gloo ranks (2 logical nodes x 2) that share it. Each trains
-the same small model in fp32 as one CPU rank, or four, do; parameters must agree to rounding. Then presets are timed at
-a world of one against plain PyTorch, in interleaved rounds. Last, `thinwire bench codecs` on the device.
+There are two ways to use one GPU: NCCL with a world of one, and four gloo ranks (2 logical nodes x 2) that share it.
+Each trains the same small model in fp32 as one CPU rank, or four; parameters must agree up to rounding. Then the script
+times presets and plain PyTorch at a world of one, in interleaved rounds, and runs `thinwire bench codecs`.
 
     python benchmarks/gpu_check.py --out docs/gpu-results.md
 """
@@ -100,7 +100,7 @@ def plan_of(preset: str, nodes: int, local: int) -> str:
 
 
 def compare(device: str, presets: tuple[str, ...]) -> list[Row]:
-    """Hold every preset on ``device`` against the CPU, alone and as four ranks that share the device."""
+    """Compare every preset on ``device`` with the CPU, on one rank and on four ranks that share the device."""
     alone, four = RankPool(1), RankPool(4)
     rows = []
     try:
@@ -176,19 +176,19 @@ def render(rows: list[Row], seconds: dict[str, list[float]], device: str) -> str
 
 
 def codecs(device: str) -> tuple[str, bool]:
-    """What `thinwire bench codecs` finds on the device, as Markdown, and whether every codec was right."""
+    """Results of `thinwire bench codecs` on the device as Markdown, and whether every codec was correct."""
     options = ["--sizes", "64MiB,512MiB", "--peers", "eager,compile,torchao,bitsandbytes"]
     if device == "cpu":
         options = ["--sizes", "1MiB", "--rounds", "2", "--data", "normal", "--values", "65536", "--peers", "none"]
     with tempfile.TemporaryDirectory() as directory:
         out = Path(directory) / "codecs.json"
         command = [sys.executable, "-m", "thinwire.cli.main", "bench", "codecs", "--device", device, "--json", str(out)]
-        # A process of its own: a kernel that fails leaves the device unusable to the process that called it.
+        # A separate process, because a failing kernel leaves the device unusable to the process that called it.
         done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
         lines = ["", "## Codecs", ""]
         if done.returncode:
-            said = done.stderr.strip().splitlines() or ["no message"]
-            reason = next((line for line in reversed(said) if line.startswith("thinwire: ")), said[-1])
+            messages = done.stderr.strip().splitlines() or ["no message"]
+            reason = next((line for line in reversed(messages) if line.startswith("thinwire: ")), messages[-1])
             lines += [f"FAILED: {reason}", ""]
         if out.exists():
             typed = " ".join(["thinwire bench codecs --device", device, *options])
@@ -207,7 +207,7 @@ def main() -> int:
     presets = tuple(options.presets.split(","))
     rows = compare(options.device, presets)
     failed = [row for row in rows if not row.passed]
-    # A time is reported only over a correct result.
+    # Times are reported only for correct results.
     timed = ("ddp", "zero1-node", "zero3") if options.device == "cuda" and not failed else ()
     text = render(rows, measure(options.device, timed) if timed else {}, options.device)
     encoded = True

@@ -1,10 +1,11 @@
-"""What our hooks cost the thread that computes, in Python: microseconds of its processor time per hook event.
+"""Measures the Python time of the hooks: microseconds of the computing thread's processor time per hook event.
 
-Two ranks train a chain of small linear layers, each a unit of its own, so that next to nothing is computed or sent. The
-processor time that the computing thread spends on a step, less what the same step takes without thinwire, is divided by
-the number of hook events: for each unit the begin and end of its forward, the begin and end of its backward, and the
-gradients of its parameters. Lanes work on threads of their own and time spent waiting is no processor time, so neither
-counts; what is started from a hook (submitting a gather, freeing and restoring storages) does.
+Two ranks train a chain of small linear layers, each a separate unit, so a step computes and sends almost nothing.
+The script takes the processor time that the computing thread spends on a step, subtracts the time of the same step
+without thinwire, and divides the difference by the number of hook events. For each unit, these are the begin and end of
+its forward, the begin and end of its backward, and the gradients of its parameters. The work of lanes does not count,
+because they have separate threads, nor does waiting, which takes no processor time. Calls that a hook makes (submitting
+a gather, freeing and restoring storages) count.
 
     python benchmarks/hooks.py
     python benchmarks/hooks.py --plans zero3,hpz --depth 100 --json hooks.json
@@ -80,8 +81,13 @@ def main() -> int:
     for preset in options.plans.split(","):
         used = run_ranks(2, measure, preset, options.depth, options.rounds)[0]
         events = EVENTS_OF_A_UNIT * options.depth
-        each = [(value - plain) / events for value in used]
-        row = {"plan": preset, "us_per_event": statistics.median(each), "min": min(each), "max": max(each)}
+        us_per_event = [(value - plain) / events for value in used]
+        row = {
+            "plan": preset,
+            "us_per_event": statistics.median(us_per_event),
+            "min": min(us_per_event),
+            "max": max(us_per_event),
+        }
         rows.append(row)
         print(f"{preset:<12} {row['us_per_event']:>9.1f} {row['min']:>7.1f} {row['max']:>7.1f}")
     if options.json:

@@ -1,15 +1,15 @@
-"""What a compressed axis costs where it compresses nothing: its collectives beside plain gloo's.
+"""Measures the overhead of a compressed axis that compresses nothing, compared with plain gloo.
 
     python benchmarks/intercept_overhead.py
 
-Two ranks on this machine, small tensors. A sample is a number of asynchronous calls, one right after the other, of
-which the time until the last has returned is taken, per call; then all are waited for. Samples of both groups
-alternate, in an order that flips each time, so that whatever else happens on the machine happens to both. Of each round
-of such pairs the median difference is taken; printed are the median of the rounds, and their quartiles.
+Two ranks on this machine exchange small tensors. A sample is a number of asynchronous calls in a row. Its value is the
+time until the last call has returned, per call; only then the sample waits for all of them. Samples of both groups
+alternate, and the order flips each time, so other work on the machine affects both alike. Each round takes the median
+difference of such pairs. The script prints the median of the rounds and their quartiles.
 
-``of 16`` is a loop that starts several collectives (buckets, layers): the code is in the processor's cache. ``alone``
-is a single call after waiting for the one before, when the threads of both ranks and of gloo, more than there are
-cores, have emptied the caches: everything costs several times as much then, gloo itself too.
+``of 16`` is a loop that starts several collectives (buckets, layers), so the code is in the processor cache. ``alone``
+is a single call after waiting for the previous one. By then, the threads of both ranks and of gloo, which outnumber the
+cores, have emptied the caches, so every call takes several times as long, gloo's own included.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def measure(rounds: int, pairs: int) -> dict[str, dict[str, float]]:
     """Microseconds that a call of each kind costs more than gloo's own.
 
     Args:
-        rounds: medians that are taken.
-        pairs: samples of each group in a round.
+        rounds: Number of rounds, each of which gives a median.
+        pairs: Number of samples of each group in a round.
 
     Returns:
         ``median``, ``low`` and ``high`` (the quartiles of the rounds), and gloo's own ``plain`` median, by case.

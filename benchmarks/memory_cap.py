@@ -1,10 +1,10 @@
-"""hpZ against MiCS under a memory cap (Table 4 of ZeRO++): what each holds, how fast it is, and what no longer fits.
+"""Compares hpZ with MiCS under a memory cap (Table 4 of ZeRO++): memory, speed, and whether each fits.
 
     python benchmarks/memory_cap.py --cap 900MiB --json docs/results/memory-cap.json
 
-Both gather parameters inside a node in the backward. MiCS keeps P, G and OS of its node to itself; hpZ shards them over
-all nodes and holds a second copy of P inside the node. Each plan trains the same Llama in the lab, without a cap and
-under it (RLIMIT_DATA of every rank, on top of what Python and PyTorch took before the model).
+Both gather parameters inside a node in the backward. MiCS shards P, G and OS inside the node; hpZ shards them over all
+nodes and holds a second copy of P inside the node. Each plan trains the same Llama in the lab, with and without a cap
+(RLIMIT_DATA of every rank, in addition to the memory that Python and PyTorch use before the model exists).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ SEQ = 128
 
 
 def data_bytes() -> int:
-    """What RLIMIT_DATA counts, of this process."""
+    """Bytes of this process that RLIMIT_DATA counts."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmData"))
 
 
 def train(plan_name: str, cap: int | None, hidden: int, steps: int, nodes: int) -> dict[str, Any]:
-    """On one rank: bytes on top of the start, and seconds of a step."""
+    """Train on one rank; bytes in addition to those at the start, and seconds per step."""
     start = data_bytes()
     if cap is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (start + cap, start + cap))
@@ -63,52 +63,54 @@ def train(plan_name: str, cap: int | None, hidden: int, steps: int, nodes: int) 
 
 
 def rank(options: argparse.Namespace) -> None:
-    """One rank: write what was found, or that it did not fit."""
+    """Train as one rank, and write the measurements or the out-of-memory error to a file."""
     cap = None if options.cap is None else parse_bytes(options.cap)
     try:
-        found = train(options.rank, cap, options.hidden, options.steps, options.nodes)
+        outcome = train(options.rank, cap, options.hidden, options.steps, options.nodes)
     except (RuntimeError, MemoryError) as error:
         if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
             raise
-        found = {"out_of_memory": str(error).splitlines()[0]}
-    Path(options.out, f"{os.environ['RANK']}.json").write_text(json.dumps(found))
-    os._exit(0 if "bytes" in found else 3)  # peers of a rank that ran out of memory must not wait for it
+        outcome = {"out_of_memory": str(error).splitlines()[0]}
+    Path(options.out, f"{os.environ['RANK']}.json").write_text(json.dumps(outcome))
+    os._exit(0 if "bytes" in outcome else 3)  # other ranks must not wait for one that ran out of memory
 
 
 def measured(plan: str, cap: str | None, options: argparse.Namespace) -> dict[str, Any]:
-    """One plan in the lab: of the rank that holds most and the slowest, or why it did not fit."""
+    """Run one plan in the lab: memory of the largest rank and speed of the slowest, or why it did not fit."""
     with tempfile.TemporaryDirectory() as out:
         own = ["--rank", plan, "--out", out, "--hidden", str(options.hidden), "--steps", str(options.steps)]
         own += ["--nodes", str(options.nodes), *([] if cap is None else ["--cap", cap])]
         lab = ["lab", "--nodes", str(options.nodes), "--ranks", str(options.ranks), "--bandwidth", options.bandwidth]
         command = [sys.executable, "-m", "thinwire.cli.main", *lab, "--", "torchrun", __file__, *own]
         done = subprocess.run(command, capture_output=True, text=True, timeout=1200, check=False)
-        found = [json.loads(path.read_text()) for path in sorted(Path(out).glob("*.json"))]
-    reasons = [each["out_of_memory"] for each in found if "out_of_memory" in each]
+        outcomes = [json.loads(path.read_text()) for path in sorted(Path(out).glob("*.json"))]
+    reasons = [outcome["out_of_memory"] for outcome in outcomes if "out_of_memory" in outcome]
     if reasons:
         return {"plan": plan, "cap": cap, "fits": False, "why": reasons[0]}
-    if done.returncode or len(found) < options.nodes * options.ranks:
+    if done.returncode or len(outcomes) < options.nodes * options.ranks:
         sys.exit(f"{plan}: failed with status {done.returncode}\n{done.stderr[-2000:]}")
-    slowest = max(each["seconds"] for each in found)
+    slowest = max(outcome["seconds"] for outcome in outcomes)
     return {
         "plan": plan,
         "cap": cap,
         "fits": True,
-        "bytes": max(each["bytes"] for each in found),
+        "bytes": max(outcome["bytes"] for outcome in outcomes),
         "tokens_per_second": SEQ * options.nodes * options.ranks / slowest,
-        "parameters": found[0]["parameters"],
-        "loss": statistics.fmean(each["loss"] for each in found),
+        "parameters": outcomes[0]["parameters"],
+        "loss": statistics.fmean(outcome["loss"] for outcome in outcomes),
     }
 
 
 def main() -> None:
-    """Print a line for each plan, without the cap and under it."""
+    """Print a line for each plan, with and without the cap."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cap", help="of each rank, on top of what it has before the model, for example 900MiB")
+    parser.add_argument(
+        "--cap", help="memory of each rank in addition to its use before the model exists, for example 900MiB"
+    )
     parser.add_argument("--hidden", type=int, default=768, help="width of the Llama of 8 layers")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks", type=int, default=2, help="of each node")
+    parser.add_argument("--ranks", type=int, default=2, help="ranks of each node")
     parser.add_argument("--bandwidth", default="200mbit")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)

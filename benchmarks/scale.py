@@ -2,8 +2,8 @@
 
     python benchmarks/scale.py --page docs/scale.md --picture docs/results/scale.png
 
-Classic plans are cases of ``thinwire sim``; beside them stands what the planner chooses, without codecs and with them,
-whose seconds are the simulator's too. Nothing of this was measured: every figure is an extrapolation and carries ``~``.
+Classic plans are cases of ``thinwire sim``. The tables list them together with the planner's choices, without and with
+codecs, whose seconds also come from the simulator. Nothing was measured: every figure is an extrapolation (``~``).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ DOMAINS = (1_152, 9_216, 103_680)
 CLASSIC = ("zero1", "mics", "zero3", "zeropp")
 SEQ = 4_096
 BATCH = 16 << 20
-"""Tokens of a step, unless a sequence for every GPU is more."""
+"""Tokens of a step; a step has more only if one sequence for every GPU is more."""
 
 LINKS = (100, 200, 400, 800, 1600, 3200)
 """Gbit/s of a node of eight, from one Ethernet card to one card of 400 Gbit/s for every GPU."""
 
 STAGES = (1, 2, 4, 8, 16, 32, 64)
-"""Pipeline stages that are tried with tensor parallelism over a node of eight and ZeRO-1 on what is left."""
+"""Numbers of pipeline stages to try, with tensor parallelism over a node of eight and ZeRO-1 over the other ranks."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,10 @@ class Point:
     """A model on a cluster of H100.
 
     Attributes:
-        model: by its size.
-        gpus: of the cluster.
-        local: of a node, or of an NVLink domain.
-        gbps: Gbit/s of a node's cards together.
+        model: Key of ``MODELS``, its size.
+        gpus: Number of GPUs of the cluster.
+        local: Number of GPUs of a node, or of an NVLink domain.
+        gbps: Gbit/s of all cards of a node.
     """
 
     model: str
@@ -54,17 +54,17 @@ class Point:
 
     @property
     def micro_batches(self) -> int:
-        """Of a data-parallel rank, a sequence each."""
+        """Micro-batches of a data-parallel rank, of one sequence each."""
         return max(1, BATCH // (self.gpus * SEQ))
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Tokens of a step."""
         return self.micro_batches * self.gpus * SEQ
 
     @property
     def cluster(self) -> ClusterSpec:
-        """As the planner takes it."""
+        """The cluster in the planner's form."""
         links = {"nic": {"bandwidth": self.gbps * 1e9}}
         return ClusterSpec.preset("h100-80g", nodes=self.gpus // self.local, gpus_per_node=self.local, links=links)
 
@@ -74,8 +74,8 @@ class Found:
     """One plan's step.
 
     Attributes:
-        mfu: share of the peak; ``None`` where the plan does not fit into memory.
-        plan: what it is, in words.
+        mfu: Share of the peak FLOP/s; ``None`` if the plan does not fit into memory.
+        plan: Summary of the plan, or empty.
     """
 
     mfu: float | None
@@ -86,12 +86,12 @@ class Found:
 
     @property
     def with_plan(self) -> str:
-        """Both."""
+        """The MFU, and the plan in brackets."""
         return f"{self} ({self.plan})" if self.plan else str(self)
 
 
 def classic(point: Point, **fields: Any) -> Found:
-    """A preset, with recomputation where it does not fit without."""
+    """A step of a preset, with recomputation if it does not fit without."""
     groups = fields.get("tp", 1) * fields.get("pp", 1)
     for recompute in (False, True):
         case = Case.parse(
@@ -102,34 +102,34 @@ def classic(point: Point, **fields: Any) -> Found:
             },
             f"{point}",
         )  # fmt: skip
-        found = answer(case)
-        if found.memory.total <= found.cluster.memory:
-            return Found(found.mfu)
+        result = answer(case)
+        if result.memory.total <= result.cluster.memory:
+            return Found(result.mfu)
     return Found(None)
 
 
 def three_d(point: Point) -> Found:
-    """Tensor parallelism inside a node, as many pipeline stages as is fastest, ZeRO-1."""
-    found = [(stages, classic(point, plan="zero1", tp=8, pp=stages)) for stages in STAGES]
-    stages, best = max(found, key=lambda pair: pair[1].mfu or 0.0)
+    """A step with tensor parallelism inside a node, the fastest number of pipeline stages, and ZeRO-1."""
+    by_stages = [(stages, classic(point, plan="zero1", tp=8, pp=stages)) for stages in STAGES]
+    stages, best = max(by_stages, key=lambda pair: pair[1].mfu or 0.0)
     return Found(best.mfu, f"pp {stages}" if best.mfu else "")
 
 
 @cache
 def chosen(point: Point, codecs: CodecLevel) -> Found:
-    """The planner's choice."""
+    """A step of the planner's choice."""
     model = ModelSpec.named(MODELS[point.model], seq=SEQ)
     job = TrainingJob(
         model, point.cluster, point.tokens, SEQ, micro_batch=1, codecs=codecs, rates=NominalRates(point.cluster)
     )
     if not Search(job).smallest().fits:
         return Found(None)
-    found = search(job, top=1).candidates
-    return Found(found[0].mfu(job), summary(found[0].plan).partition("; micro-batch")[0]) if found else Found(None)
+    best = search(job, top=1).candidates
+    return Found(best[0].mfu(job), summary(best[0].plan).partition("; micro-batch")[0]) if best else Found(None)
 
 
 def sheet(title: str, points: Sequence[Point], first: str) -> Sheet:
-    """All plans on some clusters."""
+    """A table of all plans on some clusters."""
     rows = []
     for point in points:
         name = f"{point.gbps:,.0f}" if first == "Gbit/s of a node" else f"{point.gpus:,}"
@@ -144,7 +144,7 @@ def sheet(title: str, points: Sequence[Point], first: str) -> Sheet:
 
 
 def sheets() -> Iterator[Sheet]:
-    """Of the page."""
+    """The tables of the page."""
     for gbps, what in ((100, "one 100 Gbit/s card a node"), (800, "800 Gbit/s a node"), (3200, "3,200 Gbit/s a node")):
         points = [Point(model, gpus, 8, gbps) for model in MODELS for gpus in GPUS]
         yield sheet(f"Nodes of 8 H100, {what}: MFU", points, "GPUs")
@@ -155,7 +155,7 @@ def sheets() -> Iterator[Sheet]:
 
 
 def draw(path: Path) -> None:
-    """MFU against the network, by plan."""
+    """Draw the MFU of each plan against the network's speed."""
     import matplotlib as mpl
     import matplotlib.pyplot as plt
 
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--page", type=Path, help="write the tables into a page")
     parser.add_argument("--picture", type=Path, help="draw MFU against the network")
     options = parser.parse_args()
-    text = "\n".join(line for each in sheets() for line in markdown_table(each))
+    text = "\n".join(line for table in sheets() for line in markdown_table(table))
     if options.page is None:
         print(text)
     else:

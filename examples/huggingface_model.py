@@ -1,9 +1,9 @@
-"""A Hugging Face model from its configuration, sharded and trained on real text, and saved as transformers saves it.
+"""Shards a Hugging Face model, trains it on real text, and saves it in the format of transformers.
 
 torchrun --nproc-per-node 4 examples/huggingface_model.py DIRECTORY
 
-The text is Python's standard library, a byte a token, so that nothing is downloaded. For weights that exist,
-``LlamaForCausalLM.from_pretrained(DIRECTORY)`` takes the place of the configuration.
+The text is a module of Python's standard library, with one byte per token, so the script downloads nothing. To start
+from existing weights, replace the configuration by ``LlamaForCausalLM.from_pretrained(DIRECTORY)``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TEXT = Path(argparse.__file__)
 
 
 def train(directory: str, steps: int = 30) -> list[float]:
-    """The losses of this rank; what was trained is in the directory."""
+    """Train, and save the model to the directory; losses of this rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=192, num_hidden_layers=2, num_attention_heads=4,

@@ -1,4 +1,4 @@
-"""DDP as torch documents it, with gradients encoded by one line.
+"""Trains with torch's DDP; one additional line encodes the gradients.
 
 torchrun --nproc-per-node 4 examples/intercept_ddp.py int8:256
 """
@@ -16,7 +16,7 @@ import thinwire as tw
 
 
 def train(codec: str, steps: int = 8) -> list[float]:
-    """The mean losses of some steps, each of a batch of the rank's own."""
+    """Mean losses over all ranks; in each step, every rank has a different batch."""
     torch.manual_seed(0)
     model = DistributedDataParallel(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)))
     tw.compress_ddp(model, codec)  # the one line

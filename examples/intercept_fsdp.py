@@ -1,4 +1,4 @@
-"""FSDP2 as torch documents it, with gradients and gathered parameters encoded by one line.
+"""Trains with torch's FSDP2; one additional line encodes gradients and gathered parameters.
 
 torchrun --nproc-per-node 4 examples/intercept_fsdp.py int8:256
 """
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 def train(codec: str, steps: int = 8) -> list[float]:
-    """The mean losses of some steps, each of a batch of the rank's own."""
+    """Mean losses over all ranks; in each step, every rank has a different batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), Block(64), Block(64), nn.Linear(64, 8))
     for block in (model[1], model[2]):

@@ -1,4 +1,4 @@
-"""Tensor and pipeline parallelism as torch documents them, with a codec for each axis of the mesh by two lines.
+"""Trains with torch's tensor and pipeline parallelism; two additional lines set a codec for each axis of the mesh.
 
 torchrun --nproc-per-node 4 examples/intercept_tp_pp.py hybrid
 """
@@ -29,7 +29,7 @@ class Block(nn.Module):
 
 
 def train(policy: str, steps: int = 8) -> list[float]:
-    """The losses of some steps; of the last stage, where they are."""
+    """Losses of the steps on ranks of the last stage; empty on other ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
     tw.compress_mesh(mesh, policy)  # the first line
     stage, width = mesh.get_local_rank("pp"), 64
@@ -48,12 +48,12 @@ def train(policy: str, steps: int = 8) -> list[float]:
     losses: list[float] = []
     for _ in range(steps):
         x = torch.randn(64, width, generator=data)
-        found: list[torch.Tensor] = []
+        micro_losses: list[torch.Tensor] = []
         if stage == 0:
             schedule.step(x)
         else:
-            schedule.step(target=x.sin(), losses=found)
-            losses.append(torch.stack(found).mean().item())
+            schedule.step(target=x.sin(), losses=micro_losses)
+            losses.append(torch.stack(micro_losses).mean().item())
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -1,10 +1,10 @@
-"""A tensor's journey: one weight of a small model, from parameter to updated parameter, on four CPU ranks.
+"""Follows one weight of a small model through a training step on four CPU ranks.
 
     python examples/journey.py
 
-Two logical nodes of two ranks. The plan shards optimizer states inside a node and keeps parameters whole
-(``zero1-node``). Every stage is printed as rank 0 sees it, and checked: each number printed is computed here a second
-time without thinwire.
+The ranks form two logical nodes. The plan shards optimizer states inside a node and keeps parameters whole
+(``zero1-node``). The script prints every stage as rank 0 sees it, and checks it: it computes each printed number a
+second time without thinwire.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ NODES, LOCAL = 2, 2
 
 
 def journey() -> list[str]:
-    """One training step; what happened to ``2.weight``, stage by stage.
+    """Run one training step and describe the stages of ``2.weight``.
 
     Returns:
-        The story, a line a stage.
+        The description, one line per stage.
     """
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
@@ -54,7 +54,7 @@ def journey() -> list[str]:
     inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(rank))
     with recording() as records:
         model(inputs).square().mean().backward()
-        engine.agree(measure=True)  # which waits until every gradient is reduced
+        engine.agree(measure=True)  # waits until every gradient is reduced
         gradient = engine.sharded.gradients[unit.index][0].owned.values.clone()
         optim.step()
         engine.join_spreads()

@@ -1,4 +1,4 @@
-"""A training loop of plain PyTorch, sharded by three lines: it predicts the next byte of torch's own source.
+"""Shards a training loop of plain PyTorch with three lines; the model predicts the next byte of torch's own source.
 
 torchrun --nproc-per-node 4 examples/loop.py
 """
@@ -14,7 +14,7 @@ import thinwire as tw
 
 
 def train(steps: int = 60) -> list[float]:
-    """The mean losses of some steps over all ranks, each of a batch of the rank's own."""
+    """Mean losses over all ranks; in each step, every rank has a different batch."""
     text = torch.tensor(list(Path(nn.__file__).with_name("functional.py").read_bytes()))
     model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), nn.Linear(512, 256), nn.GELU(), nn.Linear(256, 256))
     plan = tw.Plan.preset("zero3", nodes=2, local=2)  # the first line: four ranks as two nodes of two

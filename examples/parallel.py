@@ -1,4 +1,4 @@
-"""A small Llama on 4 ranks: two pipeline stages, and every matrix of a stage cut over two tensor-parallel ranks.
+"""Trains a small Llama on 4 ranks: two pipeline stages, each with its matrices divided over two tensor-parallel ranks.
 
 torchrun --nproc-per-node 4 examples/parallel.py hybrid
 """
@@ -20,14 +20,14 @@ VOCABULARY, LENGTH = 256, 32
 
 
 def counting(generator: torch.Generator) -> Batch:
-    """Sequences that count up from a random number: something that can be learnt."""
+    """Sequences that count up from a random number, which the model can learn."""
     start = torch.randint(0, VOCABULARY, (8, 1), generator=generator)
     tokens = (start + torch.arange(LENGTH + 1)) % VOCABULARY
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def train(policy: str = "none", steps: int = 8) -> tuple[list[float], dict[str, AxisTraffic]]:
-    """The losses of some steps, zero on ranks without the last stage, and what this rank sent."""
+    """Losses of the steps, zero on ranks without the last stage, and the traffic of this rank."""
     plan = tw.Plan.preset(
         "zero1", nodes=1, local=1, tp=2, pp=2, micro_batches=4, compute_dtype="float32", wire={"policy": policy}
     )

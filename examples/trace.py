@@ -1,8 +1,8 @@
-"""Write a trace of one training step, to look at in Perfetto: what ran when, on every lane of every rank.
+"""Writes a trace of one training step for Perfetto, with every lane of every rank.
 
     thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- torchrun examples/trace.py zeropp trace.json
 
-The first hop of a reduction runs under the second of the one before, and codecs run under both.
+In the trace, the first hop of a reduction overlaps the second hop of the previous one, and codecs overlap both.
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from thinwire.train.models.llama import Llama, LlamaConfig
 def main() -> None:
     """Train three steps and record the last."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset", help="of the plan, for example zeropp or thinwire")
+    parser.add_argument("preset", help="preset of the plan, for example zeropp or thinwire")
     parser.add_argument("out", type=Path, help="JSON to write")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256, help="width of the model")
-    parser.add_argument("--bucket-bytes", type=int, default=1 << 20, help="gradients that are reduced at once")
+    parser.add_argument(
+        "--bucket-bytes", type=int, default=1 << 20, help="bytes of gradients that are reduced together"
+    )
     options = parser.parse_args()
 
     world = int(os.environ["WORLD_SIZE"])
@@ -49,7 +51,7 @@ def main() -> None:
     step()
     with tw.timeline(model) as timeline:
         step()
-        with tw.full_parameters(model):  # what is still under way belongs to the step
+        with tw.full_parameters(model):  # transfers that are still under way belong to the step
             pass
     spans = [None] * world
     dist.all_gather_object(spans, timeline.spans)

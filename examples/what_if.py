@@ -1,4 +1,4 @@
-"""What if the network were faster, or the plan another? Answered by the simulator, on any machine and without torch.
+"""Simulates other networks and other plans, on any machine and without torch.
 
 python examples/what_if.py
 """
@@ -12,7 +12,7 @@ GBPS = (25, 100, 400, 1600)
 
 
 def what_if(model: str = "llama-2-7b", gpu: str = "a100-80g", gpus: int = 64) -> dict[tuple[str, int], Answer]:
-    """A step under every plan on every network; four micro-batches of one sequence of 4096 tokens a GPU."""
+    """A step under every plan on every network, with four micro-batches of one sequence of 4096 tokens on each GPU."""
     return {
         (plan, gbps): answer(
             Case(model=model, gpu=gpu, gpus=gpus, internode_gbps=gbps, seq=4096, micro_batches=4, plan=plan)

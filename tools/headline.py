@@ -3,8 +3,8 @@
     python tools/headline.py docs/speed.svg
 
 Every point is a median of interleaved rounds in docs/results/compressed.json (1 Gbit/s and 200 Mbit/s) and
-docs/results/compressed-50mbit.json; docs/compression.md has the commands that measured them. A step is divided into the
-step of a system that sends nothing, which ran in the same rounds.
+docs/results/compressed-50mbit.json; docs/compression.md has the commands that measured them. The share of a system is
+the step time of a system that sends nothing, in the same rounds, divided by its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 RESULTS = Path(__file__).parents[1] / "docs" / "results"
 LABELLED = 200
-"""The link at which every point has its figure; elsewhere they would lie on each other."""
+"""The only link at which every point has its figure; at others the figures would overlap."""
 FILES = ("compressed.json", "compressed-50mbit.json")
 
 MBIT = {"1gbit": 1000, "200mbit": 200, "50mbit": 50}
@@ -26,7 +26,7 @@ SYSTEMS = {
     "ddp": ("PyTorch DDP", "#64748b", "^", 1.6, 10),
     "fsdp2": ("PyTorch FSDP2", "#334155", "D", 1.6, -11),
 }
-"""For each system its label, color, marker, line width, and how far above a point its figure stands."""
+"""Label, color, marker, line width, and height of the figure above a point, by system."""
 
 
 def rows() -> list[dict[str, Any]]:
@@ -36,7 +36,7 @@ def rows() -> list[dict[str, Any]]:
 
 
 def shares() -> dict[str, dict[int, float]]:
-    """For each system, its share of the speed without a network, by the link's Mbit/s."""
+    """Shares of the speed without a network, by system and by the link's Mbit/s."""
     measured = rows()
     local = {row["bandwidth"]: row["step_ms"] for row in measured if row["system"] == "local"}
     return {

@@ -7,7 +7,7 @@
 
 A *room* is a directory of modules, or a module that lies directly in a package of the top. An *arrow* is an import
 between two children of the same package. Children stand on *floors*: each one above everything it imports. An arrow
-points *upwards* if it belongs to a circle, for then no order of floors lets all arrows point down.
+points *upwards* if it belongs to a circle, because then no order of floors makes all arrows point down.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Structure:
-    """What a source tree looks like.
+    """The structure of a source tree.
 
     Attributes:
         rooms: from the top floor down, by package.
@@ -132,7 +132,7 @@ def read(source: Path) -> Structure:
 
 
 def _import_graph(source: Path, packages: list[str]) -> grimp.ImportGraph:
-    # An editable installation finds its own checkout whatever the path says.
+    # An editable installation would find its own checkout, regardless of the path.
     sys.meta_path[:] = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
     sys.path.insert(0, str(source.resolve()))
     return grimp.build_graph(*packages, exclude_type_checking_imports=True, cache_dir=None)
@@ -198,9 +198,9 @@ def _count_lines(files: Iterable[Path]) -> int:
 
 
 Function = tuple[str, int, int]
-"""Where it is, its lines and its parameters."""
+"""Location, number of lines and number of parameters."""
 Class = tuple[str, str, int]
-"""Its file, its name and the number of its methods."""
+"""File, name and number of methods."""
 
 
 def _definitions(source: Path, packages: list[str]) -> tuple[list[Function], list[Class]]:
@@ -239,7 +239,7 @@ def _homonyms(classes: Iterable[Class]) -> dict[str, tuple[str, ...]]:
     return {name: tuple(sorted(places)) for name, places in sorted(files.items()) if len(places) > 1}
 
 
-# -- showing it -------------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------------------------
 
 
 def counts(structure: Structure) -> dict[str, int]:
@@ -295,8 +295,8 @@ def rewrite(page: Path, text: str) -> None:
 def draw(structure: Structure, path: Path) -> None:
     """Draw the children of the top packages on their floors.
 
-    An import that other arrows imply is left out: of ``a`` importing ``b`` and ``c``, and ``b`` importing ``c``, two
-    arrows remain.
+    Imports that other arrows imply are left out: if ``a`` imports ``b`` and ``c``, and ``b`` imports ``c``, the drawing
+    has no arrow from ``a`` to ``c``.
     """
     import matplotlib as mpl
     from matplotlib.figure import Figure

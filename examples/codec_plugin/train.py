@@ -1,4 +1,4 @@
-"""Trains two ranks by plan.toml, whose codec this directory's package adds.
+"""Trains on two ranks with plan.toml, which uses the codec of this directory's package.
 
 pip install ./examples/codec_plugin
 torchrun --nproc-per-node 2 examples/codec_plugin/train.py
@@ -15,7 +15,7 @@ import thinwire as tw
 
 
 def train(steps: int = 40) -> list[float]:
-    """Losses of some steps, averaged over the ranks: the model learns which of its inputs is the largest."""
+    """Losses averaged over the ranks; the model learns which of its inputs is the largest."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 128), nn.GELU(), nn.Linear(128, 16))
     model = tw.shard(model, tw.Plan.load(Path(__file__).with_name("plan.toml")))

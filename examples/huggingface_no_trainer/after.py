@@ -1,4 +1,4 @@
-"""A loop in the style of transformers' examples without Trainer: data loader, scheduler, evaluation, save_pretrained.
+"""A loop like transformers' examples without Trainer: data loader, scheduler, evaluation, save_pretrained.
 
 torchrun --nproc-per-node 2 -m examples.huggingface_no_trainer.NAME
 """
@@ -34,7 +34,7 @@ def blocks(first: int, count: int) -> list[torch.Tensor]:
 
 
 def perplexity(model: nn.Module, loader: DataLoader[torch.Tensor]) -> float:
-    """Of the validation data, over all ranks."""
+    """Perplexity of the validation data over all ranks."""
     model.eval()
     losses = []
     for batch in loader:
@@ -47,7 +47,7 @@ def perplexity(model: nn.Module, loader: DataLoader[torch.Tensor]) -> float:
 
 
 def train(folder: str) -> list[float]:
-    """Train, and write the model to a folder; perplexities after each epoch."""
+    """Train, and write the model to a folder; the perplexity after each epoch."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(1)

@@ -25,7 +25,7 @@ def learning_rate(step: int, steps: int) -> float:
 
 
 def batch_of(text: torch.Tensor, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random windows, ``[BATCH, CONTEXT]``, and the same moved by one byte."""
+    """Random windows, ``[BATCH, CONTEXT]``, and the same windows shifted by one byte."""
     windows = text[torch.randint(len(text) - CONTEXT - 1, (BATCH, 1), generator=generator) + torch.arange(CONTEXT + 1)]
     return windows[:, :-1], windows[:, 1:]
 
@@ -41,7 +41,7 @@ def evaluate(model: nn.Module, text: torch.Tensor) -> float:
 
 
 def train(folder: str, steps: int = 20) -> list[float]:
-    """Train, and write ``model.pt``; losses of the evaluations."""
+    """Train, and write ``model.pt``; the losses of the evaluations."""
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     rank = dist.get_rank()

@@ -1,4 +1,4 @@
-"""A small GPT: both loops train it."""
+"""The small GPT that both loops train."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model of bytes whose embedding is its head."""
+    """A language model of bytes with tied embedding and head."""
 
     def __init__(self, width: int = 32, heads: int = 4, depth: int = 2) -> None:
         super().__init__()

@@ -1,25 +1,25 @@
 #!/usr/bin/env bash
-# Train a recipe under torchrun, on one node or on many; a run that is there already is continued.
+# Train a recipe under torchrun, on one node or on many; an existing run continues.
 #
 #   recipes/launch/torchrun.sh RECIPE.toml [OPTIONS of thinwire train]
 #
-# On many nodes, start the same on each with these variables:
-#   NNODES       how many
-#   MASTER_ADDR  name or address of the first, where they meet
-#   NODE_RANK    0 on the first; without it, each finds out whether MASTER_ADDR is its own
-# and these where their defaults do not suit:
-#   MASTER_PORT=29500  JOB_ID=thinwire  which tells jobs apart
+# On many nodes, start the script on each with these variables:
+#   NNODES       number of nodes
+#   MASTER_ADDR  name or address of the first node, where ranks meet
+#   NODE_RANK    0 on the first; without it, each node checks whether MASTER_ADDR is its own
+# Set these if their defaults do not suit:
+#   MASTER_PORT=29500  JOB_ID=thinwire  which distinguishes jobs
 #   OUT=runs/RECIPE    the run's directory, which all nodes must see
-#   NPROC=auto         ranks of a node: one for each GPU
-#   MAX_RESTARTS=3     how often a lost rank restarts all from the last checkpoint
-# `thinwire doctor` says which network interface gloo and NCCL will take.
+#   NPROC=auto         ranks per node: one for each GPU
+#   MAX_RESTARTS=3     number of times that a lost rank restarts all from the last checkpoint
+# `thinwire doctor` prints the network interfaces that gloo and NCCL will use.
 set -euo pipefail
 
 recipe=${1:?usage: torchrun.sh RECIPE.toml [OPTIONS of thinwire train]}
 shift
 out=${OUT:-runs/$(basename "$recipe" .toml)}
 nnodes=${NNODES:-1}
-node_rank=${NODE_RANK:-${JOB_COMPLETION_INDEX:-}}  # the latter is Kubernetes'
+node_rank=${NODE_RANK:-${JOB_COMPLETION_INDEX:-}}  # the latter is set by Kubernetes
 
 if ((nnodes > 1)); then
   meeting=(--rdzv-backend c10d --rdzv-id "${JOB_ID:-thinwire}"
