@@ -1,4 +1,4 @@
-"""What holds for every test."""
+"""Fixtures and hooks of all tests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OWN_PROCESSES = (
 
 @pytest.fixture(autouse=True)
 def no_job_is_left() -> Iterator[None]:
-    """Leave the job of one rank that ``tw.shard`` joins by itself: the next test of the process may want another."""
+    """Leave the job of one rank that ``tw.shard`` joins by itself: the next test in the process may need another."""
     yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
@@ -51,7 +51,7 @@ def queue(node_id: str) -> str:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long starts early, so that workers end together: ranks, then the lab, then the rest."""
+    """Start long tests early, so that workers end together: ranks, then the lab, then the rest."""
     order = {"dist": 0, "families": 0, "lab": 1}
     items.sort(key=lambda item: order.get(item.path.parent.name, 2))
 

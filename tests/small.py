@@ -1,4 +1,4 @@
-"""What small runs of the command line share: a text that is the same everywhere, and a batch."""
+"""Helpers of small runs of the command line: a text that is the same everywhere, and a batch."""
 
 from __future__ import annotations
 

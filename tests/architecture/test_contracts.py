@@ -45,7 +45,7 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def broken(directory: Path) -> set[str]:
     """Names of the contracts that the source in a directory breaks."""
-    # An editable installation finds its own checkout whatever the path says.
+    # An editable installation would find its own checkout, regardless of the path.
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in type(f).__module__]; "
         "sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"

@@ -18,7 +18,7 @@ from thinwire.extras import EXTRAS, extra_of, require
 ROOT = Path(__file__).parents[2]
 
 LIGHT = {"thinwire", "numpy", "safetensors", "pydantic", "pydantic_core", "annotated_types", "typing_inspection"}
-"""Modules that ``tw.shard`` may load beside torch: its own needs, and what pydantic needs."""
+"""Modules that ``tw.shard`` may load in addition to torch: its requirements, and those of pydantic."""
 
 
 def loaded_by(code: str, after: str = "") -> set[str]:
@@ -87,7 +87,7 @@ def test_a_missing_module_belongs_to_the_smallest_extra() -> None:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A directory ahead of all others, on whose account Python finds none of the extras' libraries."""
+    """A directory first on the path, which hides all libraries of the extras from Python."""
     missing = sorted({module for modules in EXTRAS.values() for module in modules})
     code = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))"
     (tmp_path / "sitecustomize.py").write_text(code)
@@ -118,7 +118,7 @@ def test_a_command_without_its_extra_says_one_sentence(bare: Path, arguments: li
     assert len(result.stderr.strip().splitlines()) == 1
 
 
-def test_what_is_installed_is_not_missing() -> None:
+def test_installed_extras_are_not_missing() -> None:
     for extra in EXTRAS:
         require(extra, "a test")
     with pytest.raises(KeyError):

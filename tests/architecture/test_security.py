@@ -20,10 +20,10 @@ BETWEEN_PROCESSES = {
     "thinwire_bench/systems/rank.py",
     "thinwire_bench/systems/server.py",
 }
-"""Files whose processes are children of one another and speak through pipes and sockets that only this user reaches."""
+"""Files whose processes are parents and children, and talk through pipes and sockets that only this user can reach."""
 
 OBJECTS = {"thinwire/collectives/group.py"}
-"""The file whose ranks exchange objects; docs/security.md says between whom."""
+"""The file in which ranks exchange objects; docs/security.md says between which ranks."""
 
 NAMES_OF_MODULES = {
     "thinwire/__init__.py",
@@ -60,8 +60,8 @@ def misuse(call: ast.Call, path: str) -> str | None:
     keywords = {word.arg: word.value for word in call.keywords}
 
     def is_constant(key: str, value: object) -> bool:
-        found = keywords.get(key)
-        return isinstance(found, ast.Constant) and found.value is value
+        argument = keywords.get(key)
+        return isinstance(argument, ast.Constant) and argument.value is value
 
     if name in {"eval", "exec", "compile", "__import__", "os.system", "os.popen"}:
         return f"{name}()"
@@ -85,17 +85,17 @@ def misuse(call: ast.Call, path: str) -> str | None:
 
 
 def forbidden(source: str, path: str) -> list[str]:
-    """What a file does that none should, with its lines."""
-    found = []
+    """Forbidden calls and imports of a file, with their lines."""
+    problems = []
     for node in ast.walk(ast.parse(source)):
         for module in imports(node):
             if module.partition(".")[0] in MODULES:
-                found.append(f"{path}:{node.lineno}: imports {module}")  # type: ignore[attr-defined]
+                problems.append(f"{path}:{node.lineno}: imports {module}")  # type: ignore[attr-defined]
             if module == "multiprocessing.connection" and path not in BETWEEN_PROCESSES:
-                found.append(f"{path}:{node.lineno}: imports {module}")  # type: ignore[attr-defined]
+                problems.append(f"{path}:{node.lineno}: imports {module}")  # type: ignore[attr-defined]
         if isinstance(node, ast.Call) and (why := misuse(node, path)) is not None:
-            found.append(f"{path}:{node.lineno}: {why}")
-    return found
+            problems.append(f"{path}:{node.lineno}: {why}")
+    return problems
 
 
 def test_nothing_that_is_read_can_run_code() -> None:

@@ -58,7 +58,7 @@ def test_the_page_names_every_room(ours: dict[str, Any]) -> None:
     }, "run `make structure`"
 
 
-def test_what_the_tool_measures(tmp_path: Path) -> None:
+def test_the_tool_counts_lines_parameters_methods_and_homonyms(tmp_path: Path) -> None:
     package = tmp_path / "thinwire"
     for name in ("upper", "lower", "round"):
         (package / name).mkdir(parents=True)

@@ -1,7 +1,7 @@
-"""What a behaviour is, and how one joins the catalogue.
+"""Behaviours, and the decorator that adds one to the catalogue.
 
 A behaviour is a function of a :class:`~tests.behaviours.context.Context`. It runs once in a single process on plain
-torch, with the data of all ranks, and once on every rank. What it returns has to be the same.
+torch, with the data of all ranks, and once on every rank. Both must return the same.
 """
 
 from __future__ import annotations

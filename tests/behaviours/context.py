@@ -1,4 +1,4 @@
-"""What a behaviour gets: the same calls for one process, for thinwire and for FSDP2."""
+"""The context of a behaviour: the same calls for one process, for thinwire and for FSDP2."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PRESETS = ("ddp", "zero1", "zero2", "zero3", "hpz")
 
 
 def preset_plan(preset: str, world: int, **changes: Any) -> tw.Plan:
-    """A preset for 2 ranks of one node, or for 4 ranks of two nodes; fp32 unless said otherwise."""
+    """A preset for 2 ranks of one node, or for 4 ranks of two nodes; fp32 by default."""
     nodes = 2 if world > 2 else 1
     return tw.Plan.preset(preset, nodes=nodes, local=world // nodes, **{"compute_dtype": "float32", **changes})
 

@@ -1,6 +1,6 @@
-"""Behaviours that are not as they should be yet: by name and preset, what happens today.
+"""Behaviours that do not work yet: the present outcome by name and preset.
 
-The list is strict: an entry that behaves as it should fails the suite until it is removed here.
+The list is strict: an entry that works fails the suite until it is removed here.
 """
 
 from __future__ import annotations

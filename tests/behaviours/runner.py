@@ -1,7 +1,7 @@
-"""Runs behaviours on real ranks, many in one job, and says what became of each.
+"""Runs behaviours on real ranks, many in one job, and returns the outcome of each.
 
-A behaviour that is refused, wrong or fails ends its job, as ranks may have stopped at different places; the rest goes
-on in a new one. A rank that is still busy after :data:`LIMIT` seconds ends itself.
+A behaviour that is refused, wrong or fails ends its job, because ranks may have stopped at different places; the rest
+continues in a new job. A rank that is still busy after :data:`LIMIT` seconds ends itself.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def run(names: Sequence[str], preset: str, world: int) -> dict[str, Outcome]:
 
 
 def _collect(folder: Path, names: Sequence[str], world: int) -> dict[str, Outcome]:
-    """What became of the behaviours of one job, up to the first that not every rank finished."""
+    """Outcomes of the behaviours of one job, up to the first that not every rank finished."""
     finished: dict[str, Outcome] = {}
     for name in names:
         by_rank: list[Outcome] = []
@@ -114,7 +114,7 @@ def _together(by_rank: Sequence[Outcome], *, some_ranks: bool) -> Outcome:
 
 @functools.cache
 def _references(names: tuple[str, ...], world: int) -> bytes:
-    """What one process gives for each behaviour, as torch saves it."""
+    """The results of one process by behaviour, in the format of torch.save."""
     pool = RankPool(1)
     try:
         (references,) = pool.run(_alone, list(names), world, init=False, timeout=300.0)

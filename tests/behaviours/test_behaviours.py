@@ -1,4 +1,4 @@
-"""Every behaviour of the catalogue gives what one process gives, or is refused by the sentence that it names."""
+"""Every behaviour of the catalogue gives the result of one process, or is refused with the expected sentence."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DEFAULT = ("zero3", "zero1")
 
 
 def verdict(one: Behaviour, preset: str, world: int, outcome: Outcome) -> str:
-    """What is wrong with an outcome; empty if it is as expected."""
+    """The difference between an outcome and the expected one; empty if there is none."""
     kind, text = outcome
     sentence = one.refusal(preset)
     refused = sentence is not None and kind == "refused" and re.search(sentence, text) is not None
@@ -71,7 +71,7 @@ def test_the_page_is_what_the_catalogue_says() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.render(), "run: python -m tests.behaviours.page"
 
 
-def test_a_wrong_result_is_found() -> None:
+def test_every_unexpected_outcome_is_reported() -> None:
     one = catalogue()["plain_loop"]
     assert verdict(one, "zero3", 2, ("equal", "")) == ""
     for kind in ("wrong", "crashed", "hung", "refused"):

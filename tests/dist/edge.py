@@ -1,4 +1,4 @@
-"""What the edge-case tests share: plans on four ranks, and training beside plain single-process torch.
+"""Helpers of the edge-case tests: plans on four ranks, and training compared with plain single-process torch.
 
 A case is a module class. ``parity`` runs on every rank: it trains the class sharded under each plan, on this rank's
 part of the data, and alone, on every rank's part, and compares whole parameters and buffers.
@@ -171,13 +171,13 @@ def parity(
         if prepare is not None:
             prepare(model)
         optim = tw.optimizer(model, optimizer, **options)
-        found = train_sharded(model, optim, steps=range(steps), micro_batches=micro_batches)
+        sharded_norms = train_sharded(model, optim, steps=range(steps), micro_batches=micro_batches)
         error = gap(whole(model), list(reference.parameters()))
         close(model)
         label = f"{getattr(model_class, '__name__', model_class)} under {name}"
         assert error <= tolerance, f"{label}: parameters differ by {error:.1e}"
-        for a, b in zip(found, norms, strict=True):
-            assert abs(a - b) <= norm_tolerance * abs(b), f"{label}: norms {found} against {norms}"
+        for a, b in zip(sharded_norms, norms, strict=True):
+            assert abs(a - b) <= norm_tolerance * abs(b), f"{label}: norms {sharded_norms} against {norms}"
 
 
 def every(model_classes: Iterable[Callable[[], nn.Module]], **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""What the parity tests share: a model, its data, training it alone and training it sharded.
+"""Helpers of the parity tests: a model, its data, training it alone and training it sharded.
 
 Both sides start from the same weights and see the same global batch. A comparison is made on every rank, so that a
 rank with wrong parameters cannot hide behind rank 0.
@@ -83,7 +83,7 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Curve:
-    """What a training run left behind.
+    """The results of a training run.
 
     Attributes:
         losses: of each step, over the global batch.
@@ -131,13 +131,13 @@ class Case:
 
 def distinct_presets(nodes: int, local: int, **fields: Any) -> dict[str, tw.Plan]:
     """Uncompressed presets, both ways of cutting OS where it is cut at all; of those that agree, the first."""
-    found: dict[str, tuple[str, tw.Plan]] = {}
+    by_fingerprint: dict[str, tuple[str, tw.Plan]] = {}
     for name in tw.Plan.preset_names():
         for partition in ("intra", "inter"):
             plan = tw.Plan.preset(name, nodes=nodes, local=local, partition=partition, **fields).uncompressed()
             if partition == "intra" or plan.params != plan.optimizer:
-                found.setdefault(plan.fingerprint(), (f"{name} {partition}", plan))
-    return dict(found.values())
+                by_fingerprint.setdefault(plan.fingerprint(), (f"{name} {partition}", plan))
+    return dict(by_fingerprint.values())
 
 
 @functools.lru_cache(maxsize=32)
@@ -216,9 +216,9 @@ def assert_parity(
     """Every case agrees with training alone, on every rank."""
     assert cases
     open_ = [
-        f"{name}, rank {rank}: {found}"
+        f"{name}, rank {rank}: {difference}"
         for rank, result in enumerate(run_ranks(world, run, dict(cases)))
-        for name, found in result.items()
-        if not found.closed
+        for name, difference in result.items()
+        if not difference.closed
     ]
     assert not open_, "\n".join(open_)

@@ -16,7 +16,7 @@ RECIPE = {"model": {"layers": 1, "hidden": 16, "heads": 2}, "train": {"steps": 5
 
 
 def refusal(what: str) -> str:
-    """What a rank hears when rank 1 differs."""
+    """The message of a rank when rank 1 differs."""
     recipe, tokens = Recipe.parse(RECIPE), "x"
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
@@ -43,7 +43,7 @@ def refusal(what: str) -> str:
         ("tokens", ("tokens: y against x", "the same text")),
     ],
 )
-def test_what_ranks_must_have_in_common(what: str, parts: tuple[str, ...]) -> None:
-    for said in run_ranks(4, refusal, what):
-        assert all(part in said for part in parts), said
-        assert bool(said) == bool(parts)
+def test_ranks_that_differ_in_versions_recipe_or_tokens_are_refused(what: str, parts: tuple[str, ...]) -> None:
+    for message in run_ranks(4, refusal, what):
+        assert all(part in message for part in parts), message
+        assert bool(message) == bool(parts)

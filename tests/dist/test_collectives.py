@@ -68,8 +68,8 @@ def check_all(nodes: int, local: int) -> None:
                 assert torch.equal(out.double(), (total[mine] * 0.25).to(out_dtype).double())
                 sent = meter.take()[Lane.REDUCE]
                 itemsize = dtype.itemsize
-                told = hops(Kind.REDUCE_SCATTER, local, nodes, sizes, at, MessageSizes.plain(itemsize))
-                assert sent == {s: sum(hop.sent for hop in told if hop.scope is s) for s in Scope}
+                predicted = hops(Kind.REDUCE_SCATTER, local, nodes, sizes, at, MessageSizes.plain(itemsize))
+                assert sent == {s: sum(hop.sent for hop in predicted if hop.scope is s) for s in Scope}
             added = torch.ones(sizes[at])
             reduce_scatter(
                 group, values(rank, starts[-1], dtype), added, scale=1 / 3, accumulate=True, sizes=sizes

@@ -63,14 +63,14 @@ def test_the_quickstart_s_plan_is_valid() -> None:
     assert Plan.from_toml(plan).optimizer.ranks == 2
 
 
-def test_the_journey_is_told_and_true() -> None:
+def test_the_journey_names_every_stage_and_matches_its_page() -> None:
     stories = run_ranks(4, journey)
     first_words = [line.split()[0] for line in stories[0]]
     for stage in ("plan", "layout", "ownership", "reduce", "sync", "spread", "gradient", "updated"):
         assert stage in first_words
     assert all(story[-2] == stories[0][-2] for story in stories), "ranks disagree on the updated weight"
     [told] = blocks("docs/journey.md", "text")
-    # Lanes run side by side, so what they send may come in another order.
+    # Lanes run concurrently, so the order of their transfers may vary.
     assert sorted(line for line in told.splitlines() if "[-" not in line) == sorted(
         line for line in stories[0] if "[-" not in line
     )

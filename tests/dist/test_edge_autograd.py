@@ -41,7 +41,7 @@ Step = Callable[[nn.Module, torch.optim.Optimizer, torch.Tensor, Callable[[torch
 
 
 class Session:
-    """One model in training, sharded or alone: what a user writes, once for both.
+    """One model in training, sharded or alone: the same user code for both.
 
     Alone, a loss is the mean over the ranks' data; sharded, it is this rank's.
     """
@@ -133,7 +133,7 @@ def forward_without_backward(run: Session) -> None:
 
 
 def gradients_on_demand(run: Session) -> None:
-    """``autograd.grad`` delivers to nobody; the step after it is the usual one."""
+    """``autograd.grad`` fills no ``.grad``; the next step is an ordinary one."""
     for number in range(2):
         x = samples(number, 1, 4)[0, 1].clone().requires_grad_()
         (gradient,) = torch.autograd.grad(run.model(x).square().mean(), x)
@@ -281,7 +281,7 @@ def test_evaluation_does_not_disturb_training() -> None:
 
 
 class Trouble(Exception):
-    """What a batch may raise."""
+    """Errors that a batch may raise."""
 
 
 class Fragile(Stack):
@@ -323,7 +323,7 @@ def failures(run: Session) -> None:
         run.step()
 
 
-def test_training_goes_on_after_a_failure() -> None:
+def test_training_continues_after_a_failure() -> None:
     run_ranks(4, partial(check_scripts, model_class=Fragile), (failures,))
 
 

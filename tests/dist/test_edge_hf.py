@@ -17,7 +17,7 @@ from thinwire.testing import run_ranks
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a trainable product of two thin matrices beside it."""
+    """A frozen layer plus a trainable product of two thin matrices."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()

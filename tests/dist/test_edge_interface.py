@@ -121,7 +121,7 @@ def check_whole_parameters() -> None:
         with tw.full_parameters(model):
             saved = model.state_dict()
             part = model.blocks[0].state_dict()
-        # It outlives the block, and is a copy of its own.
+        # It outlives the block, and is an independent copy.
         train_alone(
             reference, torch.optim.AdamW(reference.parameters(), **ADAMW), steps=range(1), micro_batches=1, world=4
         )
@@ -229,7 +229,7 @@ def check_stale_graph() -> None:
         optim.zero_grad()
         message = raised(RuntimeError, old.backward)
         assert "modified by an inplace operation" in message, f"{name}: {message}"
-        # What was gathered or collected for it is dropped.
+        # Its gathered parameters and collected gradients are dropped.
         loss_of(model, 2).backward()
         optim.step()
         reference = build(Stack)

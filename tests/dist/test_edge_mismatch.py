@@ -119,7 +119,7 @@ def start_differently(what: str) -> None:
     tw.shard(model, chosen)
 
 
-def test_what_differs_at_start_is_named_at_once(pool: RankPool) -> None:
+def test_differences_at_the_start_are_named_at_once(pool: RankPool) -> None:
     outcomes = observe(pool, start_differently, "plan")
     check(outcomes, "MismatchError", "rank 1 and rank 0 have different plans", "zero1-node on mesh", "zero3 on mesh")
     for what, rank in (("shape", 2), ("frozen", 3), ("buffer", 1)):

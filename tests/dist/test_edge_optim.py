@@ -193,8 +193,8 @@ def check_wrong_groups() -> None:
         ),
     ]
     for groups, message in wrong:
-        found = raised(UsageError, tw.optimizer, model, torch.optim.AdamW, param_groups=groups, lr=0.1)
-        assert message in found, found
+        error = raised(UsageError, tw.optimizer, model, torch.optim.AdamW, param_groups=groups, lr=0.1)
+        assert message in error, error
     close(model)
 
 

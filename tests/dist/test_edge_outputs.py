@@ -121,7 +121,7 @@ class Loss(Stack):
 
 
 class InPlace(Stack):
-    """Outputs are changed in place by whoever gets them."""
+    """Callers change outputs in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.first(x)

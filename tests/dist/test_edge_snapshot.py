@@ -50,7 +50,7 @@ class Odd(Shapes):
 
 
 def check_unusual_models(directory: str) -> None:
-    """Saved under one plan and loaded under each other one, training goes on as if nothing had happened."""
+    """Saved under one plan and loaded under each other one, training continues without a difference."""
     names = ("zero3", "inter", "zero1-node", "whole tensors", "amsp-13b")
     moves = [(Odd, torch.optim.AdamW, ADAMW, *pair) for pair in zip(names, names[1:] + names[:1], strict=True)]
     adagrad = {"lr": 1e-2, "eps": 0.1}  # has state before its first step, that of unused parameters included
@@ -80,7 +80,7 @@ def test_unusual_models_move_between_plans(tmp_path: Path) -> None:
 
 
 def check_precisions(path: str) -> None:
-    """The master is what is stored: bf16 loses nothing on the way through a checkpoint, frozen values to bf16 only."""
+    """Checkpoints store masters, so trained values lose nothing to bf16; only frozen values do."""
     model, optim = start("zero3", Odd, compute_dtype="bfloat16")
     train_sharded(model, optim, steps=range(2), micro_batches=1)
     masters = {(o.fragment.slot.name, o.fragment.offset): o.value.detach().clone() for o in optim.fragments}
@@ -183,8 +183,8 @@ def check_misfits(path: str) -> None:
             assert all(torch.equal(after[key], state[key]) for key in state)
             assert all(group["lr"] == ADAMW["lr"] for group in fresh.param_groups)
             close(other)
-    found = raised(CheckpointError, tw.save, model, optim, path, extra={"rank": dist.get_rank()})
-    assert "'extra'" in found
+    error = raised(CheckpointError, tw.save, model, optim, path, extra={"rank": dist.get_rank()})
+    assert "'extra'" in error
     with tw.full_parameters(model):
         assert "load() inside full_parameters()" in raised(UsageError, tw.load, model, optim, path)
     assert tw.load(model, optim, path) == {"a": 1}
@@ -218,7 +218,7 @@ def test_error_feedback_of_any_length_is_refused(tmp_path: Path) -> None:
 
 
 def check_gradients_do_not_survive(path: str) -> None:
-    """A load in the middle of an accumulation starts the step anew."""
+    """A load in the middle of an accumulation restarts the step."""
     model, optim = start("zero1-node")
     train_sharded(model, optim, steps=range(1), micro_batches=1)
     tw.save(model, optim, path)

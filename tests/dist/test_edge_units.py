@@ -45,7 +45,7 @@ class RootOnly(nn.Module):
 
 
 class PairsOfLayers(nn.Module):
-    """A list of lists, whose own forward nobody calls."""
+    """A list of lists, without a call of its own forward."""
 
     def __init__(self) -> None:
         super().__init__()

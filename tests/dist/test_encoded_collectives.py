@@ -26,7 +26,7 @@ MESHES = [(1, 4), (4, 1), (2, 2), (3, 2), (2, 3)]
 
 
 class Everyone:
-    """What each rank holds, known to all, and where ranks stand along the axis: written here, not by thinwire."""
+    """The data of all ranks and their positions along the axis, computed here instead of by thinwire."""
 
     def __init__(self, nodes: int, local: int, sizes: list[int], dtype: torch.dtype) -> None:
         self.nodes, self.local, self.sizes = nodes, local, sizes
@@ -45,7 +45,7 @@ class Everyone:
         return whole[self.starts[place * self.nodes] : self.starts[(place + 1) * self.nodes]]
 
     def node_sum(self, place: int, node: int, inside: Codec | None, *, rounded: bool) -> torch.Tensor:
-        """What rank (place, node) holds of its column after the hop inside the node."""
+        """The part of its column that rank (place, node) holds after the hop inside the node."""
         mine = self.held[self.rank(place, node)]
         total = self.column(mine, place).float()
         for other in range(self.local):
@@ -55,7 +55,7 @@ class Everyone:
         return total.to(mine.dtype).float() if rounded else total
 
     def total(self, place: int, node: int, at_hops: HopCodecs, scale: float) -> torch.Tensor:
-        """What rank (place, node) ends with."""
+        """The final result of rank (place, node)."""
         if self.nodes == 1:
             return self.node_sum(place, node, at_hops.inside, rounded=False) * scale
         if self.local == 1:
@@ -104,9 +104,9 @@ def check_everything(nodes: int, local: int) -> None:
 
 
 def check_reduction(
-    group: AxisGroup, meter: Meter, everyone: Everyone, here: tuple[int, int], at_hops: HopCodecs
+    group: AxisGroup, meter: Meter, everyone: Everyone, position: tuple[int, int], at_hops: HopCodecs
 ) -> None:
-    place, node = here
+    place, node = position
     mine = everyone.held[control().rank]
     expected = everyone.total(place, node, at_hops, 0.25)
     out = torch.full_like(expected, math.nan)
@@ -158,9 +158,9 @@ def check_gather(group: AxisGroup, meter: Meter, everyone: Everyone, codec: Code
     assert torch.equal(whole, torch.cat(pieces))
     if not codec.spec.is_variable_length:
         slots = [codec.slot_bytes(size, whole.dtype) for size in everyone.sizes]
-        told = hops(Kind.ALL_GATHER, everyone.local, everyone.nodes, slots, group.index, MessageSizes.plain(1))
+        predicted = hops(Kind.ALL_GATHER, everyone.local, everyone.nodes, slots, group.index, MessageSizes.plain(1))
         sent = meter.take()[Lane.SYNC]
-        assert sent == {scope: sum(hop.sent for hop in told if hop.scope is scope) for scope in Scope}
+        assert sent == {scope: sum(hop.sent for hop in predicted if hop.scope is scope) for scope in Scope}
 
 
 @pytest.mark.parametrize(("nodes", "local"), MESHES)
@@ -186,8 +186,8 @@ def exchange(nodes: int, local: int) -> None:
                 assert sent <= codec.max_wire_bytes(700, dtype) + 8
             else:
                 slot = MessageSizes(*[partial(codec.slot_bytes, dtype=dtype)] * 3, encoded=True)
-                told = hops(Kind.ALL_REDUCE, local, nodes, [350, 350], group.index, slot)
-                assert [(hop.scope, hop.sent) for hop in told] == [(scope, sent)]
+                predicted = hops(Kind.ALL_REDUCE, local, nodes, [350, 350], group.index, slot)
+                assert [(hop.scope, hop.sent) for hop in predicted] == [(scope, sent)]
             added = torch.ones(700)
             all_reduce(group, vector, added, scale=0.5, accumulate=True, codecs=HopCodecs(codec, codec)).perform()
             assert torch.equal(added, 1 + expected)
@@ -199,7 +199,7 @@ def test_two_members_exchange_whole_vectors(nodes: int, local: int) -> None:
 
 
 def send(nodes: int, local: int, name: str | None) -> None:
-    """The last member to the first; whoever is between takes no part."""
+    """A message from the last member to the first; the members between take no part."""
     group, meter = world_group(nodes, local)
     stage = Stage.SCATTER_ACROSS if nodes > 1 else Stage.SCATTER_INSIDE
     subgroup = group.at(stage)

@@ -74,9 +74,9 @@ def test_rounded_messages_stay_near_means(nodes: int, local: int) -> None:
         for codec, bound in bounds.items()
     }
     for rank, result in enumerate(run_ranks(nodes * local, rounded, cases)):
-        for name, found in result.items():
-            assert found.parameters < cases[name][1], (rank, name, found)
-            assert found.norms < 0.03, (rank, name, found)
+        for name, difference in result.items():
+            assert difference.parameters < cases[name][1], (rank, name, difference)
+            assert difference.norms < 0.03, (rank, name, difference)
 
 
 def test_the_program_knows_the_bytes() -> None:
@@ -93,7 +93,7 @@ def test_the_program_knows_the_bytes() -> None:
 
 
 def read_whole() -> None:
-    """What is read whole never went through a codec: with no update, the weights are the initial ones."""
+    """Whole parameters never pass through a codec: without an update, they equal the initial weights."""
     initial = [parameter.detach().clone() for parameter in build().parameters()]
     model = tw.shard(build(), plan("zeropp", compute_dtype="float32"))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=0.0)
@@ -190,24 +190,24 @@ def half_encoded(chosen: tw.Plan) -> list[tuple[int, bool]]:
     optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     with pytest.raises(UsageError, match=r"thinwire\.progress"):
         loss_of(model, torch.arange(18).view(2, 9)).backward()
-    found = []
+    steps_sent = []
     for step in range(4):
         tw.progress(model, step / 4)
         tw.traffic(model)
         losses_of(model, optim, step, step + 1)
-        told = runtime(model).schedule.programs.program(1).traffic()
+        predicted = runtime(model).schedule.programs.program(1).traffic()
         sent = tw.traffic(model)
         lanes = ("reduce", "sync")
         total = sum(sum(sent[lane].values()) for lane in lanes)
-        found.append((total, total == sum(sum(told[Lane(lane)].values()) for lane in lanes)))
-    return found
+        steps_sent.append((total, total == sum(sum(predicted[Lane(lane)].values()) for lane in lanes)))
+    return steps_sent
 
 
 def test_gradients_are_encoded_for_a_share_of_training() -> None:
     chosen = plan("zeropp").with_(wire={"schedule": 0.5})
-    for found in run_ranks(4, half_encoded, chosen):
-        sent = [total for total, _ in found]
-        assert all(told for _, told in found)
+    for steps_sent in run_ranks(4, half_encoded, chosen):
+        sent = [total for total, _ in steps_sent]
+        assert all(matches for _, matches in steps_sent)
         assert sent[0] == sent[1] < sent[2] / 3
         assert sent[2] == sent[3]
 
@@ -222,13 +222,13 @@ def one_step(chosen: tw.Plan) -> dict[str, torch.Tensor]:
 
 
 def leave_out(plans: list[tw.Plan]) -> list[str]:
-    """Parameters that a plan with codecs and exclusions leaves as they are without codecs."""
+    """Parameters that are equal under a plan with codecs and exclusions and under one without codecs."""
     exact, encoded = (one_step(chosen) for chosen in plans)
     return [name for name, value in encoded.items() if torch.equal(value, exact[name])]
 
 
 @pytest.mark.parametrize("name", ["zero1-node", "mics", "zero3"])
-def test_what_is_excluded_travels_as_it_is(name: str) -> None:
+def test_excluded_parameters_are_sent_uncompressed(name: str) -> None:
     exact = plan(name, compute_dtype="float32")
     codecs = {"reduce_intra": "int4:64", "reduce_inter": "int4:64", "gather": "none"}
     encoded = exact.with_(wire={**codecs, "exclude": ["embedding.weight", "*norm*"]})
@@ -239,7 +239,7 @@ def test_what_is_excluded_travels_as_it_is(name: str) -> None:
 
 
 def seen_by_the_next_forward(chosen: tw.Plan) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Matrices as the forward after an update sees them, beside what they become once all decoding is over."""
+    """Matrices as the forward after an update sees them, and after all decoding has ended."""
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
     tw.shard(model, chosen)
     optim = tw.optimizer(model, torch.optim.SGD, lr=1.0)
@@ -259,14 +259,14 @@ def seen_by_the_next_forward(chosen: tw.Plan) -> list[tuple[torch.Tensor, torch.
         with torch.no_grad():
             model(x)
     runtime(model).join_spreads()
-    time.sleep(1.0)  # whatever somebody has forgotten to wait for
+    time.sleep(1.0)  # transfers that nothing has waited for
     settled = [computed(layer.weight).detach().clone() for layer in (model[0], model[2])]
     return list(zip(seen, settled, strict=True))
 
 
 @pytest.mark.parametrize("name", ["zero1", "zero1-node"])
 def test_a_unit_of_which_a_part_is_excluded_waits_for_all_of_it(name: str) -> None:
-    """Biases travel as they are and arrive long before matrices, which are decoded."""
+    """Biases are sent uncompressed and arrive long before matrices, which are decoded."""
     chosen = plan(name, nodes=1, local=2).with_(wire={"spread": "int8:64", "exclude": ["*bias*"]})
     for pairs in run_ranks(2, seen_by_the_next_forward, chosen):
         for seen, at_last in pairs:
@@ -350,7 +350,7 @@ def test_a_run_that_spreads_differences_resumes_exactly(tmp_path: Path, partitio
         assert other == pytest.approx(whole, rel=0.05)
 
 
-def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     stochastic = {"spread": "int8:64,stochastic", "reduce_intra": "int8:64,stochastic", "reduce_inter": "int4:64"}
     chosen = plan("thinwire").with_(wire={**stochastic, "error_feedback": True})
     for rank, (whole, resumed, other) in enumerate(
@@ -367,7 +367,7 @@ def test_a_resumed_run_goes_on_exactly(tmp_path: Path) -> None:
         ({"wire": {"spread": "mpc", "spread_difference": True}}, "spread_difference = true has nothing to make up for"),
     ],
 )
-def test_what_cannot_be_encoded_is_refused(fields: dict[str, object], message: str) -> None:
+def test_codecs_that_cannot_encode_the_model_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(SpecError, match=re.escape(message)):
         tw.shard(nn.Linear(8, 8), tw.Plan.preset("zero1", nodes=1, local=2, **fields))
 

@@ -17,7 +17,7 @@ def test_a_plain_loop_in_thirty_lines_learns() -> None:
     code = [line for line in (ROOT / "examples/loop.py").read_text().splitlines() if line.strip()]
     assert len(code[code.index("import thinwire as tw") :]) <= 30
     losses = run_ranks(4, loop.train, 20)
-    assert all(found == losses[0] for found in losses), "losses are means over ranks"
+    assert all(rank_losses == losses[0] for rank_losses in losses), "losses are means over ranks"
     assert losses[0][0] > 5.4, "nothing is known of 256 bytes"
     assert losses[0][-1] < 0.7 * losses[0][0]
 
@@ -31,6 +31,6 @@ def test_a_hugging_face_model_learns_and_is_written_as_transformers_reads_it(tmp
     ids = torch.tensor(list(huggingface_model.TEXT.read_bytes()[:64])).unsqueeze(0)
     with torch.no_grad():
         loss = model(input_ids=ids, labels=ids).loss.item()
-    for found in losses:
-        assert found[-1] < 0.8 * found[0]
-        assert abs(loss - found[-1]) < 1.0, "what was written is what was trained"
+    for rank_losses in losses:
+        assert rank_losses[-1] < 0.8 * rank_losses[0]
+        assert abs(loss - rank_losses[-1]) < 1.0, "what was written is what was trained"

@@ -61,7 +61,7 @@ def recipe_of(model: dict[str, Any], data: dict[str, Any], plan: dict[str, Any])
 
 def train(directories: list[str]) -> list[torch.Tensor | None]:
     """Train prepared runs on the ranks of this job; logits of the last stage."""
-    found = []
+    last_logits = []
     for name in directories:
         run = RunDirectory(Path(name))
         recipe, plan = Recipe.load(run.recipe), tw.Plan.load(run.plan)
@@ -77,9 +77,9 @@ def train(directories: list[str]) -> list[torch.Tensor | None]:
             chunk = trainer.model.chunks[0].eval()
             with torch.no_grad(), tw.full_parameters(chunk):
                 logits = chunk(token_ids()).logits
-        found.append(logits)
+        last_logits.append(logits)
         trainer.ranks.barrier()
-    return found
+    return last_logits
 
 
 def prepared(parent: Path, name: str, recipe: Recipe, *, nodes: int = 1, local: int = 2) -> str:
@@ -230,7 +230,7 @@ def test_a_directory_that_is_not_empty_is_left_alone(run_with_text: Path, tmp_pa
         export(run, tmp_path / "file")
 
 
-def test_what_cannot_be_exported_is_said(tmp_path: Path) -> None:
+def test_runs_that_cannot_be_exported_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no run"):
         export(RunDirectory(tmp_path), tmp_path / "out")
     data = {"source": "tokens", "paths": [write_tokens(tmp_path)]}

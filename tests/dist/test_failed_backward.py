@@ -70,7 +70,7 @@ def train(toml: str, fail_in: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("preset", ["zero3", "zero1-node", "ddp", "zero2"])
-def test_training_goes_on_after_a_failed_backward(preset: str) -> None:
+def test_training_continues_after_a_failed_backward(preset: str) -> None:
     toml = Plan.preset(preset, nodes=2, local=2, compute_dtype="float32").to_toml()
     untouched = run_ranks(4, train, toml, None)
     for fail_in in (0, 2):
@@ -128,6 +128,6 @@ def evaluate_differently(toml: str) -> None:
     optim.step()
 
 
-def test_ranks_that_evaluate_different_units_are_found_out() -> None:
+def test_ranks_that_evaluate_different_units_raise_an_error() -> None:
     with pytest.raises(RankError, match="ran different steps"):
         run_ranks(2, evaluate_differently, Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32").to_toml())

@@ -24,11 +24,11 @@ MANY = ("--set", "train.steps=100000", "--set", "checkpoint.every=1000")
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    found = Runs(tmp_path_factory.mktemp("faults"))
-    found.environment["OMP_NUM_THREADS"] = (
+    shared_runs = Runs(tmp_path_factory.mktemp("faults"))
+    shared_runs.environment["OMP_NUM_THREADS"] = (
         "1"  # threads that wait for each other take long on a machine with other work
     )
-    return found
+    return shared_runs
 
 
 def listening(process: int) -> set[str]:
@@ -37,13 +37,13 @@ def listening(process: int) -> set[str]:
     for descriptor in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(OSError):
             sockets.add(str(descriptor.readlink()))
-    found = set()
+    addresses = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == "0A" and f"socket:[{words[9]}]" in sockets:
-                found.add(words[1].partition(":")[0])
-    return found
+                addresses.add(words[1].partition(":")[0])
+    return addresses
 
 
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
@@ -51,7 +51,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def sentences(runs: Runs, name: str) -> list[str]:
-    """What a run's records say about slow ranks."""
+    """Records of a run about slow ranks."""
     return [record["slow"] for record in runs.records(name) if record["slow"]]
 
 
@@ -75,26 +75,26 @@ def test_a_slow_rank_is_named_until_it_keeps_up(runs: Runs) -> None:
 
     def wait_for(words: str) -> str:
         deadline = time.monotonic() + 60
-        while not (said := [text for text in sentences(runs, "slow") if words in text]):
+        while not (line := [text for text in sentences(runs, "slow") if words in text]):
             assert time.monotonic() < deadline, sentences(runs, "slow")
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
-        return said[0]
+        return line[0]
 
     hand = threading.Thread(target=hold_back)
     hand.start()
     try:
-        said = wait_for("rank 1 on ")
+        line = wait_for("rank 1 on ")
     finally:
         slowing.clear()
         hand.join()
-    assert "is slow: a step takes it" in said
-    assert int(said.partition(" in the median, ")[2].partition("%")[0]) >= 25
+    assert "is slow: a step takes it" in line
+    assert int(line.partition(" in the median, ")[2].partition("%")[0]) >= 25
     wait_for("keeps up with the others again")
     process.send_signal(signal.SIGINT)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, output + errors
-    assert said in output
+    assert line in output
 
 
 def ended(process: int) -> bool:
@@ -119,7 +119,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(runs: Runs) -> None:
 
 
 def address_space() -> int:
-    """Bytes of address space of a process that has imported what a rank imports."""
+    """Bytes of address space of a process with the imports of a rank."""
     code = "import thinwire.train.worker; print(open('/proc/self/statm').read().split()[0])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     return int(done.stdout) * os.sysconf("SC_PAGE_SIZE")
@@ -134,10 +134,10 @@ def test_out_of_memory_names_a_plan_that_fits_and_it_does(runs: Runs) -> None:
     assert re.search(r"thinwire: rank \d ran out of memory for [\d.]+ MiB more while training: address space", errors)
     assert "Traceback" not in errors
     assert "restarting" not in errors
-    said = re.search(r"By the planner's count this plan needs .*: continue with thinwire (train .*)", errors)
-    assert said, errors
+    remedy = re.search(r"By the planner's count this plan needs .*: continue with thinwire (train .*)", errors)
+    assert remedy, errors
     process = subprocess.Popen(
-        [*limited, *shlex.split(said[1]), *batch],
+        [*limited, *shlex.split(remedy[1]), *batch],
         env=runs.environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -150,8 +150,8 @@ def test_out_of_memory_names_a_plan_that_fits_and_it_does(runs: Runs) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_run_goes_on_with_fewer_ranks_on_the_same_samples(runs: Runs) -> None:
-    """Four ranks, then two: as if four had gone on."""
+def test_a_run_continues_with_fewer_ranks_on_the_same_samples(runs: Runs) -> None:
+    """Four ranks, then two, give the losses of four throughout."""
     steady = (
         "--set",
         "optimizer.final_lr_share=1.0",
@@ -195,17 +195,17 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_room_lets_it_go_on(runs: Run
     steps = ("--nproc", "1", "--set", "checkpoint.every=10", "--set", "train.steps=40", "--set", "checkpoint.keep=9")
     status, output, errors = on_a_small_disk(runs, "small", "1500k", *steps)
     assert status == 1, output + errors
-    said = re.fullmatch(
+    remedy = re.fullmatch(
         r"thinwire: .*/step-000000(\d\d): cannot save: No space left on device \(free some space or save elsewhere\); "
         r"step (\d\d) is saved\n",
         errors,
     )
-    assert said, errors
+    assert remedy, errors
     assert "restarting" not in output
-    assert int(said[2]) == int(said[1]) - 10
-    assert len(runs.losses("small")) == int(said[1])
+    assert int(remedy[2]) == int(remedy[1]) - 10
+    assert len(runs.losses("small")) == int(remedy[1])
     output, _ = runs.run("small", "--resume", *steps)
-    assert f"step-000000{said[2]}" in output
+    assert f"step-000000{remedy[2]}" in output
     runs.run("large", *steps)
     assert runs.losses("small") == runs.losses("large")
 
@@ -225,7 +225,7 @@ def test_a_run_may_go_on_without_a_checkpoint(runs: Runs) -> None:
 
 @pytest.mark.slow
 def test_hosts_whose_clocks_differ_by_days_train_alike(runs: Runs) -> None:
-    """Two ranks with wall clocks of their own, set anew when the run is continued."""
+    """Two ranks with separate wall clocks, which are set again when the run resumes."""
     if shutil.which("cc") is None:
         pytest.skip("needs a C compiler")
     clock = runs.directory / "clock.so"
@@ -263,7 +263,7 @@ def kill_host(launcher: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.slow
-def test_torchrun_goes_on_when_a_host_is_gone(runs: Runs) -> None:
+def test_torchrun_continues_without_a_lost_host(runs: Runs) -> None:
     """Two launchers of two ranks each stand for two hosts."""
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{free_port()}", "--rdzv-id", "elastic")
     size = ("--nnodes", "1:2", "--nproc-per-node", "2", "--max-restarts", "2", "--local-addr", "localhost")

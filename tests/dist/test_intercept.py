@@ -1,4 +1,4 @@
-"""A compressed axis: every operation, what stays exact, and the traps of intercepting torch's process groups.
+"""A compressed axis: every operation, exact transfers, and the pitfalls of intercepting torch's process groups.
 
 The checks of one job share its four processes; a failure names the check.
 """
@@ -60,8 +60,8 @@ def whole_numbers(rank: int, numel: int, dtype: torch.dtype = torch.float32) -> 
     return ((torch.arange(numel) * 7 + rank * 3) % 31 - 15).to(dtype)
 
 
-def error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+def error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 def strictly(job: Callable[..., Any], *args: Any) -> Any:
@@ -88,9 +88,9 @@ def every_operation(
     ranks = dist.get_process_group_ranks(group)
     errors: dict[str, float] = {}
 
-    def note(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-        assert found.dtype == dtype, name
-        errors[name] = max(errors.get(name, 0.0), error(found, expected))
+    def note(name: str, result: torch.Tensor, expected: torch.Tensor) -> None:
+        assert result.dtype == dtype, name
+        errors[name] = max(errors.get(name, 0.0), error(result, expected))
 
     for numel in NUMELS if dtype == torch.float32 else NUMELS[1:]:
         mine = make(ranks[rank], numel, dtype)
@@ -144,8 +144,8 @@ def every_operation(
             note("reduce_scatter", scattered, expected)
         dist.reduce_scatter(scattered.zero_(), list(wide.split(numel)), group=group)
         note("reduce_scatter list", scattered, share)
-        found = functional.wait_tensor(functional_scatter_single(wide, "sum", 0, group))
-        note("reduce_scatter functional", found, share)
+        scattered_share = functional.wait_tensor(functional_scatter_single(wide, "sum", 0, group))
+        note("reduce_scatter functional", scattered_share, share)
         one, two = functional_scatter_single_coalesced([wide, 2 * wide], "sum", [0, 0], group)
         note("reduce_scatter coalesced", functional.wait_tensor(one), share)
         note("reduce_scatter coalesced", functional.wait_tensor(two), 2 * share)
@@ -182,28 +182,28 @@ def operations_job(*names: str) -> None:
             for dtype in dtypes if codec in ("int8:256", "mpc", "exp3") else dtypes[:1]:
                 with tw.step_scope():
                     errors = every_operation(group, values if limit else whole_numbers, dtype)
-                for operation, found in errors.items():
-                    assert found <= limit + (0.004 if limit and dtype == torch.bfloat16 else 0), (
+                for operation, relative in errors.items():
+                    assert relative <= limit + (0.004 if limit and dtype == torch.bfloat16 else 0), (
                         name,
                         codec,
                         dtype,
                         operation,
-                        found,
+                        relative,
                     )
-            told = group.traffic()
-            assert told.codecs == {codec}
-            assert {row.op for row in told.rows if row.codec == codec} == {
+            traffic = group.traffic()
+            assert traffic.codecs == {codec}
+            assert {row.op for row in traffic.rows if row.codec == codec} == {
                 "all_reduce",
                 "all_gather",
                 "reduce_scatter",
                 "send",
                 "recv",
             }
-            # What the checks themselves sent, as objects, is of bytes and lengths.
-            assert {row.why for row in told.rows if row.codec == "none"} == {"uint8", "int64"}
+            # The checks themselves sent objects, as bytes and lengths.
+            assert {row.why for row in traffic.rows if row.codec == "none"} == {"uint8", "int64"}
             if limit:
-                assert told.sent < told.plain
-            assert told.bypassed == 0
+                assert traffic.sent < traffic.plain
+            assert traffic.bypassed == 0
 
 
 def test_every_operation_is_encoded_and_right() -> None:
@@ -228,9 +228,9 @@ def exact_job() -> None:
     def reasons(run: Callable[[], object]) -> set[str]:
         group.traffic(reset=True)
         run()
-        told = group.traffic()
-        assert not told.codecs
-        return {row.why for row in told.rows}
+        traffic = group.traffic()
+        assert not traffic.codecs
+        return {row.why for row in traffic.rows}
 
     def summed(tensor: torch.Tensor, op: Any = dist.ReduceOp.SUM) -> torch.Tensor:
         tensor = tensor.clone()
@@ -275,7 +275,7 @@ def exact_job() -> None:
         assert torch.equal(whole[4096 * group.rank() :][:4096], mine)
         assert not torch.equal(summed(mine), mine + other)
 
-    # The same group, found by whoever looks: sub-meshes, flattened ones of one axis, names.
+    # Sub-meshes, flattened meshes of one axis, and names all lead to the same group.
     assert mesh["tp"].get_group() is group
     assert mesh.get_group("dp") is not group
 
@@ -294,7 +294,7 @@ def exact_job() -> None:
         assert not group.traffic().codecs
     torch.testing.assert_close(norm, full.norm())
 
-    # What a group of the whole world sends beside the mesh's axis is not touched.
+    # Transfers of the default group next to the mesh's axis stay exact.
     whole_mesh = mesh_of((4,), ("all",))
     tw.compress_axis(whole_mesh, "all", "zfp:8")
     with tw.step_scope():
@@ -304,7 +304,7 @@ def exact_job() -> None:
     torch.testing.assert_close(exact, sum(values(r, 4096) for r in range(4)))
     assert error(lossy, exact) > 1e-4
 
-    # NaN and infinity stay what they are, for others too.
+    # NaN and infinity stay unchanged, on other ranks too.
     for codec in ("zfp:8", "int8:256", "int4:256,hadamard", "mpc", "bf16"):
         tw.compress_axis(mesh, "tp", codec)
         for bad in (math.nan, math.inf, -math.inf):
@@ -321,7 +321,7 @@ def exact_job() -> None:
                 assert group.rank() != 0 or not math.isfinite(piece[5]), codec
 
 
-def test_what_is_no_gradient_or_activation_stays_exact() -> None:
+def test_tensors_outside_of_training_steps_stay_exact() -> None:
     run_ranks(4, strictly, exact_job)
 
 
@@ -400,20 +400,20 @@ def traps_job() -> None:
     assert by_backend.get_group().axis == "tp"
     assert dist.get_backend(by_backend.get_group()) == "thinwire"
 
-    # 2. An operation whose C++ leaves out Python groups is noticed.
+    # 2. An operation whose C++ code skips Python groups is counted.
     assert group.traffic(reset=True).bypassed == 0
     out = torch.empty(8192)
     torch.ops._c10d_functional.all_gather_into_tensor_out(mine, 2, group.group_name, out=out)
     functional.wait_tensor(out)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         dist.barrier(group=group)
-    told = group.traffic(reset=True)
-    if any(row.op == "all_gather" for row in told.rows):  # torch 2.15 asks Python groups, too
-        assert (told.bypassed, said) == (0, [])
+    traffic = group.traffic(reset=True)
+    if any(row.op == "all_gather" for row in traffic.rows):  # torch 2.15 asks Python groups, too
+        assert (traffic.bypassed, warned) == (0, [])
     else:
-        assert told.bypassed == 1
-        assert "axis tp was passed by" in str(said[0].message)
+        assert traffic.bypassed == 1
+        assert "axis tp was passed by" in str(warned[0].message)
     assert group.traffic().bypassed == 0
 
     # 3. ReduceOp compares in one direction only: see exact_job. 4. Receive buffers are leaves that require gradients.
@@ -430,7 +430,7 @@ def traps_job() -> None:
             dist.recv_object_list(objects, group=group, group_src=0)
             assert objects == [{"shape": (4, 5)}]
 
-    # ... and what is sent may be the result of a collective that nobody has waited for.
+    # ... and a tensor to send may be the result of a collective that nothing has waited for.
     with tw.step_scope():
         unfinished = functional.all_reduce(mine, "sum", group)
         assert type(unfinished) is not torch.Tensor
@@ -533,7 +533,7 @@ def test_the_traps_of_intercepting_groups() -> None:
 
 
 def unmarked_job() -> None:
-    """A script that marks no step is told that its forward pass is exact."""
+    """A script that marks no step gets a warning that its forward pass is exact."""
     from thinwire.intercept import scope
 
     scope._state.marked = False
@@ -543,8 +543,8 @@ def unmarked_job() -> None:
     weight.register_hook(lambda gradient: functional.wait_tensor(functional.all_reduce(gradient, "sum", group)))
     with pytest.warns(UserWarning, match="no training step is marked"):
         (weight * 2).sum().backward()
-    told = {(row.op, row.codec, row.why) for row in group.traffic().rows}
-    assert told == {("all_reduce", "none", "outside a step"), ("all_reduce", "int8:256", "")}
+    rows = {(row.op, row.codec, row.why) for row in group.traffic().rows}
+    assert rows == {("all_reduce", "none", "outside a step"), ("all_reduce", "int8:256", "")}
 
 
 def test_a_forward_pass_that_is_not_marked_is_warned_of() -> None:
@@ -567,11 +567,11 @@ def bytes_job() -> list[tw.AxisTraffic]:
                 receive = dist.irecv(torch.empty(size), group=group, group_src=peer)
                 dist.send(torch.ones(size), group=group, group_dst=peer)
                 receive.wait()
-    told = tw.axis_traffic()
-    assert set(told) == {"dp", "tp"}
-    assert tw.axis_traffic(reset=True) == told
+    by_axis = tw.axis_traffic()
+    assert set(by_axis) == {"dp", "tp"}
+    assert tw.axis_traffic(reset=True) == by_axis
     assert all(traffic.sent == 0 for traffic in tw.axis_traffic().values())
-    return [told["dp"], told["tp"]]
+    return [by_axis["dp"], by_axis["tp"]]
 
 
 def test_bytes_of_every_axis_prove_its_codecs() -> None:

@@ -123,7 +123,7 @@ def loop(model: nn.Module, seed: int, steps: int = 4) -> Losses:
 def data_parallel_job(policy: str, folder: str) -> dict[str, Losses]:
     """HSDP and DDP on compressed axes of meshes, with checkpoints and evaluation in between."""
     rank = dist.get_rank()
-    found = {}
+    by_layout = {}
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     groups = tw.compress_mesh(mesh, policy)
@@ -132,13 +132,13 @@ def data_parallel_job(policy: str, folder: str) -> dict[str, Losses]:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     tw.mark_steps(model)
-    found["hsdp"] = loop(model, rank)
+    by_layout["hsdp"] = loop(model, rank)
     lossy = str(groups["dp_shard"].codecs.reduce) != "none"
     assert bool(groups["dp_shard"].traffic().encoded("reduce_scatter")) == lossy
     assert bool(groups["dp_shard"].traffic().encoded("all_gather")) == lossy
     assert bool(groups["dp_replicate"].traffic().encoded("all_reduce")) == lossy
 
-    # Between steps everything is exact: full tensors, a checkpoint and what is loaded from it, evaluation, norms.
+    # Between steps everything is exact: full tensors, saving and loading a checkpoint, evaluation, norms.
     for group in groups.values():
         group.traffic(reset=True)
     full = {name: parameter.full_tensor() for name, parameter in model.named_parameters()}
@@ -160,7 +160,7 @@ def data_parallel_job(policy: str, folder: str) -> dict[str, Losses]:
 
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",), backend_override={"dp": tw.axis_backend()})
     tw.compress_mesh(mesh, policy)
-    found["ddp"] = loop(DistributedDataParallel(net(), process_group=mesh.get_group()), rank)
+    by_layout["ddp"] = loop(DistributedDataParallel(net(), process_group=mesh.get_group()), rank)
     assert bool(tw.axis_traffic(mesh)["dp"].encoded("all_reduce")) == lossy
     with pytest.raises(UsageError, match="compressed already"):
         tw.compress_ddp(DistributedDataParallel(net(), process_group=mesh.get_group()), "zfp:8")
@@ -168,17 +168,17 @@ def data_parallel_job(policy: str, folder: str) -> dict[str, Losses]:
     model = net()
     fully_shard(model, mesh=mesh)
     tw.mark_steps(model)
-    found["fsdp"] = loop(model, rank)
+    by_layout["fsdp"] = loop(model, rank)
     with pytest.raises(UsageError, match="comes after fully_shard"):
         tw.compress_fsdp(net(), "zfp:8")
-    return found
+    return by_layout
 
 
 def test_hsdp_ddp_and_fsdp_on_compressed_axes(tmp_path: Any) -> None:
     expected = run_ranks(4, strict_layout, data_parallel_job, "none", str(tmp_path / "none"))
     for policy, limit in (("naive-mpc", 1e-4), ("zhybrid:24-8", 0.02), ("hybrid", 0.02)):
-        found = run_ranks(4, strict_layout, data_parallel_job, policy, str(tmp_path / policy))
-        for mine, others in zip(found, expected, strict=True):
+        curves = run_ranks(4, strict_layout, data_parallel_job, policy, str(tmp_path / policy))
+        for mine, others in zip(curves, expected, strict=True):
             for layout, losses in mine.items():
                 assert close(losses, others[layout], limit), (policy, layout)
 
@@ -234,12 +234,12 @@ def interleaved_job(policy: str) -> Losses:
     losses = []
     for _ in range(3):
         x = torch.randn(8, 32, width, generator=data).chunk(2, dim=1)[mesh.get_local_rank("tp")].contiguous()
-        found: list[torch.Tensor] = []
+        micro_losses: list[torch.Tensor] = []
         if rank == 0:
             schedule.step(x)
         else:
-            schedule.step(target=x.sin(), losses=found)
-            losses.append(torch.stack(found).mean().item())
+            schedule.step(target=x.sin(), losses=micro_losses)
+            losses.append(torch.stack(micro_losses).mean().item())
         optimizer.step()
         optimizer.zero_grad()
     return losses

@@ -92,7 +92,7 @@ def check_ignored(path: Path) -> None:
         reference = build(Stack)
         reference_optim = torch.optim.SGD(reference.parameters(), lr=0.1)
         for number in range(2):
-            x = samples(number, 1, 4)[0, 0]  # the same on every rank: nobody combines the ignored gradient
+            x = samples(number, 1, 4)[0, 0]  # the same on every rank: ignored gradients are not combined
             for one in (model, reference):
                 one(x).square().mean().backward()
             assert torch.allclose(ignored.grad, reference.last.bias.grad, atol=1e-6)
@@ -170,7 +170,7 @@ def shard_with(kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def check_exchange(path: Path) -> None:
-    """What one saves, the other loads, and training goes on as if nothing had happened."""
+    """Each loads the other's checkpoint, and training continues without a difference."""
     for saver, loader in (
         ("zero3", "zero1"),
         ("zero1", "fsdp2"),

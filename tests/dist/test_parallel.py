@@ -91,18 +91,18 @@ def train(
 
 def whole_parameters(model: ParallelModel) -> dict[str, torch.Tensor]:
     """Those of this rank's stages, put together from all slices."""
-    found = {}
+    by_name = {}
     for chunk in model.chunks:
         with tw.full_parameters(chunk):
             for name, parameter in chunk.named_parameters():
                 value = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-                found[name] = value.detach().clone()
-    return found
+                by_name[name] = value.detach().clone()
+    return by_name
 
 
-def gap(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
+def gap(parameters: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     return max(
-        float((value - reference[name]).abs().max() / reference[name].abs().max()) for name, value in found.items()
+        float((value - reference[name]).abs().max() / reference[name].abs().max()) for name, value in parameters.items()
     )
 
 
@@ -110,9 +110,9 @@ def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]
     model, optimizer = start(kind, plan, **options)
     everyone = tw.Plan.preset("zero1", nodes=1, local=1, micro_batches=plan.micro_batches * plan.world)
     losses, norms, reference = alone(kind, batches(everyone, 0))
-    found = train(model, optimizer, batches(plan, model.grid.data))
-    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(losses), rtol=2e-6, atol=0)
-    torch.testing.assert_close(torch.tensor(found[1]), torch.tensor(norms), rtol=2e-6, atol=0)
+    trained = train(model, optimizer, batches(plan, model.grid.data))
+    torch.testing.assert_close(torch.tensor(trained[0]), torch.tensor(losses), rtol=2e-6, atol=0)
+    torch.testing.assert_close(torch.tensor(trained[1]), torch.tensor(norms), rtol=2e-6, atol=0)
     mine = whole_parameters(model)
     assert gap(mine, reference) <= PARAMETER_TOLERANCE
     return set(mine)
@@ -148,9 +148,9 @@ def rank_bf16(kind: Kind, plan: tw.Plan) -> list[float]:
 def test_bf16_keeps_fp32_masters() -> None:
     """Losses follow those of fp32, and updates too small for bf16 add up in the masters."""
     plan = plan_for(1, 2, 2, compute_dtype="bfloat16")
-    found = run_ranks(4, rank_bf16, "llama", plan)
+    trained = run_ranks(4, rank_bf16, "llama", plan)
     exact = run_ranks(1, rank_bf16, "llama", plan_for(1, 1, 1, compute_dtype="bfloat16", micro_batches=4))
-    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(exact[0]), rtol=2e-3, atol=0)
+    torch.testing.assert_close(torch.tensor(trained[0]), torch.tensor(exact[0]), rtol=2e-3, atol=0)
 
 
 def rank_saves(plan: tw.Plan, path: Path) -> list[float]:
@@ -189,15 +189,15 @@ def rank_counts(plan: tw.Plan) -> dict[str, tuple[frozenset[str], int, int]]:
     model, optimizer = start("llama", plan)
     losses = train(model, optimizer, batches(plan, model.grid.data, sequences=16))[0]
     assert all(loss < 5.0 for loss in losses)
-    return {axis: (told.codecs, told.plain, told.sent) for axis, told in model.axis_traffic().items()}
+    return {axis: (traffic.codecs, traffic.plain, traffic.sent) for axis, traffic in model.axis_traffic().items()}
 
 
 def test_every_axis_is_encoded() -> None:
     """The policy's codecs are applied on the axes tp and pp, and the bytes say so."""
     plan = plan_for(2, 2, 2, wire={"policy": "zhybrid:16-8"})
-    for told in run_ranks(8, rank_counts, plan):
+    for by_axis in run_ranks(8, rank_counts, plan):
         for axis in ("tp", "pp"):
-            codecs, plain, sent = told[axis]
+            codecs, plain, sent = by_axis[axis]
             assert codecs == {"zfp:16"}
             assert sent < 0.6 * plain
 
@@ -218,12 +218,12 @@ def test_a_lost_rank_is_named() -> None:
     """Within the job's timeout: groups of a mesh would wait for half an hour by themselves."""
     pool = RankPool(4)
     try:
-        told = pool.run(rank_is_left, plan_for(1, 2, 2), group_timeout=5.0)
+        messages = pool.run(rank_is_left, plan_for(1, 2, 2), group_timeout=5.0)
     finally:
         pool.close()
-    assert told[3] == ""
-    assert all("failed after" in text for text in told[:3])
-    assert any("3 said nothing" in text for text in told[:3])
+    assert messages[3] == ""
+    assert all("failed after" in text for text in messages[:3])
+    assert any("3 said nothing" in text for text in messages[:3])
 
 
 def rank_refuses(kind: str, plan: tw.Plan) -> str:
@@ -234,7 +234,7 @@ def rank_refuses(kind: str, plan: tw.Plan) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "plan", "said"),
+    ("kind", "plan", "message"),
     [
         ("llama", plan_for(1, 4, 1), "tp = 4 should divide the model's kv_heads = 2"),
         ("llama", plan_for(1, 1, 4, schedule="interleaved"), "8 stages of 4 blocks"),
@@ -245,9 +245,9 @@ def rank_refuses(kind: str, plan: tw.Plan) -> str:
         ("llama", plan_for(2, 1, 2, params={"local": 2}, grads={"local": 2}), "use params = 1x1"),
     ],
 )
-def test_refuses_what_cannot_be(kind: str, plan: tw.Plan, said: str) -> None:
+def test_impossible_grids_are_refused(kind: str, plan: tw.Plan, message: str) -> None:
     for text in run_ranks(4, rank_refuses, kind, plan):
-        assert said in text
+        assert message in text
 
 
 # -- the optimizer of all parts --------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def plans(nodes: int = 2, **fields: Any) -> dict[str, tw.Plan]:
 
 
 def dtypes_seen(plans: dict[str, tw.Plan]) -> dict[str, dict[str, set[str]]]:
-    found = {}
+    by_plan = {}
     for name, plan in plans.items():
         model = tw.shard(build(), plan)
         optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
@@ -48,8 +48,8 @@ def dtypes_seen(plans: dict[str, tw.Plan]) -> dict[str, dict[str, set[str]]]:
         owned = [p for group in optimizer.param_groups for p in group["params"]]
         seen["optimizer"] = {str(value.dtype) for value in [*state, *owned, *(p.grad for p in owned)]}
         runtime(model).lanes.close()
-        found[name] = seen
-    return found
+        by_plan[name] = seen
+    return by_plan
 
 
 def test_bf16_in_modules_and_fp32_in_the_optimizer() -> None:
@@ -72,7 +72,7 @@ class Even(nn.Module):
 
 
 def bytes_sent(plans: dict[str, tw.Plan]) -> dict[str, dict[str, dict[str, int]]]:
-    found = {}
+    by_plan = {}
     for name, plan in plans.items():
         model = tw.shard(Even(), plan)
         optimizer = tw.optimizer(model, torch.optim.SGD, lr=LR)
@@ -81,9 +81,9 @@ def bytes_sent(plans: dict[str, tw.Plan]) -> dict[str, dict[str, dict[str, int]]
             model(x).float().sum().backward()
         optimizer.step()
         runtime(model).join_spreads()
-        found[name] = tw.traffic(model)
+        by_plan[name] = tw.traffic(model)
         runtime(model).lanes.close()
-    return found
+    return by_plan
 
 
 def test_bf16_halves_every_byte() -> None:
@@ -118,7 +118,7 @@ class Scaled(nn.Module):
 def exact_values(plans: dict[str, tw.Plan]) -> dict[str, bool]:
     """SGD with ``lr = 1`` from zero: the parameters become minus the mean gradients."""
     values = torch.tensor([1e15, -3e-15, 65536.0 * 3, 2.0**-30, 1.0]).bfloat16()
-    found = {}
+    by_plan = {}
     for name, plan in plans.items():
         model = tw.shard(Scaled(len(values)), plan)
         optimizer = tw.optimizer(model, torch.optim.SGD, lr=1.0)
@@ -129,9 +129,9 @@ def exact_values(plans: dict[str, tw.Plan]) -> dict[str, bool]:
             optimizer.zero_grad()
         with tw.full_parameters(model):
             weight = model.weight.detach().clone()
-        found[name] = torch.equal(weight, (-2 * values)[:, None].expand(-1, 37))
+        by_plan[name] = torch.equal(weight, (-2 * values)[:, None].expand(-1, 37))
         runtime(model).lanes.close()
-    return found
+    return by_plan
 
 
 def test_values_beyond_the_range_of_fp16_survive() -> None:
@@ -143,7 +143,7 @@ def test_values_beyond_the_range_of_fp16_survive() -> None:
 def small_things_add_up(plans: dict[str, tw.Plan]) -> dict[str, tuple[float, float]]:
     """The largest and smallest parameter after (a) a gradient of 256 and four of 1 in one step, (b) 16 steps of 1/4
     from there."""
-    found = {}
+    by_plan = {}
     for name, plan in plans.items():
         model = tw.shard(Scaled(3), plan)
         optimizer = tw.optimizer(model, torch.optim.SGD, lr=1.0)
@@ -157,9 +157,9 @@ def small_things_add_up(plans: dict[str, tw.Plan]) -> dict[str, tuple[float, flo
             model(torch.full((3,), -0.25)).backward()
             optimizer.step()
         with tw.full_parameters(model):
-            found[name] = (after_one, model.weight.unique().tolist())
+            by_plan[name] = (after_one, model.weight.unique().tolist())
         runtime(model).lanes.close()
-    return found
+    return by_plan
 
 
 def test_gradients_accumulate_and_parameters_are_kept_in_fp32() -> None:
@@ -181,10 +181,10 @@ def test_bf16_stays_near_fp32(nodes: int, reduce_dtype: str | None) -> None:
     """Three steps of every preset. bf16 has a relative precision of 2^-8 = 0.004, which means over many terms undercut;
     parameters that start at zero are made of three gradients' errors. Measured: 0.0001, 0.001 and 0.012."""
     for result in run_ranks(2 * nodes, distances, plans(nodes, reduce_dtype=reduce_dtype)):
-        for name, found in result.items():
-            assert found.losses <= 0.0005, name
-            assert found.norms <= 0.004, name
-            assert found.parameters <= 0.025, name
+        for name, difference in result.items():
+            assert difference.losses <= 0.0005, name
+            assert difference.norms <= 0.004, name
+            assert difference.parameters <= 0.025, name
 
 
 # -- what is not finite ----------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def spoiled_step(plans: dict[str, tw.Plan], value: float) -> dict[str, tuple[float, bool]]:
     """The norm, and whether the element of the parameter is finite after the step."""
-    found = {}
+    by_plan = {}
     for name, plan in plans.items():
         training = Training(plan, skip_nonfinite=False)
         training.backward(0, spoil=value)
@@ -240,9 +240,9 @@ def spoiled_step(plans: dict[str, tw.Plan], value: float) -> dict[str, tuple[flo
             tw.clip_grad_norm_(training.model, 1.0, error_if_nonfinite=True)
         training.step()
         with tw.full_parameters(training.model):
-            found[name] = (norm, bool(training.model.blocks[1].up.bias[5].isfinite()))
+            by_plan[name] = (norm, bool(training.model.blocks[1].up.bias[5].isfinite()))
         training.close()
-    return found
+    return by_plan
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def spoiled_step(plans: dict[str, tw.Plan], value: float) -> dict[str, tuple[flo
         pytest.param(-math.inf, "bfloat16", marks=pytest.mark.slow),
     ],
 )
-def test_what_is_not_finite_shows_on_every_rank(value: float, dtype: str) -> None:
+def test_a_non_finite_gradient_shows_on_every_rank(value: float, dtype: str) -> None:
     for result in run_ranks(4, spoiled_step, plans(compute_dtype=dtype), value):
         for name, (norm, finite) in result.items():
             assert norm - norm != 0.0, (name, norm)
@@ -265,10 +265,10 @@ def test_what_is_not_finite_shows_on_every_rank(value: float, dtype: str) -> Non
 
 def skipped_step(plans: dict[str, tw.Plan], value: float, clip: bool) -> dict[str, list[str]]:
     """What went wrong when the second of three steps is spoiled and skipped, against training without it."""
-    found: dict[str, list[str]] = {}
+    by_plan: dict[str, list[str]] = {}
     for name, plan in plans.items():
         training, without = (Training(plan, skip_nonfinite=skip) for skip in (True, False))
-        found[name] = []
+        by_plan[name] = []
         for number in range(3):
             before = training.parameters()
             training.backward(number, spoil=value if number == 1 else None)
@@ -277,21 +277,21 @@ def skipped_step(plans: dict[str, tw.Plan], value: float, clip: bool) -> dict[st
             training.step()
             if number == 1:
                 if not same(before, training.parameters()):
-                    found[name].append("the skipped step changed parameters")
+                    by_plan[name].append("the skipped step changed parameters")
                 continue
             without.backward(number)
             if clip:
                 tw.clip_grad_norm_(without.model, 1.0)
             without.step()
             if same(before, training.parameters()):
-                found[name].append(f"step {number} did nothing")
+                by_plan[name].append(f"step {number} did nothing")
         if training.optimizer.skipped_steps != 1:
-            found[name].append(f"{training.optimizer.skipped_steps} steps skipped")
+            by_plan[name].append(f"{training.optimizer.skipped_steps} steps skipped")
         if not same(training.parameters(), without.parameters()):
-            found[name].append("something of the skipped step was left behind")
+            by_plan[name].append("something of the skipped step was left behind")
         training.close()
         without.close()
-    return found
+    return by_plan
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Whatever changes when and in how many pieces data travels leaves the numbers alone; what scales gradients scales them
-exactly as asked."""
+"""Options that change the time or the number of transfers change no numbers; options that scale gradients scale them
+exactly."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def returns_before(name: str, switch: str, lane: Lane, *, on: bool, under_way: i
         ("zero1-node", "spread", Lane.SPREAD),
     ],
 )
-def test_switches_decide_who_waits(name: str, switch: str, lane: Lane) -> None:
+def test_switches_decide_whether_computation_waits(name: str, switch: str, lane: Lane) -> None:
     for on in (True, False):
         assert run_ranks(4, partial(returns_before, name, switch, lane, on=on)) == [on] * 4
 
@@ -186,10 +186,10 @@ def gathered_units(options: dict[str, Any]) -> dict[str, list[str]]:
         ({"keep_gathered": "none"}, ["blocks.1"], [], ["blocks.1"]),
     ],
 )
-def test_what_is_gathered_when(
+def test_units_are_gathered_as_far_ahead_as_the_plan_asks(
     options: dict[str, Any], forward: list[str], between: list[str], backward: list[str]
 ) -> None:
-    """Beside the running unit and the root (whose norm is needed at both ends), as many as asked for."""
+    """Gathered are the running unit, the root (both ends need its norm), and as many units as the plan asks for."""
     for seen in run_ranks(4, gathered_units, options):
         root = [] if options.get("keep_gathered") == "none" else [""]
         assert seen["forward"] == ["", "blocks.0", *forward]
@@ -314,18 +314,18 @@ def two_at_once(names: tuple[str, str]) -> list[Gap]:
             curve.append(tw.clip_grad_norm_(model, CLIP).item())
             optimizer.step()
             optimizer.zero_grad()
-    found = []
+    differences = []
     for model, loss_curve, norm_curve in zip(models, losses, norms, strict=True):
         with tw.full_parameters(model):
             parameters = [p.detach().clone() for p in model.parameters()]
-        found.append(gap(Curve(mean_over_ranks(loss_curve), norm_curve, parameters), alone(4, 1)))
-    return found
+        differences.append(gap(Curve(mean_over_ranks(loss_curve), norm_curve, parameters), alone(4, 1)))
+    return differences
 
 
 @pytest.mark.parametrize("names", [("zero1", "zero1"), ("zero3", "hpz"), ("hsdp", "zero1-node")])
 def test_two_models_in_one_process(names: tuple[str, str]) -> None:
-    for found in run_ranks(4, two_at_once, names):
-        assert all(one.closed for one in found), found
+    for differences in run_ranks(4, two_at_once, names):
+        assert all(one.closed for one in differences), differences
 
 
 def tensors_left(name: str, *, recompute: bool) -> int:
@@ -358,7 +358,7 @@ def test_activations_are_free_after_backward(name: str, recompute: bool) -> None
 
 
 def is_freed(name: str) -> bool:
-    """Whether a model that nobody refers to is gone, with its optimizer."""
+    """Whether a model without references is freed, together with its optimizer."""
     model = tw.shard(build(), plan(name))
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     for _ in range(2):
@@ -396,7 +396,7 @@ def test_micro_batches_without_marks() -> None:
 
 
 def irregular(model: nn.Module, optimizer: Any, clip: Any, backward: Any) -> Curve:
-    """What a user may do between two steps, in the interface that torch and thinwire share."""
+    """User code between two steps, in the interface that torch and thinwire share."""
     losses, norms = [], []
 
     def norm(bound: float) -> None:
@@ -413,8 +413,8 @@ def irregular(model: nn.Module, optimizer: Any, clip: Any, backward: Any) -> Cur
     optimizer.step()  # no gradients: nothing happens, not even weight decay
     losses.append(backward(2))
     norm(0.3)
-    norm(0.1)  # of what is clipped already
-    losses.append(backward(3))  # added to what is clipped
+    norm(0.1)  # of gradients that are already clipped
+    losses.append(backward(3))  # added to the clipped gradients
     norm(float("inf"))
     norm(0.3)
     optimizer.step()
@@ -463,17 +463,19 @@ def irregular_sharded(plan: tw.Plan, marked: bool) -> Curve:
 
 
 def irregular_gaps(plans: dict[str, tw.Plan]) -> dict[str, Any]:
-    found = {}
+    differences = {}
     for name, plan in plans.items():
         for marked in (True, False):
             want = irregular_alone(4.0 if plan.grad_reduce == "sum" else 1.0)
-            found[f"{name} {marked}"] = gap(irregular_sharded(plan, marked), want)
-    return found
+            differences[f"{name} {marked}"] = gap(irregular_sharded(plan, marked), want)
+    return differences
 
 
 @pytest.mark.parametrize("grad_reduce", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_irregular_steps(grad_reduce: str) -> None:
     plans = {name: plan(name, grad_reduce=grad_reduce) for name in SHAPES}
     results = run_ranks(4, irregular_gaps, plans)
-    open_ = [f"{name}: {found}" for result in results for name, found in result.items() if not found.closed]
+    open_ = [
+        f"{name}: {difference}" for result in results for name, difference in result.items() if not difference.closed
+    ]
     assert not open_, "\n".join(open_)

@@ -25,7 +25,7 @@ def factors(mesh: tw.Factor) -> Iterator[tw.Factor]:
 
 
 def valid_plans(mesh: tw.Factor, partition: str) -> dict[str, tw.Plan]:
-    """Every plan on a mesh that differs in its factors: what ``Plan`` accepts of all triples, with each secondary."""
+    """All triples of factors that ``Plan`` accepts on a mesh, with each secondary."""
     every = list(factors(mesh))
     plans = {}
     for params, grads, optimizer, secondary in itertools.product(every, every, every, [None, *every]):
@@ -81,7 +81,7 @@ def differ(plans: dict[str, tw.Plan]) -> dict[str, tw.Plan]:
 
 
 @pytest.mark.parametrize("partition", PARTITIONS)
-def test_free_factors_on_2x2(partition: str) -> None:
+def test_every_combination_of_factors_trains_alike_on_2x2(partition: str) -> None:
     plans = differ(valid_plans(tw.Factor(local=2, nodes=2), partition))
     assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items()})
 
@@ -95,7 +95,7 @@ def test_free_factors_on_2x2(partition: str) -> None:
         pytest.param(1, 4, "intra", marks=pytest.mark.slow),
     ],
 )
-def test_free_factors_on_one_axis(local: int, nodes: int, partition: str) -> None:
+def test_every_combination_of_factors_trains_alike_on_one_axis(local: int, nodes: int, partition: str) -> None:
     """One node of four ranks, and four nodes of one: every collective has one hop."""
     plans = valid_plans(tw.Factor(local=local, nodes=nodes), partition)
     assert len(plans) == 23
@@ -106,6 +106,8 @@ def test_free_factors_on_one_axis(local: int, nodes: int, partition: str) -> Non
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize(("local", "nodes"), [(2, 2), (4, 1), (1, 4), (2, 3), (3, 2), (6, 1), (1, 6)])
-def test_free_factors_everywhere(local: int, nodes: int, partition: str, micro_batches: int) -> None:
+def test_every_combination_of_factors_trains_alike_on_every_mesh(
+    local: int, nodes: int, partition: str, micro_batches: int
+) -> None:
     plans = valid_plans(tw.Factor(local=local, nodes=nodes), partition)
     assert_parity(local * nodes, {name: Case(plan, micro_batches) for name, plan in plans.items()})

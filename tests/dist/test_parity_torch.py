@@ -57,7 +57,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train_torch(kind: str, micro_batches: int) -> Curve:
-    """What :func:`tests.dist.parity.sharded` does, by PyTorch's own means."""
+    """The same as :func:`tests.dist.parity.sharded`, with PyTorch alone."""
     rank, world = dist.get_rank(), dist.get_world_size()
     if kind in ("fsdp2", "hsdp"):
         model = fully_sharded((4,) if kind == "fsdp2" else (2, 2))
@@ -96,8 +96,8 @@ def against_torch(kind: str, plan: tw.Plan, micro_batches: int) -> Gap:
 @pytest.mark.parametrize(("kind", "name"), [("fsdp2", "zero3"), ("hsdp", "hsdp"), ("ddp", "ddp"), ("zero", "zero1")])
 def test_fp32_is_torchs(kind: str, name: str, micro_batches: int) -> None:
     plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32")
-    for rank, found in enumerate(run_ranks(4, against_torch, kind, plan, micro_batches)):
-        assert found.closed, f"rank {rank}: {found}"
+    for rank, difference in enumerate(run_ranks(4, against_torch, kind, plan, micro_batches)):
+        assert difference.closed, f"rank {rank}: {difference}"
 
 
 # -- bf16 ------------------------------------------------------------------------------------------------------
@@ -143,15 +143,15 @@ def learn_thinwire(name: str, reduce_dtype: str) -> Curve:
 
 def curves_on_ranks() -> dict[str, Curve]:
     bf16, fp32 = torch.bfloat16, torch.float32
-    found = {
+    by_system = {
         "torch bfloat16": learn_fsdp2(bf16, bf16),
         "torch float32": learn_fsdp2(bf16, fp32),
         "torch all in float32": learn_fsdp2(None, None),
     }
     for name in ("zero3", "zero1-node"):
         for reduce_dtype in ("bfloat16", "float32"):
-            found[f"{name} {reduce_dtype}"] = learn_thinwire(name, reduce_dtype)
-    return found
+            by_system[f"{name} {reduce_dtype}"] = learn_thinwire(name, reduce_dtype)
+    return by_system
 
 
 def apart(a: list[float], b: list[float]) -> float:
@@ -167,24 +167,24 @@ def test_bf16_learns_as_fsdp2_does() -> None:
     """The yardstick is how far FSDP2 with bf16 reductions is from itself with fp32 reductions, and from fp32
     throughout: what rounding alone does to the curve (0.003 in losses that fall from 4.1 to 0.7 when this was written).
     Curves of the same precision may be as far apart as that, and half as much again."""
-    found = curves()
-    oracles = {name: curve for name, curve in found.items() if name.startswith("torch")}
+    by_system = curves()
+    oracles = {name: curve for name, curve in by_system.items() if name.startswith("torch")}
     for quantity in ("losses", "norms"):
-        curve = {name: getattr(value, quantity) for name, value in found.items()}
+        curve = {name: getattr(value, quantity) for name, value in by_system.items()}
         noise = max(apart(curve[a], curve[b]) for a in oracles for b in oracles)
         assert noise < 0.02 * max(curve["torch float32"]), "the yardstick must be short, or it measures nothing"
-        for name in found.keys() - oracles.keys():
+        for name in by_system.keys() - oracles.keys():
             same_policy = curve[f"torch {name.split()[1]}"]
             assert apart(curve[name], same_policy) <= 1.5 * noise, (quantity, name)
-    for name, value in found.items():
+    for name, value in by_system.items():
         assert value.losses[-1] < 0.5 * value.losses[0], f"{name} did not learn"
         if not name.endswith("all in float32"):
-            assert value.losses[0] == found["torch float32"].losses[0], f"{name} starts from the same bf16 weights"
+            assert value.losses[0] == by_system["torch float32"].losses[0], f"{name} starts from the same bf16 weights"
 
 
 def test_bf16_with_fp32_reductions_is_fsdp2_to_rounding() -> None:
-    """Same casts, same fp32 additions: what is left is the order of the additions."""
-    found = curves()
-    ours, theirs = found["zero3 float32"], found["torch float32"]
+    """Casts and fp32 additions are the same; only the order of the additions differs."""
+    by_system = curves()
+    ours, theirs = by_system["zero3 float32"], by_system["torch float32"]
     assert apart(ours.losses, theirs.losses) <= 1e-5
     assert apart(ours.norms, theirs.norms) <= 1e-4

@@ -40,7 +40,7 @@ class Square(nn.Module):
 
 
 def step(model: nn.Module, optimizer: Any, micro_batches: list[torch.Tensor], loss: Any) -> Bytes:
-    """Train for a step; what this rank sent, its spread included."""
+    """Train for a step; bytes that this rank sent, its spread included."""
     runtime(model).join_spreads()
     tw.traffic(model)
     for data in tw.micro_batches(model, micro_batches):
@@ -56,7 +56,7 @@ def step(model: nn.Module, optimizer: Any, micro_batches: list[torch.Tensor], lo
 
 
 def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[str, tuple[Bytes, Bytes]]:
-    found = {}
+    by_plan = {}
     for name, plan in plans.items():
         model = tw.shard(build(), plan)
         optimizer = tw.optimizer(model, torch.optim.SGD, lr=LR)
@@ -68,9 +68,9 @@ def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[st
         program = lower(plan, programs.infos, micro_batches=micro_batches, trace=programs.trace, rank=rank, clip=True)
         traffic = program.traffic()
         predicted = {str(lane): {str(scope): n for scope, n in traffic[lane].items()} for lane in Lane}
-        found[name] = (sent, predicted)
+        by_plan[name] = (sent, predicted)
         runtime(model).lanes.close()
-    return found
+    return by_plan
 
 
 @pytest.mark.parametrize(("nodes", "micro_batches"), [(2, 1), (2, 2), (3, 2)])

@@ -51,7 +51,7 @@ def loss(model: nn.Module, part: torch.Tensor) -> torch.Tensor:
 
 
 def check_saved(model: nn.Module, reference: nn.Module, kind: str) -> None:
-    """What ``save_pretrained`` writes is loaded by peft into a fresh base model, which computes the same."""
+    """peft loads the files of ``save_pretrained`` into a fresh base model, which computes the same."""
     import peft
 
     states = tw.full_state_dict(model)

@@ -54,7 +54,7 @@ def check_groups() -> None:
                     assert len(nodes) == len(places)
             if expected is None:
                 expected = norms, whole(model)
-            if name != "zeropp":  # whose codecs round otherwise, as other ranks own the values
+            if name != "zeropp":  # codecs round differently, because other ranks own the values
                 assert gap(whole(model), expected[1]) <= TOLERANCE, f"{name} with {placement}"
                 assert all(abs(a - b) <= 1e-5 * abs(b) for a, b in zip(norms, expected[0], strict=True))
             close(model)
@@ -65,7 +65,7 @@ def test_groups_follow_the_placement() -> None:
 
 
 def check_checkpoints(path: Path) -> None:
-    """A checkpoint of one placement goes on under another, or under the same one."""
+    """A run resumes from a checkpoint under the same placement or another one."""
     reference, optim = start("zero3", None)
     train(reference, optim, range(4))
     for saving, loading in (((3, 2, 0, 1), None), (None, (1, 0, 2, 3)), ((2, 3, 0, 1), (2, 3, 0, 1))):

@@ -20,24 +20,24 @@ from thinwire.spec.profile import Profile
 SHAPE = ModelSpec(name="tiny", layers=2, hidden=64, heads=4, ffn=128, vocab=256, seq=32)
 
 
-def test_a_delay_is_told_from_a_factor_in_spite_of_outliers() -> None:
+def test_delay_and_factor_are_separated_despite_outliers() -> None:
     alone = [1e-3, 2e-3, 5e-3, 0.02, 0.08]
     points = [(seconds, 1.25 * seconds + 4e-3) for seconds in alone]
     assert line([*points, (1e-3, 0.09), (5e-3, 0.2)]) == pytest.approx((1.25, 4e-3))
-    # A transfer beside computation is never faster: neither factor below 1 nor delay below 0.
+    # A transfer is never faster during computation: the factor is at least 1, the delay at least 0.
     assert line([(seconds, 0.9 * seconds) for seconds in alone]) == (1.0, 0.0)
-    # Where all of them are short, what they lose is the delay, however it is spread.
+    # If all transfers are short, their loss is the delay, however it is distributed.
     assert line([(1e-3, 5e-3), (2e-3, 30e-3), (2e-3, 9e-3)]) == pytest.approx((1.0, 7e-3))
 
 
 def test_shapes_are_those_that_plans_use() -> None:
-    found = list(exchanges(Factor(local=4, nodes=6)))
-    shapes = {(what.local, what.nodes) for what in found if what.kind == "all_gather" and what.groups == "all"}
+    exchanged = list(exchanges(Factor(local=4, nodes=6)))
+    shapes = {(what.local, what.nodes) for what in exchanged if what.kind == "all_gather" and what.groups == "all"}
     assert shapes == {(a, b) for a in (1, 2, 4) for b in (1, 2, 3, 6)} - {(1, 1)}
-    assert {what.kind for what in found} == {
+    assert {what.kind for what in exchanged} == {
         "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "send",
     }  # fmt: skip
-    assert len(set(found)) == len(found)
+    assert len(set(exchanged)) == len(exchanged)
 
 
 def profile(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -55,7 +55,7 @@ def profile(out: Path, *options: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.timeout(240)
 @pytest.mark.slow
 def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
-    """Whatever the budget: everything without which no plan can be priced."""
+    """Any budget covers all measurements that are needed to price a plan."""
     out = tmp_path / "profile.json"
     begin = time.monotonic()
     result = profile(out, "--budget", "1s", "--plot", str(tmp_path / "bandwidth.png"))
@@ -80,7 +80,7 @@ def test_four_ranks_measure_what_plans_need(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_a_measurement_goes_on(tmp_path: Path) -> None:
+def test_an_interrupted_measurement_resumes(tmp_path: Path) -> None:
     out = tmp_path / "profile.json"
     assert profile(out, "--budget", "4s").returncode == 0
     first = Profile.read(out)
@@ -91,7 +91,7 @@ def test_a_measurement_goes_on(tmp_path: Path) -> None:
     assert len(more.collectives) + len(more.codecs) > len(first.collectives) + len(first.codecs)
 
 
-def test_one_process_is_told_how_to_start_more(tmp_path: Path) -> None:
+def test_a_single_process_is_refused_with_the_command_for_more(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "thinwire.cli.main", "profile", "--out", str(tmp_path / "p.json")]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1

@@ -1,6 +1,6 @@
 """The runtime does what the program says.
 
-Two recorders that never read the program are held against it. ``recording`` notes every exchange: kind, ranks and
+Two recorders that never read the program are compared with it. ``recording`` notes every exchange: kind, ranks and
 bytes, by lane. A journal notes which collective started at which event, what computation waited for, and what was
 freed.
 """
@@ -62,15 +62,15 @@ def train_step(model: nn.Module, optim: torch.optim.Optimizer, num_micro_batches
 
 
 def expected(program: StepProgram, plan: Plan, rank: int) -> dict[Queue, list[Record]]:
-    """What a program says one rank does, in the recorder's words."""
-    told = []
+    """The operations of one rank in a program, as the recorder would note them."""
+    records = []
     for operation in program.operations:
         members = axis_members(plan, operation.axis, rank)
         for hop in operation.hops:
             ranks = members.inside if hop.scope == "inside" else members.across
             assert len(ranks) == hop.ranks
-            told.append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
-    return by_queue(told)
+            records.append(Record(operation.lane, hop.kind, hop.scope, ranks, hop.sent))
+    return by_queue(records)
 
 
 def by_queue(records: list[Record]) -> dict[Queue, list[Record]]:
@@ -87,7 +87,7 @@ def without(program: StepProgram, index: int) -> StepProgram:
 
 
 def written(program: StepProgram) -> JournaledStep:
-    """What a program says about starts, waits and frees, in the journal's words."""
+    """The starts, waits and frees of a program, as the journal would note them."""
     return JournaledStep(
         [StartedCollective(op.lane, op.axis, op.units, op.encoded, op.start, op.after) for op in program.operations],
         {event: list(operations) for event, operations in program.waits.items()},
@@ -131,8 +131,8 @@ def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
     assert done == expected(program, plan, engine.rank)
     for operation in program.operations:
         assert done != expected(without(program, operation.index), plan, engine.rank), operation
-    happened, said = in_lanes(journal.step(3)), in_lanes(written(program))
-    for what, of_program in said.items():
+    happened, predicted = in_lanes(journal.step(3)), in_lanes(written(program))
+    for what, of_program in predicted.items():
         assert happened[what] == of_program, what
     return len(program.operations), sum(record.sent for record in records)
 

@@ -22,13 +22,13 @@ LONG = datetime.timedelta(seconds=60)
 
 @contextlib.contextmanager
 def listener(port: int) -> Iterator[None]:
-    """A program that listens and never says a word."""
+    """A program that listens and never answers."""
     with socket.create_server(("127.0.0.1", port)):
         yield
 
 
 def answers(address: str, port: int) -> bool:
-    """Whether somebody accepts a connection."""
+    """Whether a program accepts a connection."""
     with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=2):
         return True
     return False
@@ -73,7 +73,7 @@ def test_an_address_of_another_host_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_who_is_not_there_is_not_waited_for(capfd: pytest.CaptureFixture[str]) -> None:
+def test_absent_ranks_are_waited_for_until_the_timeout_only(capfd: pytest.CaptureFixture[str]) -> None:
     port, started = free_port(), time.monotonic()
     with pytest.raises(
         UsageError, match=rf"rank 1 has not reached rank 0 at .* = {port} within 2 s: nobody or another"
@@ -96,7 +96,7 @@ def test_a_variable_that_is_missing_is_named() -> None:
 
 @pytest.fixture
 def launcher_store() -> dist.TCPStore:
-    """What torchrun hosts, for as long as it runs."""
+    """The store that torchrun hosts as long as it runs."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 

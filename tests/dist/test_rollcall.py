@@ -96,7 +96,9 @@ def find_out(preset: str, case: Case, path: Path) -> tuple[str, float]:
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_different_calls_are_found_out(preset: str, case: Case, tmp_path: Path) -> None:
+def test_ranks_that_make_different_calls_get_an_error_instead_of_hanging(
+    preset: str, case: Case, tmp_path: Path
+) -> None:
     with contextlib.closing(RankPool(2)) as pool:  # its ranks can talk to each other no more
         for message, seconds in pool.run(find_out, preset, case, tmp_path / "checkpoint"):
             assert seconds < SECONDS

@@ -36,7 +36,7 @@ BOTH = pytest.mark.parametrize(
 
 
 class Learned(Stack):
-    """A root with a parameter of its own, and another method that computes."""
+    """A root with one direct parameter and a second method that computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 class Pair:
-    """A sharded model beside the same one, unsharded, that sees the same data."""
+    """A sharded model and the same model unsharded, trained on the same data."""
 
     def __init__(self, name: str, **changes: Any) -> None:
         self.one = build(Learned)
@@ -149,7 +149,7 @@ def test_shares_read_as_the_whole_parameter(plans: tuple[str, ...]) -> None:
 
 
 def check_reads_after_a_step(plans: tuple[str, ...]) -> None:
-    """What is read right after a step is what the step has written."""
+    """A read right after a step returns the values that the step has written."""
     for name in plans:
         pair = Pair(name)
         optim = tw.optimizer(pair.model, torch.optim.SGD, lr=0.1)
@@ -245,7 +245,7 @@ def test_writes_reach_every_rank(plans: tuple[str, ...]) -> None:
 
 
 def check_initialisation_with_other_seeds() -> None:
-    """Ranks whose generators differ draw what the first one draws."""
+    """Ranks whose generators differ draw the numbers of the first rank."""
     for name in ("zero1", "zero3", "ddp"):
         pair = Pair(name)
         torch.manual_seed(dist.get_rank())
@@ -548,7 +548,7 @@ def test_optimizers_that_couple_parameters_or_draw(plans: tuple[str, ...]) -> No
     run_ranks(4, check_coupled_optimizers, plans)
 
 
-# -- what is not forward ---------------------------------------------------------------------------------------
+# -- outside of forward ---------------------------------------------------------------------------------------
 
 
 def check_methods(plans: tuple[str, ...]) -> None:

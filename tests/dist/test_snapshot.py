@@ -50,7 +50,7 @@ class Model(nn.Module):
 
 def train(toml: str, path: str, start: int, stop: int, optimizer: str = "AdamW", options: Any = None) -> list[float]:
     """Train steps ``[start, stop)``, loading before and saving after; mean losses of the steps."""
-    torch.manual_seed(100 if start else 0)  # what a resumed model is born with must not matter
+    torch.manual_seed(100 if start else 0)  # the initial values of a resumed model must not matter
     model = tw.shard(Model(), Plan.from_toml(toml))
     optim = tw.optimizer(
         model,
@@ -91,7 +91,7 @@ ZERO3 = plan("zero3", 2, 2)
 BF16 = {"compute_dtype": "bfloat16"}
 
 
-def test_the_loss_goes_on_under_any_plan_and_number_of_ranks(tmp_path: Path) -> None:
+def test_the_loss_continues_under_any_plan_and_number_of_ranks(tmp_path: Path) -> None:
     path = str(tmp_path / "step-3")
     whole = run_ranks(4, train, ZERO3, str(tmp_path / "other"), 0, STEPS)[0]
     assert run_ranks(4, train, ZERO3, path, 0, 3)[0] == whole[:3]
@@ -142,7 +142,7 @@ def refused(toml: str, path: str, what: str) -> str:
         ("missing", "step-3-missing"),
     ],
 )
-def test_what_does_not_fit_is_refused_on_every_rank(tmp_path: Path, what: str, sentence: str) -> None:
+def test_a_mismatched_checkpoint_is_refused_on_every_rank(tmp_path: Path, what: str, sentence: str) -> None:
     path = str(tmp_path / "step-3")
     run_ranks(2, train, plan("zero3", 1, 2), path, 0, 3)
     with pytest.raises(RankError) as failure:

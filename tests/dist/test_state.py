@@ -266,13 +266,13 @@ def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     while True:
         moment += 1
         (result,) = run(1, tmp_path, save_until, path, moment, moment)
-        found = assert_holds(path, [current, moment])
+        moment_held = assert_holds(path, [current, moment])
         if isinstance(result, list):
             break
         assert result == -signal.SIGKILL
-        seen.add(found == moment)
-        current = found
-    assert found == moment
+        seen.add(moment_held == moment)
+        current = moment_held
+    assert moment_held == moment
     assert seen == {False, True}  # killed both before and after the new one took its place
     assert {"mkdir", "fsync", "rename", "unlink", "rmdir"} <= set(result)
     assert names(tmp_path) == ["step-1"]

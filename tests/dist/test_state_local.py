@@ -54,7 +54,7 @@ class Seat:
 
 
 def ranks(size: int, action: Callable[[Seat], T]) -> list[T | Exception]:
-    """Run ``action`` on ``size`` threads; give what each returned or raised."""
+    """Run ``action`` on ``size`` threads; the result or error of each."""
     objects: list[Any] = [None] * size
     barrier = threading.Barrier(size, timeout=20)
     results: list[Any] = [None] * size
@@ -328,20 +328,20 @@ REFUSED: dict[str, tuple[list[Vectors], str]] = {
 
 
 @pytest.mark.parametrize(("vectors", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_ranks_that_disagree_are_told_before_anything_is_written(
+def test_ranks_that_disagree_raise_before_anything_is_written(
     tmp_path: Path, vectors: list[Vectors], message: str
 ) -> None:
-    found = fail(ranks(2, lambda seat: write(tmp_path / "c", vectors[seat.rank], {}, control=seat)))
-    assert found.startswith(f"{tmp_path / 'c'}: cannot save: ")
-    assert message in found
+    message_raised = fail(ranks(2, lambda seat: write(tmp_path / "c", vectors[seat.rank], {}, control=seat)))
+    assert message_raised.startswith(f"{tmp_path / 'c'}: cannot save: ")
+    assert message in message_raised
     assert names(tmp_path) == []
 
 
 def test_values_that_differ_or_do_not_fit(tmp_path: Path) -> None:
-    found = fail(ranks(2, lambda seat: write(tmp_path / "c", {}, {"step": seat.rank}, control=seat)))
-    assert "value 'step' on rank 1 differs from that on a rank before it" in found
-    found = fail(ranks(2, lambda seat: write(tmp_path / "c", {}, {"loss": float("nan")}, control=seat)))
-    assert found.endswith("cannot save: value 'loss': nan has no JSON form; store a finite number or None")
+    message = fail(ranks(2, lambda seat: write(tmp_path / "c", {}, {"step": seat.rank}, control=seat)))
+    assert "value 'step' on rank 1 differs from that on a rank before it" in message
+    message = fail(ranks(2, lambda seat: write(tmp_path / "c", {}, {"loss": float("nan")}, control=seat)))
+    assert message.endswith("cannot save: value 'loss': nan has no JSON form; store a finite number or None")
     assert names(tmp_path) == []
 
 
@@ -382,9 +382,9 @@ def test_a_full_disk_on_one_rank_fails_all_and_changes_nothing(
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", full)
-    found = fail(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {"new": 1}, control=seat)))
+    message = fail(ranks(2, lambda seat: write(tmp_path / "c", save[seat.rank], {"new": 1}, control=seat)))
     reason = "No space left on device (free some space or save elsewhere)"
-    assert found == f"{tmp_path / 'c'}: cannot save: rank {failing}: {reason}"
+    assert message == f"{tmp_path / 'c'}: cannot save: rank {failing}: {reason}"
     assert names(tmp_path) == ["c"]
     verify(tmp_path / "c")
     assert read_values(tmp_path / "c") == {}
@@ -423,7 +423,7 @@ def test_everything_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
         assert sizes[path.name] == path.stat().st_size
 
 
-def test_an_interrupt_is_announced_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_announced_and_propagates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(descriptor: int) -> None:
         raise KeyboardInterrupt
 
@@ -557,7 +557,7 @@ def test_manifests_of_absurd_lengths_allocate_nothing(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["missing", "file", "file/below", "empty", "loop", "a" * 300, "nul\0"])
-def test_what_is_no_checkpoint_is_named(tmp_path: Path, path: str) -> None:
+def test_a_path_without_a_checkpoint_is_named(tmp_path: Path, path: str) -> None:
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
     (tmp_path / "loop").symlink_to("loop")
@@ -567,7 +567,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path, path: str) -> None:
     fail(ranks(2, lambda seat: read(tmp_path / path, {}, control=seat)))
 
 
-def test_a_checkpoint_set_aside_by_a_crash_is_found(checkpoint: Path) -> None:
+def test_a_checkpoint_set_aside_by_a_crash_is_recovered(checkpoint: Path) -> None:
     checkpoint.rename(checkpoint.parent / ".old-c-0123456789abcdef")
     load(checkpoint)
     assert read_values(checkpoint) == {"step": 1}

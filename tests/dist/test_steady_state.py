@@ -1,5 +1,4 @@
-"""A step in steady state: nothing large is allocated, the timeline shows what happened, units are updated as they
-come."""
+"""A step in steady state: it allocates nothing large, the timeline shows all work, units are updated as they arrive."""
 
 from __future__ import annotations
 
@@ -68,8 +67,8 @@ def count(preset: str | None) -> tuple[list[int], int, int]:
     for _ in range(3):
         take_step(model, optim)
     before = num_blocks()
-    found = large_allocations(model, optim)
-    return found, num_blocks() - before, num_blocks()
+    num_large = large_allocations(model, optim)
+    return num_large, num_blocks() - before, num_blocks()
 
 
 def num_blocks() -> int:
@@ -81,10 +80,10 @@ def test_steady_state_allocates_what_the_model_alone_does(preset: str) -> None:
     alone, *_ = run_ranks(4, count, None)[0]
     # A freed storage has to be given its memory back: in the forward, and in the backward unless it was kept.
     gathered = 2 * DEPTH - 1 if preset in ("zero3", "hpz") else 0
-    for found, added, kept in run_ranks(4, count, preset):
+    for allocations, added, kept in run_ranks(4, count, preset):
         # Now and then lanes and computation meet in a new way, and one buffer more is in use at once.
         assert kept <= 3 * DEPTH, "a gradient, what is received for it, and the sum between two hops, for each unit"
-        extra = [mine - (theirs + gathered) for mine, theirs in zip(found, alone, strict=True)]
+        extra = [mine - (theirs + gathered) for mine, theirs in zip(allocations, alone, strict=True)]
         assert all(count >= 0 for count in extra)
         assert sum(extra) <= added
 
@@ -158,8 +157,8 @@ def updated_with(kind: type[torch.optim.Optimizer]) -> tuple[int, float]:
     ("kind", "by_unit"), [(torch.optim.AdamW, True), (torch.optim.SGD, True), (CountsCalls, False)]
 )
 def test_units_are_updated_one_by_one_where_that_is_the_same(kind: type[torch.optim.Optimizer], by_unit: bool) -> None:
-    for found, gap in run_ranks(4, updated_with, kind):
-        assert found == (DEPTH if by_unit else 1)
+    for updates, gap in run_ranks(4, updated_with, kind):
+        assert updates == (DEPTH if by_unit else 1)
         assert gap <= 1e-6
 
 

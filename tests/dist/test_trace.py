@@ -60,7 +60,7 @@ def trains(recipe: Path, directory: Path) -> None:
 
 @pytest.fixture(scope="module")
 def traced(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run whose steps 3 to 5 are traced, with a validation after the fourth."""
+    """A run that traces steps 3 to 5, with a validation after the fourth."""
     directory = tmp_path_factory.mktemp("traced")
     write_text(directory / "text.txt", words=200)
     (directory / "recipe.toml").write_text(RECIPE)
@@ -76,11 +76,11 @@ def tracks(trace: Path) -> Mapping[int, Mapping[str, list[dict[str, Any]]]]:
     """Events by rank and track."""
     events = json.loads(trace.read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    found: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    spans: dict[int, dict[str, list[dict[str, Any]]]] = {}
     for event in events:
         if event["ph"] == "X":
-            found.setdefault(event["pid"], {}).setdefault(names[event["pid"], event["tid"]], []).append(event)
-    return found
+            spans.setdefault(event["pid"], {}).setdefault(names[event["pid"], event["tid"]], []).append(event)
+    return spans
 
 
 def test_steps_are_traced_apart_from_what_comes_between_them(traced: Path) -> None:

@@ -69,7 +69,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def thinwire(recipe: Path, name: str, *arguments: str, launcher: tuple[str, ...] = THINWIRE) -> str:
-    """Train, and return what was said."""
+    """Train, and return the output."""
     command = [*launcher, "train", str(recipe), "--out", str(recipe.parent / name), *arguments]
     outside = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "SLURM_PROCID")}
     environment = {**outside, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
@@ -93,25 +93,25 @@ def goes_on(recipe: Path, directory: Path, mesh: Factor, settings: tuple[str, ..
 
 @pytest.fixture(scope="module")
 def whole(recipe: Path) -> Path:
-    """A run on the recipe's grid; what it said lies beside it."""
+    """A run on the recipe's grid; its output is in a text file next to it."""
     (recipe.parent / "whole.txt").write_text(thinwire(recipe, "whole"))
     return recipe.parent / "whole"
 
 
 def test_a_run_over_a_grid(whole: Path) -> None:
-    said = whole.with_suffix(".txt").read_text()
-    assert "tp 2; pp 2" in said
-    assert "inside nodes, 0 B across" in said
-    assert "not counting" not in said
-    found = records(whole)
-    assert found[-1]["loss"] < found[0]["loss"]
+    output = whole.with_suffix(".txt").read_text()
+    assert "tp 2; pp 2" in output
+    assert "inside nodes, 0 B across" in output
+    assert "not counting" not in output
+    lines = records(whole)
+    assert lines[-1]["loss"] < lines[0]["loss"]
     for axis in ("tp", "pp"):
-        assert all(record["bytes"][axis]["inside"] > 0 for record in found)
-        assert all(0.0 < record["exposed"][axis] < record["step_seconds"] for record in found)
+        assert all(record["bytes"][axis]["inside"] > 0 for record in lines)
+        assert all(0.0 < record["exposed"][axis] < record["step_seconds"] for record in lines)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_grid(recipe: Path, whole: Path) -> None:
+def test_a_run_continues_on_another_grid(recipe: Path, whole: Path) -> None:
     expected = records(whole)
     other = recipe.parent / "other"
     shutil.copytree(whole, other)
@@ -119,12 +119,12 @@ def test_a_run_goes_on_on_another_grid(recipe: Path, whole: Path) -> None:
     # Two data-parallel ranks in each of two stages, a stage a node.
     settings = ("plan.tp=1", "plan.schedule=interleaved", "cluster.nodes=2", "cluster.nproc=2")
     run_ranks(4, goes_on, recipe, other, Factor(local=2), settings, 2)
-    found = records(other)
+    lines = records(other)
     for name in ("loss", "grad_norm"):
-        assert [r[name] for r in found] == pytest.approx([r[name] for r in expected], rel=2e-4)
-    assert found[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=2e-4)
-    assert found[SAVED - 1] == expected[SAVED - 1]
-    sent = found[-1]["bytes"]
+        assert [r[name] for r in lines] == pytest.approx([r[name] for r in expected], rel=2e-4)
+    assert lines[-1]["val_loss"] == pytest.approx(expected[-1]["val_loss"], rel=2e-4)
+    assert lines[SAVED - 1] == expected[SAVED - 1]
+    sent = lines[-1]["bytes"]
     assert sent["pp"]["across"] > 0 == sent["pp"]["inside"]
     assert sent["reduce"]["inside"] > 0
     assert "tp" not in sent
@@ -137,35 +137,35 @@ def test_eight_ranks_under_torchrun_and_a_plan_file(recipe: Path) -> None:
     )
     plan.with_(schedule="interleaved").save(recipe.parent / "plan.toml")
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8")
-    # torchrun takes --nproc for a short form of an option of its own.
+    # torchrun takes --nproc for the short form of one of its own options.
     settings = ("--nodes", "2", "--set", "cluster.nproc=4", "--plan", str(recipe.parent / "plan.toml"))
-    said = thinwire(recipe, "three", *settings, launcher=(*torchrun, "-m", "thinwire.cli.main"))
-    assert "interleaved" in said
+    output = thinwire(recipe, "three", *settings, launcher=(*torchrun, "-m", "thinwire.cli.main"))
+    assert "interleaved" in output
     sent = records(recipe.parent / "three")[-1]["bytes"]
     assert sent["tp"]["inside"] > 0 == sent["tp"]["across"]
     assert sent["pp"]["across"] > 0 == sent["pp"]["inside"]
-    said = thinwire(recipe, "three", "--resume", "--nproc", "2", "--set", "plan.tp=1", "--set", "plan.pp=1",
+    output = thinwire(recipe, "three", "--resume", "--nproc", "2", "--set", "plan.tp=1", "--set", "plan.pp=1",
                     "--set", f"train.steps={STEPS + 2}")  # fmt: skip
-    assert "resumed from" in said
-    found = [record["loss"] for record in records(recipe.parent / "three")]
-    assert len(found) == STEPS + 2
-    assert found[-1] < found[0]
+    assert "resumed from" in output
+    losses = [record["loss"] for record in records(recipe.parent / "three")]
+    assert len(losses) == STEPS + 2
+    assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         (["plan.tp=3"], "--nodes 1 --nproc 6 would do"),
         (["train.micro_batch=8", "train.global_batch=1"], "set it to a multiple of 2"),
         (["train.seq=15"], "seq = 15 should be a multiple of plan.tp = 2"),
     ],
 )
-def test_what_cannot_be_is_said_before_ranks_start(recipe: Path, settings: list[str], said: str) -> None:
+def test_impossible_settings_are_refused_before_ranks_start(recipe: Path, settings: list[str], message: str) -> None:
     out = recipe.parent / "never"
     changes = [word for setting in settings for word in ("--set", setting)]
-    told = CliRunner().invoke(app, ["train", str(recipe), "--out", str(out), *changes])
-    assert told.exit_code == 1
-    assert said in told.stderr
+    result = CliRunner().invoke(app, ["train", str(recipe), "--out", str(out), *changes])
+    assert result.exit_code == 1
+    assert message in result.stderr
     assert not out.exists()
 
 

@@ -54,7 +54,7 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 
 
 def train(plan_toml: str, steps: int = 3) -> dict[str, Any]:
-    """Three steps of four ranks: weights, compute dtypes, and what the last step sent beside what the program says."""
+    """Three steps of four ranks: weights, compute dtypes, and the bytes of the last step, sent and predicted."""
     torch.manual_seed(0)
     model = tw.shard(Model(), Plan.from_toml(plan_toml))
     optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-1)

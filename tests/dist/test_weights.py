@@ -101,7 +101,7 @@ def start_from(directories: list[str], name: str) -> None:
     started(recipe, tw.Plan.preset(name, nodes=1, local=2, compute_dtype="float32"))
 
 
-def test_files_that_do_not_fit_or_differ_are_said_on_every_rank(tmp_path: Path) -> None:
+def test_files_that_do_not_fit_or_differ_are_reported_on_every_rank(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("good", "other", "short")]
     for seed, path in enumerate(paths):
         random_model("llama", seed).save_pretrained(path)
@@ -124,7 +124,7 @@ def test_files_that_do_not_fit_or_differ_are_said_on_every_rank(tmp_path: Path) 
 
 
 class Unreadable:
-    """Values of which one rank's disk loses the last."""
+    """Initial values, the last of which one rank's disk loses."""
 
     def open(self) -> str:
         return "ones"
@@ -142,7 +142,7 @@ def start_unreadable() -> None:
     tw.shard(model, plan, values=Unreadable(), device="cpu")
 
 
-def test_what_one_rank_cannot_read_is_said_on_every_rank() -> None:
+def test_a_file_that_one_rank_cannot_read_is_reported_on_every_rank() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(2, start_unreadable)
     first, second = caught.value.tracebacks
@@ -185,7 +185,7 @@ def test_models_on_the_meta_device_need_values(how: str, message: str) -> None:
 
 
 class Peak:
-    """The most memory of its own, without mapped files, that this process has while the block runs."""
+    """Peak memory of this process, without mapped files, while the block runs."""
 
     def __enter__(self) -> Peak:
         self.start = self.most = self.now()
@@ -219,7 +219,7 @@ LARGE = {
 
 
 def growth_of_start(recipe: dict[str, Any]) -> tuple[int, int, int]:
-    """Bytes of the whole model in fp32, of what this rank keeps, and the most it had on the way."""
+    """Bytes of the whole model in fp32, of the part that this rank keeps, and of the peak while loading."""
     started({"kind": "llama", **OURS}, tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32"))
     plan = tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32")
     with Peak() as peak:
@@ -245,6 +245,6 @@ def test_no_rank_ever_holds_the_whole_model(source: str, tmp_path: Path) -> None
         recipe = {"kind": "llama", "layers": 12, "hidden": 512, "heads": 8, "ffn": 1408, "vocab": 8192}
     for whole, kept, most in run_ranks(4, growth_of_start, recipe):
         assert whole > 170 << 20
-        # A quarter of 4 + 4 bytes per parameter stays, beside what the allocator does not give back.
+        # A quarter of 4 + 4 bytes per parameter stays, plus the memory that the allocator does not return.
         assert most < 0.8 * whole, f"{most >> 20} MiB at most, {kept >> 20} MiB kept, {whole >> 20} MiB in all"
         assert most - kept < 0.25 * whole

@@ -518,7 +518,7 @@ def build(name: str, seed: int = 0) -> Any:
 
 
 def _silence(config: Any) -> None:
-    """Turn off what draws random numbers while a model trains, in a configuration and those inside it."""
+    """Turn off random numbers during training, in a configuration and those inside it."""
     for key, value in vars(config).items():
         if isinstance(value, float) and ("drop" in key or "jitter" in key):
             setattr(config, key, 0.0)
@@ -527,6 +527,6 @@ def _silence(config: Any) -> None:
 
 
 def batch(name: str, step: int, rank: int) -> Batch:
-    """What a rank trains on in a step."""
+    """The batch of a rank in a step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     return ARCHITECTURES[name].batch(generator)

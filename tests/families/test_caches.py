@@ -103,7 +103,7 @@ ENCODER_DECODERS = [
     *["t5", "mt5", "longt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "led", "whisper"],
     "speech_to_text",
 ]
-"""Their ``generate()`` calls the encoder by itself, which reads parameters that the root unit owns."""
+"""Their ``generate()`` calls only the encoder, which reads parameters that the root unit owns."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What `thinwire train --model` makes of configurations: models on the meta device, and their values."""
+"""`thinwire train --model`: configurations become models on the meta device, with initial values."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_an_infinity_arrives_in_the_model(name: str, tmp_path: Path) -> None:
 
 
 def test_random_values_are_those_of_transformers_rules_for_each_part(tmp_path: Path) -> None:
-    """The tower for images of LLaVA is CLIP's, whose class embedding has a rule of its own."""
+    """The image tower of LLaVA is CLIP's, whose class embedding has a separate rule."""
     with quiet():
         drafted = draft(recipe("llava", tmp_path), vocab=VOCABULARY - 1, seq=LENGTH, seed=0, recompute=False)
         model = drafted.materialize()

@@ -1,4 +1,4 @@
-"""A part of a Hugging Face model that is called by itself, as its own methods do."""
+"""Direct calls of a part of a Hugging Face model, as the model's own methods make them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PARTS: Final[dict[str, tuple[str, Call]]] = {
 
 
 def check_part(part: str, plan_name: str) -> None:
-    """On every rank: a part computes what it does unsharded, with and without gradients, before and after a step."""
+    """On every rank, a part computes the same as unsharded, with and without gradients, before and after a step."""
     name, call = PARTS[part]
     with quiet():
         reference = catalog.build(name).eval()

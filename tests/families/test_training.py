@@ -15,8 +15,8 @@ PLANS = ("zero3", "hpz", "zero1")
 
 
 def test_one_architecture_of_each_kind_trains_as_in_one_process() -> None:
-    for rank, found in enumerate(run_ranks(2, faults, FEW, ("zero3", "zero1"))):
-        assert not found, f"rank {rank}: " + "\n".join(found)
+    for rank, problems in enumerate(run_ranks(2, faults, FEW, ("zero3", "zero1"))):
+        assert not problems, f"rank {rank}: " + "\n".join(problems)
 
 
 def test_there_are_sixty_architectures_of_every_kind() -> None:
@@ -27,5 +27,5 @@ def test_there_are_sixty_architectures_of_every_kind() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_trains_as_in_one_process(name: str) -> None:
-    for rank, found in enumerate(run_ranks(2, faults, [name], PLANS)):
-        assert not found, f"rank {rank}: " + "\n".join(found)
+    for rank, problems in enumerate(run_ranks(2, faults, [name], PLANS)):
+        assert not problems, f"rank {rank}: " + "\n".join(problems)

@@ -18,7 +18,7 @@ from thinwire.testing import run_ranks
 
 
 class Skipping(nn.Module):
-    """Runs the layers that a batch names, of which each rank names others."""
+    """Runs the layers that a batch names; each rank names different ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,8 +95,8 @@ def check_model(name: str, batch: Callable[[int, int], dict[str, Any]], plan_nam
         reference = catalog.build(name)
         model = catalog.build(name)
         if name == "wav2vec2":
-            for each in (reference, model):
-                each.config.layerdrop = 0.5
+            for trained in (reference, model):
+                trained.config.layerdrop = 0.5
         tw.shard(model, plan(plan_name, **fields))
         optim = tw.optimizer(model, torch.optim.AdamW, **ADAMW)
         plain = torch.optim.AdamW(reference.parameters(), **ADAMW)

@@ -1,4 +1,4 @@
-"""What tests of the lab share: whether this machine can hold one, transfers inside of one."""
+"""Helpers of the tests of the lab: whether this machine can run one, and transfers inside of one."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ class Transfer:
             assert transfer.receiver.stdin is not None
             transfer.receiver.stdin.write("measure\n")
             transfer.receiver.stdin.flush()
-        found = []
+        measured = []
         for transfer in transfers:
             output, _ = transfer.receiver.communicate(timeout=60)
             transfer.sender.wait(timeout=60)
-            found.append(float(output))
-        return found
+            measured.append(float(output))
+        return measured
 
     def rate(self) -> float:
         """Bits per second that arrived."""
@@ -110,7 +110,7 @@ def steadily(measure: Callable[[], bool], attempts: int = 4) -> bool:
 
 
 def inside(lab: Lab, host: int, *argv: str) -> str:
-    """What a command in a host prints."""
+    """The output of a command in a host."""
     return subprocess.run(
         lab.hosts[host].command(argv), capture_output=True, text=True, check=True, timeout=60
     ).stdout.strip()
@@ -123,14 +123,14 @@ def networks(lab: Lab) -> set[int]:
 
 def users(inodes: set[int]) -> list[int]:
     """Processes that are in one of these network namespaces."""
-    found = []
+    processes = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if (entry / "ns/net").stat().st_ino in inodes:
-                found.append(int(entry.name))
+                processes.append(int(entry.name))
         except OSError:  # it has ended
             continue
-    return found
+    return processes
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

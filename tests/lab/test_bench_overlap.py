@@ -1,4 +1,4 @@
-"""The ablation of overlap switches: what it compares, and a run of it."""
+"""The ablation of overlap switches: its settings, and a run of it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_it_knows_which_traffic_a_plan_has(preset: str, expected: list[bool]) ->
     assert [step.traffic for step in ladder(rows, {"x": plan})] == expected
 
 
-def test_what_cannot_be_asked_is_refused_before_anything_starts() -> None:
+def test_unknown_plans_and_numbers_are_refused_before_anything_starts() -> None:
     result = CliRunner().invoke(app, ["bench", "overlap", "--plans", "7b,70b", "--micro-batches", "1,x"])
     assert result.exit_code != 0
     assert "there is no plan '70b'; valid are 7b, 13b, 30b" in result.output
@@ -86,10 +86,10 @@ def test_a_run_writes_rows_and_traces(tmp_path: Path) -> None:
     arguments += ["--json", str(tmp_path / "out.json"), "--trace", str(tmp_path / "traces")]
     result = CliRunner().invoke(app, ["bench", "overlap", *arguments])
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert [(r["micro_batches"], r["setting"]) for r in found["rows"]] == [(m, s) for m in (1, 2) for s in SETTINGS]
-    assert all(r["internode_bytes"] > 0 and r["tokens_per_second"] > 0 for r in found["rows"])
-    assert len(found["steps"]) == 6
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [(r["micro_batches"], r["setting"]) for r in written["rows"]] == [(m, s) for m in (1, 2) for s in SETTINGS]
+    assert all(r["internode_bytes"] > 0 and r["tokens_per_second"] > 0 for r in written["rows"])
+    assert len(written["steps"]) == 6
     traces = sorted(path.name for path in (tmp_path / "traces").iterdir())
     assert traces == ["7b-gather+reduce.json", "7b-none.json", "7b-spread.json", "7b-sync.json"]
     events = json.loads((tmp_path / "traces" / "7b-spread.json").read_text())["traceEvents"]

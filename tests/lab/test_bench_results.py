@@ -1,4 +1,4 @@
-"""From samples to rows, refusals and ratios; the order of turns; what the command line refuses."""
+"""From samples to rows, refusals and ratios; the order of turns; options that the command line refuses."""
 
 from __future__ import annotations
 

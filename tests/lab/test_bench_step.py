@@ -51,7 +51,7 @@ def test_one_round_of_two_by_two_ranks(tmp_path: Path) -> None:
     # Across two nodes, an all-reduce over all ranks sends 1.5 times the gradients, one between nodes just once.
     assert rows["ddp", "none"]["internode_bytes"] > 1.3 * rows["tw:zero1-node", "none"]["internode_bytes"]
     assert rows["ddp", "1gbit"]["loss"] == pytest.approx(rows["tw:zero1-node", "1gbit"]["loss"], rel=0.02)
-    assert {len(found) for found in content["ratios"].values()} == {0, 2}
+    assert {len(by_ratio) for by_ratio in content["ratios"].values()} == {0, 2}
     assert content["command"].startswith("thinwire bench step --plans zero1-node")
     assert content["environment"]["versions"]["torch"]
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -98,5 +98,5 @@ def test_links_carry_what_the_program_predicts(tmp_path: Path, plans: list[str])
     assert rows["local"]["predicted_bytes"] is None
     for plan in plans:
         row = rows[f"tw:{plan}"]
-        # Headers of Ethernet, IP and TCP, and acknowledgements, come on top of what the program knows.
+        # Headers of Ethernet, IP and TCP, and acknowledgements, are not part of the program.
         assert 1.0 < row["internode_bytes"] / row["predicted_bytes"] < 1.03, plan

@@ -1,4 +1,4 @@
-"""``thinwire lab``: what ranks are told, what is shown, how it ends."""
+"""``thinwire lab``: the environment of ranks, the output, and the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run(*arguments: str, cwd: Path, status: int = 0) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
-def test_every_rank_is_told_its_place_and_rank_0_owns_the_terminal(tmp_path: Path) -> None:
+def test_every_rank_knows_its_place_and_rank_0_owns_the_terminal(tmp_path: Path) -> None:
     script = "echo $(hostname) $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK $MASTER_ADDR $THINWIRE_OUT"
     output, errors = run("--nodes", "2", "--ranks", "2", "--", "sh", "-c", script, cwd=tmp_path)
     assert re.fullmatch(r"host0 0/4 0/2 0 10\.77\.0\.1 runs/lab-\d{8}-\d{6}\n", output)
@@ -79,12 +79,12 @@ def test_links_are_counted_and_written_as_json(tmp_path: Path) -> None:
         "    peer.sendall(bytes(10_000_000)); peer.close()\n"
     )
     run("--ranks", "1", "--json", "out.json", "--", sys.executable, "-c", send, cwd=tmp_path)
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert (found["status"], found["failure"], found["per"]) == (0, None, "rank")
-    assert (found["nodes"], found["ranks"], found["bandwidth"], found["latency"]) == (2, 1, 200e6, None)
-    receiver, sender = found["links"]
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert (written["status"], written["failure"], written["per"]) == (0, None, "rank")
+    assert (written["nodes"], written["ranks"], written["bandwidth"], written["latency"]) == (2, 1, 200e6, None)
+    receiver, sender = written["links"]
     assert 10_000_000 < sender["sent_bytes"] == receiver["received_bytes"] < 11_000_000
-    assert sender["sent_share"] == pytest.approx(8 * sender["sent_bytes"] / found["seconds"] / 200e6)
+    assert sender["sent_share"] == pytest.approx(8 * sender["sent_bytes"] / written["seconds"] / 200e6)
     assert 0 < receiver["sent_bytes"] < 1_000_000
 
 
@@ -118,7 +118,7 @@ def test_ctrl_c_is_passed_on_once_and_twice_ends_at_once(tmp_path: Path) -> None
         (("--nodes", "0", "--leaf", "4"), "nodes = 0: valid are 1 to 250"),
     ],
 )
-def test_mistakes_are_told_before_anything_starts(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_before_anything_starts(arguments: tuple[str, ...], words: str, tmp_path: Path) -> None:
     output, errors = run(*arguments, "--", "touch", "started", cwd=tmp_path, status=1)
     assert words in errors
     assert output == ""
@@ -143,18 +143,18 @@ def test_a_bare_torchrun_finds_the_cluster(tmp_path: Path) -> None:
 def commands(page: str) -> list[list[str]]:
     """The commands of a page, as argument lists without the program."""
     text = (ROOT / page).read_text()
-    found = "\n".join(re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
-    joined = re.sub(r"\\\n\s*", "", found)
+    blocks = "\n".join(re.findall(r"^```console\n(.*?)^```", text, re.MULTILINE | re.DOTALL))
+    joined = re.sub(r"\\\n\s*", "", blocks)
     return [line.split()[2:] for line in joined.splitlines() if re.match(r"\$ \S*thinwire lab", line)]
 
 
 def test_every_option_of_the_page_exists() -> None:
-    told = subprocess.run([*THINWIRE, "lab", "--help"], capture_output=True, text=True, check=True).stdout
-    found = commands("docs/lab.md")
-    assert len(found) >= 4
-    for command in found:
+    help_text = subprocess.run([*THINWIRE, "lab", "--help"], capture_output=True, text=True, check=True).stdout
+    used = commands("docs/lab.md")
+    assert len(used) >= 4
+    for command in used:
         ours = command[: command.index("--")]
-        assert all(word in told for word in ours if word.startswith("--"))
+        assert all(word in help_text for word in ours if word.startswith("--"))
 
 
 def test_the_page_s_python_runs() -> None:

@@ -56,11 +56,11 @@ def test_a_command_keeps_directory_variables_status_and_process(lab: Lab, tmp_pa
 
 
 def test_environment_is_what_torchrun_gloo_and_ranks_read(lab: Lab) -> None:
-    found = lab.hosts[1].environment(master_port=1234)
-    assert found["GLOO_SOCKET_IFNAME"] == found["NCCL_SOCKET_IFNAME"] == "eth0"
-    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("10.77.0.1", "1234")
-    assert (found["PET_NNODES"], found["PET_NODE_RANK"], found["PET_NPROC_PER_NODE"]) == ("3", "1", "2")
-    assert found[LAB_HOSTS] == "3"
+    variables = lab.hosts[1].environment(master_port=1234)
+    assert variables["GLOO_SOCKET_IFNAME"] == variables["NCCL_SOCKET_IFNAME"] == "eth0"
+    assert (variables["MASTER_ADDR"], variables["MASTER_PORT"]) == ("10.77.0.1", "1234")
+    assert (variables["PET_NNODES"], variables["PET_NODE_RANK"], variables["PET_NPROC_PER_NODE"]) == ("3", "1", "2")
+    assert variables[LAB_HOSTS] == "3"
     rank = lab.hosts[1].rank_environment(1)
     assert (rank["RANK"], rank["LOCAL_RANK"], rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"]) == ("3", "1", "6", "2")
 
@@ -224,7 +224,7 @@ def test_a_wrong_shape_leaves_the_lab_as_it_was(lab: Lab) -> None:
 
 
 def machine() -> tuple[str, ...]:
-    """What a lab might leave on the machine."""
+    """Traces that a lab might leave on the machine."""
     named = Path("/run/netns")
     return (*sorted(os.listdir("/sys/class/net")), *sorted(os.listdir(named) if named.exists() else ()))  # noqa: PTH208
 

@@ -1,4 +1,4 @@
-"""What a lab may look like, and what it tells ip, tc and its ranks; needs no rights."""
+"""Valid labs, and their commands for ip, tc and ranks; needs no rights."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from thinwire.lab.shaping import FRAME, MAX_PACKET, burst, max_packet, shape_lin
         ({"nodes": 4, "leaf": 2, "spine_bandwidth": 1.0}, "spine_bandwidth = 1.0 bits per second"),
     ],
 )
-def test_what_cannot_be_is_refused_with_key_value_and_what_is_valid(values: dict[str, Any], words: str) -> None:
+def test_impossible_labs_are_refused_with_key_value_and_valid_values(values: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError) as caught:
         LabSpec(**values)
     assert words in str(caught.value)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     with pytest.raises(SpecError) as caught:
         LabSpec(nodes=0, ranks=0, bandwidth=1.0, loss=2.0)
     assert len(caught.value.problems) == 4
 
 
-def test_a_spine_is_half_as_fast_as_a_host_s_link_unless_told_otherwise() -> None:
+def test_a_spine_is_by_default_half_as_fast_as_a_host_s_link() -> None:
     assert LabSpec(nodes=4, bandwidth=1e9, leaf=2).spine_bandwidth == 5e8
     assert LabSpec(nodes=4, bandwidth=1e9, leaf=2, spine_bandwidth=1e8).spine_bandwidth == 1e8
     assert LabSpec(nodes=4, leaf=2).spine_bandwidth is None
@@ -83,7 +83,7 @@ def test_every_host_has_an_address_a_name_and_a_switch() -> None:
     assert "link set down1 master spine up" in lines
 
 
-def test_launchers_are_told_from_ranks() -> None:
+def test_launchers_are_recognised() -> None:
     assert starts_ranks(["torchrun", "train.py"])
     assert starts_ranks(["/venv/bin/torchrun", "train.py"])
     assert starts_ranks(["python", "-u", "-m", "torch.distributed.run", "train.py"])
@@ -91,11 +91,11 @@ def test_launchers_are_told_from_ranks() -> None:
     assert not starts_ranks(["thinwire", "train", "torchrun"])
 
 
-def test_what_a_user_has_set_stays() -> None:
-    found = default_environment(4, {"OMP_NUM_THREADS": "7", "THINWIRE_OUT": "here", "PATH": "/bin"})
-    assert "OMP_NUM_THREADS" not in found
-    assert "THINWIRE_OUT" not in found
-    assert found["PATH"].endswith(":/bin")
+def test_variables_that_the_user_has_set_stay() -> None:
+    variables = default_environment(4, {"OMP_NUM_THREADS": "7", "THINWIRE_OUT": "here", "PATH": "/bin"})
+    assert "OMP_NUM_THREADS" not in variables
+    assert "THINWIRE_OUT" not in variables
+    assert variables["PATH"].endswith(":/bin")
     assert default_environment(10_000, {})["OMP_NUM_THREADS"] == "1"
 
 

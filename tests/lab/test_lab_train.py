@@ -1,4 +1,4 @@
-"""Training on an emulated cluster, and what happens when a host's link goes down in the middle."""
+"""Training on an emulated cluster, also when a host's link goes down during the run."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def records(run: Path) -> list[dict[str, Any]]:
 
 
 def train(lab: Lab, directory: Path, *arguments: str) -> Outcome:
-    """Have every rank train; what the others than rank 0 print goes to files."""
+    """Train on every rank; the output of ranks other than 0 goes to files."""
     command = [sys.executable, "-m", "thinwire.cli.main", "train", str(directory / "recipe.toml")]
     command += ["--out", str(directory / "run"), *arguments]
     return Job(lab, command, "rank", grace=60.0, logs=directory / "logs").run()
@@ -87,15 +87,15 @@ def test_a_run_whose_link_goes_down_ends_on_all_ranks_and_resumes(
         outcome = train(lab, directory)
         ended = time.monotonic()
         hand.join()
-        said = {0: capfd.readouterr().err}
-        said |= {rank: (directory / "logs" / f"host{rank // 2}.{rank}.log").read_text() for rank in (1, 2, 3)}
+        printed = {0: capfd.readouterr().err}
+        printed |= {rank: (directory / "logs" / f"host{rank // 2}.{rank}.log").read_text() for rank in (1, 2, 3)}
 
         assert outcome.status == 1
         assert "mesh = { local = 2, nodes = 2 }" in (run / "plan.toml").read_text()
         assert all(link.sent_bytes > 100_000 for link in lab.traffic())
         # The timeout, a second one of a rank that waits for one that has given up, time to ask and to leave.
         assert ended - cut[0] < 2 * TIMEOUT + 20
-        for rank, text in said.items():
+        for rank, text in printed.items():
             operation = rf"thinwire: rank {rank}: (\w+) on the \w+ lane with ranks \[[\d, ]+\] failed after \d+\.\d s"
             assert re.search(operation, text), f"rank {rank} said {text!r}"
 

@@ -1,4 +1,4 @@
-"""``examples/trace.py`` in the lab: what the trace shows of compressed reductions on slow links."""
+"""``examples/trace.py`` in the lab: the trace of compressed reductions on slow links."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def pieces(path: Path, rank: int) -> dict[str, list[Piece]]:
     """The spans of one rank by track."""
     events = json.loads(path.read_text())["traceEvents"]
     tracks = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == rank}
-    found: dict[str, list[Piece]] = {name: [] for name in tracks.values()}
+    by_track: dict[str, list[Piece]] = {name: [] for name in tracks.values()}
     for event in events:
         if event["ph"] == "X" and event["pid"] == rank:
-            found[tracks[event["tid"]]].append((event["name"], event["ts"], event["ts"] + event["dur"]))
-    return found
+            by_track[tracks[event["tid"]]].append((event["name"], event["ts"], event["ts"] + event["dur"]))
+    return by_track
 
 
 def overlaps(some: list[Piece], others: list[Piece]) -> bool:

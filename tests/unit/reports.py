@@ -106,7 +106,7 @@ class Page(HTMLParser):
     """A page that is well formed and needs nothing from elsewhere, or an AssertionError.
 
     Args:
-        path: of the page; what it links to lies beside it.
+        path: Path of the page; the files that it links to are in the same directory.
     """
 
     def __init__(self, path: Path) -> None:

@@ -141,8 +141,8 @@ def test_goals_of_the_host() -> None:
         accuracy("int8:256", "student", 30.0, dtype="bfloat16"),
         accuracy("bf16", "normal", 55.0),
     ]
-    found = goals(rows, errors, on_cpu=True)
-    assert [(goal.goal, goal.wanted, goal.met) for goal in found] == [
+    reached = goals(rows, errors, on_cpu=True)
+    assert [(goal.goal, goal.wanted, goal.met) for goal in reached] == [
         ("share of memcpy", 0.8, True),
         ("share of memcpy", 0.8, False),
         ("share of memcpy", 0.5, True),
@@ -152,7 +152,7 @@ def test_goals_of_the_host() -> None:
         ("SNR in dB", 43.1, True),
         ("SNR in dB", 34.9, False),
     ]
-    assert found[0].subject == "int8:256 encode, bfloat16, 64 MiB"
+    assert reached[0].subject == "int8:256 encode, bfloat16, 64 MiB"
 
 
 def test_goals_of_a_device() -> None:
@@ -179,7 +179,7 @@ def test_every_job_has_a_turn_in_every_round() -> None:
     calls: list[str] = []
     jobs = [TimedCall(name, "copy", 1000, lambda name=name: calls.append(name)) for name in (COPY, "a")]
     seconds = interleave(jobs, rounds=3, device=CPU)
-    assert [len(each) for each in seconds] == [3, 3]
+    assert [len(timings) for timings in seconds] == [3, 3]
     assert calls[:2] == [COPY, "a"]
     rows = speeds(jobs, [[2e-6, 1e-6, 4e-6], [4e-6, 4e-6, 2e-6]], dtype="float32", size=1000, wire_bits={"a": 8.0})
     assert rows[1].share == pytest.approx(0.5)

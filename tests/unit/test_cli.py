@@ -151,7 +151,7 @@ def said(error: str, sentence: str, *, expected: bool = True) -> SimpleNamespace
 BROKEN = said("CollectiveError", "connection closed by rank 1")
 
 
-def test_the_cause_is_told_from_its_consequences() -> None:
+def test_the_cause_is_reported_instead_of_its_consequences() -> None:
     assert _cause({0: BROKEN, 1: failure(-9), 2: failure(-15)}).sentence == "was killed by SIGKILL"
     assert _cause({0: BROKEN, 3: said("DataError", "no text")}).sentence == "no text"
     assert _cause({0: failure(-15), 1: BROKEN}).rank == 1

@@ -80,9 +80,9 @@ def test_units_are_those_of_the_runtime(kind: Literal["llama", "gpt"], tied: boo
 def test_parts_hold_all_parameters_and_all_flops(name: str) -> None:
     model = ModelSpec.preset(name)
     for granularity in ("block", "module"):
-        found = parts(model, granularity)
-        assert sum(part.numel for part in found) == model.parameters
-        assert 3 * sum(part.forward_flops(1, model.seq) for part in found) == model.flops_per_token()
+        model_parts = parts(model, granularity)
+        assert sum(part.numel for part in model_parts) == model.parameters
+        assert 3 * sum(part.forward_flops(1, model.seq) for part in model_parts) == model.flops_per_token()
 
 
 def states(name: str, model: ModelSpec, nodes: int, local: int) -> int:
@@ -185,9 +185,9 @@ def test_moves_of_an_operation_send_what_its_hops_say() -> None:
     for name in ("zero3", "zeropp", "thinwire"):
         chosen = plan(name)
         for operation in lower(chosen, units(model, chosen)).operations:
-            found = moves(chosen, operation, rates)
-            assert [move.scope for move in found if move.scope] == [hop.scope for hop in operation.hops]
-            works = [move for move in found if move.scope is None and not move.copies]
+            hops = moves(chosen, operation, rates)
+            assert [move.scope for move in hops if move.scope] == [hop.scope for hop in operation.hops]
+            works = [move for move in hops if move.scope is None and not move.copies]
             assert bool(works) == (operation.encoded and not chosen.wire.is_none)
 
 

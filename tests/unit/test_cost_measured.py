@@ -1,4 +1,4 @@
-"""Rates from a profile: measured points come back, what lies between and beyond follows, what is missing is said."""
+"""Rates from a profile: measured points, interpolation and extrapolation, and errors for missing measurements."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def profile(**changes: Any) -> Profile:
         for n in (1 << 16, 1 << 20)
     ]
     shape = {"hidden": 64, "ffn": 256, "heads": 4, "kv_heads": 4, "vocab": 512, "seq": 32, "micro_batch": 1}
-    found = {part.kind: part for part in parts(MODEL, "block")}
+    by_kind = {part.kind: part for part in parts(MODEL, "block")}
     compute = [
         ComputeRow(
-            part=kind, dtype="bfloat16", forward=2e-3, backward=5e-3, flops=found[kind].forward_flops(32, 32), **shape
+            part=kind, dtype="bfloat16", forward=2e-3, backward=5e-3, flops=by_kind[kind].forward_flops(32, 32), **shape
         )
         for kind in ("block", "head", "embedding")
     ]
@@ -105,7 +105,7 @@ def test_the_processor_that_sends_is_missing_for_computation() -> None:
     known = rates(collectives=sent, crowding=1.5)
     loads = [met(known, Scope.ACROSS, size).load for size in (64, MIB // 16, MIB // 4, MIB, 64 * MIB)]
     assert loads == pytest.approx([0.15, 0.15, 0.45, 0.75, 0.75])
-    # What a meeting showed of it is the same loss.
+    # The measured meeting shows the same loss.
     assert met(known, Scope.ACROSS, MIB).compute == known.least_slowing == 1.0
     assert met(rates(collectives=sent), Scope.ACROSS, MIB).load == 0
 
@@ -114,8 +114,8 @@ def test_factors_of_older_profiles_are_taken_for_the_delay_that_they_were() -> N
     row = {"scope": "inside", "sent": MIB, "compute": 1.3, "transfer": 3.0}
     older = Profile.parse({**profile().to_dict(), "overlap": [row]}, "an older profile")
     alone = 1e-3 + MIB / 1e9
-    found = met(ProfiledRates(older, MODEL, "bfloat16"), Scope.INSIDE, 100)
-    assert found == Beside(1.3, 1.0, pytest.approx(2 * alone))
+    measured = met(ProfiledRates(older, MODEL, "bfloat16"), Scope.INSIDE, 100)
+    assert measured == Beside(1.3, 1.0, pytest.approx(2 * alone))
 
 
 def test_between_points_times_grow_and_beyond_them_bandwidth_holds() -> None:
@@ -175,16 +175,16 @@ def asked() -> TrainingJob:
 
 def test_plans_follow_from_a_profile_with_error_bars() -> None:
     job = asked()
-    found = search(job)
-    assert found.candidates
-    told = explain(job, found)
-    assert told.noise is not None
-    low, high = told.noise
-    assert low < found.candidates[0].seconds < high
+    result = search(job)
+    assert result.candidates
+    explanation = explain(job, result)
+    assert explanation.noise is not None
+    low, high = explanation.noise
+    assert low < result.candidates[0].seconds < high
 
 
 def write_run(run: Path, plan: Plan, seconds: float, *, log_every: int = 1) -> None:
-    """What a run of nine records leaves; each counts what was sent and waited for since the one before."""
+    """The files of a run of nine records; each counts bytes and waiting since the previous one."""
     run.mkdir()
     plan.save(run / "plan.toml")
     (run / "recipe.toml").write_text(
@@ -234,14 +234,14 @@ def test_only_steps_of_the_present_plan_count(tmp_path: Path) -> None:
     slower = [{**line, "step_seconds": 0.9} if line["step"] <= 4 else line for line in lines]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in slower))
     (run / "starts.jsonl").write_text('{"step": 0, "plan": "a"}\n{"step": 4, "plan": "b"}\n')
-    told = compare(run, profile())
-    assert told.of("step").measured == 0.2
+    comparison = compare(run, profile())
+    assert comparison.of("step").measured == 0.2
     (run / "starts.jsonl").write_text('{"step": 0, "plan": "a"}\n{"step": 6, "plan": "b"}\n')
     with pytest.raises(DataError, match="train longer"):
         compare(run, profile())
 
 
-def test_what_a_rank_holds_without_a_model_is_what_the_run_has_noted(tmp_path: Path) -> None:
+def test_the_base_memory_of_a_rank_comes_from_the_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
     write_run(run, Plan.preset("zero1-node", nodes=2, local=2), 0.2)
     unknown = compare(run, profile()).of("memory of a rank").predicted

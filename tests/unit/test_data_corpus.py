@@ -109,7 +109,7 @@ def test_datasets_that_were_saved() -> None:
         list(find_corpus("datasets", [str(SAVED / "test")], text_key="body").documents())
 
 
-def test_what_datasets_has_computed_is_no_part_of_a_dataset(tmp_path: Path) -> None:
+def test_cache_files_of_datasets_are_not_read(tmp_path: Path) -> None:
     shutil.copytree(SAVED / "train", tmp_path, dirs_exist_ok=True)
     shutil.copyfile(SAVED / "test/data-00000-of-00001.arrow", tmp_path / "cache-1234.arrow")
     assert len(list(find_corpus("datasets", [str(tmp_path)]).documents())) == 3

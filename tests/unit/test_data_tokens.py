@@ -115,17 +115,17 @@ def recipe(tmp_path: Path) -> DataRecipe:
 
 
 def test_preparing_splits_by_document_and_caches(recipe: DataRecipe) -> None:
-    said: list[str] = []
-    first = prepare(recipe, said.append)
-    assert said
+    messages: list[str] = []
+    first = prepare(recipe, messages.append)
+    assert messages
     assert len(first.train) > 10 * len(first.validation) > 0
     assert first.unigram_entropy == entropy(first.train.counts(10**9))
     tokenizer = Tokenizer.load(first.tokenizer or "")
     held_out = tokenizer.decode(first.validation.tokens.tolist()).split("<|endoftext|>")[:-1]
     assert held_out == [text for text in TEXTS if is_validation(text, recipe.validation_share)]
-    said.clear()
-    second = prepare(recipe, said.append)
-    assert not said
+    messages.clear()
+    second = prepare(recipe, messages.append)
+    assert not messages
     assert second.fingerprint == first.fingerprint
     assert prepare(recipe.with_(vocab=380)).fingerprint != first.fingerprint
 
@@ -145,8 +145,8 @@ def test_a_failed_build_leaves_nothing(recipe: DataRecipe, tmp_path: Path) -> No
 
 
 def _prepare_and_report(recipe: DataRecipe, queue: Any) -> None:
-    said: list[str] = []
-    queue.put((prepare(recipe, said.append).fingerprint, bool(said)))
+    messages: list[str] = []
+    queue.put((prepare(recipe, messages.append).fingerprint, bool(messages)))
 
 
 def test_many_processes_build_once(recipe: DataRecipe) -> None:

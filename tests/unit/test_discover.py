@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Small leaves (norm) beside large ones (embedding, head), and a parameter on the root."""
+    """Small leaves (norm), large ones (embedding, head), and a parameter on the root."""
 
     def __init__(self, depth: int = 2) -> None:
         super().__init__()
@@ -111,11 +111,11 @@ def test_tied_parameters_belong_to_the_nearest_common_ancestor() -> None:
     model.head.weight = model.embedding.weight
     model.blocks[2].up.weight = model.blocks[0].up.weight
     model.blocks[1].up.weight = model.blocks[1].norm.weight  # inside a block: stays there
-    found = find(model)
-    assert found[""] == ["position", "embedding.weight", "blocks.0.up.weight", "norm.weight", "norm.bias"]
-    assert "embedding" not in found
-    assert "head" not in found
-    assert found["blocks.1"] == ["blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.1.up.bias"]
+    units = find(model)
+    assert units[""] == ["position", "embedding.weight", "blocks.0.up.weight", "norm.weight", "norm.bias"]
+    assert "embedding" not in units
+    assert "head" not in units
+    assert units["blocks.1"] == ["blocks.1.norm.weight", "blocks.1.norm.bias", "blocks.1.up.bias"]
 
 
 def test_a_module_registered_twice_is_one_unit_or_belongs_to_the_common_ancestor() -> None:
@@ -148,13 +148,13 @@ def test_single_modules() -> None:
 # -- chosen ----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_chosen_replaces_what_would_be_found() -> None:
+def test_chosen_units_replace_the_default_ones() -> None:
     model = Model()
     expected = {"blocks.1", "norm"}
     for selection in (["blocks.1", "norm"], [model.norm, model.blocks[1]], ("norm", model.blocks[1], "norm")):
-        found = find(model, selection)
-        assert set(found) == {"", *expected}
-        assert found["norm"] == ["norm.weight", "norm.bias"]
+        units = find(model, selection)
+        assert set(units) == {"", *expected}
+        assert units["norm"] == ["norm.weight", "norm.bias"]
     assert set(find(model, [])) == {""}
 
 
@@ -171,10 +171,10 @@ def test_a_predicate_sees_names_and_modules() -> None:
 
 
 def test_chosen_units_may_lie_in_each_other() -> None:
-    found = find(Model(), ["blocks.0.up", "blocks.0", "blocks.1"])
-    assert found["blocks.0.up"] == ["blocks.0.up.weight", "blocks.0.up.bias"]
-    assert found["blocks.0"] == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
-    assert list(found) == ["", "blocks.0", "blocks.0.up", "blocks.1"]  # in the order of registration
+    units = find(Model(), ["blocks.0.up", "blocks.0", "blocks.1"])
+    assert units["blocks.0.up"] == ["blocks.0.up.weight", "blocks.0.up.bias"]
+    assert units["blocks.0"] == ["blocks.0.norm.weight", "blocks.0.norm.bias"]
+    assert list(units) == ["", "blocks.0", "blocks.0.up", "blocks.1"]  # in the order of registration
 
 
 def test_the_root_may_be_chosen() -> None:
@@ -191,7 +191,7 @@ def test_the_root_may_be_chosen() -> None:
         ("blocks", r"'blocks' is a ModuleList, which is never called.*give the modules inside it"),
     ],
 )
-def test_what_cannot_be_chosen(wanted: Any, message: str) -> None:
+def test_invalid_choices_of_units_are_refused(wanted: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         discover(Model(), [wanted], "block")
     if isinstance(wanted, str) and wanted == "blocks":

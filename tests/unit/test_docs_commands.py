@@ -64,7 +64,7 @@ BEFORE = {
     "docs/planner.md": "thinwire train recipes/quickstart.toml --out runs/quickstart",
     "docs/parallel.md": "thinwire train recipes/quickstart.toml --out runs/quickstart",
 }
-"""What a page takes for granted."""
+"""Commands to run before those of a page."""
 
 QUICK = re.compile(r"\$ \S*thinwire (doctor|sim (?!.*(\.toml|--jitter))|.*--help)|\$ python examples/what_if\.py")
 """Commands of a second or two, which need nothing from the ones before them."""
@@ -131,7 +131,7 @@ def test_the_command_line_takes_it(command: Command) -> None:
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
-def test_what_it_names_exists(command: Command) -> None:
+def test_files_and_targets_of_a_command_exist(command: Command) -> None:
     for word in command.words:
         if word.startswith(("recipes/", "examples/", "benchmarks/", "tests/")):
             assert (ROOT / word).exists(), word
@@ -184,15 +184,15 @@ def test_the_commands_of_a_page_run_one_after_the_other(page: str, workshop: Pat
 
 def run(command: Command) -> None:
     """Run a line as a shell does, made brief."""
-    told = command.line.replace(".venv/bin/", "").partition(" #")[0]
-    options = next((options for pattern, options in SHORT.items() if re.search(pattern, told)), "")
+    line = command.line.replace(".venv/bin/", "").partition(" #")[0]
+    options = next((options for pattern, options in SHORT.items() if re.search(pattern, line)), "")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
-        ["bash", "-c", f"{told.removeprefix('$ ')} {options}"],
+        ["bash", "-c", f"{line.removeprefix('$ ')} {options}"],
         env=environment(PATH=path),
         capture_output=True,
         text=True,
         timeout=1200,
         check=False,
     )
-    assert done.returncode == 0, f"{told}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"

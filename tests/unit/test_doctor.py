@@ -25,17 +25,17 @@ from thinwire.lab import namespaces
 def test_this_machine() -> None:
     done = CliRunner().invoke(app, ["doctor", "--json"])
     assert done.exit_code == 0, done.output
-    found = json.loads(done.stdout)
-    assert {"versions", "cores", "memory", "instructions", "devices", "gloo", "nccl", "fast_dtype"} <= found.keys()
-    assert found["versions"]["thinwire"] == thinwire.__version__
-    by_name = {check["name"]: check for check in found["checks"]}
-    assert found["ready"]
+    written = json.loads(done.stdout)
+    assert {"versions", "cores", "memory", "instructions", "devices", "gloo", "nccl", "fast_dtype"} <= written.keys()
+    assert written["versions"]["thinwire"] == thinwire.__version__
+    by_name = {check["name"]: check for check in written["checks"]}
+    assert written["ready"]
     assert {"torch", "gloo", "GPU", "NCCL", "native codecs", "C++ compiler", "lab", "ulimit -n"} <= by_name.keys()
-    assert {check["verdict"] for check in found["checks"]} <= set(get_args(Verdict))
+    assert {check["verdict"] for check in written["checks"]} <= set(get_args(Verdict))
     assert by_name["torch"]["verdict"] == by_name["native codecs"]["verdict"] == "ok"
     assert "4,160 bytes of 16,384" in by_name["native codecs"]["found"]
-    assert all(check["remedy"] for check in found["checks"] if check["verdict"] in ("missing", "broken"))
-    assert "lo" in {interface["name"] for interface in found["interfaces"]}
+    assert all(check["remedy"] for check in written["checks"] if check["verdict"] in ("missing", "broken"))
+    assert "lo" in {interface["name"] for interface in written["interfaces"]}
 
 
 def test_a_torch_that_cannot_be_imported(tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ LO = card("lo", "127.0.0.1", "::1")
         (["lo", "eth0", "eth01"], "^=eth0", ["lo", "eth01"]),
     ],
 )
-def test_what_nccl_takes(
+def test_nccl_choice_follows_names_and_the_variable(
     names: list[str], variable: str | None, chosen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
@@ -180,7 +180,7 @@ def test_gloo_takes_the_interface_of_the_host_name(monkeypatch: pytest.MonkeyPat
 
 
 def kernel_list(root: Path, name: str, driver: str, state: str) -> None:
-    """What Linux shows of an RDMA device."""
+    """The files of an RDMA device under Linux."""
     port = root / name / "ports/1"
     port.mkdir(parents=True)
     (port / "state").write_text(f"4: {state}\n")
@@ -195,12 +195,12 @@ def test_rdma_and_efa(tmp_path: Path) -> None:
     for name, driver, state in (("mlx5_0", "mlx5_core", "ACTIVE"), ("rdmap0s6", "efa", "ACTIVE")):
         kernel_list(tmp_path, name, driver, state)
     devices = [device for device in rdma_devices(tmp_path) if device.name != "drivers"]
-    found: dict[str, Any] = {check.name: check for check in network_checks([LO], devices, has_gpu=False)}
-    assert found["RDMA"].found.startswith("mlx5_0 (mlx5_core): ACTIVE 200 Gb/sec (4X HDR) InfiniBand")
-    assert found["EFA"].found.startswith("rdmap0s6")
+    by_name: dict[str, Any] = {check.name: check for check in network_checks([LO], devices, has_gpu=False)}
+    assert by_name["RDMA"].found.startswith("mlx5_0 (mlx5_core): ACTIVE 200 Gb/sec (4X HDR) InfiniBand")
+    assert by_name["EFA"].found.startswith("rdmap0s6")
     if not Path("/dev/infiniband").exists():  # as in a container that was not given the devices
-        assert found["RDMA"].verdict == "limits"
-        assert "docker run --device /dev/infiniband" in found["RDMA"].remedy
+        assert by_name["RDMA"].verdict == "limits"
+        assert "docker run --device /dev/infiniband" in by_name["RDMA"].remedy
 
 
 def test_an_rdma_port_without_a_cable(tmp_path: Path) -> None:

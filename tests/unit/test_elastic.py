@@ -33,23 +33,23 @@ def fit(wanted: Recipe, run: RunDirectory, ranks: Started) -> Continued:
 
 def turns(directory: Path, wanted: Recipe, *worlds: tuple[int, int]) -> list[Continued]:
     """The run on one set of ranks after the other."""
-    run, found = RunDirectory(directory), []
+    run, continued = RunDirectory(directory), []
     for world, local in worlds:
-        found.append(fit(wanted, run, torchrun(world, local)))
+        continued.append(fit(wanted, run, torchrun(world, local)))
         again = fit(wanted, run, torchrun(world, local))
         run.path.mkdir(exist_ok=True)
-        found[-1].template.recipe.save(run.recipe)
-        found[-1].plan.save(run.plan)
+        continued[-1].template.recipe.save(run.recipe)
+        continued[-1].plan.save(run.plan)
         # A rank that looks when rank 0 has written already finds the same.
         late = fit(wanted, run, torchrun(world, local))
         assert (late.template.recipe, late.plan) == (again.template.recipe, again.plan)
-    return found
+    return continued
 
 
 def test_half_the_ranks_take_twice_the_micro_batches(tmp_path: Path) -> None:
     four, two, one = turns(tmp_path / "run", recipe(), (4, 2), (2, 2), (1, 1))
-    assert [global_batch(found.plan) for found in (four, two, one)] == [16, 16, 16]
-    assert [found.plan.micro_batches for found in (four, two, one)] == [1, 2, 4]
+    assert [global_batch(start.plan) for start in (four, two, one)] == [16, 16, 16]
+    assert [start.plan.micro_batches for start in (four, two, one)] == [1, 2, 4]
     assert four.notes == ()
     assert two.notes[0].startswith("2 ranks instead of 4: zero1 on mesh 2x1: P 1x1, G 1x1, OS 2x1 (intra); ")
     assert two.notes[0].endswith("a step's 16 sequences are 2 micro-batches of 4 on each of 2 data-parallel ranks")

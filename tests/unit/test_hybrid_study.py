@@ -43,13 +43,13 @@ def test_gains_are_over_plain_torch_round_by_round(tmp_path: Path) -> None:
         row(PLAIN, (100.0, 110.0, 120.0), {"dp": 8e6}),
         row("hybrid", (50.0, 55.0, 80.0), {"dp": 2e6, "tp int8:256": 3e6, "pp int8:256": 1e5}),
     ]
-    found = speeds(rows, "llama-5m", 128)
-    assert (found[1].gain, found[1].smallest, found[1].largest) == (2.0, 1.5, 2.0)
-    assert found[1].samples_per_second == pytest.approx(1024e3 / 55.0 / 128)
-    by_link, by_axis = sheets(found, "float32")
+    by_policy = speeds(rows, "llama-5m", 128)
+    assert (by_policy[1].gain, by_policy[1].smallest, by_policy[1].largest) == (2.0, 1.5, 2.0)
+    assert by_policy[1].samples_per_second == pytest.approx(1024e3 / 55.0 / 128)
+    by_link, by_axis = sheets(by_policy, "float32")
     assert by_link.rows[1][0] == "hybrid"
     assert by_axis.rows[1][2].endswith("int8:256")
-    draw(found, {"hybrid": [0.1, 0.2]}, tmp_path / "gains.png")
+    draw(by_policy, {"hybrid": [0.1, 0.2]}, tmp_path / "gains.png")
     assert (tmp_path / "gains.png").stat().st_size > 10_000
 
 

@@ -79,7 +79,7 @@ def test_a_copy_of_the_same_class_is_cast_and_what_is_cast_already_is_passed_on(
 @pytest.mark.parametrize(
     "value", [None, 3, "text", torch.arange(3), [torch.arange(3)], Store(torch.randn(3)), nn.Identity()]
 )
-def test_what_holds_nothing_to_cast_is_the_same_object(value: Any) -> None:
+def test_inputs_without_tensors_to_cast_stay_the_same_object(value: Any) -> None:
     assert cast(value) is value
 
 

@@ -1,4 +1,4 @@
-"""Lanes on CPU: in order, beside computation, with errors where somebody waits, and nothing kept alive."""
+"""Lanes on CPU: they keep order, overlap computation, raise errors at waits, and keep nothing alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.sharding.lanes.lanes import Lanes, Ticket
 
 CPU = torch.device("cpu")
 SOON = 10.0
-"""Seconds after which what should have happened never will."""
+"""Seconds after which an expected event counts as missing."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_bodies_of_a_lane_run_one_after_another(lanes: Lanes) -> None:
     assert all(ticket.done() for ticket in tickets)
 
 
-def test_lanes_run_beside_each_other_and_beside_computation(lanes: Lanes) -> None:
+def test_lanes_run_concurrently_with_each_other_and_with_computation(lanes: Lanes) -> None:
     gates = {name: Gate() for name in (Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD)}
     tickets = {name: lanes.submit(name, gate) for name, gate in gates.items()}
     assert all(gate.entered.wait(SOON) for gate in gates.values()), "all four at once, and this thread goes on"
@@ -87,7 +87,7 @@ def test_a_body_waits_for_other_lanes(lanes: Lanes) -> None:
     assert notes == ["reduced", "gathered"]
 
 
-def test_an_error_is_raised_to_everyone_who_waits_and_ends_nothing(lanes: Lanes) -> None:
+def test_every_waiter_gets_the_error_and_the_lane_continues(lanes: Lanes) -> None:
     notes: list[str] = []
     gate = Gate()
 
@@ -115,7 +115,7 @@ def test_bodies_build_no_graph(lanes: Lanes) -> None:
     assert torch.is_grad_enabled()
 
 
-def test_what_a_body_holds_is_let_go(lanes: Lanes) -> None:
+def test_a_finished_body_releases_its_objects(lanes: Lanes) -> None:
     class Buffer:
         pass
 
@@ -163,10 +163,10 @@ def test_time_is_exposed_only_where_computation_waits(lanes: Lanes) -> None:
     threading.Timer(0.1, gate.opened.set).start()
     ticket.wait()
     ticket.wait()
-    found = lanes.exposed()
-    assert set(found) == {Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD}
-    assert 0.05 < found[Lane.GATHER] < SOON
-    assert found[Lane.REDUCE] == 0.0
+    exposed = lanes.exposed()
+    assert set(exposed) == {Lane.GATHER, Lane.REDUCE, Lane.SYNC, Lane.SPREAD}
+    assert 0.05 < exposed[Lane.GATHER] < SOON
+    assert exposed[Lane.REDUCE] == 0.0
     assert lanes.exposed()[Lane.GATHER] == 0.0, "counted once"
     done = lanes.submit(Lane.REDUCE, lambda: None)
     while not done.done():
@@ -186,15 +186,15 @@ def test_time_is_exposed_only_where_computation_waits(lanes: Lanes) -> None:
 def test_codecs_and_transfers_are_timed_apart(lanes: Lanes) -> None:
     moves = [Move(Stage.ENCODE, lambda: time.sleep(0.03)), Move(Stage.SCATTER_ACROSS, lambda: time.sleep(0.09))]
     lanes.submit(Lane.REDUCE, Moves(moves)).wait()
-    found = lanes.worked()
-    assert found[Lane.REDUCE]["codec"] == pytest.approx(0.03, abs=0.025)
-    assert found[Lane.REDUCE]["transfer"] == pytest.approx(0.09, abs=0.025)
-    assert found[Lane.GATHER] == {"transfer": 0.0, "codec": 0.0}
+    worked = lanes.worked()
+    assert worked[Lane.REDUCE]["codec"] == pytest.approx(0.03, abs=0.025)
+    assert worked[Lane.REDUCE]["transfer"] == pytest.approx(0.09, abs=0.025)
+    assert worked[Lane.GATHER] == {"transfer": 0.0, "codec": 0.0}
     assert lanes.worked()[Lane.REDUCE] == {"transfer": 0.0, "codec": 0.0}, "counted once"
 
 
 @pytest.mark.parametrize("stages", [True, False])
-def test_stages_of_different_collectives_run_side_by_side_unless_told_otherwise(stages: bool) -> None:
+def test_stages_of_different_collectives_overlap_unless_disabled(stages: bool) -> None:
     lanes, gate, entered = Lanes(CPU, stages=stages), Gate(), threading.Event()
     try:
         lanes.submit(Lane.REDUCE, Moves([Move(Stage.SCATTER_INSIDE, lambda: None), Move(Stage.SCATTER_ACROSS, gate)]))

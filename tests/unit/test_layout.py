@@ -29,7 +29,7 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint
 
 @st.composite
 def plans(draw: st.DrawFn) -> Plan:
-    """Any plan on a small mesh: each axis is a chain of divisors, and whoever crosses nodes fills a node."""
+    """Any plan on a small mesh: each axis is a chain of divisors, and a factor that crosses nodes fills a node."""
     mesh = Factor(local=draw(st.sampled_from([1, 2, 3, 4])), nodes=draw(st.sampled_from([1, 2, 3])))
 
     def inside(outer: Factor) -> Factor:
@@ -154,7 +154,7 @@ def test_dealt_shares_split_nothing_and_are_balanced(units: list[list[torch.Size
 
 
 def test_dealing_by_size() -> None:
-    """Largest first, to whoever holds least: 5 | 4 1 | 3 2 of five tensors."""
+    """Largest first, to the rank that holds least: 5 | 4 1 | 3 2 of five tensors."""
     plan = Plan(mesh="3x1", params="1x1", grads="1x1", optimizer="3x1", partition="inter")
     sizes = [1, 5, 2, 4, 3]
     layout = lay_out(names([torch.Size([n * 100]) for n in sizes]), plan, torch.float32, trainable=True)
@@ -192,8 +192,8 @@ def test_a_fragment_of_several() -> None:
 def test_parameters_without_elements_lie_nowhere() -> None:
     plan = Plan(mesh="2x1", params="2x1", grads="2x1", optimizer="2x1")
     layout = lay_out(names([torch.Size([0]), torch.Size([3]), torch.Size([2, 0])]), plan, torch.float32, trainable=True)
-    found = [slot.name for shard in (0, 1) for slot, _, _ in layout.pieces(shard)]
-    assert found == ["p1"]
+    order = [slot.name for shard in (0, 1) for slot, _, _ in layout.pieces(shard)]
+    assert order == ["p1"]
     empty = lay_out(names([torch.Size([0])]), plan, torch.float32, trainable=True)
     assert (empty.payload, empty.pieces(0), empty.numel) == (0, [], 8)
 

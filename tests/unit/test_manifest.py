@@ -159,7 +159,7 @@ def sealed_text(text: str) -> bytes:
         "deep", "control", "quotes", "form", "empty", "torn",
     ],
 )  # fmt: skip
-def test_what_is_not_json_is_refused(values: str) -> None:
+def test_values_that_are_not_json_are_refused(values: str) -> None:
     with pytest.raises(CheckpointError, match=r"^m: "):
         decode(sealed_text(f'{{"files":[],"vectors":{{}},"values":{values}}}'), "m")
 
@@ -345,9 +345,9 @@ def test_every_header_byte_is_checked_or_harmless(checkpoint: Path, tmp_path: Pa
             except CheckpointError:
                 continue
             accepted += 1  # for example inside the version that the storage notes
-            found = load_file(path)
-            assert found.keys() == expected.keys()
-            assert all(torch.equal(found[key], expected[key]) for key in expected)
+            loaded = load_file(path)
+            assert loaded.keys() == expected.keys()
+            assert all(torch.equal(loaded[key], expected[key]) for key in expected)
     assert accepted < 0.2 * 5 * header
 
 

@@ -52,7 +52,7 @@ def test_an_empty_directory_is_filled(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "directory"])
-def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path, kind: str) -> None:
+def test_files_that_are_not_checkpoints_are_not_replaced(tmp_path: Path, kind: str) -> None:
     target = tmp_path / "a"
     if kind == "file":
         target.write_text("mine")

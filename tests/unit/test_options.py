@@ -83,7 +83,7 @@ def test_a_call_from_python_takes_the_same_names() -> None:
         measure(command=["a"])
 
 
-def test_a_command_that_cannot_be_imported_says_so() -> None:
+def test_a_command_that_cannot_be_imported_shows_the_reason() -> None:
     commands = {"here": Command("tests.unit.test_options:measure"), "broken": Command("no_such_package.cli:broken")}
     app = typer.Typer(cls=lazy_group(commands), **APP_SETTINGS)
     app.callback()(lambda: None)
@@ -96,7 +96,7 @@ def test_a_command_that_cannot_be_imported_says_so() -> None:
     assert "thinwire broken comes from no_such_package.cli:broken, which does not load" in called.output
 
 
-def test_a_plug_in_is_found_and_replaces_no_command() -> None:
+def test_a_plug_in_adds_a_command_and_replaces_none() -> None:
     commands = {"here": Command("tests.unit.test_options:measure")}
     plugins = {"here": Command("no_such_package.cli:other"), "there": Command("tests.unit.test_options:measure")}
     asked: list[None] = []

@@ -8,8 +8,8 @@ HOSTS = ("a", "a", "b", "b")
 
 
 def said(pace: Pace, *own: float, records: int = RECORDS) -> list[str]:
-    found = (pace.add(own) for _ in range(records))
-    return [text for text in found if text is not None]
+    sentences = (pace.add(own) for _ in range(records))
+    return [text for text in sentences if text is not None]
 
 
 def test_equal_ranks_are_not_compared_aloud() -> None:
@@ -29,7 +29,7 @@ def test_a_slow_rank_is_named_once_and_again_when_it_keeps_up() -> None:
     assert said(pace, 1.0, 1.0, 1.0, 1.0, records=40) == []
 
 
-def test_what_disturbs_a_rank_once_is_forgiven() -> None:
+def test_a_single_disturbance_names_no_rank() -> None:
     pace = Pace(HOSTS)
     for number in range(40):
         assert pace.add((1.0, 9.0 if number % 8 == 0 else 1.0, 1.0, 1.0)) is None

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
 
 def done(*command: str | Path, cwd: Path) -> str:
-    """What a command says, standard error included; it must succeed, and sees nothing of this checkout."""
+    """Output of a command, including standard error; it must succeed, and cannot see this checkout."""
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     outcome = subprocess.run(
         list(map(str, command)),
@@ -68,7 +68,7 @@ def names(wheel: Path) -> set[str]:
         return set(archive.namelist())
 
 
-def test_what_a_wheel_holds(wheels: tuple[Path, Path]) -> None:
+def test_a_wheel_holds_every_source_file_and_two_packages_only(wheels: tuple[Path, Path]) -> None:
     tree, from_archive = map(names, wheels)
     assert tree == from_archive
     expected = {
@@ -99,10 +99,10 @@ def test_commands_of_an_installed_wheel(wheels: tuple[Path, Path], python: Path,
 
 
 def test_make_wheels_builds_and_tries_what_a_release_holds(tmp_path: Path) -> None:
-    said = done(sys.executable, ROOT / "tools" / "wheels.py", tmp_path, "--python", sys.executable, cwd=ROOT)
+    output = done(sys.executable, ROOT / "tools" / "wheels.py", tmp_path, "--python", sys.executable, cwd=ROOT)
     (archive,) = tmp_path.glob("*.tar.gz")
     (wheel,) = tmp_path.glob("*.whl")
-    assert f"tried {wheel.name}" in said
+    assert f"tried {wheel.name}" in output
     assert re.search(r"-manylinux_2_\d+_\w+\.whl$", wheel.name), "a tag that an index accepts"
     with tarfile.open(archive) as sources:
         held = {name.partition("/")[2] for name in sources.getnames()}

@@ -45,7 +45,7 @@ def test_interleaved_hosts_are_put_together(spine: bool) -> None:
 
 
 def test_an_order_is_priced_as_plans_are() -> None:
-    """What placement minimises is the simulator's step on a cluster of those leaves."""
+    """Placement minimises the simulated step on a cluster with those leaves."""
     hosts = {"a": "left", "b": "right", "c": "left", "d": "right"}
     asked, chosen = job(4), plan(4, optimizer=2)
     for order, leaves in (("abcd", [0, 1, 0, 1]), ("acbd", [0, 0, 1, 1])):
@@ -68,11 +68,11 @@ def test_few_orders_are_better(data: st.DataObject) -> None:
     leaves = data.draw(st.lists(st.sampled_from("xyz"), min_size=6, max_size=6))
     hosts = {f"h{i}": leaf for i, leaf in enumerate(leaves)}
     asked, chosen = job(6), plan(6, optimizer=data.draw(st.sampled_from([2, 3])))
-    found = place(asked, chosen, hosts)
-    assert sorted(found.order) == sorted(hosts)
+    placement = place(asked, chosen, hosts)
+    assert sorted(placement.order) == sorted(hosts)
     others = data.draw(st.lists(st.sampled_from(SIX), min_size=40, max_size=40))
     best = min(placed(asked, chosen, [f"h{i}" for i in other], hosts).seconds for other in others)
-    assert found.seconds <= best * 1.0001
+    assert placement.seconds <= best * 1.0001
 
 
 def test_inner_groups_are_kept_together_inside_blocks_that_cross() -> None:

@@ -55,7 +55,7 @@ def test_data_parallel_plans_only_unless_asked() -> None:
         ({"tied_embedding": True}, Cut(pp=2), "share one weight"),
     ],
 )
-def test_what_the_runtime_would_refuse_is_no_choice(model: dict[str, Any], cut: Cut, complaint: str) -> None:
+def test_cuts_that_the_runtime_refuses_are_not_searched(model: dict[str, Any], cut: Cut, complaint: str) -> None:
     shape = SMALL.with_(**model)
     assert any(complaint in problem for problem in cut_problems(shape, 1024, cut))
     assert cut not in job(model=shape, tp=None, pp=None).cuts
@@ -110,12 +110,12 @@ def test_estimates_are_bounds_and_nothing_better_is_left_out(gbps: float) -> Non
     asked = job("a800-80g:2x2", machine={"links": links}, tp=None, pp=None, **rest)
     searching, fastest = Search(asked), float("inf")
     for draft in searching.drafts():
-        found = candidate(asked, searching.plan(draft))
-        assert found.seconds >= draft.bound * 0.97
-        fastest = min(fastest, found.seconds)
+        rated = candidate(asked, searching.plan(draft))
+        assert rated.seconds >= draft.bound * 0.97
+        fastest = min(fastest, rated.seconds)
     best = search(asked, top=3)
     assert best.complete
-    assert min(found.seconds for found in best.candidates) <= fastest * (1 + RESOLUTION)
+    assert min(rated.seconds for rated in best.candidates) <= fastest * (1 + RESOLUTION)
 
 
 def test_a_pipeline_stands_still_for_all_stages_but_one() -> None:
@@ -125,9 +125,9 @@ def test_a_pipeline_stands_still_for_all_stages_but_one() -> None:
     work, rates = asked.workload(plain), asked.rates
     assert idle_seconds(interleaved, work, rates, 0.0) == pytest.approx(idle_seconds(plain, work, rates, 0.0) / 2)
     assert message_seconds(interleaved, 1.0) == 2 * message_seconds(plain, 1.0) == 64
-    found = candidate(asked, plain)
-    assert found.axes.idle > 0
-    assert sum(critical_path(found).values()) == pytest.approx(found.seconds)
+    rated = candidate(asked, plain)
+    assert rated.axes.idle > 0
+    assert sum(critical_path(rated).values()) == pytest.approx(rated.seconds)
 
 
 def test_the_first_rank_keeps_as_many_micro_batches_as_there_are_stages() -> None:
@@ -147,7 +147,7 @@ def test_memory_is_of_the_rank_that_needs_most() -> None:
     # Half the blocks of twice the micro-batches; the embedding or the head, not both.
     assert two.activations == pytest.approx(whole.activations, rel=0.1)
     assert two.params == pytest.approx(whole.params / 2, rel=0.01)
-    # Heads, channels and tokens are cut, what matrices read is not.
+    # Heads, channels and tokens are divided; the inputs of matrices are not.
     assert whole.activations / 4 < shared.activations < whole.activations / 2
     assert shared.params == pytest.approx(whole.params / 4, rel=0.01)
 
@@ -167,9 +167,9 @@ def test_shared_ranks_pay_with_a_slow_network() -> None:
 
 def test_data_parallelism_wins_where_there_is_room() -> None:
     asked = job("a800-80g:16x8", ModelSpec.preset("llama-7b", seq=4096), 8, tp=(1, 8), pp=(1, 4))
-    found = search(asked, top=1)
-    assert found.complete
-    assert Cut.of(found.candidates[0].plan) == Cut()
+    result = search(asked, top=1)
+    assert result.complete
+    assert Cut.of(result.candidates[0].plan) == Cut()
 
 
 def test_batches_smaller_than_the_cluster_need_shared_ranks() -> None:
@@ -177,9 +177,9 @@ def test_batches_smaller_than_the_cluster_need_shared_ranks() -> None:
     with pytest.raises(SpecError, match="or use fewer data-parallel ranks with --tp 2 --pp 1"):
         TrainingJob(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine))
     asked = TrainingJob(SMALL, machine, 4 * 1024, 1024, rates=NominalRates(machine), tp=None, pp=None)
-    found = search(asked, top=1)
-    assert found.candidates[0].plan.world <= 4
-    assert not found.classics
+    result = search(asked, top=1)
+    assert result.candidates[0].plan.world <= 4
+    assert not result.classics
 
 
 def test_remedies_name_shared_ranks() -> None:
@@ -201,20 +201,20 @@ def run(*arguments: str) -> tuple[int, dict[str, Any], str]:
     return result.exit_code, json.loads(result.stdout or "{}"), result.stderr
 
 
-def test_the_command_tries_shared_ranks_where_nothing_fits_and_says_so(tmp_path: Path) -> None:
+def test_the_command_tries_tp_and_pp_if_nothing_fits_and_reports_it(tmp_path: Path) -> None:
     SMALL.save(tmp_path / "small.toml")
     usual = ["--model", str(tmp_path / "small.toml"), "--cluster", "a800-80g:2x4", "--memory", "5GiB"]
     usual += ["--tokens-per-step", "512k", "--seq", "65536", "--top", "1"]
-    code, found, told = run(*usual)
+    code, written, messages = run(*usual)
     assert code == 0
-    assert "no data-parallel plan fits, so tensor and pipeline parallelism were tried" in " ".join(told.split())
-    first = found["plans"][0]
+    assert "no data-parallel plan fits, so tensor and pipeline parallelism were tried" in " ".join(messages.split())
+    first = written["plans"][0]
     assert first["plan"]["tp"] > 1
     assert first["fits"]
-    assert found["search"]["widened"]
-    code, found, told = run(*usual, "--tp", "1", "--pp", "1")
+    assert written["search"]["widened"]
+    code, written, messages = run(*usual, "--tp", "1", "--pp", "1")
     assert code == 1
-    assert any(remedy["change"].startswith("--tp") for remedy in found["explain"]["remedies"])
+    assert any(remedy["change"].startswith("--tp") for remedy in written["explain"]["remedies"])
 
 
 def test_the_command_takes_ways(tmp_path: Path) -> None:
@@ -225,6 +225,6 @@ def test_the_command_takes_ways(tmp_path: Path) -> None:
     assert found["plans"][0]["plan"]["tp"] in (2, 4)
     assert found["plans"][0]["plan"]["pp"] == 2
     assert found["plans"][0]["axis_seconds"]["idle"] > 0
-    code, _, told = run(*usual, "--tp", "two")
+    code, _, messages = run(*usual, "--tp", "two")
     assert code == 1
-    assert "--tp two is neither auto nor whole numbers" in " ".join(told.split())
+    assert "--tp two is neither auto nor whole numbers" in " ".join(messages.split())

@@ -41,8 +41,8 @@ def job(cluster: str = "a800-80g:2x2", model: ModelSpec = SMALL, sequences: int 
 
 
 def test_factors_fill_a_node_first() -> None:
-    found = factors(Factor(local=4, nodes=6))
-    assert [str(f) for f in found] == ["1x1", "2x1", "4x1", "4x2", "4x3", "4x6"]
+    options = factors(Factor(local=4, nodes=6))
+    assert [str(f) for f in options] == ["1x1", "2x1", "4x1", "4x2", "4x3", "4x6"]
     assert all(p.divides(o) for p, o in chain_ends(Factor(local=4, nodes=6)))
     assert (Factor(local=4, nodes=2), Factor(local=4, nodes=3)) not in list(chain_ends(Factor(local=4, nodes=6)))
     assert secondaries(Factor(local=4, nodes=6), Factor()) == [None]
@@ -61,15 +61,15 @@ def test_every_draft_is_a_valid_plan() -> None:
 def test_the_first_place_is_the_optimum_of_all_plans(gbps: float) -> None:
     """Against simulating every plan that fits."""
     asked = job(machine={"links": {"nic": {"bandwidth": gbps * 1e9, "latency": 1e-5}}})
-    found = search(asked, top=3)
-    assert found.complete
+    result = search(asked, top=3)
+    assert result.complete
     searching = Search(asked)
     everything = [candidate(asked, searching.plan(draft)) for draft in searching.drafts()]
     fastest = min(c.seconds for c in everything if c.fits)
-    assert found.candidates[0].seconds <= fastest * (1 + RESOLUTION) ** 2
+    assert result.candidates[0].seconds <= fastest * (1 + RESOLUTION) ** 2
     tied = [c for c in everything if c.seconds <= fastest * (1 + RESOLUTION)]
-    assert min(c.seconds for c in found.candidates) <= fastest * (1 + RESOLUTION)
-    assert knobs(found.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
+    assert min(c.seconds for c in result.candidates) <= fastest * (1 + RESOLUTION)
+    assert knobs(result.candidates[0].plan) <= max(knobs(c.plan) for c in tied)
 
 
 def below_leaves(oversubscription: float) -> TrainingJob:
@@ -133,7 +133,7 @@ def test_classic_systems_are_always_shown() -> None:
 
 
 @pytest.mark.parametrize("nodes", [8, 128])
-def test_amsps_7b_is_found_exactly(nodes: int) -> None:
+def test_the_search_finds_amsps_plan_for_7b(nodes: int) -> None:
     """Table IV: (1,1 | 1,1 | 8,1)."""
     asked = job(f"a800-80g:{nodes}x8", ModelSpec.preset("llama-7b", seq=4096), 1024 // nodes // 8, micro_batch=1)
     first = amsp_search(asked)[0]
@@ -142,7 +142,7 @@ def test_amsps_7b_is_found_exactly(nodes: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-13b", "llama-30b-amsp"])
-def test_amsps_other_plans_stand_beside_the_optimum(name: str) -> None:
+def test_amsps_other_plans_are_listed_with_the_optimum(name: str) -> None:
     asked = job("a800-80g:128x8", ModelSpec.preset(name, seq=4096), 1, micro_batch=1)
     rows = amsp_search(asked)
     assert [row.label for row in rows].count("amsp-paper") == 1
@@ -150,7 +150,7 @@ def test_amsps_other_plans_stand_beside_the_optimum(name: str) -> None:
     assert all(row.fits for row in rows)
 
 
-def test_what_would_flip_amsps_choice_does() -> None:
+def test_the_memory_that_flips_amsps_choice_flips_it() -> None:
     asked = job("a800-80g:2x8", ModelSpec.preset("llama-13b", seq=4096), 64, micro_batch=1)
     (line,) = [flip for flip in amsp_flips(asked) if flip.startswith("16 GPUs")]
     low, high = map(float, re.findall(r"([\d.]+) GiB", line))
@@ -159,33 +159,33 @@ def test_what_would_flip_amsps_choice_does() -> None:
     assert amsp_search(tight)[0].label == "amsp-paper"
 
 
-def test_what_does_not_fit_comes_with_remedies_that_work() -> None:
+def test_a_job_that_does_not_fit_gets_remedies_that_work() -> None:
     asked = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 4, micro_batch=4, recompute=False)
     assert not search(asked).candidates
     smallest, lacking = shortage(asked)
     assert lacking > 0
     assert smallest.params == smallest.optimizer == asked.mesh
-    found = remedies(asked)
-    assert {"--recompute on", "--micro-batch 1"} <= {remedy.change for remedy in found}
+    tried = remedies(asked)
+    assert {"--recompute on", "--micro-batch 1"} <= {remedy.change for remedy in tried}
     assert search(replace(asked, micro_batch=1)).candidates
     assert search(replace(asked, recompute=True)).candidates
 
 
 def test_explanations_add_up() -> None:
     asked = job("a800-80g:2x4")
-    found = search(asked)
-    told = explain(asked, found)
-    assert sum(told.path.values()) == pytest.approx(found.candidates[0].seconds, rel=1e-6)
-    assert told.path == critical_path(found.candidates[0])
-    assert len(told.flips) + len(told.steady) == 9
+    result = search(asked)
+    explanation = explain(asked, result)
+    assert sum(explanation.path.values()) == pytest.approx(result.candidates[0].seconds, rel=1e-6)
+    assert explanation.path == critical_path(result.candidates[0])
+    assert len(explanation.flips) + len(explanation.steady) == 9
 
 
-def test_circumstances_in_which_nothing_fits_are_told_as_json_can() -> None:
+def test_flips_without_a_fitting_plan_have_no_seconds() -> None:
     roomy = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 1, micro_batch=1)
     barely = int(1.2 * Search(roomy).smallest().memory.total)
     asked = replace(roomy, cluster=roomy.cluster.with_(memory=barely))
-    told = explain(asked, search(asked, top=1))
-    flips = [flip for flip in told.flips if flip.plan == "nothing fits"]
+    explanation = explain(asked, search(asked, top=1))
+    flips = [flip for flip in explanation.flips if flip.plan == "nothing fits"]
     assert flips
     assert all(flip.seconds is None for flip in flips)
 

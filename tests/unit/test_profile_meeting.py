@@ -46,8 +46,8 @@ def test_a_time_that_is_over_leaves_turns_enough(control: Control) -> None:
     assert {row.sent for row in rows} == {1 << 20}
 
 
-def test_who_shares_a_core_is_held_up(control: Control) -> None:
-    """By all that the other takes of it, and by what the caches lose."""
+def test_a_thread_that_shares_a_core_slows_computation(control: Control) -> None:
+    """The loss is the time of the other thread, and the misses in the caches."""
     data, cores = bytes(1 << 20), os.sched_getaffinity(0)
 
     def compute() -> None:
@@ -58,7 +58,9 @@ def test_who_shares_a_core_is_held_up(control: Control) -> None:
         assert measure_crowding(compute, control, torch.device("cpu")) > 0.5
     finally:
         os.sched_setaffinity(0, cores)
-    assert measure_crowding(compute, control, torch.device("cuda")) == 0  # computes beside its host
+    assert (
+        measure_crowding(compute, control, torch.device("cuda")) == 0
+    )  # an accelerator computes while its host copies
 
 
 def test_the_delay_is_shown() -> None:

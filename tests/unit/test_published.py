@@ -24,10 +24,10 @@ def test_every_row_says_where_it_is_from() -> None:
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)
 def test_tables_are_reproduced(table: Table) -> None:
-    found = reproduce(table)
-    assert found
+    reproduced = reproduce(table)
+    assert reproduced
     if table.goal is not None:
-        assert mean_error(found) <= table.goal
+        assert mean_error(reproduced) <= table.goal
 
 
 @pytest.mark.parametrize("table", TABLES, ids=lambda table: table.title)

@@ -202,7 +202,7 @@ def test_the_recipes_batch_wins_and_a_global_batch_fits_any_world(path: Path) ->
         Recipe.read(path, ["train.micro_batches=2", "train.global_batch=24"])
 
 
-def test_what_the_recipe_replaces_of_a_plan_file_is_said(path: Path, tmp_path: Path) -> None:
+def test_plan_file_values_that_the_recipe_replaces_are_reported(path: Path, tmp_path: Path) -> None:
     file = tmp_path / "plan.toml"
     Plan.preset("zero1", nodes=2, local=2, micro_batch=4, micro_batches=2).save(file)
     recipe = Recipe.read(path, ["train.micro_batch=8"], plan=str(file))
@@ -320,8 +320,8 @@ def test_ranks_that_do_not_form_the_mesh(path: Path) -> None:
 
 def test_the_environment() -> None:
     assert started({}) is None
-    found = started({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    assert found == Started(by="torchrun", rank=3, world=4, local_rank=1, local_world=2)
+    place = started({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert place == Started(by="torchrun", rank=3, world=4, local_rank=1, local_world=2)
     with pytest.raises(UsageError, match="unset RANK"):
         started({"RANK": "3"})
     slurm = {

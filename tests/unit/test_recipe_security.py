@@ -41,7 +41,7 @@ class Trap:
 
 @pytest.fixture
 def sprung(tmp_path: Path) -> Path:
-    """A file that exists once somebody has run code; so it does when the trap is tried."""
+    """A file that exists once code has run; a trial of the trap creates it."""
     path = tmp_path / "sprung"
     pickle.loads(pickle.dumps(Trap(path)))
     path.unlink()

@@ -39,7 +39,7 @@ TINY = [
     *("train.validate_every=0", "train.validation_samples=8", "train.log_every=1", "train.tensorboard=false"),
     *("optimizer.warmup=1", "cluster.device=cpu"),
 ]
-"""What makes any Llama a matter of a second."""
+"""Settings that make any Llama train within a second."""
 
 
 def name(path: Path) -> str:
@@ -63,15 +63,15 @@ def test_its_plan_fits_the_cluster_that_it_names(path: Path) -> None:
     model = recipe.model.shape(vocab=vocab, seq=train.seq)
     tokens = train.global_batch * train.seq
     job = TrainingJob(model, cluster, tokens, train.seq, rates=NominalRates(cluster, "bfloat16"))
-    found = candidate(job, plan)
-    assert found.fits
-    assert found.memory.total < 0.9 * cluster.memory  # the estimate is an estimate
+    rated = candidate(job, plan)
+    assert rated.fits
+    assert rated.memory.total < 0.9 * cluster.memory  # the estimate is an estimate
     assert 19 < train.steps * tokens / model.parameters < 22  # tokens of a parameter
     assert recipe.checkpoint.every
 
 
 def test_the_plan_file_is_for_its_recipe() -> None:
-    """The header says how it was made; what the recipe changes of it is nothing."""
+    """The header names the command that made it, and the recipe changes nothing in it."""
     (path,) = (ROOT / "recipes/pretrain").glob(f"*{PLANS}")
     recipe = Recipe.read(path.with_name(path.name.replace(PLANS, ".toml")))
     assert PlanTemplate.read(recipe).replaced(Plan.load(path).mesh) == ()
@@ -129,12 +129,12 @@ class Place:
 
     def start(self, script: Path, recipe: Path, **variables: str) -> subprocess.Popen[str]:
         tools = os.pathsep.join((str(self.path / "tools"), str(Path(sys.executable).parent), os.environ["PATH"]))
-        told = {"PATH": tools, "OUT": str(self.path / "run"), "THINWIRE_CACHE": str(self.path / "cache")}
-        told |= {"MAX_RESTARTS": "0", **variables}
+        settings = {"PATH": tools, "OUT": str(self.path / "run"), "THINWIRE_CACHE": str(self.path / "cache")}
+        settings |= {"MAX_RESTARTS": "0", **variables}
         return subprocess.Popen(
             ["bash", script, recipe, "--plan=preset:zero1", *self.settings],
             cwd=self.path,
-            env=environment(**told),
+            env=environment(**settings),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -147,8 +147,8 @@ class Place:
 
     @property
     def summary(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads((self.path / "run/summary.json").read_text())
-        return found
+        content: dict[str, Any] = json.loads((self.path / "run/summary.json").read_text())
+        return content
 
 
 @pytest.fixture

@@ -80,9 +80,9 @@ def test_a_page_needs_nothing_else(compared: Path) -> None:
     for words in ("zero3 on mesh 2x2", "thinwire train recipe.toml", "4.3000", "2,560", "25.0 %", "10.0 %", "complete"):
         assert words in page.text, words
     assert "Step 4, 100 ms on rank 0" in page.text
-    beside = {file.name for file in compared.parent.iterdir()}
+    files = {file.name for file in compared.parent.iterdir()}
     charts = ("loss", "gradient", "throughput", "mfu", "exposed", "bytes", "memory", "timeline")
-    assert {f"one-{chart}.png" for chart in charts} <= beside
+    assert {f"one-{chart}.png" for chart in charts} <= files
     assert json.loads((compared.parent / "one-steps-3-4.json").read_text())["traceEvents"], "the trace for Perfetto"
 
 
@@ -97,20 +97,20 @@ def test_several_runs_are_overlaid_and_their_differences_named(compared: Path, t
     page = Page(compared)
     assert "2 runs compared" in page.text
     assert "optimizer.lr 0.0003 0.5" in page.text
-    beside = {file.name for file in compared.parent.iterdir()}
-    assert {"compared-loss.png", "compared-throughput.png", "compared-step.png", "compared-bytes.png"} <= beside
+    files = {file.name for file in compared.parent.iterdir()}
+    assert {"compared-loss.png", "compared-throughput.png", "compared-step.png", "compared-bytes.png"} <= files
     runs = [write_run(tmp_path / "one"), write_run(tmp_path / "two", **{"optimizer.lr": 0.5, "train.seed": 7})]
     assert differences(read_runs(runs)) == [("train.seed", ["0", "7"]), ("optimizer.lr", ["0.0003", "0.5"])]
 
 
-def test_runs_of_one_name_are_told_apart_and_none_counts_twice(tmp_path: Path) -> None:
+def test_runs_of_one_name_get_distinct_labels_and_none_counts_twice(tmp_path: Path) -> None:
     runs = [write_run(tmp_path / "a" / "run"), write_run(tmp_path / "b" / "run")]
     assert [run.name for run in read_runs(runs)] == ["a/run", "b/run"]
     with pytest.raises(UsageError, match="named twice"):
         read_runs([runs[0], runs[1], runs[0]])
 
 
-def test_a_crash_and_a_continuation_are_said(tmp_path: Path) -> None:
+def test_the_report_shows_a_crash_and_a_continuation(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", complete=False)
     RunDirectory(path).note_start(6, {"plan": "zero1 on mesh 1x2", "time": 1_000_000_000})
     with (path / "metrics.jsonl").open("a") as file:
@@ -123,7 +123,7 @@ def test_a_crash_and_a_continuation_are_said(tmp_path: Path) -> None:
     assert "Started again after step 6 at 2001-09-09 01:46 UTC under zero1 on mesh 1x2." in page.text
 
 
-def test_a_run_without_validation_or_peak_says_so(tmp_path: Path) -> None:
+def test_the_report_names_missing_validation_and_peak(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [record(2, val_loss=None, mfu=None)], complete=False)
     page = page_of(tmp_path, path)
     assert "The run has not validated" in page.text
@@ -133,10 +133,10 @@ def test_a_run_without_validation_or_peak_says_so(tmp_path: Path) -> None:
 
 def test_a_failed_run_says_why_even_before_its_first_step(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [], complete=False)
-    said = "thinwire.errors.NonFiniteError: step 3: the loss of rank 1 is not finite\nlower optimizer.lr\n"
+    sentence = "thinwire.errors.NonFiniteError: step 3: the loss of rank 1 is not finite\nlower optimizer.lr\n"
     lost = "Traceback (most recent call last):\n  File ...\nthinwire.errors.CollectiveError: broken\n"
     later = time.time() + 5
-    for rank, text in ((0, lost), (1, f"Traceback (most recent call last):\n  File ...\n{said}")):
+    for rank, text in ((0, lost), (1, f"Traceback (most recent call last):\n  File ...\n{sentence}")):
         file = path / "logs" / f"rank-{rank}.traceback"
         file.write_text(text)
         os.utime(file, (later, later))
@@ -151,7 +151,7 @@ def test_a_failed_run_says_why_even_before_its_first_step(tmp_path: Path) -> Non
     assert read_run(path).status == "unfinished", "the failure was of the start before"
 
 
-def test_what_is_no_run_is_one_sentence(tmp_path: Path) -> None:
+def test_a_path_without_a_run_is_refused_in_one_sentence(tmp_path: Path) -> None:
     write_run(tmp_path / "runs" / "one")
     for path, sentence in (
         (tmp_path / "absent", "does not exist; give the directory of a run"),
@@ -169,15 +169,15 @@ def test_the_command_prints_figures_with_what_was_predicted(tmp_path: Path) -> N
     profile().write(path / "profile.json")
     result = report(path, "--json")
     assert result.exit_code == 0, result.output
-    told = json.loads(result.stdout)
-    assert told["runs"][0]["final_val_loss"] == pytest.approx(4.3)
-    assert Path(told["page"]) == path / "report" / "index.html"
-    assert all(Path(file).is_file() for file in told["files"])
-    by_name = {row["name"]: row for row in told["runs"][0]["predicted"]}
+    printed = json.loads(result.stdout)
+    assert printed["runs"][0]["final_val_loss"] == pytest.approx(4.3)
+    assert Path(printed["page"]) == path / "report" / "index.html"
+    assert all(Path(file).is_file() for file in printed["files"])
+    by_name = {row["name"]: row for row in printed["runs"][0]["predicted"]}
     assert by_name["step"]["measured"] == pytest.approx(0.1)
     assert by_name["step"]["predicted"] > 0
-    assert {"loss.png", "prediction.png"} <= {Path(file).name for file in told["files"]}
-    page = Page(Path(told["page"]))
+    assert {"loss.png", "prediction.png"} <= {Path(file).name for file in printed["files"]}
+    page = Page(Path(printed["page"]))
     assert "Predicted against measured" in page.text
     assert "waiting for gather" in page.text
 
@@ -238,13 +238,13 @@ def chromium(*arguments: str) -> str:
 
 
 def asked(page: Path, *arguments: str) -> Mapping[str, Any]:
-    """What a script finds in a copy of the page that, unlike the page, lets it run."""
+    """Measurements of a script in a copy of the page that, unlike the page, permits scripts."""
     text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", page.read_text())
     copy = page.with_name("asked.html")
     copy.write_text(text.replace("</body>", f"<script>{ASK}</script></body>"))
-    found = re.search(r'data-found="([^"]*)"', chromium(*arguments, "--dump-dom", copy.as_uri()))
-    assert found is not None
-    answer: Mapping[str, Any] = json.loads(html.unescape(found[1]))
+    match = re.search(r'data-found="([^"]*)"', chromium(*arguments, "--dump-dom", copy.as_uri()))
+    assert match is not None
+    answer: Mapping[str, Any] = json.loads(html.unescape(match[1]))
     return answer
 
 
@@ -254,29 +254,29 @@ def brightness(colour: str) -> float:
 
 @in_browser
 def test_a_browser_loads_nothing_for_it_and_it_fits_its_window(compared: Path) -> None:
-    found = asked(compared, "--window-size=1280,2000")
-    assert found["title"].endswith("thinwire report")
-    assert found["loaded"] == []
-    assert found["scroll"] <= found["window"]
-    assert found["widest"] <= found["window"] + 1
-    assert found["texts"] == found["visible"] > 100
-    assert len(found["figures"]) == 8 + 7 + 4
-    assert all(height > 60 for height in found["figures"])
-    assert brightness(found["ink"]) < 0.4 < 0.9 < brightness(found["card"])
+    seen = asked(compared, "--window-size=1280,2000")
+    assert seen["title"].endswith("thinwire report")
+    assert seen["loaded"] == []
+    assert seen["scroll"] <= seen["window"]
+    assert seen["widest"] <= seen["window"] + 1
+    assert seen["texts"] == seen["visible"] > 100
+    assert len(seen["figures"]) == 8 + 7 + 4
+    assert all(height > 60 for height in seen["figures"])
+    assert brightness(seen["ink"]) < 0.4 < 0.9 < brightness(seen["card"])
 
 
 @pytest.mark.slow
 @in_browser
 def test_in_a_browser_it_is_dark_where_that_is_wanted(compared: Path) -> None:
-    found = asked(compared, "--window-size=1280,2000", "--blink-settings=preferredColorScheme=0")
-    assert brightness(found["card"]) < 0.2 < 0.7 < brightness(found["ink"])
+    seen = asked(compared, "--window-size=1280,2000", "--blink-settings=preferredColorScheme=0")
+    assert brightness(seen["card"]) < 0.2 < 0.7 < brightness(seen["ink"])
 
 
 @pytest.mark.slow
 @in_browser
 def test_in_a_browser_it_fits_a_narrow_window(compared: Path) -> None:
-    found = asked(compared, "--window-size=500,2000")
-    assert found["scroll"] <= found["window"] <= 500
+    seen = asked(compared, "--window-size=500,2000")
+    assert seen["scroll"] <= seen["window"] <= 500
 
 
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def test_a_step_takes_at_least_what_its_busiest_resource_does(name: str) -> None
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_without_overlap_times_add_up(name: str) -> None:
-    """Nothing runs beside anything: the step is the sum of all work, and overlap never makes it longer."""
+    """Without overlap, the step is the sum of all work; overlap never makes it longer."""
     rates = NominalRates(CLUSTER, efficiency=FREE)
     plain, alone = preset(name), preset(name, overlap={**NO_OVERLAP, "stages": False})
     step = simulate(alone, workload(alone, clip=True), rates, micro_batches=2)
@@ -62,10 +62,10 @@ def test_without_overlap_times_add_up(name: str) -> None:
 @pytest.mark.parametrize("micro_batches", [4, 7])
 def test_many_micro_batches_follow_from_three(name: str, micro_batches: int) -> None:
     plan, rates = preset(name), NominalRates(CLUSTER)
-    told = simulate(plan, workload(plan), rates, micro_batches=micro_batches)
+    simulated = simulate(plan, workload(plan), rates, micro_batches=micro_batches)
     played = _play(plan, workload(plan), rates, micro_batches, trace=False)
-    assert told.seconds == pytest.approx(played.seconds, rel=0.01)
-    assert told.busy[Resource.ACROSS] == pytest.approx(played.busy[Resource.ACROSS], rel=1e-6)
+    assert simulated.seconds == pytest.approx(played.seconds, rel=0.01)
+    assert simulated.busy[Resource.ACROSS] == pytest.approx(played.busy[Resource.ACROSS], rel=1e-6)
 
 
 def test_clipping_is_a_barrier() -> None:
@@ -119,7 +119,7 @@ def test_a_program_waits_for_the_reduction_before_the_last_few() -> None:
 
 
 def test_only_reductions_that_nothing_waited_for_count_as_under_way() -> None:
-    """As the runtime counts them: with ``overlap.sync`` off, all-reduces have ended before the backward goes on."""
+    """As in the runtime: with ``overlap.sync`` off, all-reduces end before the backward continues."""
     plan = Plan.preset("hsdp", nodes=2, local=4, overlap={"sync": False}, bucket_bytes=1)
     program = lower(plan, units(MODEL, plan), micro_batches=1)
     synced = [op for op in program.operations if op.lane is Lane.SYNC]

@@ -31,9 +31,9 @@ def test_a_pipeline_is_idle_for_all_stages_but_one() -> None:
     """1F1B: (pp - 1) / M of the time that micro-batches take."""
     few, many = (answer(case(pp=4, micro_batches=count)) for count in (4, 32))
     assert few.plan.mesh.ranks == many.plan.mesh.ranks == 16
-    for found, count in ((few, 4), (many, 32)):
-        idle = found.simulated.seconds - found.simulated.computing - sum(found.simulated.exposed.values())
-        assert idle / found.simulated.computing == pytest.approx(3 / count, rel=0.15)
+    for result, count in ((few, 4), (many, 32)):
+        idle = result.simulated.seconds - result.simulated.computing - sum(result.simulated.exposed.values())
+        assert idle / result.simulated.computing == pytest.approx(3 / count, rel=0.15)
     assert many.mfu > few.mfu
 
 
@@ -49,7 +49,7 @@ def test_stages_hold_their_blocks_only() -> None:
         ({"pp": 3, "gpus": 8}, "pp = 3 does not divide the 1 nodes"),
     ],
 )
-def test_what_does_not_divide_is_named(changes: dict[str, Any], complaint: str) -> None:
+def test_axes_that_do_not_divide_are_named(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SpecError) as caught:
         answer(case(**changes))
     assert complaint in str(caught.value)

@@ -25,15 +25,15 @@ def case(**changes: Any) -> Case:
 
 
 def test_answers_have_every_figure() -> None:
-    found = answer(case(id="x")).to_dict()
-    assert list(found) == [
+    written = answer(case(id="x")).to_dict()
+    assert list(written) == [
         "id", "step_seconds", "tgs", "mfu", "tflops", "memory_bytes", "exposed", "extrapolated",
     ]  # fmt: skip
-    assert found["id"] == "x"
-    assert found["tgs"] == pytest.approx(4096 / found["step_seconds"])
-    assert found["tflops"] == pytest.approx(312 * found["mfu"])
-    assert found["memory_bytes"]["total"] == sum(v for k, v in found["memory_bytes"].items() if k != "total")
-    assert set(found["exposed"]) == {"gather", "reduce", "sync", "spread", "control"}
+    assert written["id"] == "x"
+    assert written["tgs"] == pytest.approx(4096 / written["step_seconds"])
+    assert written["tflops"] == pytest.approx(312 * written["mfu"])
+    assert written["memory_bytes"]["total"] == sum(v for k, v in written["memory_bytes"].items() if k != "total")
+    assert set(written["exposed"]) == {"gather", "reduce", "sync", "spread", "control"}
 
 
 def test_factors_and_their_preset_are_one_plan() -> None:
@@ -93,7 +93,7 @@ def test_a_hundred_thousand_accelerators_are_no_more_work_than_eight() -> None:
         ({"dtype": "int4"}, "dtype"),
     ],
 )
-def test_what_is_wrong_is_named(changes: dict[str, Any], complaint: str) -> None:
+def test_wrong_fields_of_a_case_are_named(changes: dict[str, Any], complaint: str) -> None:
     with pytest.raises(SpecError) as caught:
         answer(case(**changes))
     assert complaint in str(caught.value)
@@ -114,16 +114,16 @@ def test_a_file_of_cases_names_every_mistake(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="cannot be read as cases"):
         read_cases(path)
     path.write_text(json.dumps([good]))
-    assert [each.id for each in read_cases(path)] == ["a"]
+    assert [read.id for read in read_cases(path)] == ["a"]
 
 
 def test_the_cases_of_the_docs_are_answered(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text()
     path = tmp_path / "cases.json"
     path.write_text(page.split("```json\n")[1].split("```")[0])
-    found = [answer(each) for each in read_cases(path)]
-    assert [each.case.id for each in found] == ["a", "b"]
-    assert not any(each.extrapolated for each in found)
+    answers = [answer(one) for one in read_cases(path)]
+    assert [one.case.id for one in answers] == ["a", "b"]
+    assert not any(one.extrapolated for one in answers)
     assert set(Case.model_fields) <= set(re.findall(r"`(\w+)`", page))
 
 

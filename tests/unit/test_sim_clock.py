@@ -10,15 +10,15 @@ from thinwire.sim.clock import FluidClock, Resource
 
 def ends(*tasks: tuple[Resource, float, Beside]) -> list[float]:
     """When each of some tasks that begin together is done."""
-    clock, found = FluidClock(), [0.0] * len(tasks)
+    clock, end_times = FluidClock(), [0.0] * len(tasks)
     for index, (resource, seconds, beside) in enumerate(tasks):
 
         def done(index: int = index) -> None:
-            found[index] = clock.now
+            end_times[index] = clock.now
 
         clock.begin(resource, seconds, done, beside)
     clock.run()
-    return found
+    return end_times
 
 
 COMPUTING = Resource.COMPUTE, 1.0, ALONE
@@ -38,8 +38,8 @@ def test_the_delay_does_not_grow_with_the_transfer_and_the_factor_does() -> None
     assert ends(COMPUTING, (Resource.INSIDE, 0.5, beside))[1] == pytest.approx(0.125 + 0.75)
 
 
-def test_who_waits_uses_no_links() -> None:
-    """Another transfer has them to itself meanwhile."""
+def test_a_waiting_transfer_uses_no_link() -> None:
+    """Meanwhile, another transfer uses all of them."""
     late = Beside(1.0, 1.0, 0.5)
     assert ends(COMPUTING, (Resource.ACROSS, 0.5, ALONE), (Resource.ACROSS, 0.25, late)) == pytest.approx(
         [1.0, 0.5, 0.75]
@@ -54,8 +54,8 @@ def test_a_transfer_of_nothing_is_done_at_once() -> None:
     assert ends(COMPUTING, (Resource.ACROSS, 0.0, Beside(1.0, 1.0, 0.5))) == pytest.approx([1.0, 0.0])
 
 
-def test_what_transfers_take_of_the_processor_is_missing_for_computation() -> None:
-    """Work is conserved: computation ends later by the processor's seconds of what was sent."""
+def test_processor_time_of_transfers_slows_computation() -> None:
+    """Work is conserved: computation ends later by the processor time of the transfers."""
     half = Beside(load=0.5)
     assert ends(COMPUTING, (Resource.ACROSS, 0.5, half)) == pytest.approx([1.25, 0.5])
     whole = Beside(load=1.0)

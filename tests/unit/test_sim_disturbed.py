@@ -19,9 +19,9 @@ def case(**changes: Any) -> Case:
 
 
 def test_a_straggler_holds_everyone_up() -> None:
-    found = disturbed(case(), Disturbance(straggler=1.5), samples=1)
-    assert 1.4 < found.median / found.undisturbed <= 1.51
-    assert found.low == found.high == found.median
+    result = disturbed(case(), Disturbance(straggler=1.5), samples=1)
+    assert 1.4 < result.median / result.undisturbed <= 1.51
+    assert result.low == result.high == result.median
 
 
 def test_slow_cards_matter_where_the_network_binds() -> None:
@@ -41,23 +41,23 @@ def test_jitter_costs_more_on_more_gpus_and_a_seed_repeats_it() -> None:
 def test_the_slowest_is_drawn_as_if_all_were(always: float) -> None:
     chance = random.Random(1)
     drawn = statistics.fmean(_slowest(200, 0.1, always, chance) for _ in range(2000))
-    each = statistics.fmean(
+    sampled = statistics.fmean(
         max(math.exp(chance.gauss(0, 0.1)) * (always if number == 0 else 1.0) for number in range(200))
         for _ in range(2000)
     )
-    assert drawn == pytest.approx(each, rel=0.01)
+    assert drawn == pytest.approx(sampled, rel=0.01)
 
 
 def test_a_traced_step_tells_what_a_rank_holds_when() -> None:
-    found = answer(case(micro_batches=2), trace=True)
-    levels = found.simulated.levels
+    result = answer(case(micro_batches=2), trace=True)
+    levels = result.simulated.levels
     last = {level.name: level.amount for level in levels}
     most = {name: max(level.amount for level in levels if level.name == name) for name in last}
     assert set(last) == {"gathered parameters", "gradients on their way", "activations"}
     assert set(last.values()) == {0}  # what a step takes it gives back
     assert min(level.amount for level in levels) == 0
     assert [level.time for level in levels] == sorted(level.time for level in levels)
-    parts = found.memory.by_part()
+    parts = result.memory.by_part()
     assert most["gathered parameters"] <= parts["gathered"]
     assert most["activations"] == pytest.approx(parts["activations"] + parts["logits"], rel=0.05)
     assert not answer(case()).simulated.levels

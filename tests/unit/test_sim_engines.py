@@ -37,13 +37,13 @@ def test_deepspeed_overlaps_what_its_stage_lets_it() -> None:
     assert overlaps(plan="zero3", engine="thinwire") == {"gather", "reduce", "sync", "spread"}
 
 
-def test_blocks_too_large_to_live_beside_each_other_are_not_gathered_early() -> None:
+def test_blocks_above_the_limit_of_live_parameters_are_not_gathered_early() -> None:
     dgx2 = {"gpu": "v100-32g", "gpus": 384, "seq": None, "recompute": True}
     assert overlaps(model="gpt-18b", **dgx2) == {"gather"}
     assert overlaps(model="gpt-138b", **dgx2) == set()
 
 
-def test_gathers_of_the_backward_run_beside_nothing_where_reductions_synchronise() -> None:
+def test_gathers_of_the_backward_are_exposed_if_reductions_synchronise() -> None:
     dgx2: dict[str, Any] = {"model": "gpt-18b", "gpu": "v100-32g", "gpus": 384, "recompute": True, "seq": None}
     waiting = answer(case(**dgx2, internode_gbps=400)).simulated.exposed
     free = answer(case(**dgx2, internode_gbps=400, engine="deepspeed-efa")).simulated.exposed
@@ -108,6 +108,6 @@ def test_hpz_keeps_what_it_gathered_while_gradients_accumulate() -> None:
 
 
 def test_a_stage_holds_the_embedding_or_the_head() -> None:
-    found = answer(case(gpus=4, pp=4, plan="zero1", engine="internevo", model="internlm-7b", seq=2048))
-    stage = found.model.with_(layers=8)
-    assert found.memory.params == pytest.approx(2 * (stage.parameters - stage.embedding_parameters), rel=0.01)
+    result = answer(case(gpus=4, pp=4, plan="zero1", engine="internevo", model="internlm-7b", seq=2048))
+    stage = result.model.with_(layers=8)
+    assert result.memory.params == pytest.approx(2 * (stage.parameters - stage.embedding_parameters), rel=0.01)

@@ -41,11 +41,11 @@ def cluster(nodes: int = 32, *, leaf: int = 8, oversubscription: float | None = 
     ],
 )
 def test_stride_says_what_crosses_the_spine(nodes: int, stride: int, exchange: bool, crossing: float) -> None:
-    found = Fabric(cluster()).route(nodes, stride, exchange=exchange)
-    assert found.crossing == pytest.approx(crossing)
-    assert found.load == pytest.approx(4 * crossing)
-    assert found.bandwidth == pytest.approx(NIC / max(1, 4 * crossing))
-    assert found.latency == pytest.approx(10e-6 + crossing * 4e-6)
+    route = Fabric(cluster()).route(nodes, stride, exchange=exchange)
+    assert route.crossing == pytest.approx(crossing)
+    assert route.load == pytest.approx(4 * crossing)
+    assert route.bandwidth == pytest.approx(NIC / max(1, 4 * crossing))
+    assert route.latency == pytest.approx(10e-6 + crossing * 4e-6)
 
 
 def flows(size: int, nodes: int, stride: int, exchange: bool) -> Iterator[tuple[int, int, float]]:
@@ -71,8 +71,8 @@ def test_crossings_are_those_of_all_flows(data: st.DataObject) -> None:
         leaving[leaves[sender]] += share * (leaves[sender] != leaves[receiver])
     below = Counter(leaves)
     named = cluster(12).with_(nodes_per_leaf=None, leaves=leaves)
-    found = Fabric(named).route(nodes, stride, exchange=exchange).crossing
-    assert found == pytest.approx(max(leaving[leaf] / below[leaf] for leaf in below))
+    crossing = Fabric(named).route(nodes, stride, exchange=exchange).crossing
+    assert crossing == pytest.approx(max(leaving[leaf] / below[leaf] for leaf in below))
 
 
 def test_a_network_without_a_spine_is_as_before() -> None:
@@ -90,8 +90,8 @@ def test_a_network_without_a_spine_is_as_before() -> None:
 
 def test_a_leaf_switch_limits_every_node() -> None:
     leaf = {"nic": {"bandwidth": NIC}, "leaf": {"bandwidth": NIC / 2, "latency": "5us"}}
-    found = Fabric(ClusterSpec.named("a800-80g:4x8", links=leaf)).route(4)
-    assert (found.bandwidth, found.latency, found.load) == pytest.approx((NIC / 2, 5e-6, 0.0))
+    route = Fabric(ClusterSpec.named("a800-80g:4x8", links=leaf)).route(4)
+    assert (route.bandwidth, route.latency, route.load) == pytest.approx((NIC / 2, 5e-6, 0.0))
 
 
 def test_an_order_of_nodes_moves_their_leaves() -> None:

@@ -126,7 +126,7 @@ def test_every_problem_of_every_level_is_reported_at_once() -> None:
     assert "did you mean high?" in caught.value.problems[0]
 
 
-def test_a_rule_across_fields_is_checked_beside_wrong_fields() -> None:
+def test_rules_across_fields_are_checked_together_with_wrong_fields() -> None:
     with pytest.raises(SpecError) as caught:
         Outer.parse({"label": "long", "many": "no"})
     assert [problem.split(" ")[0] for problem in caught.value.problems] == ["many", "label"]

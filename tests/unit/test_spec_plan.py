@@ -45,7 +45,7 @@ def test_a_quotient_times_its_divisor_is_the_whole(a: int, b: int, c: int, d: in
 @pytest.mark.parametrize(
     "value", ["8", "x4", "8x", "8x4x2", "axb", 8, [8, 4], {"local": 0}, {"local": True}, {"local": "8"}]
 )
-def test_what_is_no_factor_is_refused(value: Any) -> None:
+def test_values_that_are_not_factors_are_refused(value: Any) -> None:
     with pytest.raises(SpecError, match=r"mesh"):
         Plan.parse({"mesh": value, "params": "1x1", "grads": "1x1", "optimizer": "1x1"})
 
@@ -137,7 +137,7 @@ def test_each_broken_rule_is_one_sentence(factors: tuple[str, ...], rest: dict[s
     mesh, params, grads, optimizer = factors
     with pytest.raises(SpecError) as caught:
         Plan.parse({"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer, **rest})
-    assert any(problem in found for found in caught.value.problems), str(caught.value)
+    assert any(problem in reported for reported in caught.value.problems), str(caught.value)
 
 
 def test_all_broken_rules_are_reported_at_once() -> None:

@@ -78,10 +78,10 @@ def test_amsp_30b_takes_up_to_four_nodes(nodes: int, few: int) -> None:
 
 @given(st.integers(1, 200), st.integers(0, 200))
 def test_largest_divisor(number: int, at_most: int) -> None:
-    found = largest_divisor(number, at_most)
-    assert number % found == 0
-    assert found == 1 or found <= at_most
-    assert not any(number % larger == 0 for larger in range(found + 1, min(number, at_most) + 1))
+    divisor = largest_divisor(number, at_most)
+    assert number % divisor == 0
+    assert divisor == 1 or divisor <= at_most
+    assert not any(number % larger == 0 for larger in range(divisor + 1, min(number, at_most) + 1))
 
 
 def test_codecs_of_the_compressed_presets() -> None:

@@ -42,7 +42,7 @@ def moment() -> Moment:
     model = Llama(Training(layers=2, hidden=64, seq=16).config(vocab=96))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     ids = torch.randint(0, 96, (2, 2, 17), generator=torch.Generator().manual_seed(0))
-    return observe(model, optimizer, [Batch(each[:, :-1], each[:, 1:]) for each in ids], step=3)
+    return observe(model, optimizer, [Batch(tokens[:, :-1], tokens[:, 1:]) for tokens in ids], step=3)
 
 
 @pytest.mark.parametrize("shape", [(40, 100), (100, 40), (64, 64)])
@@ -107,7 +107,7 @@ def test_rank_correlation() -> None:
 
 
 def test_every_kind_is_taken_from_a_step(moment: Moment) -> None:
-    counts = {kind: sum(each.kind == kind for each in moment.crossings) for kind in KINDS}
+    counts = {kind: sum(crossing.kind == kind for crossing in moment.crossings) for kind in KINDS}
     assert counts == {
         "gradients of a rank": 16,
         "mean gradients": 16,
@@ -118,11 +118,11 @@ def test_every_kind_is_taken_from_a_step(moment: Moment) -> None:
         "parameters": 16,
         "changes of a step": 16,
     }
-    shapes = {each.kind: tuple(each.tensor.shape) for each in moment.crossings}
+    shapes = {crossing.kind: tuple(crossing.tensor.shape) for crossing in moment.crossings}
     assert {shapes[kind] for kind, (axis, _) in KINDS.items() if axis in ("tp", "pp")} == {(32, 64)}
 
 
-def test_what_is_taken_is_what_its_name_says(moment: Moment) -> None:
+def test_observed_tensors_match_their_names(moment: Moment) -> None:
     config = Training(layers=2, hidden=64, seq=16).config(vocab=96)
     model = Llama(config)
     ids = torch.randint(0, 96, (2, 2, 17), generator=torch.Generator().manual_seed(0))
@@ -143,17 +143,17 @@ def test_what_is_taken_is_what_its_name_says(moment: Moment) -> None:
 
 
 def test_summaries_tables_and_picture(moment: Moment, tmp_path: Path) -> None:
-    found = measured(moment)
-    summaries = summarise(found)
-    whole = [each for each in summaries if not each.part]
-    assert [each.kind for each in whole] == list(KINDS)
-    ranks = sorted(each.numbers["effective_rank"] for each in found if each.kind == "forward sums")
+    measurements = measured(moment)
+    summaries = summarise(measurements)
+    whole = [summary for summary in summaries if not summary.part]
+    assert [summary.kind for summary in whole] == list(KINDS)
+    ranks = sorted(summary.numbers["effective_rank"] for summary in measurements if summary.kind == "forward sums")
     assert whole[2].median("effective_rank") == pytest.approx((ranks[1] + ranks[2]) / 2)
-    assert {each.part for each in summaries if each.kind == "backward sums"} == {"", "self_attn", "mlp"}
-    tables = sheets(summaries, trends(found))
+    assert {summary.part for summary in summaries if summary.kind == "backward sums"} == {"", "self_attn", "mlp"}
+    tables = sheets(summaries, trends(measurements))
     assert [len(table.rows) for table in tables] == [8, 8, 8, len(CODECS)]
     assert all(len(row) == len(table.columns) for table in tables for row in table.rows)
-    json.dumps([each.plain() for each in summaries], allow_nan=False)
+    json.dumps([summary.plain() for summary in summaries], allow_nan=False)
     draw(summaries, tmp_path / "spectra.png")
     assert (tmp_path / "spectra.png").stat().st_size > 10_000
 
@@ -188,5 +188,5 @@ def test_the_command_writes_what_it_found(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     content = json.loads(results.read_text())
     assert list(content["loss"]) == ["1", "3"]
-    assert {each["step"] for each in content["summaries"]} == {1, 3}
+    assert {summary["step"] for summary in content["summaries"]} == {1, 3}
     assert "gradients of a rank" in page.read_text()

@@ -1,4 +1,4 @@
-"""A failing rank asks the others for the cause, but only briefly if nobody answers."""
+"""A failing rank asks the others for the cause, but only briefly if none answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class CutOff:
         self.back = threading.Event()
 
     def set(self, key: str, value: str) -> None:
-        """What TCP takes and cannot deliver."""
+        """Bytes that TCP accepts and cannot deliver."""
 
     def check(self, keys: list[str]) -> bool:
         """Wait for an answer."""

@@ -155,25 +155,25 @@ ENDS = {"exact": 3.0, "zeropp": 3.03, "thinwire": 3.003, "basic": None}
 
 def test_arms_are_compared_seed_by_seed(study: LossStudy) -> None:
     made = [curve(run, None if (end := ENDS.get(run.arm, 3.1)) is None else end + run.seed / 10) for run in study.runs]
-    found = {outcome.arm: outcome for outcome in outcomes(study.spec, made)}
-    assert found["thinwire"].mean == pytest.approx(3.103)
-    assert found["thinwire"].spread == pytest.approx(0.2)
-    assert found["thinwire"].mean_excess == pytest.approx((0.3 / 3 + 0.3 / 3.1 + 0.3 / 3.2) / 3)
-    assert found["basic"].mean is None
-    assert [verdict.reached for verdict in verdicts(study.spec, list(found.values()))] == [True, True]
-    assert missing_note(list(found.values())) is None
-    table = sheets(study.spec, list(found.values()))[0]
+    by_arm = {outcome.arm: outcome for outcome in outcomes(study.spec, made)}
+    assert by_arm["thinwire"].mean == pytest.approx(3.103)
+    assert by_arm["thinwire"].spread == pytest.approx(0.2)
+    assert by_arm["thinwire"].mean_excess == pytest.approx((0.3 / 3 + 0.3 / 3.1 + 0.3 / 3.2) / 3)
+    assert by_arm["basic"].mean is None
+    assert [verdict.reached for verdict in verdicts(study.spec, list(by_arm.values()))] == [True, True]
+    assert missing_note(list(by_arm.values())) is None
+    table = sheets(study.spec, list(by_arm.values()))[0]
     assert dict(zip(table.columns, table.rows[6], strict=True))["seed 1"] == "diverged"
 
 
-def test_what_is_missing_is_said(study: LossStudy, tmp_path: Path) -> None:
+def test_missing_runs_are_reported(study: LossStudy, tmp_path: Path) -> None:
     made = [curve(run, 3.0) for run in study.runs if (run.arm, run.seed) != ("thinwire", 2)]
-    found = outcomes(study.spec, made)
-    assert missing_note(found) == "1 of 30 runs are missing: thinwire with seed 2"
-    assert [verdict.reached for verdict in verdicts(study.spec, found)] == [None, None]
-    assert "**1 of 30 runs are missing: thinwire with seed 2.**" in markdown(study, made, found)
-    assert json.loads(json.dumps(plain(study.spec, found)))["missing"].startswith("1 of 30")
-    draw(study.spec, made, found, tmp_path / "study.png")
+    results = outcomes(study.spec, made)
+    assert missing_note(results) == "1 of 30 runs are missing: thinwire with seed 2"
+    assert [verdict.reached for verdict in verdicts(study.spec, results)] == [None, None]
+    assert "**1 of 30 runs are missing: thinwire with seed 2.**" in markdown(study, made, results)
+    assert json.loads(json.dumps(plain(study.spec, results)))["missing"].startswith("1 of 30")
+    draw(study.spec, made, results, tmp_path / "study.png")
     assert (tmp_path / "study.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -194,11 +194,11 @@ def test_gains_are_ratios_within_rounds() -> None:
         row("zero3", "slow", 100, 120), row("qwZ", "slow", 80, 80), row("hpZ", "slow", 50, 60),
         row("qgZ", "slow", 50, 60), row("zeropp", "slow", 20, 40), row("zero3", "fast", 25, 30),
     ]  # fmt: skip
-    found = gains(rows)
-    assert [round(gain.gain, 3) for gain in found] == [1, 1.375, 2, 2, 4, 1]
-    assert product_of_single(found, "slow") == pytest.approx(1.375 * 4)
+    by_pair = gains(rows)
+    assert [round(gain.gain, 3) for gain in by_pair] == [1, 1.375, 2, 2, 4, 1]
+    assert product_of_single(by_pair, "slow") == pytest.approx(1.375 * 4)
     assert across_bandwidths(rows, "slow", "fast") == pytest.approx((1.0, 0.75, 1.25))
-    table = sheet(found[:5], "gains", product=True)
+    table = sheet(by_pair[:5], "gains", product=True)
     assert table.rows[-1][4] == "5.50"
 
 

@@ -37,15 +37,15 @@ def goals(pairs: list[Pair], choices: list[Choice]) -> dict[str, list[str]]:
 
 
 def test_goals_follow_from_pairs_and_choices() -> None:
-    found = goals([pair("ddp", 120, 100), pair("zero3", 90, 100), pair("own", 95, 102)], [choice(1.02), choice(1.2)])
-    assert found["step time, mean error over 3 pairs"] == ["12.3%", "10.0%", "missed"]
-    assert found["peak memory, mean error over 3 plans"] == ["4.0%", "5.0%", "reached"]
-    assert found["choice over the fastest, mean of 2"] == ["1.110", "1.030", "missed"]
-    assert found["choice over the fastest, worst"] == ["1.200", "1.030", "missed"]
-    assert "memory of choices over their cap, worst" not in found
+    reached = goals([pair("ddp", 120, 100), pair("zero3", 90, 100), pair("own", 95, 102)], [choice(1.02), choice(1.2)])
+    assert reached["step time, mean error over 3 pairs"] == ["12.3%", "10.0%", "missed"]
+    assert reached["peak memory, mean error over 3 plans"] == ["4.0%", "5.0%", "reached"]
+    assert reached["choice over the fastest, mean of 2"] == ["1.110", "1.030", "missed"]
+    assert reached["choice over the fastest, worst"] == ["1.200", "1.030", "missed"]
+    assert "memory of choices over their cap, worst" not in reached
 
 
-def test_errors_are_told_by_model_and_link() -> None:
+def test_errors_are_tabulated_by_model_and_link() -> None:
     pairs = [
         pair("ddp", 80, 100), pair("zero3", 110, 100), pair("ddp", 100, 100, bandwidth="none"),
         pair("ddp", 70, 100, model="n"),
@@ -60,8 +60,8 @@ def test_errors_are_told_by_model_and_link() -> None:
 
 
 def test_choices_are_held_to_their_caps() -> None:
-    found = goals([pair("own", 1, 1)], [choice(1.0, cap=100), choice(1.0, cap=90, memory=99)])
-    assert found["memory of choices over their cap, worst"] == ["1.100", "1.000", "missed"]
+    reached = goals([pair("own", 1, 1)], [choice(1.0, cap=100), choice(1.0, cap=90, memory=99)])
+    assert reached["memory of choices over their cap, worst"] == ["1.100", "1.000", "missed"]
 
 
 def test_memory_counts_the_link_on_which_most_was_needed() -> None:
@@ -71,7 +71,7 @@ def test_memory_counts_the_link_on_which_most_was_needed() -> None:
 
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_choice_that_is_a_preset_is_measured_once(name: str) -> None:
-    plans = {each: Plan.preset(each, nodes=2, local=2) for each in ("zero1", "zero3")}
+    plans = {preset: Plan.preset(preset, nodes=2, local=2) for preset in ("zero1", "zero3")}
     chosen = plans[name].with_(name="plan")
     assert _add(plans, chosen, "for 1gbit") == name
     assert len(plans) == 2

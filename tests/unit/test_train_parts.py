@@ -140,9 +140,9 @@ def test_checkpoints_are_ordered_and_old_ones_deleted(tmp_path: Path) -> None:
     fake_checkpoints(tmp_path, 20, 100, 3)
     (tmp_path / "step-4").mkdir()
     (tmp_path / ".tmp-step-00000005-0123456789abcdef").mkdir()
-    assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [3, 20, 100]
+    assert [checkpoint.step for checkpoint in checkpoints.checkpoints(tmp_path)] == [3, 20, 100]
     checkpoints.delete_old(tmp_path, keep=2)
-    assert [found.step for found in checkpoints.checkpoints(tmp_path)] == [20, 100]
+    assert [checkpoint.step for checkpoint in checkpoints.checkpoints(tmp_path)] == [20, 100]
     assert checkpoints.checkpoints(tmp_path / "absent") == []
 
 
@@ -176,7 +176,7 @@ def test_run_directories_are_not_written_over(tmp_path: Path) -> None:
     assert Recipe.load(directory.recipe) == recipe
     assert Plan.load(directory.plan) == plan
     directory.check(resume=True)
-    directory.check(resume=False)  # nothing has been trained in it: what was wrong with it may be right now
+    directory.check(resume=False)  # nothing has been trained in it, so its settings may be corrected
     directory.note_start(0, {})
     with pytest.raises(UsageError, match=r"not empty; add --resume"):
         directory.check(resume=False)
@@ -207,7 +207,7 @@ def test_a_refused_continuation_leaves_no_trace(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         fail(begun=False)
     assert {path: path.read_bytes() for path in directory.path.iterdir() if path.is_file()} == before
-    # One that has begun stays as it is, whatever becomes of it.
+    # A continuation that has begun is not undone, even if it fails.
     with pytest.raises(CheckpointError):
         fail(begun=True)
     assert Plan.load(directory.plan) == second
@@ -226,7 +226,7 @@ def test_a_run_is_not_continued_as_another(tmp_path: Path) -> None:
 
 
 def test_one_process_at_a_time_trains_into_a_directory(tmp_path: Path) -> None:
-    """Even one that is started while another is stopping, and whatever became of the one before."""
+    """Even if it starts while another one is stopping, and however the previous one ended."""
     directory = RunDirectory(tmp_path / "run")
     holding = "import sys; from pathlib import Path; from thinwire.train.directory import RunDirectory\n"
     holding += "with RunDirectory(Path(sys.argv[1])).held(): print('held', flush=True); sys.stdin.read()"

@@ -31,9 +31,9 @@ def test_weights_are_read_as_transformers_reads_them(family: str, tmp_path: Path
     saved = random_model(family)
     saved.save_pretrained(tmp_path, max_shard_size="40KB")
     assert (tmp_path / "model.safetensors.index.json").exists()
-    found = drafted({"kind": "huggingface", "path": str(tmp_path)})
-    assert all(parameter.is_meta for parameter in found.model.parameters())
-    model = found.materialize().eval()
+    draft = drafted({"kind": "huggingface", "path": str(tmp_path)})
+    assert all(parameter.is_meta for parameter in draft.model.parameters())
+    model = draft.materialize().eval()
     ids = token_ids()
     torch.testing.assert_close(model(ids).logits, saved(ids).logits, rtol=0, atol=0)
 
@@ -41,13 +41,13 @@ def test_weights_are_read_as_transformers_reads_them(family: str, tmp_path: Path
 def test_any_part_of_experts_is_put_together_from_files(tmp_path: Path) -> None:
     saved = random_model("mixtral")
     saved.save_pretrained(tmp_path)
-    found = drafted({"kind": "huggingface", "path": str(tmp_path)})
-    found.values.open()
+    draft = drafted({"kind": "huggingface", "path": str(tmp_path)})
+    draft.values.open()
     experts = saved.model.layers[1].mlp.experts.gate_up_proj.detach()
     name = "model.model.layers.1.mlp.experts.gate_up_proj"
     for bounds in [((0, 4), (0, 112), (0, 32)), ((1, 3), (50, 60), (3, 9)), ((2, 3), (57, 58), (0, 32))]:
         expected = experts[tuple(slice(*pair) for pair in bounds)]
-        torch.testing.assert_close(read(found, name, *bounds), expected, rtol=0, atol=0)
+        torch.testing.assert_close(read(draft, name, *bounds), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,7 +61,7 @@ def test_narrow_weights_start_as_what_they_are(dtype: torch.dtype, tmp_path: Pat
 
 
 def test_files_of_a_model_without_its_head_and_with_old_extras(tmp_path: Path) -> None:
-    """As the first GPT-2 files are: no prefix, no head of its own, and the causal mask as a buffer."""
+    """Like the first GPT-2 files: no prefix, no separate head, and the causal mask as a buffer."""
     saved = random_model("gpt2")
     saved.save_pretrained(tmp_path)
     tensors = {name.removeprefix("transformer."): t for name, t in load_file(tmp_path / "model.safetensors").items()}
@@ -93,7 +93,7 @@ NORM, KEYS = "model.norm.weight", "model.layers.1.self_attn.k_proj.weight"
         ),
     ],
 )
-def test_what_does_not_fit_is_said_before_anything_is_read(
+def test_mismatched_weights_are_refused_before_anything_is_read(
     changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     random_model("llama").save_pretrained(tmp_path)
@@ -130,7 +130,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         ('{"weight_map": {"a": "model.safetensors"}}', "model.safetensors should hold a and does not"),
     ],
 )
-def test_indices_name_files_beside_them(index: str, message: str, tmp_path: Path) -> None:
+def test_indices_may_only_name_files_in_their_directory(index: str, message: str, tmp_path: Path) -> None:
     random_model("llama").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
     with pytest.raises(DataError, match=message):
@@ -195,9 +195,9 @@ def test_our_models_start_as_when_they_are_built_outright(kind: str) -> None:
     wanted = dict(expected.named_parameters())
     for name, value in drafted(recipe, 5).materialize().named_parameters():
         assert torch.equal(value, wanted[name]), name
-    found = drafted(recipe, 5)
+    draft = drafted(recipe, 5)
     order = [*list(wanted)[::-1], *list(wanted)[::2]]
     for name in order:
         rows = wanted[name].shape[0]
         bounds = [(rows // 2, rows), *((0, size) for size in wanted[name].shape[1:])]
-        assert torch.equal(read(found, name, *bounds), wanted[name][rows // 2 :]), name
+        assert torch.equal(read(draft, name, *bounds), wanted[name][rows // 2 :]), name
