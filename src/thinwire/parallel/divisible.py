@@ -21,6 +21,9 @@ class Divisible(Protocol):
     Its forward takes token ids, int64 of shape ``(B, T)``, and returns an object with ``logits``. Cut into stages, one
     without the embedding takes hidden states ``(B, T, D)`` instead, and one without the head returns them.
 
+    A model may also have ``cuts_sequences = False``, if the tokens of its hidden states cannot be cut, and a method
+    ``check_divisible(*, tp, pp)``, which raises if it cannot be cut so after all.
+
     Attributes:
         sequence_ways: tensor-parallel ranks between which the tokens of hidden states are cut, 1 until somebody cuts
             them and says so here.
@@ -85,6 +88,8 @@ def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
             f"{type(model).__name__} cannot be cut with tp = {plan.tp}, pp = {plan.pp}: Llama and GPT of thinwire can, "
             "and models with the methods of thinwire.parallel.Divisible; for others use tp = 1 and pp = 1"
         )
+    if (check := getattr(model, "check_divisible", None)) is not None:
+        check(tp=plan.tp, pp=plan.pp)
     problems = [
         f"tp = {plan.tp} should divide the model's {name} = {size}"
         for name, size in model.tensor_parallel_sizes.items()

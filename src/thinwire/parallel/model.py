@@ -20,7 +20,7 @@ from thinwire.errors import SpecError
 from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
-from thinwire.parallel.tensor import cut_matrices, vocabulary_parallel_loss
+from thinwire.parallel.tensor import cut_matrices, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import poison, scale_to_norm
@@ -264,7 +264,7 @@ def parallelize(
         model: fp32; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`, of which parts live on.
         plan: its mesh times ``tp`` times ``pp`` has as many ranks as the job.
         loss: mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
-        sequence_parallel: with ``tp``: cut sequences between matrices, too.
+        sequence_parallel: with ``tp``: cut sequences between matrices, too, unless the model's cannot be cut.
         encoded: whether ``tp`` and ``pp`` send through their codecs, ``none`` included, which counts bytes; without,
             torch's own groups are used.
         codec_backend: see :func:`thinwire.shard`.
@@ -288,8 +288,10 @@ def parallelize(
     per_rank = STAGES_OF_A_RANK[plan.schedule] if grid.pp > 1 else 1
     stages = grid.pp * per_rank
     anatomy = divisible(model, plan, stages=stages)
+    sequence = sequence_parallel and getattr(anatomy, "cuts_sequences", True)
     dtype: torch.dtype = getattr(torch, plan.compute_dtype)
     mesh = grid.mesh(plan, device, encoded=encoded)
+    axis = tensor_axis(mesh)
     ranges = blocks_of_stages(anatomy.num_blocks, stages)
     chunks = []
     for number in range(per_rank):
@@ -299,26 +301,25 @@ def parallelize(
         chunk.keep(ranges[index], first=index == 0, last=index == stages - 1)
         masters = {}
         if grid.tp > 1:
-            masters = cut_matrices(chunk, chunk, mesh["tp"], dtype, sequence=sequence_parallel)
+            masters = cut_matrices(chunk, chunk, axis, dtype, sequence=sequence)
         part = LocalPart(DataRanks(grid.data_ranks, number), index, grid.tensor, grid.tp, masters)
         build(
             chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part, values=values, device=device
         )
         chunks.append(chunk)
-    mean_loss = _loss_of(grid, mesh, loss)
+    mean_loss = _loss_of(grid, axis, loss)
     pipeline = None
     if grid.pp > 1:
         # Here, because it is worth 100 MiB of each process's memory: torch's pipelining brings its compiler along.
         from thinwire.parallel.pipeline import Pipeline, Shapes
 
-        shapes = Shapes(grid.tp if sequence_parallel else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)
+        shapes = Shapes(grid.tp if sequence else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)
         pipeline = Pipeline(chunks, plan, mesh.get_group("pp"), device, shapes, mean_loss)
     return ParallelModel(plan, grid, chunks, mesh, pipeline, mean_loss)
 
 
-def _loss_of(grid: Grid, mesh: DeviceMesh, loss: Loss | None) -> Loss:
+def _loss_of(grid: Grid, axis: DeviceMesh, loss: Loss | None) -> Loss:
     if grid.tp > 1:
-        axis = mesh["tp"]
         return lambda logits, labels: vocabulary_parallel_loss(logits, labels, axis)
     return _unknown_loss if loss is None else loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -14,7 +15,25 @@ from torch.distributed.tensor.parallel import parallelize_module
 from thinwire.intercept import exact_scope
 from thinwire.parallel.divisible import Divisible
 
-__all__ = ["cut_matrices", "vocabulary_parallel_loss"]
+__all__ = ["cut_matrices", "tensor_axis", "vocabulary_parallel_loss"]
+
+_axis_numbers = itertools.count(1)
+
+
+def tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
+    """The axis ``tp`` of a mesh, as an object that equals no other axis.
+
+    Torch remembers how it shards the operations of DTensors, and on which mesh, by the mesh's ranks and names. If the
+    axes of two models were equal, the second model's activations would be sent through the groups of the first, with
+    its codecs.
+
+    Args:
+        mesh: with an axis ``tp``.
+    """
+    axis = mesh["tp"]
+    axis._thread_id = next(_axis_numbers)  # torch compares it, to keep the meshes of simulated ranks apart
+    axis._hash = None
+    return axis
 
 
 def cut_matrices(
@@ -52,7 +71,6 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor) and parameter.is_floating_point() and parameter.dtype != dtype:
                 if id(parameter) not in cast:  # tied ones stay tied
-                    # Not by an operation of DTensor: what torch remembers of it may be of a mesh that is gone.
                     local = parameter._local_tensor.detach().to(dtype)
                     value = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
                     cast[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)

@@ -12,11 +12,13 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from thinwire.errors import DataError, UsageError
 from thinwire.sharding.memory.initial import InitialValues, parameters_on_meta
 from thinwire.spec.recipe import ModelRecipe
 from thinwire.train.models.common import CausalOutput, cross_entropy
+from thinwire.train.models.divided import Division
 from thinwire.train.models.fresh import InitializedValues
 from thinwire.train.weights.loading import LoadedValues
 
@@ -33,6 +35,9 @@ PREFIX: Final = "model."
 class HuggingFaceCausal(nn.Module):
     """A ``transformers`` causal language model with our convention for labels and our loss.
 
+    It can be cut over ranks, as a :class:`thinwire.parallel.Divisible`, if its family is one of
+    :data:`thinwire.train.models.divided.FAMILIES`.
+
     ``transformers`` shifts labels inside the model and makes a float32 copy of all logits; here labels are
     already the next tokens, as everywhere in thinwire, and the loss is
     :func:`~thinwire.train.models.common.cross_entropy`.
@@ -40,7 +45,14 @@ class HuggingFaceCausal(nn.Module):
     Args:
         model: the ``transformers`` model.
         recompute: whether backward recomputes each block.
+
+    Attributes:
+        sequence_ways: 1: hidden states are whole between matrices.
+        cuts_sequences: False, for the same reason.
     """
+
+    sequence_ways = 1
+    cuts_sequences = False
 
     def __init__(self, model: nn.Module, recompute: bool = False) -> None:
         super().__init__()
@@ -54,20 +66,76 @@ class HuggingFaceCausal(nn.Module):
         if recompute:
             _enable_recomputation(model)
 
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput:
+    # -- as a thinwire.parallel.Divisible ----------------------------------------------------------------------
+
+    @property
+    def division(self) -> Division:
+        """How the model is cut."""
+        if not hasattr(self, "_division"):
+            self._division = Division(self.model, PREFIX)
+        return self._division
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks here."""
+        return len(self.division.blocks)
+
+    @property
+    def width(self) -> int:
+        """Width of the residual stream, D."""
+        return self.division.width
+
+    @property
+    def vocabulary(self) -> int:
+        """Size of the vocabulary, V."""
+        return self.division.sizes["vocab_size"]
+
+    @property
+    def tensor_parallel_sizes(self) -> Mapping[str, int]:
+        """What tensor-parallel ranks must divide, by name."""
+        return self.division.sizes
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head shares the embedding's weight."""
+        return self.division.is_tied
+
+    def check_divisible(self, *, tp: int, pp: int) -> None:
+        """Raise unless the model can be cut so."""
+        self.division.check(tp=tp, pp=pp)
+
+    def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
+        """Torch's style of each module that is here."""
+        assert not sequence
+        return self.division.styles()
+
+    def tie(self) -> None:
+        """Share the embedding's weight with the head, where they are tied."""
+        self.division.tie()
+
+    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
+        """Keep one stage of a pipeline; blocks keep their names."""
+        self.division.keep(blocks, first=first, last=last)
+
+    # -- computing ---------------------------------------------------------------------------------------------
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalOutput | Tensor:
         """Predict the next tokens.
 
         Args:
-            input_ids: int64, shape ``(B, T)``.
+            input_ids: int64, shape ``(B, T)``; of a later stage of a pipeline, hidden states, shape ``(B, T, D)``.
             labels: int64, shape ``(B, T)``: the token that follows each input.
 
         Returns:
             Logits, and with labels the loss, including a mixture-of-experts' balance loss where the
-            configuration sets ``output_router_logits``.
+            configuration sets ``output_router_logits``. Of an earlier stage, hidden states.
         """
         extra = {"token_type_ids": torch.zeros_like(input_ids)} if self.has_token_types else {}
-        output = self.model(input_ids=input_ids, use_cache=False, **extra)
+        name = "input_ids" if self.division.first else "inputs_embeds"
+        output = self.model(**{name: input_ids}, use_cache=False, **extra)
         logits: Tensor = output.logits
+        if not self.division.last:
+            return logits
         if labels is None:
             return CausalOutput(logits)
         loss = cross_entropy(logits, labels)

@@ -5,6 +5,7 @@ Files are mapped into memory, so that reading a part touches no more than the pa
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -68,6 +69,7 @@ class LoadedValues:
 
     def __init__(self, directory: Path, model: nn.Module, prefix: str) -> None:
         self._directory, self._model, self._prefix = directory, model, prefix
+        self._whole = copy.deepcopy(model)  # what the files hold; the model may be cut before they are opened
         self._sources: dict[str, list[tuple[FileTensor, _StoredTensor]]] = {}
         self._handles: dict[Path, Any] = {}
 
@@ -81,9 +83,9 @@ class LoadedValues:
             DataError: in one sentence, everything that is missing, of another shape or type, or too much.
         """
         held = _headers(self._directory)
-        self._sources, problems = _matched(self._model, held)
+        self._sources, problems = _matched(self._whole, held)
         if problems:
-            raise DataError(f"{self._directory} does not fit {type(self._model).__name__}: {'; '.join(problems)}")
+            raise DataError(f"{self._directory} does not fit {type(self._whole).__name__}: {'; '.join(problems)}")
         for name, buffer in persistent_buffers(self._model).items():
             region = tuple(slice(0, size) for size in buffer.shape)
             buffer.copy_(self.read(self._prefix + name, region))

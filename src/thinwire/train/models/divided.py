@@ -1,0 +1,179 @@
+"""Splits models of ``transformers`` over tensor-parallel ranks and pipeline stages, by the plans they bring along.
+
+``base_model_tp_plan`` names a style for each matrix; here the styles become torch's, so that sums go through the groups
+of the plan, with their codecs. ``base_model_pp_plan`` names what comes before and after the blocks. Hidden states stay
+whole between the matrices: ``transformers`` counts positions by their tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+
+from thinwire.errors import UsageError
+
+__all__ = ["FAMILIES", "STAGED", "Division"]
+
+STAGED: Final = (
+    "llama", "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "gemma", "granite", "arcee", "nemotron",
+)  # fmt: skip
+"""``model_type`` of the models that tests cut into stages, and by ``tp``. Others may scale or cap what goes into their
+blocks or comes out of them, which a stage in the middle must not."""
+
+FAMILIES: Final = (*STAGED, "gemma2", "phi", "cohere")
+"""``model_type`` of the models that tests cut by ``tp``."""
+
+_HEAD_DIM: Final = 2
+"""Dimension of heads where queries and keys are normed, ``(B, T, heads, width)``."""
+
+
+class Division:
+    """How a causal model of ``transformers`` is cut.
+
+    Args:
+        model: for example a ``LlamaForCausalLM``; parts of it live on.
+        prefix: of its modules' names where it is wrapped.
+    """
+
+    def __init__(self, model: Any, prefix: str) -> None:
+        self._model, self._prefix = model, prefix
+        self._config = model.config
+        self.first = self.last = True
+
+    # -- what there is -----------------------------------------------------------------------------------------
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        """The blocks that are here."""
+        blocks: nn.ModuleList = self._base.layers
+        return blocks
+
+    @property
+    def is_tied(self) -> bool:
+        """Whether the head shares the embedding's weight."""
+        return bool(self._config.tie_word_embeddings)
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """What tensor-parallel ranks must divide, by name."""
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        return {name: int(getattr(self._config, name)) for name in names}
+
+    @property
+    def width(self) -> int:
+        """D, of hidden states."""
+        return int(self._config.hidden_size)
+
+    def check(self, *, tp: int, pp: int) -> None:
+        """Raise unless this model's family is one that is cut.
+
+        Raises:
+            UsageError: naming those that are.
+        """
+        kind = self._config.model_type
+        for key, ways, families in (("tp", tp, FAMILIES), ("pp", pp, STAGED)):
+            if ways > 1 and kind not in families:
+                raise UsageError(
+                    f"{key} = {ways} does not work with model_type = {kind!r}: models of {', '.join(families)} can be "
+                    f"cut so, and thinwire's own (kind = 'llama' or 'gpt'); use {key} = 1"
+                )
+        if tp > 1 and self.is_tied and not self._cuts_embedding:
+            embedding = self._embedding
+            raise UsageError(
+                f"tp = {tp} does not work with tie_word_embeddings and {type(embedding).__name__} with pad_token_id "
+                f"= {embedding.padding_idx}: the head is cut by tokens, and this embedding is not. Set pad_token_id to "
+                "null if the embedding is an Embedding, or tie_word_embeddings to false, or use tp = 1"
+            )
+
+    # -- cutting -----------------------------------------------------------------------------------------------
+
+    def styles(self) -> dict[str, ParallelStyle]:
+        """Torch's style of each module that is here, by name."""
+        styles: dict[str, ParallelStyle] = {}
+        shared = set()
+        for pattern, style in self._config.base_model_tp_plan.items():
+            name = f"{self._prefix}{self._model.base_model_prefix}.{pattern}"
+            styles[name] = _style(style)
+            if style == "colwise":
+                shared.add(name.rpartition(".")[0])
+        # One DTensor for all matrices that read it: their gradients are summed before they are sent, not after.
+        styles |= {name: _SharedInput() for name in shared}
+        if self.first and self._cuts_embedding:
+            styles[f"{self._prefix}{self._model.base_model_prefix}.embed_tokens"] = RowwiseParallel(
+                input_layouts=Replicate(), output_layouts=Replicate()
+            )
+        if self.last:
+            styles[f"{self._prefix}lm_head"] = ColwiseParallel(output_layouts=Shard(-1))
+        return styles
+
+    def tie(self) -> None:
+        """Share the embedding's weight with the head, where they are tied."""
+        if self.is_tied and self.first and self.last:
+            self._model.lm_head.weight = self._embedding.weight
+
+    def keep(self, blocks: range, *, first: bool, last: bool) -> None:
+        """Keep one stage of a pipeline; blocks keep their names."""
+        base = self._base
+        kept = nn.ModuleList()
+        for index in blocks:
+            kept.add_module(str(index), base.layers[index])
+        base.layers = kept
+        base.config = copy.deepcopy(base.config)  # which the forward asks for each block's kind of attention
+        if getattr(base.config, "layer_types", None) is not None:
+            base.config.layer_types = base.config.layer_types[blocks.start : blocks.stop]
+        base.config.num_hidden_layers = len(blocks)
+        if not first:
+            base.embed_tokens = None
+        if not last:
+            base.norm = nn.Identity()
+            self._model.lm_head = nn.Identity()
+        self.first, self.last = first, last
+
+    @property
+    def _base(self) -> Any:
+        return getattr(self._model, self._model.base_model_prefix)
+
+    @property
+    def _cuts_embedding(self) -> bool:
+        """Whether the embedding is cut by tokens: not if it does more than look up, or leaves a row untrained."""
+        return type(self._embedding) is nn.Embedding and self._embedding.padding_idx is None
+
+    @property
+    def _embedding(self) -> nn.Embedding:
+        embedding: nn.Embedding = self._base.embed_tokens
+        return embedding
+
+
+class _SharedInput(ParallelStyle):
+    """Hidden states become one DTensor for the matrices of a module."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        def share(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if args:
+                return (_replicated(args[0], device_mesh), *args[1:]), kwargs
+            return args, kwargs | {"hidden_states": _replicated(kwargs["hidden_states"], device_mesh)}
+
+        module.register_forward_pre_hook(share, with_kwargs=True)
+        return module
+
+
+def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+
+
+def _style(name: str) -> ParallelStyle:
+    """Torch's style for one of ``transformers``."""
+    if name == "colwise":
+        return ColwiseParallel()
+    if name == "rowwise":
+        return RowwiseParallel(output_layouts=Replicate())
+    if name == "replicated_with_grad_allreduce":  # norms of queries and keys: each rank has those of its heads
+        return SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
+    raise UsageError(f"a tensor-parallel style of transformers, {name!r}, is not supported; use tp = 1")
