@@ -38,6 +38,12 @@ OURS: dict[str, dict[str, Any]] = {
     "our-tied-gpt2": {"kind": "gpt", "positions": "learned", "parallel_residual": False, "tied_embedding": True},
 }
 SHAPE = {"layers": 4, "hidden": 48, "heads": 4, "ffn": 80, "vocab": VOCABULARY}
+DIVIDED: dict[str, Any] = {
+    "vocab_size": VOCABULARY + 1, "hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 12,
+    "num_key_value_heads": 2, "intermediate_size": 80, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+"""A model of transformers of even sizes, which two tensor-parallel ranks can divide."""
 
 
 def write_tokens(directory: Path) -> str:
@@ -146,8 +152,9 @@ def stored_names(directory: Path) -> list[str]:
 def test_checkpoints_of_grids_are_put_together(tmp_path: Path) -> None:
     """The same training on a grid of tensor-parallel ranks and stages, and on data-parallel ranks."""
     data = {"source": "tokens", "paths": [write_tokens(tmp_path)]}
-    for name in ("our-llama", "our-neox", "our-gpt2"):
-        model = {**SHAPE, **OURS[name], "vocab": 98}
+    models = {name: {**SHAPE, **OURS[name], "vocab": 98} for name in ("our-llama", "our-neox", "our-gpt2")}
+    models["qwen3"] = {"kind": "huggingface", "config": {**DIVIDED, "model_type": "qwen3"}, "weights": "random"}
+    for name, model in models.items():
         grid = prepared(
             tmp_path, f"{name}-grid", recipe_of(model, data, {"preset": "zero1", "tp": 2, "pp": 2}), local=1
         )

@@ -202,6 +202,24 @@ def test_every_axis_is_encoded() -> None:
             assert sent < 0.6 * plain
 
 
+def rank_counts_twice(plans: list[tw.Plan]) -> list[tuple[frozenset[str], int]]:
+    counts = []
+    for plan in plans:
+        model, optimizer = start("llama", plan)
+        train(model, optimizer, batches(plan, model.grid.data, sequences=16))
+        traffic = model.axis_traffic()["tp"]
+        counts.append((traffic.codecs, traffic.plain))
+    return counts
+
+
+def test_a_second_model_sends_through_its_own_groups() -> None:
+    """Torch takes meshes of the same ranks and names for one, and remembers the first."""
+    plans = [plan_for(1, 2, 1, wire={"tp": codec}) for codec in ("none", "int8:256", "none")]
+    for exact, encoded, again in run_ranks(2, rank_counts_twice, plans):
+        assert exact == again == (frozenset(), exact[1])
+        assert encoded == (frozenset({"int8:256"}), exact[1])
+
+
 def rank_is_left(plan: tw.Plan) -> str:
     """The last rank leaves after a step, and the others are in the next one."""
     model, optimizer = start("llama", plan)

@@ -86,7 +86,8 @@ def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
     if not isinstance(model, Divisible):
         raise UsageError(
             f"{type(model).__name__} cannot be cut with tp = {plan.tp}, pp = {plan.pp}: Llama and GPT of thinwire can, "
-            "and models with the methods of thinwire.parallel.Divisible; for others use tp = 1 and pp = 1"
+            "models of transformers in a thinwire.train.models.huggingface.HuggingFaceCausal, and models with the "
+            "methods of thinwire.parallel.Divisible; for others use tp = 1 and pp = 1"
         )
     if (check := getattr(model, "check_divisible", None)) is not None:
         check(tp=plan.tp, pp=plan.pp)
