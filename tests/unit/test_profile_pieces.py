@@ -9,7 +9,7 @@ from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece
 from thinwire.spec import Factor, ModelSpec
 from thinwire.train.environment import LAB_HOSTS, num_cores, shares_cores
-from thinwire.train.models.pieces import pieces
+from thinwire.train.observing.pieces import pieces
 from thinwire.train.observing.room import measure_room, rank_memory
 
 GIB = 1 << 30
@@ -35,9 +35,9 @@ def test_parts_hold_what_is_timed_and_nothing_else() -> None:
     parts = found(model, GIB, seq=32)
     numels = {}
     for part in ("block", "head", "embedding"):
-        module, call = parts[part].make(torch.device("cpu"))
+        parameters, call = parts[part].make(torch.device("cpu"))
         call().sum().backward()
-        numels[part] = sum(parameter.numel() for parameter in module.parameters())
+        numels[part] = sum(parameter.numel() for parameter in parameters)
     assert numels["embedding"] == 64 * 1000
     assert numels["head"] == 64 * 1000 + 64
     assert numels["block"] == 3 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64)

@@ -70,7 +70,7 @@ def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started |
             return Profile.read(out)
         from thinwire.cli.profile import Measurement, measure_here
         from thinwire.train.environment import rank_device
-        from thinwire.train.models.pieces import pieces
+        from thinwire.train.observing.pieces import pieces
         from thinwire.train.observing.room import rank_memory
 
         device = rank_device(recipe.cluster.device, ranks.local_rank)

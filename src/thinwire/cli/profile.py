@@ -122,7 +122,7 @@ def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
     from thinwire.errors import UsageError
     from thinwire.spec import Factor, ModelSpec
     from thinwire.train.environment import rank_device
-    from thinwire.train.models.pieces import pieces
+    from thinwire.train.observing.pieces import pieces
     from thinwire.train.observing.room import rank_memory
     from thinwire.units import parse_duration
 
