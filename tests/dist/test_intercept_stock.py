@@ -35,7 +35,7 @@ Losses = list[float]
 
 
 def strict(train: Callable[..., Losses], *args: Any) -> tuple[Losses, dict[str, tw.AxisTraffic]]:
-    """Warnings are errors on ranks too: that an axis was passed by would be one."""
+    """Warnings are errors on ranks too: that an axis was bypassed would be one."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         losses = train(*args)

@@ -1,8 +1,8 @@
 """Directories that appear whole or not at all.
 
-A checkpoint ``run/step-7`` is written as ``run/.tmp-step-7-TOKEN`` and renamed when it is complete and on
-disk. Where ``run/step-7`` exists already, it is first set aside as ``run/.old-step-7-TOKEN`` and deleted
-last, so at every moment one of the two is complete:
+A checkpoint ``run/step-7`` is written as ``run/.tmp-step-7-TOKEN`` and renamed once it is complete and on disk. If
+``run/step-7`` already exists, it is first renamed to ``run/.old-step-7-TOKEN`` and deleted last, so that one of the two
+is complete at every moment:
 
 ====================  ==============  =========  ==============
 crash while           step-7          .tmp       .old
@@ -12,11 +12,11 @@ between the renames                   new        previous
 deleting              new                        partial
 ====================  ==============  =========  ==============
 
-In the second row readers use ``.old`` (:func:`locate`) and the next save in the directory moves it back
-(:func:`recover`), which also deletes what crashed saves have left. The writer holds a lock on its ``.tmp``,
-by which its work is told from leftovers: the system drops the lock when the process dies.
+In the second row, readers use ``.old`` (:func:`locate`), and the next save in the directory moves it back
+(:func:`recover`), which also deletes the leftovers of crashed saves. A writer holds a lock on its ``.tmp``, which
+distinguishes work in progress from leftovers: the system releases the lock when the process dies.
 
-Only rank 0 calls what changes names; nothing here communicates.
+Only rank 0 calls functions that rename. Nothing in this module communicates.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _STALE_SECONDS: Final = 3600.0
 
 @final
 class Staging:
-    """A directory being written that will take the place of ``target``.
+    """A directory that is being written and will replace ``target``.
 
     Args:
-        target: where the finished directory goes; resolve symbolic links first.
-        token: distinguishes this save; every rank uses rank 0's.
+        target: Path of the finished directory, without symbolic links.
+        token: Identifies this save; all ranks use rank 0's token.
     """
 
     def __init__(self, target: Path, token: str) -> None:
@@ -64,7 +64,7 @@ class Staging:
         """Recover the parent directory, then create the staging directory and lock it.
 
         Raises:
-            CheckpointError: ``target`` exists and is no checkpoint: it is not ours to replace.
+            CheckpointError: ``target`` exists and is not a checkpoint, so it must not be replaced.
         """
         _make_directory(self.target.parent)
         recover(self.target.parent)
@@ -76,7 +76,7 @@ class Staging:
         self._lock = _lock(self.directory)
 
     def publish(self) -> None:
-        """Make the staging directory appear as ``target``, durably; its files must be on disk already."""
+        """Rename the staging directory to ``target``, durably. Its files must already be on disk."""
         sync_directory(self.directory)
         replaces = is_checkpoint(self.target)
         try:
@@ -93,7 +93,7 @@ class Staging:
             _delete(self._aside)
 
     def discard(self) -> None:
-        """Delete the staging directory; after :meth:`publish` there is none and nothing happens."""
+        """Delete the staging directory. After :meth:`publish`, this does nothing."""
         _delete(self.directory)
         self._unlock()
 
@@ -104,18 +104,18 @@ class Staging:
 
 
 def is_checkpoint(directory: Path) -> bool:
-    """Tell whether a directory holds a manifest; whether it is valid is not looked at."""
+    """Whether a directory holds a manifest. The manifest is not validated."""
     return (directory / MANIFEST_NAME).is_file()
 
 
 def locate(path: Path) -> Path:
-    """Find the directory to read a checkpoint from: ``path``, or its predecessor that a crash left aside.
+    """Find the directory that holds a checkpoint: ``path``, or the renamed predecessor that a crash has left.
 
     Args:
-        path: the checkpoint's name.
+        path: Path of the checkpoint.
 
     Returns:
-        ``path`` itself also where there is no checkpoint at all; reading it will say so.
+        The directory; ``path`` itself if there is no checkpoint at all, so that reading it raises an error.
     """
     path = path.resolve()
     if not path.exists() and path.parent.is_dir():
@@ -127,12 +127,12 @@ def locate(path: Path) -> Path:
 
 
 def recover(parent: Path) -> None:
-    """Bring back checkpoints that a crash left set aside and delete what crashed saves left behind.
+    """Restore checkpoints that a crash has left under another name, and delete the leftovers of crashed saves.
 
-    Every save calls it. Call it before listing a directory for the newest checkpoint to resume from.
+    Every save calls this. Call it before you look for the newest checkpoint in a directory.
 
     Args:
-        parent: the directory that holds checkpoints; nothing happens if it does not exist.
+        parent: Directory of the checkpoints; if it does not exist, nothing happens.
     """
     if not parent.is_dir():
         return
@@ -150,7 +150,7 @@ def recover(parent: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make the names in a directory durable."""
+    """Write the names in a directory to disk."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -167,7 +167,7 @@ def _make_directory(directory: Path) -> None:
 
 
 def _delete(directory: Path) -> None:
-    """Delete a directory as far as possible; without its manifest, gone first, it is no checkpoint."""
+    """Delete a directory as far as possible, its manifest first, because without it the rest is not a checkpoint."""
     with contextlib.suppress(OSError):
         (directory / MANIFEST_NAME).unlink()
     shutil.rmtree(directory, ignore_errors=True)
@@ -178,7 +178,7 @@ def _is_empty_directory(path: Path) -> bool:
 
 
 def _lock(directory: Path) -> int | None:
-    """Lock a directory for as long as the returned descriptor is open; None where locks do not exist."""
+    """Lock a directory while the returned descriptor is open; ``None`` if the file system has no locks."""
     descriptor = os.open(directory, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -189,7 +189,7 @@ def _lock(directory: Path) -> int | None:
 
 
 def _is_abandoned(directory: Path) -> bool:
-    """Tell whether no living process writes to a staging directory."""
+    """Whether no live process writes to a staging directory."""
     try:
         descriptor = os.open(directory, os.O_RDONLY)
     except OSError:
@@ -210,6 +210,6 @@ def _is_abandoned(directory: Path) -> bool:
 
 
 def _now(directory: Path) -> float:
-    """The time by the clock that stamps files of a directory, which need not be this host's."""
+    """The current time by the clock that stamps the files of a directory, which may not be this host's."""
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".now-") as file:
         return os.fstat(file.fileno()).st_mtime

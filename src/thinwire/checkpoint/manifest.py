@@ -1,13 +1,12 @@
-"""What a checkpoint directory promises: its files, their checksums, which element lies where, and the
-state that is not tensors.
+"""The manifest of a checkpoint: its files, their checksums, the place of every element, and state that is not tensors.
 
-A checkpoint is a directory of safetensors files and one JSON manifest, written last. The manifest is the
-root of trust while loading: it carries its own checksum, every file is held against it (presence, size,
-CRC-32, header) and every vector must be covered exactly once, before anything is read into a tensor.
-Nothing is unpickled, and no length found on disk is trusted further than the size of the file that holds it.
+A checkpoint is a directory of safetensors files and one JSON manifest, which is written last. Loading trusts only the
+manifest, which carries its own checksum. Before anything is read into a tensor, every file is compared with the
+manifest (presence, size, CRC-32, header), and every vector must be covered exactly once. Nothing is unpickled, and a
+length found on disk is never trusted beyond the size of its file.
 
-CRC-32 finds accidents (any damage within 32 consecutive bits for certain), not forgery. It runs at several
-GB/s, five times as fast as BLAKE2b.
+CRC-32 detects accidents (with certainty any damage within 32 consecutive bits), not forgery. It runs at several GB/s,
+five times as fast as BLAKE2b.
 """
 
 from __future__ import annotations
@@ -74,12 +73,12 @@ _LOSSLESS: Final[dict[torch.dtype, set[torch.dtype]]] = {
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Give the name of an element type as the manifest writes it, for example ``bfloat16``."""
+    """The name of an element type in a manifest, for example ``bfloat16``."""
     return str(dtype).removeprefix("torch.")
 
 
 def converts_losslessly(source: torch.dtype, target: torch.dtype) -> bool:
-    """Tell whether every value of ``source`` exists in ``target``, within floats or within integers."""
+    """Whether every value of ``source`` exists in ``target``. Floats and integers do not convert to each other."""
     return source == target or target in _LOSSLESS.get(source, ())
 
 
@@ -108,7 +107,7 @@ class StoredSpan:
 class VectorEntry:
     """A global flat vector: ``numel`` elements of ``dtype``; ``spans`` cover them once, in order.
 
-    ``dtype`` is None for a vector of no elements of which no rank held a chunk.
+    ``dtype`` is ``None`` for an empty vector of which no rank holds a chunk.
     """
 
     numel: int
@@ -129,7 +128,7 @@ class Manifest:
         """Write the manifest as one canonical line of JSON that carries the checksum of its body.
 
         Raises:
-            CheckpointError: it is larger than a reader accepts.
+            CheckpointError: The manifest is larger than a reader accepts.
         """
         body = {
             "files": [{"name": file.name, "bytes": file.size, "crc32": f"{file.crc32:08x}"} for file in self.files],
@@ -152,7 +151,7 @@ class Manifest:
         return raw
 
     def contents(self) -> list[dict[str, tuple[torch.dtype, StoredSpan]]]:
-        """Give, for every file in order, the one span of each key that it holds."""
+        """For every file in order, the span that it holds of each key; a file has at most one span per key."""
         contents: list[dict[str, tuple[torch.dtype, StoredSpan]]] = [{} for _ in self.files]
         for key, vector in self.vectors.items():
             for span in vector.spans:
@@ -171,14 +170,14 @@ def decode(raw: bytes, where: str) -> Manifest:
     """Parse and validate a manifest.
 
     Args:
-        raw: the file's bytes.
-        where: the file's path, for messages.
+        raw: Bytes of the file.
+        where: Path of the file, for messages.
 
     Returns:
-        The manifest; its vectors are covered exactly once by its files, whose names are plain.
+        The manifest. Its files cover its vectors exactly once, and their names contain no path.
 
     Raises:
-        CheckpointError: anything is not as :meth:`Manifest.encode` wrote it.
+        CheckpointError: Something differs from what :meth:`Manifest.encode` writes.
     """
     document = _parse(raw, where)
     fields = _object(document, where, None)
@@ -226,16 +225,16 @@ def decode(raw: bytes, where: str) -> Manifest:
 
 
 def read_manifest(directory: Path) -> tuple[Manifest, int]:
-    """Read and validate the manifest of a checkpoint directory, and that its files are there in full size.
+    """Read and validate the manifest of a checkpoint directory, and check that its files exist in full size.
 
     Args:
-        directory: the checkpoint.
+        directory: The checkpoint.
 
     Returns:
-        The manifest, and the CRC-32 of its bytes by which ranks compare what they see.
+        The manifest, and the CRC-32 of its bytes, which ranks compare to detect that they see different checkpoints.
 
     Raises:
-        CheckpointError: the manifest is missing or invalid; a file is missing or of another size.
+        CheckpointError: The manifest is missing or invalid, or a file is missing or of another size.
     """
     path = directory / MANIFEST_NAME
     try:
@@ -259,33 +258,33 @@ def check_size(path: Path, size: int) -> None:
     """Check that a file of the checkpoint exists, is a regular file and has ``size`` bytes.
 
     Raises:
-        CheckpointError: naming the file, its size and the size it should have.
+        CheckpointError: The file is missing or of another size; the message names it and both sizes.
     """
     try:
-        found = _regular_size(path)
+        actual = _regular_size(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing; the checkpoint is incomplete") from error
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
-    if found != size:
-        raise CheckpointError(f"{path}: {found} bytes, the manifest says {size}; the checkpoint is corrupt")
+    if actual != size:
+        raise CheckpointError(f"{path}: {actual} bytes, the manifest says {size}; the checkpoint is corrupt")
 
 
 def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
-    """Hold one safetensors file against its manifest entry: size, checksum and header.
+    """Compare a safetensors file with its manifest entry: size, checksum and header.
 
     Args:
-        directory: the checkpoint.
-        file: what the manifest says of the file.
-        contents: the span of every key the file should hold.
+        directory: The checkpoint.
+        file: Manifest entry of the file.
+        contents: Span of every key that the file should hold.
 
     Raises:
-        CheckpointError: anything differs; the message names the file.
+        CheckpointError: Something differs; the message names the file.
     """
     path = directory / file.name
     check_size(path, file.size)
-    if (found := crc32_of(path)) != file.crc32:
-        raise CheckpointError(f"{path}: corrupt: its CRC-32 is {found:08x}, the manifest says {file.crc32:08x}")
+    if (actual := crc32_of(path)) != file.crc32:
+        raise CheckpointError(f"{path}: corrupt: its CRC-32 is {actual:08x}, the manifest says {file.crc32:08x}")
     check_header(path, file.size, contents)
 
 
@@ -293,12 +292,12 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
     """Check that a safetensors header describes exactly ``contents``, without gaps, overlaps or excess.
 
     Args:
-        path: the file.
-        size: its size in bytes.
-        contents: the span of every key the file should hold.
+        path: The file.
+        size: Size of the file in bytes.
+        contents: Span of every key that the file should hold.
 
     Raises:
-        CheckpointError: the header is malformed or tells another story than the manifest.
+        CheckpointError: The header is malformed or contradicts the manifest.
     """
     # The names are known, so the header's length is bounded before it is read.
     bound = min(_MAX_HEADER_BYTES, 4096 + sum(16 * len(key.encode()) + 512 for key in contents))
@@ -322,9 +321,9 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
         entry = _object(header[key], f"{where}: {key!r}", {"dtype", "shape", "data_offsets"})
         saved = _object(offsets[key], f"{where}: {key!r}", {"saved_offsets"})
         expected = {"dtype": SAFETENSORS_CODES[dtype], "shape": [span.length], "saved_offsets": [span.offset]}
-        found = {"dtype": entry["dtype"], "shape": entry["shape"], **saved}
-        if _dump(found) != _dump(expected):
-            raise CheckpointError(f"{where}: corrupt: {key!r} is {found}, the manifest says {expected}")
+        actual = {"dtype": entry["dtype"], "shape": entry["shape"], **saved}
+        if _dump(actual) != _dump(expected):
+            raise CheckpointError(f"{where}: corrupt: {key!r} is {actual}, the manifest says {expected}")
         begin, end = _integers(entry["data_offsets"], 2, f"{where}: data_offsets of {key!r}")
         if end - begin != span.length * dtype.itemsize:
             raise CheckpointError(f"{where}: corrupt: {key!r} lies in bytes {begin} to {end}, too few or too many")
@@ -333,15 +332,15 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
 
 
 def check_cover(spans: Iterable[tuple[int, int]], numel: int, what: str) -> None:
-    """Check that ``(offset, length)`` spans cover ``range(numel)`` exactly once, none being empty.
+    """Check that non-empty ``(offset, length)`` spans cover ``range(numel)`` exactly once.
 
     Args:
-        spans: in any order.
-        numel: how many elements (or bytes) there are.
-        what: begins the message; its last word is the plural of what is counted.
+        spans: Spans in any order.
+        numel: Number of elements (or bytes).
+        what: Beginning of the message; its last word is the plural of the unit.
 
     Raises:
-        CheckpointError: naming the first elements that are covered never or twice.
+        CheckpointError: Elements are missing or covered twice; the message names the first.
     """
     position = 0
     for offset, length in sorted(spans):
@@ -360,7 +359,7 @@ def check_key(key: object) -> None:
     """Check that a vector's key can be a name in a safetensors header.
 
     Raises:
-        CheckpointError: it is empty, reserved, not a string or not encodable.
+        CheckpointError: The key is empty, reserved, not a string or not encodable.
     """
     valid = isinstance(key, str) and key not in ("", "__metadata__")
     if valid:
@@ -375,17 +374,17 @@ def check_key(key: object) -> None:
 
 
 def dump_value(value: object, what: str) -> str:
-    """Serialise one JSON value exactly: what is read back equals what was given.
+    """Serialise a JSON value so that it is read back exactly.
 
     Args:
-        value: None, bool, int, finite float, str, list or dict with string keys, nested.
-        what: its name, for messages.
+        value: ``None``, bool, int, finite float, str, or a list or dict (with string keys) of such values.
+        what: Name of the value, for messages.
 
     Returns:
         Canonical JSON text.
 
     Raises:
-        CheckpointError: the value, or one inside it, is of another type or not finite.
+        CheckpointError: The value, or one inside it, has another type or is not finite.
     """
     _check_value(value, what, 0)
     try:
@@ -395,7 +394,7 @@ def dump_value(value: object, what: str) -> str:
 
 
 def parse_value(text: str) -> Any:
-    """Parse what :func:`dump_value` wrote."""
+    """Parse the output of :func:`dump_value`."""
     return json.loads(text)
 
 
@@ -403,7 +402,7 @@ def crc32_of(path: Path) -> int:
     """Compute the CRC-32 of a file's bytes.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: The file cannot be read.
     """
     crc = 0
     buffer = memoryview(bytearray(_READ_BYTES))
@@ -417,12 +416,12 @@ def crc32_of(path: Path) -> int:
 
 
 def os_reason(error: OSError) -> str:
-    """Say in a few words what the operating system refused."""
+    """The operating system's reason in a few words."""
     return error.strerror or str(error)
 
 
 def _regular_size(path: Path) -> int:
-    """Give a file's size; opening a pipe or a device in its place could block for ever."""
+    """Size of a regular file. Other kinds are refused, because opening a pipe or a device could block forever."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise OSError(0, "not a regular file", os.fspath(path))
@@ -466,7 +465,7 @@ def _parse(raw: bytes, where: str) -> object:
         return result
 
     def finite(text: str) -> float:
-        number = float(text)  # NaN and Infinity come here too; 1e999 is one of them in disguise
+        number = float(text)  # NaN and Infinity are parsed here too, and 1e999 becomes infinite
         if not math.isfinite(number):
             raise ValueError(f"{text[:20]} is not a finite number")
         return number
@@ -481,7 +480,7 @@ def _parse(raw: bytes, where: str) -> object:
 
 
 def _object(value: object, where: str, names: set[str] | None) -> dict[str, Any]:
-    """Give ``value`` if it is a JSON object with exactly ``names`` (any, if None)."""
+    """Return ``value`` if it is a JSON object with exactly these names (or any names, if ``None``)."""
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: corrupt: {_quote(value)} should be an object")
     if names is not None and value.keys() != names:
@@ -497,7 +496,7 @@ def _array(value: object, where: str) -> list[object]:
 
 
 def _integers(value: object, count: int, where: str) -> list[int]:
-    """Give ``count`` integers that fit in 63 bits; a bool is none."""
+    """Return ``value`` if it is an array of ``count`` non-negative integers that fit in 63 bits; bools do not count."""
     items = _array(value, where)
     integers = [item for item in items if type(item) is int and 0 <= item <= _MAX_INT]
     if len(items) != count or len(integers) != count:
@@ -528,7 +527,7 @@ def _check_value(value: object, what: str, depth: int) -> None:
 
 
 def _quote(value: object) -> str:
-    """Show a value from disk, cut short: it may be anything, of any length."""
+    """Show a value from disk, shortened, because it may be anything of any length."""
     try:
         text = ascii(value)
     except (ValueError, RecursionError):

@@ -1,16 +1,16 @@
-"""Checkpoints of sharded vectors: written by all ranks, read back under any other sharding.
+"""Checkpoints of sharded vectors: written by all ranks, read under any other sharding.
 
-A *vector* is a flat tensor of which each rank holds some *chunks*. :func:`write` stores every element once,
-:func:`read` fills chunks cut in any other way, on any number of ranks. What parameters, moments or
-residuals the vectors mean, the caller knows; the store sees keys, lengths and element types.
+A *vector* is a flat tensor of which each rank holds some *chunks*. :func:`write` stores every element once, and
+:func:`read` fills chunks of any other division, on any number of ranks. The store knows keys, lengths and element
+types; only the caller knows which parameters, moments or residuals a vector holds.
 
-This file is the protocol between the ranks. It relies on :mod:`thinwire.checkpoint.storage`, which writes and reads
+This module is the protocol between the ranks. It relies on :mod:`thinwire.checkpoint.storage`, which writes and reads
 safetensors files, on :mod:`thinwire.checkpoint.manifest`, which describes what a checkpoint must hold, and on
 :mod:`thinwire.checkpoint.atomic`, which makes the directory appear whole or not at all.
 
-Nothing here calls ``torch.distributed.checkpoint``: its ``save`` and ``load`` gather pickled exceptions, which some
-exceptions and some Python versions do not survive, and then ranks wait for each other forever. Here ranks exchange
-plain text after every phase (:func:`_together`), so either all of them raise or none does.
+It does not use ``torch.distributed.checkpoint``, whose ``save`` and ``load`` gather pickled exceptions. Some exceptions
+fail to unpickle in some versions of Python, and ranks then wait for each other forever. Here, ranks exchange plain text
+after every phase (:func:`_together`), so either all of them raise or none does.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Alone:
     size: Final = 1
 
     def all_gather_object(self, obj: Any, /) -> list[Any]:
-        """Give the one object."""
+        """Return a list of this one object."""
         return [obj]
 
 
@@ -79,30 +79,30 @@ def write(
 ) -> None:
     """Save vectors and values as a checkpoint directory, completely or not at all. Collective.
 
-    1. Ranks exchange what they hold; overlaps and gaps are found before anything is written.
-    2. Rank 0 creates a staging directory beside ``path``; every rank writes its files there and synchronises
-       them to disk, and sends their names, sizes and checksums to rank 0.
+    1. Ranks exchange descriptions of their chunks, so that overlaps and gaps are found before anything is written.
+    2. Rank 0 creates a staging directory next to ``path``. Every rank writes its files there, synchronises them to
+       disk, and sends their names, sizes and checksums to rank 0.
     3. Rank 0 writes the manifest and renames the directory to ``path``.
 
-    An existing checkpoint at ``path`` is replaced: it stays readable under that name until the new one
-    takes its place, also if the process is killed at any moment. Anything else that exists there is an error.
+    An existing checkpoint at ``path`` is replaced. It stays readable under that name until the new one replaces it,
+    even if the process is killed at any moment. Anything else at that path is an error.
 
     Args:
-        path: the directory to create, on a file system that all ranks share.
-        vectors: by key. The ranks' chunks must cover each vector exactly once: of replicas, one rank passes
-            the chunk. A rank may leave out a key that other ranks pass.
+        path: Directory to create, on a file system that all ranks share.
+        vectors: Vectors by key. The chunks of all ranks must cover each vector exactly once; only one rank passes a
+            replicated chunk. A rank may omit a key that other ranks pass.
         values: JSON state by key. Ranks may pass different keys, but equal values for the same key.
-        control: the ranks that save, with a timeout that suffices for the slowest rank's disk.
+        control: The ranks that save, with a timeout that suffices for the slowest rank's disk.
 
     Raises:
-        CheckpointError: on every rank, when any rank fails, for example for want of space. What was at
-            ``path`` is unchanged, the staging directory is gone.
+        CheckpointError: On every rank, if any rank fails, for example because the disk is full. Whatever was at
+            ``path`` is unchanged, and the staging directory is deleted.
     """
     doing = f"{os.fspath(path)}: cannot save"
-    held = _together(control, doing, lambda: _describe(vectors, values))
-    numels, dtypes = _merge_vectors([description.vectors for description in held], doing)
-    merged_values = _merge_values([description.values for description in held], doing)
-    first_number = sum(description.num_files for description in held[: control.rank])
+    parts = _together(control, doing, lambda: _describe(vectors, values))
+    numels, dtypes = _merge_vectors([part.vectors for part in parts], doing)
+    merged_values = _merge_values([part.values for part in parts], doing)
+    first_number = sum(part.num_files for part in parts[: control.rank])
 
     staging: Staging | None = None
 
@@ -139,29 +139,28 @@ def read(
     control: ControlGroup,
     strict: bool = True,
 ) -> tuple[str, ...]:
-    """Fill chunks in place from a checkpoint, whatever sharding it was written under. Collective.
+    """Fill chunks in place from a checkpoint that was written under any sharding. Collective.
 
-    1. Every rank reads the manifest and holds its vectors against it.
-    2. Every file is read once, by one of the ranks, and held against its checksum and its header.
-    3. Every rank reads the elements it wants; several ranks may want the same.
+    1. Every rank reads the manifest and compares its vectors with it.
+    2. Every file is read once, by one of the ranks, and compared with its checksum and its header.
+    3. Every rank reads its elements; several ranks may read the same ones.
 
-    No tensor is touched before 1 and 2 have succeeded on all ranks; an error of the disk in 3 leaves tensors
-    partly filled. Elements are converted if their stored type fits losslessly into the chunk's, floats into
-    wider floats and integers into wider integers; otherwise the difference is an error.
-    Vectors in the checkpoint that nobody asks for are left alone.
+    No tensor changes before 1 and 2 have succeeded on all ranks. A disk error in 3 leaves tensors partly filled.
+    Elements are converted if their stored type fits losslessly into the chunk's type, floats into wider floats and
+    integers into wider integers; any other difference is an error. Vectors that no rank passes are ignored.
 
     Args:
-        path: the checkpoint directory.
-        vectors: by key, what this rank wants.
-        control: the ranks that load; any number.
-        strict: whether a key that the checkpoint lacks is an error.
+        path: The checkpoint directory.
+        vectors: The chunks to fill on this rank, by key of their vector.
+        control: The ranks that load; any number.
+        strict: Whether a key that the checkpoint lacks is an error.
 
     Returns:
-        The keys that the checkpoint lacks and that were therefore not touched; none if ``strict``.
+        The keys that the checkpoint lacks, whose chunks are unchanged; empty if ``strict``.
 
     Raises:
-        CheckpointError: on every rank, when the checkpoint is missing, incomplete or corrupt, when ranks see
-            different checkpoints, or when a key, a length or an element type does not fit.
+        CheckpointError: On every rank, if the checkpoint is missing, incomplete or corrupt, if ranks see different
+            checkpoints, or if a key, a length or an element type does not fit.
     """
     doing = f"{os.fspath(path)}: cannot load"
     opened: _Opened | None = None
@@ -189,18 +188,18 @@ def read(
 
 
 def read_values(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Give the values of a checkpoint, to every process that asks, without communication.
+    """Read the values of a checkpoint in this process alone, without communication.
 
-    The manifest's checksum and the files' presence and sizes are verified, their contents are not.
+    This verifies the manifest's checksum and the presence and sizes of the files, but not their contents.
 
     Args:
-        path: the checkpoint directory.
+        path: The checkpoint directory.
 
     Returns:
-        The values that :func:`write` was given, of all ranks.
+        The values that all ranks passed to :func:`write`.
 
     Raises:
-        CheckpointError: the checkpoint is missing, incomplete or its manifest corrupt.
+        CheckpointError: The checkpoint is missing or incomplete, or its manifest is corrupt.
     """
     return dict(verify(path, checksums=False).values)
 
@@ -209,15 +208,15 @@ def verify(path: str | os.PathLike[str], *, checksums: bool = True) -> Manifest:
     """Verify a checkpoint in this process alone.
 
     Args:
-        path: the checkpoint directory.
-        checksums: read every file and compare headers and checksums; otherwise the manifest, and the files'
-            presence and sizes.
+        path: The checkpoint directory.
+        checksums: Whether to read every file and compare headers and checksums. Otherwise, only the manifest and the
+            presence and sizes of the files are checked.
 
     Returns:
-        The table of contents: files, vectors with their lengths and element types, values.
+        The manifest: files, vectors with their lengths and element types, values.
 
     Raises:
-        CheckpointError: naming the file that is missing or corrupt.
+        CheckpointError: A file is missing or corrupt; the message names it.
     """
     opened = _open(path)
     if checksums:
@@ -230,13 +229,13 @@ class Reader:
     """A checkpoint that one process reads, vector by vector, without a job.
 
     Args:
-        path: the checkpoint directory.
+        path: The checkpoint directory. The constructor reads every file once to verify it.
 
     Attributes:
-        manifest: its table of contents.
+        manifest: Manifest of the checkpoint.
 
     Raises:
-        CheckpointError: naming the file that is missing or corrupt; every file has been read once when this returns.
+        CheckpointError: A file is missing or corrupt; the message names it.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -245,32 +244,32 @@ class Reader:
         _check_files(opened.directory, opened.manifest, range(len(opened.manifest.files)))
 
     def vector(self, key: str) -> torch.Tensor:
-        """Give a vector, whole: 1-D, in the dtype in which it is stored.
+        """Read a whole vector, as a 1-D tensor in the stored dtype.
 
         Raises:
-            CheckpointError: there is no such vector, or the disk fails.
+            CheckpointError: There is no such vector, or it cannot be read.
         """
         entry = self.manifest.vectors.get(key)
         if entry is None:
             raise CheckpointError(f"{self._directory}: {_missing_keys([key], self.manifest.vectors)}")
-        found = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
+        whole = torch.empty(entry.numel, dtype=entry.dtype or torch.float32)
         try:
-            read_chunks(self._directory, self.manifest, {key: ShardedVector(entry.numel, (Chunk(0, found),))})
+            read_chunks(self._directory, self.manifest, {key: ShardedVector(entry.numel, (Chunk(0, whole),))})
         except OSError as error:
             raise CheckpointError(f"{self._directory}: {key} cannot be read: {_explain(error)}") from error
-        return found
+        return whole
 
 
 def _together(control: ControlGroup, doing: str, action: Callable[[], T]) -> list[T]:
     """Run an action on every rank; raise one :class:`CheckpointError` on all of them if any failed.
 
     Args:
-        control: the ranks.
-        doing: begins the error message.
-        action: this rank's part; it must not communicate.
+        control: The ranks.
+        doing: Beginning of the error message.
+        action: The part of this rank; it must not communicate.
 
     Returns:
-        Every rank's result, by rank.
+        The results of all ranks, by rank.
     """
 
     def explained(problems: Mapping[int, str]) -> CheckpointError:
@@ -301,8 +300,8 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 @final
 @dataclass(frozen=True)
-class _Held:
-    """What one rank brings to a save: the shape of its vectors, its values as JSON, its number of files."""
+class _Contribution:
+    """One rank's part of a save: lengths, types and spans of its vectors, values as JSON, number of files."""
 
     vectors: dict[str, tuple[int, torch.dtype | None, list[tuple[int, int]]]]
     values: dict[str, str]
@@ -312,15 +311,15 @@ class _Held:
 @final
 @dataclass(frozen=True)
 class _Opened:
-    """A checkpoint directory whose manifest is valid; equal fingerprints mean equal manifests."""
+    """A checkpoint directory with a valid manifest. Equal fingerprints mean equal manifests."""
 
     directory: Path
     manifest: Manifest
     fingerprint: int
 
 
-def _describe(vectors: Mapping[str, ShardedVector], values: Mapping[str, Json]) -> _Held:
-    held = {}
+def _describe(vectors: Mapping[str, ShardedVector], values: Mapping[str, Json]) -> _Contribution:
+    described = {}
     for key, vector in vectors.items():
         _manifest.check_key(key)
         _check_chunks(key, vector)
@@ -329,13 +328,13 @@ def _describe(vectors: Mapping[str, ShardedVector], values: Mapping[str, Json]) 
             names = sorted(map(_manifest.dtype_name, dtypes))
             raise CheckpointError(f"vector {key!r}: its chunks have different types: {', '.join(names)}")
         spans = [(chunk.offset, chunk.tensor.numel()) for chunk in vector.chunks if chunk.tensor.numel()]
-        held[key] = (vector.numel, dtypes.pop() if dtypes else None, spans)
+        described[key] = (vector.numel, dtypes.pop() if dtypes else None, spans)
     texts = {}
     for key, value in values.items():
         if not isinstance(key, str):
             raise CheckpointError(f"value {key!r}: its key is not a string")
         texts[key] = _manifest.dump_value(value, f"value {key!r}")
-    return _Held(held, texts, len(pack(vectors)))
+    return _Contribution(described, texts, len(pack(vectors)))
 
 
 def _check_chunks(key: str, vector: ShardedVector) -> None:
@@ -357,16 +356,16 @@ def _check_chunks(key: str, vector: ShardedVector) -> None:
 
 
 def _merge_vectors(
-    held: Sequence[Mapping[str, tuple[int, torch.dtype | None, list[tuple[int, int]]]]], doing: str
+    contributions: Sequence[Mapping[str, tuple[int, torch.dtype | None, list[tuple[int, int]]]]], doing: str
 ) -> tuple[dict[str, int], dict[str, torch.dtype | None]]:
     """Check that the ranks agree on every vector and cover it exactly once.
 
-    All ranks judge the same data, so they raise together without another exchange.
+    All ranks check the same data, so they raise together without another exchange.
     """
     numels: dict[str, int] = {}
     dtypes: dict[str, torch.dtype | None] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
-    for rank, vectors in enumerate(held):
+    for rank, vectors in enumerate(contributions):
         for key, (numel, dtype, chunks) in vectors.items():
             if numels.setdefault(key, numel) != numel:
                 raise CheckpointError(
@@ -384,9 +383,9 @@ def _merge_vectors(
     return numels, dtypes
 
 
-def _merge_values(held: Sequence[Mapping[str, str]], doing: str) -> dict[str, Any]:
+def _merge_values(contributions: Sequence[Mapping[str, str]], doing: str) -> dict[str, Any]:
     texts: dict[str, str] = {}
-    for rank, values in enumerate(held):
+    for rank, values in enumerate(contributions):
         for key, text in values.items():
             if texts.setdefault(key, text) != text:
                 raise CheckpointError(
@@ -422,7 +421,7 @@ def _compile(
 
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, durably, after a last look at what the other ranks have written."""
+    """Write the manifest durably, after checking the files that the ranks have written."""
     path = directory / _manifest.MANIFEST_NAME
     raw = manifest.encode()
     _manifest.decode(raw, str(path))
@@ -437,14 +436,14 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
 def _open(path: str | os.PathLike[str]) -> _Opened:
     try:
         directory = locate(Path(path))
-    except (OSError, RuntimeError, ValueError) as error:  # no permission; links in a loop; a NUL in the name
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, a loop of links, or a NUL in the name
         raise CheckpointError(f"{os.fspath(path)}: not a checkpoint: {_explain(error)}") from error
     manifest, fingerprint = _manifest.read_manifest(directory)
     return _Opened(directory, manifest, fingerprint)
 
 
 def _check_wanted(vectors: Mapping[str, ShardedVector], manifest: Manifest, *, strict: bool) -> None:
-    """Hold what this rank wants against what there is."""
+    """Compare the vectors that this rank wants with those of the checkpoint."""
     missing = [key for key in vectors if key not in manifest.vectors]
     if missing and strict:
         raise CheckpointError(_missing_keys(missing, manifest.vectors))
@@ -478,7 +477,7 @@ def _missing_keys(missing: Sequence[str], present: Iterable[str]) -> str:
 
 
 def _share_out(sizes: Sequence[int], num_ranks: int) -> list[list[int]]:
-    """Deal file indices to ranks, largest first, each to the rank with the least so far."""
+    """Assign files to ranks by index, the largest first, each to the rank with the fewest bytes so far."""
     shares: list[list[int]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

@@ -1,7 +1,7 @@
-"""Compressing what other libraries send.
+"""Compresses what other libraries send.
 
-A :class:`CompressingGroup` takes the place of a process group and encodes what DTensor, FSDP2, DDP or a pipeline sends
-through it, unknown to them. ``docs/intercept.md`` tells how to use it.
+A :class:`CompressingGroup` replaces a process group and encodes what DTensor, FSDP2, DDP or a pipeline sends through
+it, without their knowledge. ``docs/intercept.md`` shows how to use it.
 """
 
 from thinwire.intercept.gate import AxisCodecs

@@ -1,6 +1,6 @@
-"""One line for FSDP2 and for DDP: what they send is encoded, without a device mesh to be compressed beforehand."""
+"""Encodes what FSDP2 or DDP sends, by one line after wrapping the model. No device mesh is compressed first."""
 
-# Annotations are not deferred here: DDP looks at those of a communication hook.
+# Annotations are evaluated in this module, because DDP inspects those of a communication hook.
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ __all__ = ["CompressedAllGather", "CompressedReduceScatter", "compress_ddp", "co
 
 
 class _Groups:
-    """The compressing group of each group that FSDP uses, made when it is first used."""
+    """The compressing group of each of FSDP's groups, made on first use."""
 
     def __init__(self, codecs: AxisCodecs, min_numel: int) -> None:
         self._codecs, self._min_numel = codecs, min_numel
@@ -43,18 +43,18 @@ class _Groups:
 
 
 class _Collective:
-    """What FSDP asks of both of its collectives."""
+    """The part of FSDP's interface that both collectives share."""
 
     def __init__(self, groups: _Groups) -> None:
         self._groups = groups
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A buffer, uninitialised."""
+        """An uninitialised buffer."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
 class CompressedAllGather(_Collective, AllGather):
-    """For ``FSDPModule.set_custom_all_gather``; :func:`compress_fsdp` sets it on every module."""
+    """Encoded all-gather for ``FSDPModule.set_custom_all_gather``; :func:`compress_fsdp` sets it on every module."""
 
     def __call__(
         self,
@@ -70,7 +70,7 @@ class CompressedAllGather(_Collective, AllGather):
 
 
 class CompressedReduceScatter(_Collective, ReduceScatter):
-    """For ``FSDPModule.set_custom_reduce_scatter``; :func:`compress_fsdp` sets it on every module."""
+    """Encoded reduce-scatter for ``FSDPModule.set_custom_reduce_scatter``; :func:`compress_fsdp` sets it everywhere."""
 
     def __call__(
         self,
@@ -82,7 +82,7 @@ class CompressedReduceScatter(_Collective, ReduceScatter):
     ) -> dist.Work | None:
         """Reduce gradients."""
         opts = ReduceScatterOptions()
-        opts.reduceOp = op  # type: ignore[assignment]  # torch takes its kinds too
+        opts.reduceOp = op  # type: ignore[assignment]  # torch also accepts RedOpType
         opts.asyncOp = async_op
         return _finished(self._groups.of(group).reduce_scatter_single(output_tensor, input_tensor, opts), async_op)
 
@@ -94,22 +94,22 @@ def compress_fsdp(
     gather: str | CodecSpec | None = None,
     min_numel: int = MIN_NUMEL,
 ) -> StepMarks:
-    """Encode what FSDP2 sends: gradients with ``codec``, parameters with ``gather``. One line after ``fully_shard``.
+    """Encode what FSDP2 sends: gradients with ``codec``, parameters with ``gather``. Call it after ``fully_shard``.
 
-    Parameters are gathered exactly outside training steps: in ``full_tensor()``, checkpoints and evaluation. (With a
-    hybrid mesh, the all-reduce between replicas is not FSDP's to replace: compress that axis of the mesh.)
+    Outside training steps, parameters are gathered exactly: in ``full_tensor()``, checkpoints and evaluation. With a
+    hybrid mesh, FSDP does not let the all-reduce between replicas be replaced; compress that axis of the mesh instead.
 
     Args:
-        model: on which ``fully_shard`` has been called.
-        codec: of reduce-scatters.
-        gather: of all-gathers; the same unless said.
-        min_numel: tensors with fewer values travel as they are.
+        model: Model on which ``fully_shard`` has been called.
+        codec: Codec of reduce-scatters.
+        gather: Codec of all-gathers; ``codec`` by default.
+        min_numel: Tensors with fewer values are sent unencoded.
 
     Returns:
-        The marks of training steps, which are set on ``model``.
+        Marks of the training steps, which are set on ``model``.
 
     Raises:
-        UsageError: if ``fully_shard`` has not been called on the model or any of its modules.
+        UsageError: ``fully_shard`` has not been called on the model or any of its modules.
     """
     groups = _Groups(AxisCodecs.of(codec, gather=gather), min_numel)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
@@ -124,15 +124,15 @@ def compress_fsdp(
 def compress_ddp(
     model: DistributedDataParallel, codec: str | CodecSpec, *, min_numel: int = MIN_NUMEL
 ) -> CompressingGroup:
-    """Encode the gradients that DDP reduces. One line after ``DistributedDataParallel(module)``.
+    """Encode the gradients that DDP reduces. Call it after ``DistributedDataParallel(module)``.
 
     Args:
-        model: DDP's.
-        codec: of the all-reduces; their mean stays a mean.
-        min_numel: buckets with fewer values travel as they are.
+        model: Model wrapped by DDP.
+        codec: Codec of the all-reduces. Gradients are still means.
+        min_numel: Buckets with fewer values are sent unencoded.
 
     Returns:
-        The group of the hook; :meth:`CompressingGroup.traffic` says what it did.
+        The group of the communication hook. :meth:`CompressingGroup.traffic` reports what it sent.
     """
     if isinstance(model.process_group, CompressingGroup):
         raise UsageError(
@@ -144,7 +144,7 @@ def compress_ddp(
 
 
 def _reduce_bucket(group: CompressingGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook: the mean of a bucket."""
+    """Communication hook that computes the mean of a bucket."""
     # Divided first, as DDP itself does, so that fp16 does not overflow.
     work = group.allreduce([bucket.buffer().div_(group.size())])
     return work.get_future().then(lambda future: future.value()[0])

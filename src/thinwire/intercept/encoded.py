@@ -1,7 +1,7 @@
-"""torch's collectives on encoded messages, made of the package's own.
+"""torch's collectives on encoded messages, built from thinwire's own collectives.
 
-What is written here is what torch's forms have around them: shapes, dtypes, lists, rank-major order. Everything runs
-under ``no_grad``, and on detached tensors: a pipeline's receive buffers are leaves that require gradients.
+This module handles what torch's forms add: shapes, dtypes, lists and rank-major order. Everything runs under
+``no_grad`` and on detached tensors, because a pipeline's receive buffers are leaves that require gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["all_gather", "all_reduce", "decode", "is_plain", "ready", "reduce_sc
 
 
 def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codec: Codec, seed: int | None) -> None:
-    """``tensor = scale * sum over members``, equal to the bit on all of them; added in fp32.
+    """``tensor = scale * sum over members``, added in fp32 and bitwise equal on all members.
 
     Lossy codecs encode the sums from fp32; lossless ones encode them in the tensor's dtype, or they would send zeros.
     """
@@ -52,14 +52,14 @@ def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codec: Cod
 def all_gather(
     axis: MembersAxis, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, seed: int | None
 ) -> None:
-    """``outputs`` become the members' tensors, this rank's as the others see it.
+    """Fill ``outputs`` with the members' tensors. This rank's own is decoded too, as the other ranks see it.
 
     Args:
-        axis: the members.
-        outputs: one tensor of ``size`` times as many values, or ``size`` tensors.
-        tensor: this rank's.
-        codec: of the messages.
-        seed: for codecs that round at random.
+        axis: The members.
+        outputs: One tensor of ``size`` times as many values, or ``size`` tensors.
+        tensor: This rank's tensor.
+        codec: Codec of the messages.
+        seed: Seed for codecs that round at random.
     """
     mine = _flat(tensor)
     numel = mine.numel()
@@ -84,15 +84,15 @@ def reduce_scatter(
     codec: Codec,
     seed: int | None,
 ) -> None:
-    """``output = scale * sum over members of their input for this rank``; added in fp32, rounded once.
+    """``output = scale * sum over members of their input for this rank``, added in fp32 and rounded once.
 
     Args:
-        axis: the members.
-        output: this rank's.
-        inputs: one tensor of ``size`` times as many values, or ``size`` tensors.
-        scale: factor on the sum.
-        codec: of the messages.
-        seed: for codecs that round at random.
+        axis: The members.
+        output: This rank's result.
+        inputs: One tensor of ``size`` times as many values, or ``size`` tensors.
+        scale: Factor on the sum.
+        codec: Codec of the messages.
+        seed: Seed for codecs that round at random.
     """
     whole = _flat(inputs[0]) if len(inputs) == 1 else torch.cat([_flat(tensor) for tensor in inputs])
     result = _flat(output) if output.is_contiguous() else allocate(output.numel(), output.dtype, output.device)
@@ -101,7 +101,7 @@ def reduce_scatter(
 
 
 def decode(codec: Codec, message: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Fill a tensor with a message's values."""
+    """Decode a message into a tensor."""
     target = ready(tensor).detach()
     result = target if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
     codec.decode(message, target.numel(), target.dtype, out=result)
@@ -109,15 +109,15 @@ def decode(codec: Codec, message: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has memory of its own, now or as soon as it is :func:`ready`."""
+    """Whether a tensor has memory of its own, now or once it is :func:`ready`."""
     kind = type(tensor)
     return kind is torch.Tensor or kind is torch.nn.Parameter or hasattr(tensor, "trigger_wait")
 
 
 def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself; or, of a functional collective's result that has not been waited for, the result.
+    """Wait for a tensor that a functional collective is still filling; other tensors are returned unchanged.
 
-    torch unwraps such results where it dispatches its operations, which is behind the methods of a process group.
+    torch unwraps such tensors when it dispatches an operation, but the methods of a process group are called before.
     """
     wait = None if type(tensor) is torch.Tensor else getattr(tensor, "trigger_wait", None)
     result: torch.Tensor = tensor if wait is None else wait()
@@ -125,12 +125,12 @@ def ready(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Its values in one contiguous vector: the tensor's own memory where it is contiguous."""
+    """The values as a contiguous vector, which shares the tensor's memory if that is contiguous."""
     return ready(tensor).detach().contiguous().view(-1)
 
 
 def _deliver(result: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy the result to where it belongs, unless it is there already."""
+    """Copy the result to its tensor, unless it is already there."""
     target = ready(tensor).detach()
     if not target.is_contiguous() or result.data_ptr() != target.data_ptr():
         target.copy_(result.view(target.shape))

@@ -1,4 +1,4 @@
-"""Which tensors are encoded. All ranks of an axis must come to the same answer, so only what all know is asked."""
+"""Decides which tensors are encoded. All ranks of an axis must decide alike, so the rules use what all of them know."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from thinwire.spec.codec import encodable_dtypes
 __all__ = ["MIN_NUMEL", "AxisCodecs", "EncodingGate", "scale_of"]
 
 MIN_NUMEL = 1024
-"""Tensors with fewer values travel as they are: losses, norms, counters."""
+"""Tensors with fewer values are sent unencoded: losses, norms, counters."""
 
 KNOWN = 4096
-"""Sizes of tensors that are remembered."""
+"""Number of decisions that are cached."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
 class AxisCodecs:
-    """What encodes the operations of an axis.
+    """Codecs of an axis, by operation.
 
     Attributes:
-        reduce: all-reduce and reduce-scatter.
-        gather: all-gather.
-        send: point-to-point messages.
+        reduce: Codec of all-reduces and reduce-scatters.
+        gather: Codec of all-gathers.
+        send: Codec of point-to-point messages.
     """
 
     reduce: CodecSpec = field(default_factory=CodecSpec)
@@ -47,18 +47,18 @@ class AxisCodecs:
         gather: str | CodecSpec | None = None,
         send: str | CodecSpec | None = None,
     ) -> AxisCodecs:
-        """One codec for all, or another for some."""
+        """One codec for all operations, except those for which another one is given."""
         return cls(*(CodecSpec(str(codec if spec is None else spec)) for spec in (codec, gather, send)))
 
 
 class EncodingGate:
-    """Lets tensors through to a codec, or says why not.
+    """Decides whether a tensor is encoded, with the reason if it is not.
 
     Args:
-        size: ranks of the group.
-        codecs_of_axis: by operation.
-        min_numel: tensors with fewer values stay as they are.
-        always: let tensors through outside training steps too.
+        size: Number of ranks of the group.
+        codecs_of_axis: Codecs by operation.
+        min_numel: Tensors with fewer values are not encoded.
+        always: Encode outside training steps too.
     """
 
     def __init__(self, size: int, codecs_of_axis: AxisCodecs, min_numel: int, *, always: bool) -> None:
@@ -66,20 +66,23 @@ class EncodingGate:
         self.reduce, self.gather, self.send = (None if spec.is_none else codecs.get(spec) for spec in specs)
         self.codecs, self.always = codecs_of_axis, always
         self.missed_step = False
-        """Whether anything was kept back only because no training step was marked."""
+        """Whether a tensor was sent unencoded only because no training step was marked."""
         self._size, self._min_numel = size, min_numel
         self._known: dict[tuple[Codec, torch.dtype, int], str] = {}
 
     def choose(
         self, codec: Codec | None, tensor: torch.Tensor, numel: int, opts: Any = None
     ) -> tuple[Codec | None, str]:
-        """The codec of a tensor, or why it has none.
+        """Choose the codec of a tensor.
 
         Args:
-            codec: of the operation.
-            tensor: what is sent, or room for it.
-            numel: values that the operation is about.
-            opts: of a reduction.
+            codec: Codec of the operation.
+            tensor: Tensor that is sent or received.
+            numel: Number of values in the operation.
+            opts: Options of a reduction.
+
+        Returns:
+            The codec and an empty string, or ``None`` and the reason.
         """
         if codec is None:
             return None, ""
@@ -101,11 +104,11 @@ class EncodingGate:
         return (None, why) if why else (codec, "")
 
     def _adds(self, opts: Any) -> bool:
-        """Whether an operation is none but additions, if it has any."""
+        """Whether the operation is a sum or a mean, or has no reduction."""
         return opts is None or scale_of(opts.reduceOp, self._size) is not None
 
     def _why_not(self, codec: Codec, dtype: torch.dtype, numel: int) -> str:
-        """What keeps so many values from this codec at any time."""
+        """Why ``numel`` values of this dtype are never encoded; empty if they can be."""
         if self._size == 1:
             return "alone"
         if dtype not in _FLOATS or str(dtype).removeprefix("torch.") not in encodable_dtypes(codec.spec):
@@ -118,8 +121,8 @@ class EncodingGate:
 
 
 def scale_of(op: Any, size: int) -> float | None:
-    """What a sum is multiplied by, for reductions that are one."""
-    # In this order: ReduceOp compares itself with its kinds, which do not compare themselves with it.
+    """Factor on the sum of a reduction; ``None`` if the reduction is neither a sum nor a mean."""
+    # The operands have this order because ReduceOp can be compared with its kinds, but not the kinds with ReduceOp.
     if op == dist.ReduceOp.SUM:
         return 1.0
     if op == dist.ReduceOp.AVG:

@@ -1,4 +1,4 @@
-"""A process group that encodes what goes through it."""
+"""A process group that encodes the tensors it sends."""
 
 from __future__ import annotations
 
@@ -30,33 +30,34 @@ from thinwire.intercept.works import AllOf, Courier, Promise
 __all__ = ["CompressingGroup", "all_groups"]
 
 MESSAGE_TAG, LENGTH_TAG = 1 << 28, 1 << 29
-"""Added to the user's tag, so that no encoded message is ever taken for a plain one."""
+"""Added to the user's tag, so that an encoded message is never taken for a plain one."""
 
 _DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _groups: weakref.WeakSet[CompressingGroup] = weakref.WeakSet()
 
 
 def all_groups() -> list[CompressingGroup]:
-    """Those of this job that are alive, in the order in which they were made."""
+    """The groups of this job that are alive, in the order of their creation."""
     return sorted(_groups, key=lambda group: group.order)
 
 
 class CompressingGroup(PlainGroup):
-    """Takes the place of another group: encodes floating tensors of a training step, passes on everything else.
+    """Replaces another group. It encodes floating-point tensors of a training step and forwards everything else.
 
-    Encoded are all-reduces and reduce-scatters whose operation is ``SUM`` or ``AVG``, all-gathers, sends and receives,
-    coalesced ones too. A tensor travels as it is if it is not floating, has fewer than ``min_numel`` values, belongs to
-    no training step (:mod:`thinwire.intercept.scope`), or would not get smaller. An all-reduce is a
-    reduce-scatter and an all-gather; added is in fp32.
+    It encodes all-reduces and reduce-scatters whose operation is ``SUM`` or ``AVG``, all-gathers, sends and receives,
+    including coalesced ones. A tensor is sent unencoded if it is not of a floating-point dtype, has fewer than
+    ``min_numel`` values, belongs to no training step (:mod:`thinwire.intercept.scope`), or would not become smaller. An
+    all-reduce consists of a reduce-scatter and an all-gather. Sums are computed in fp32.
 
     Args:
-        inner: the group that performs what is not encoded, and carries point-to-point messages; made with a store.
-        axis: name for reports.
-        ranks: global ranks in the group's order.
-        codecs: by operation.
-        min_numel: see above.
-        always: encode outside training steps too (not inside :func:`~thinwire.exact_scope`).
-        owns_inner: nobody else uses ``inner``.
+        inner: Group that performs the unencoded operations and carries point-to-point messages; it must have been made
+            with a store.
+        axis: Name of the axis in reports.
+        ranks: Global ranks, in the group's order.
+        codecs: Codecs by operation.
+        min_numel: Tensors with fewer values are sent unencoded.
+        always: Encode outside training steps too, but not inside :func:`~thinwire.exact_scope`.
+        owns_inner: Whether this is the only user of ``inner``.
     """
 
     _order = itertools.count()
@@ -84,16 +85,16 @@ class CompressingGroup(PlainGroup):
         before_shutdown(lambda: _shut_down(itself))
 
     def configure(self, codecs: AxisCodecs, *, min_numel: int = MIN_NUMEL, always: bool = False) -> None:
-        """Change codecs, on all ranks at the same place."""
+        """Change the codecs. All ranks must call this at the same point of their program."""
         self._gate = EncodingGate(len(self._ranks), codecs, min_numel, always=always)
 
     @property
     def codecs(self) -> AxisCodecs:
-        """By operation."""
+        """Codecs by operation."""
         return self._gate.codecs
 
     def shutdown(self) -> None:
-        """Finish what has been started and close the connections."""
+        """Finish pending operations and close the connections."""
         for courier in (self._courier, *self._channels.values()):
             courier.close()
         self._channels = {}
@@ -145,7 +146,7 @@ class CompressingGroup(PlainGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several of them in one call."""
+        """Several such operations in one call."""
         opts = _with_op(ReduceScatterOptions, opts)
 
         def encode(i: int, codec: Codec) -> dist.Work:
@@ -186,7 +187,7 @@ class CompressingGroup(PlainGroup):
     def all_gather_single_coalesced(
         self, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Several of them in one call."""
+        """Several such operations in one call."""
         opts = _options(AllgatherOptions, opts)
 
         def encode(i: int, codec: Codec) -> dist.Work:
@@ -212,7 +213,7 @@ class CompressingGroup(PlainGroup):
             return self._pass_on("all_gather", tensors, self._inner.allgather, outputs, tensors, opts, why=[why])
         return self._encoded_gather(outputs[0], tensors[0], codec, opts)
 
-    # Older names: a subclass that leaves them out is passed by.
+    # Older names: without them, torch would bypass this class.
 
     def _allgather_base(self, *args: Any) -> dist.Work:
         return self.all_gather_single(*args)
@@ -228,7 +229,7 @@ class CompressingGroup(PlainGroup):
         """An older name of :meth:`reduce_scatter_single_coalesced`."""
         return self.reduce_scatter_single_coalesced(*args)
 
-    # ------------------------------------------------------------------------------------------------ messages
+    # ------------------------------------------------------------------------------------------ point-to-point
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """See :func:`torch.distributed.isend`; ``dst`` is a rank of the group."""
@@ -236,7 +237,7 @@ class CompressingGroup(PlainGroup):
         codec, why = self._choose(self._gate.send, tensor, tag=tag)
         if codec is None:
             return self._pass_one_on("send", tensor, why, self._inner.send, tensors, dst, tag)
-        with self._standing_still():
+        with self._waiting():
             message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
         works = []
         sent = message.numel()
@@ -272,7 +273,7 @@ class CompressingGroup(PlainGroup):
                 self._counted(self._inner.recv, [message], src, tag + MESSAGE_TAG).wait()
             encoded.decode(codec, message, tensor)
 
-        # A channel is a pair of ranks and a tag: whoever waits for one message must not hold up those of others.
+        # Each pair of ranks and tag has a thread, so that waiting for one message does not delay other channels.
         channel = self._channels.get((src, tag))
         if channel is None:
             channel = self._channels[src, tag] = Courier(f"thinwire-{self.axis}-from-{src}")
@@ -284,7 +285,7 @@ class CompressingGroup(PlainGroup):
         """See :func:`torch.distributed.irecv` without a source.
 
         Raises:
-            UsageError: if the message would be encoded: what to expect depends on who sends.
+            UsageError: The message would be encoded. Its length depends on the sender, which is unknown.
         """
         codec, why = self._choose(self._gate.send, tensors[0], tag=tag)
         if codec is not None:
@@ -297,7 +298,7 @@ class CompressingGroup(PlainGroup):
     # ------------------------------------------------------------------------------------------------ coalescing
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Never fails: a start that does leaves torch's coalescing block open, and then collectives do nothing."""
+        """Start a coalescing block; an error here would leave torch's block open, and torch would drop collectives."""
         self._coalesced = []
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
@@ -309,7 +310,7 @@ class CompressingGroup(PlainGroup):
     def _choose(
         self, codec: Codec | None, tensor: torch.Tensor, times: int = 1, opts: Any = None, tag: int = 0
     ) -> tuple[Codec | None, str]:
-        """The codec of a tensor, or of so many like it; or why it has none."""
+        """The codec of ``times`` tensors like this one and an empty string, or ``None`` and the reason."""
         if codec is None:
             return None, ""
         if tag >= MESSAGE_TAG:
@@ -359,7 +360,7 @@ class CompressingGroup(PlainGroup):
         nbytes: int,
         opts: Any,
     ) -> dist.Work:
-        """Have the group's thread perform it; work that the caller waits for anyway is done here and now."""
+        """Run an encoded operation on the group's thread, or on this one if the caller waits for it anyway."""
         seed = self._seed(codec)
 
         def task() -> None:
@@ -372,7 +373,7 @@ class CompressingGroup(PlainGroup):
         if opts.asyncOp:
             self._courier.perform(task, promise, wait=False)
         else:
-            with self._standing_still():
+            with self._waiting():
                 self._courier.perform(task, promise, wait=True)
         return self._noted(promise)
 
@@ -390,7 +391,7 @@ class CompressingGroup(PlainGroup):
         return scale
 
     def _seed(self, codec: Codec) -> int | None:
-        """Different for every message of every rank."""
+        """A seed that no other message of any rank has; ``None`` if the codec needs none."""
         return next(self._seeds) if codec.spec.needs_seed else None
 
 
@@ -400,7 +401,7 @@ def _each(
     pass_on: Callable[[Sequence[int], Sequence[str]], dist.Work],
     results: Sequence[torch.Tensor],
 ) -> dist.Work:
-    """Encode those tensors of a coalesced call that have a codec, one by one, and pass the rest on together."""
+    """Encode those tensors of a coalesced call that have a codec one by one, and forward the others together."""
     plain = [i for i, (codec, _) in enumerate(choices) if codec is None]
     works = [encode(i, codec) for i, (codec, _) in enumerate(choices) if codec is not None]
     if plain or not choices:
@@ -409,7 +410,7 @@ def _each(
 
 
 def _options(kind: Any, opts: Any, timeout: Any = None) -> Any:
-    """Options, which callers of a group's methods may leave out."""
+    """The options of a call, with defaults if the caller has given none."""
     if isinstance(opts, kind):
         return opts
     made = kind()
@@ -419,7 +420,7 @@ def _options(kind: Any, opts: Any, timeout: Any = None) -> Any:
 
 
 def _with_op(kind: Any, opts: Any, timeout: Any = None) -> Any:
-    """The same, where the operation itself may stand in their place."""
+    """The options of a reduction. Callers may pass the operation in their place."""
     made = _options(kind, opts, timeout)
     if opts is not None and made is not opts:
         made.reduceOp = opts

@@ -1,4 +1,4 @@
-"""The members of a process group as the package's own collectives see them: one axis, all of it one hop."""
+"""The members of a process group as thinwire's collectives need them: one axis with a single hop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _device: dist.ProcessGroupGloo.Device | None = None
 
 
 def _shared_device() -> dist.ProcessGroupGloo.Device:
-    """One for all axes: each has a thread that polls."""
+    """The transport device of all axes. They share one, because each device has a thread that polls."""
     global _device
     if _device is None:
         _device = make_device()
@@ -35,14 +35,14 @@ def _forget_device() -> None:
 
 
 class MemberGroup(Subgroup):
-    """All members of a process group, with connections of their own: nothing that others send can get in between.
+    """All members of a process group, with connections of their own, so that no other traffic comes in between.
 
     Args:
-        ranks: global ranks, in the order of the group.
-        index: this rank's place among them.
-        axis: for messages about failures.
-        store: where they find each other; used by no one else.
-        timeout: of every exchange.
+        ranks: Global ranks, in the group's order.
+        index: Position of this rank among them.
+        axis: Name of the axis, for error messages.
+        store: Store for the rendezvous, used by nothing else.
+        timeout: Timeout of each exchange.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class MemberGroup(Subgroup):
         self.scope = self.stage.scope
         self.native = self._staged = self._left = False
         self.sent = 0
-        """Bytes so far."""
+        """Bytes sent so far."""
         self._axis, self._timeout = axis, timeout
         try:
             self._links = GlooLinks(store, index, len(ranks), _shared_device(), timeout)
@@ -61,7 +61,7 @@ class MemberGroup(Subgroup):
             raise self._explained("connection", error) from error
 
     def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
-        """As :meth:`Subgroup.gather`."""
+        """See :meth:`Subgroup.gather`."""
         self._exchange([pieces[self.index]] * self.size, pieces, kind)
 
     def exchange(
@@ -70,7 +70,7 @@ class MemberGroup(Subgroup):
         incoming: Sequence[torch.Tensor],
         kind: Kind = Kind.REDUCE_SCATTER,
     ) -> None:
-        """As :meth:`Subgroup.exchange`."""
+        """See :meth:`Subgroup.exchange`."""
         self._exchange(outgoing, incoming, kind)
 
     def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], kind: Kind) -> None:
@@ -86,13 +86,13 @@ class MemberGroup(Subgroup):
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return CollectiveError(
             f"axis {self._axis}: an encoded {what} between ranks {list(self.ranks)} failed (timeout "
-            f"{self._timeout.total_seconds():.0f} s): {reason}. If all of them live, one of them did not encode: ranks "
-            "of an axis must enter step_scope() at the same place and have the same codecs"
+            f"{self._timeout.total_seconds():.0f} s): {reason}. If all of them are alive, one of them did not encode: "
+            "all ranks of an axis must enter step_scope() at the same point and have the same codecs"
         )
 
 
 class MembersAxis(AxisGroup):
-    """:class:`MemberGroup` as an axis inside one node."""
+    """A :class:`MemberGroup` as an axis inside one node."""
 
     def __init__(self, members: MemberGroup) -> None:
         self.size = self.local = members.size

@@ -1,6 +1,6 @@
-"""Compressing the axes of a device mesh, the ones it has and the ones it is made with.
+"""Compresses the axes of a device mesh, existing ones and new ones.
 
-This is the one place that touches torch's tables of process groups: a :class:`CompressingGroup` takes the name of the
+Only this module changes torch's tables of process groups. A :class:`CompressingGroup` takes the name of the
 group it replaces, so that every mesh, sub-mesh and DTensor that looks the group up by name finds it.
 """
 
@@ -48,16 +48,16 @@ ROLES = {
     "tp": "tp",
     "pp": "pp",
 }
-"""What the axes of a mesh are for, by their usual names."""
+"""Role of a mesh axis by its usual names."""
 
 
 class BackendOptions(NativeBackend.Options):
     """Options of the backend; made by :func:`axis_backend`.
 
     Attributes:
-        codecs: of the axis.
-        min_numel: tensors with fewer values travel as they are.
-        always: encode outside training steps too.
+        codecs: Codecs of the axis.
+        min_numel: Tensors with fewer values are sent unencoded.
+        always: Encode outside training steps too.
     """
 
     def __init__(self, codecs: AxisCodecs, min_numel: int, *, always: bool) -> None:
@@ -75,15 +75,15 @@ def axis_backend(
 ) -> tuple[str, BackendOptions]:
     """The backend of an axis, for ``init_device_mesh(..., backend_override={"tp": thinwire.axis_backend("zfp:24")})``.
 
-    The name alone, ``backend_override={"tp": "thinwire"}``, makes an axis without a codec; :func:`compress_axis` gives
-    it one. It is known to torch once this module is loaded, for example by this function.
+    The name alone, ``backend_override={"tp": "thinwire"}``, makes an axis without a codec, and :func:`compress_axis`
+    sets one later. torch knows the name once this module is imported, for example by this function.
 
     Args:
-        codec: see :func:`compress_axis`, as for the rest.
-        gather: of all-gathers, if another.
-        send: of point-to-point messages, if another.
-        min_numel: tensors with fewer values travel as they are.
-        always: encode outside training steps too.
+        codec: Codec of all operations except those given below; see :func:`compress_axis`.
+        gather: Codec of all-gathers.
+        send: Codec of point-to-point messages.
+        min_numel: Tensors with fewer values are sent unencoded.
+        always: Encode outside training steps too.
     """
     return BACKEND, BackendOptions(AxisCodecs.of(codec, gather=gather, send=send), min_numel, always=always)
 
@@ -98,28 +98,29 @@ def compress_axis(
     min_numel: int = MIN_NUMEL,
     always: bool = False,
 ) -> CompressingGroup:
-    """Encode what is sent along an axis of a mesh during training steps, whoever sends it.
+    """Encode everything that is sent along an axis of a mesh during training steps, by any library.
 
-    Called on all ranks, before models are wrapped: FSDP and DDP keep the group they find. Called again, it changes the
-    codecs. Steps are marked with :func:`~thinwire.mark_steps` or :func:`~thinwire.step_scope`; backward passes need no
-    mark.
+    Call this on all ranks before you wrap models, because FSDP and DDP keep the group that they find. A second call
+    changes the codecs. Mark steps with :func:`~thinwire.mark_steps` or :func:`~thinwire.step_scope`; backward passes
+    need no mark. torch takes meshes of the same ranks and axis names for one: do not give them different codecs in one
+    process.
 
     Args:
-        mesh: of CPU devices.
-        axis: name of one of its dimensions.
-        codec: of reductions, and of everything else unless said; ``"zfp:24"``, ``"int8:256"``, see
+        mesh: Mesh of CPU devices.
+        axis: Name of one of its dimensions.
+        codec: Codec of all operations except those given below, for example ``"zfp:24"`` or ``"int8:256"``; see
             :data:`thinwire.spec.codec.NOTATION`.
-        gather: of all-gathers, if another.
-        send: of point-to-point messages, if another.
-        min_numel: tensors with fewer values travel as they are.
-        always: encode outside training steps too, for axes on which nothing else is sent.
+        gather: Codec of all-gathers.
+        send: Codec of point-to-point messages.
+        min_numel: Tensors with fewer values are sent unencoded.
+        always: Encode outside training steps too, for axes that carry nothing else.
 
     Returns:
-        The axis's group; :meth:`CompressingGroup.traffic` says what it did.
+        The group of the axis. :meth:`CompressingGroup.traffic` reports what it sent.
 
     Raises:
-        UsageError: if the mesh has no such axis, or is not of CPU devices.
-        SpecError: if a codec is misspelt.
+        UsageError: The mesh has no such axis, or is not of CPU devices.
+        SpecError: A codec is misspelt.
     """
     if axis not in (mesh.mesh_dim_names or ()):
         raise UsageError(f"the mesh has no axis {axis!r}, valid are {', '.join(mesh.mesh_dim_names or ()) or 'none'}")
@@ -146,21 +147,21 @@ def compress_axis(
 def compress_mesh(
     mesh: DeviceMesh, policy: str | HybridPolicy, roles: Mapping[str, str] | None = None
 ) -> dict[str, CompressingGroup]:
-    """:func:`compress_axis` for every axis, with the codecs of a policy.
+    """Compress every axis with the codecs of a policy; see :func:`compress_axis`.
 
     A data axis takes the policy's ``dp`` for reductions of gradients and its ``gather`` for parameters.
 
     Args:
-        mesh: of CPU devices.
-        policy: for example ``"zhybrid:24-8"`` or ``"hybrid"``; see :data:`thinwire.spec.policy.POLICIES`.
-        roles: ``"dp"``, ``"tp"`` or ``"pp"`` by axis; by default as :data:`ROLES` reads the axes' names.
+        mesh: Mesh of CPU devices.
+        policy: For example ``"zhybrid:24-8"`` or ``"hybrid"``; see :data:`thinwire.spec.policy.POLICIES`.
+        roles: ``"dp"``, ``"tp"`` or ``"pp"`` by axis; :data:`ROLES` by default.
 
     Returns:
         The groups by axis.
 
     Raises:
-        UsageError: if an axis has no known role.
-        SpecError: if no policy has that name.
+        UsageError: An axis has no known role.
+        SpecError: No policy has that name.
     """
     chosen = HybridPolicy.parse(policy) if isinstance(policy, str) else policy
     roles = ROLES if roles is None else roles
@@ -188,18 +189,18 @@ def compress_group(
     min_numel: int = MIN_NUMEL,
     always: bool = False,
 ) -> CompressingGroup:
-    """A group that encodes, beside one that goes on as it is; for whoever takes a process group as an argument.
+    """Make a second group with the same ranks that encodes, for functions that take a process group as an argument.
 
-    Called on all ranks of the group, in the same order for each.
+    Call this on all ranks of the group, in the same order for each group.
 
     Args:
-        group: carries what is not encoded.
-        codec: see :func:`compress_axis`, as for the rest.
-        axis: name for reports; by default the group's description.
-        gather: of all-gathers, if another.
-        send: of point-to-point messages, if another.
-        min_numel: tensors with fewer values travel as they are.
-        always: encode outside training steps too.
+        group: Group that carries what is not encoded. It does not change.
+        codec: Codec of all operations except those given below; see :func:`compress_axis`.
+        axis: Name in reports; the group's description by default.
+        gather: Codec of all-gathers.
+        send: Codec of point-to-point messages.
+        min_numel: Tensors with fewer values are sent unencoded.
+        always: Encode outside training steps too.
     """
     codecs = AxisCodecs.of(codec, gather=gather, send=send)
     compressed = _wrapped(group, axis or str(group.group_desc), codecs, min_numel, always=always, owns_inner=False)
@@ -208,19 +209,19 @@ def compress_group(
 
 
 def axis_traffic(mesh: DeviceMesh | None = None, *, reset: bool = False) -> dict[str, AxisTraffic]:
-    """What this rank has sent on every compressed axis: bytes by operation and codec, and why tensors were not encoded.
+    """Count what this rank has sent on each compressed axis, by operation and codec, and why tensors were not encoded.
 
     Args:
-        mesh: its axes; by default those of all compressed groups that are alive.
-        reset: count from zero again.
+        mesh: Mesh whose axes are reported; by default all compressed groups that are alive.
+        reset: Start again from zero.
     """
     groups: list[Any] = all_groups() if mesh is None else mesh.get_all_groups()
-    told: dict[str, AxisTraffic] = {}
+    traffic: dict[str, AxisTraffic] = {}
     for group in groups:
         if isinstance(group, CompressingGroup):
-            name = group.axis if group.axis not in told else f"{group.axis}, group {group.group_name}"
-            told[name] = group.traffic(reset=reset)
-    return told
+            name = group.axis if group.axis not in traffic else f"{group.axis}, group {group.group_name}"
+            traffic[name] = group.traffic(reset=reset)
+    return traffic
 
 
 def _wrapped(
@@ -235,12 +236,12 @@ def _wrapped(
 
 
 def _take_over(group: dist.ProcessGroup, compressed: CompressingGroup, *, keep: bool) -> None:
-    """Make ``compressed`` what torch finds under the name of ``group``.
+    """Replace ``group`` by ``compressed`` in torch's tables, under the same name.
 
     Args:
-        group: the group.
-        compressed: takes its place.
-        keep: leave the group itself in torch's tables: it is the default group, which others use for other things.
+        group: Group to replace.
+        compressed: Its replacement.
+        keep: Whether the group itself stays in the tables, as the default group must.
     """
     name = group.group_name
     c10d._unregister_process_group(name)
@@ -268,7 +269,7 @@ def _register(compressed: CompressingGroup, group: dist.ProcessGroup, name: str)
 
 
 def _create(made: Any, options: Any) -> CompressingGroup:
-    """A group of the backend, for torch: gloo below."""
+    """Make a group of the backend for torch, on top of gloo."""
     if options is not None and not isinstance(options, BackendOptions):
         raise UsageError(
             f"the backend {BACKEND} takes the options that thinwire.axis_backend(codec) makes, "
@@ -290,7 +291,7 @@ def _create(made: Any, options: Any) -> CompressingGroup:
 
 
 def _check_coalescing() -> None:
-    """An exception inside a coalescing block leaves it open, and then torch silently drops collectives of the group."""
+    """Raise if an exception has left a coalescing block open, because torch then drops the group's collectives."""
     for group in all_groups():
         left = c10d._world.pg_coalesce_state.pop(group, None)
         if left is not None:

@@ -1,4 +1,4 @@
-"""A process group around another, which counts what it passes on."""
+"""A process group that wraps another one and counts what it forwards."""
 
 from __future__ import annotations
 
@@ -28,25 +28,25 @@ _OLDER_NAMES: Final = {
 
 
 class PlainGroup(dist.ProcessGroup):
-    """Passes everything on that is not encoded.
+    """Forwards all operations to another group. Subclasses encode some of them.
 
     Args:
-        inner: the group that performs it; made with a store.
-        axis: name for reports.
-        ranks: global ranks in the group's order.
-        owns_inner: nobody else uses ``inner``: shut it down together with this one, and take note of collectives that
-            come to it in other ways.
+        inner: Group that performs the operations; it must have been made with a store.
+        axis: Name of the axis in reports.
+        ranks: Global ranks, in the group's order.
+        owns_inner: Whether this is the only user of ``inner``. If so, ``inner`` is shut down together with this group,
+            and collectives that reach it by other ways are counted.
     """
 
     def __init__(self, inner: dist.ProcessGroup, *, axis: str, ranks: Sequence[int], owns_inner: bool) -> None:
-        # torch's other constructor, which takes the store too, refuses subclasses.
+        # torch has another constructor, which also takes the store, but it refuses subclasses.
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self._inner, self._owns_inner = inner, owns_inner
         self._axis_name, self._ranks = axis, tuple(ranks)
         self._store = inner.get_group_store()
         self.number: int = self._store.add(f"thinwire/groups/{inner.rank()}", 1)
-        """Of the groups that have been put around ``inner`` in this job; the same on all ranks."""
-        # torch looks at the backends of the group itself, and so do those of its functions that pass by its methods.
+        """Number of this group among those that have wrapped ``inner`` in this job; the same on all ranks."""
+        # torch reads the backends of the group itself, as do those functions of torch that bypass the group's methods.
         for device in inner._device_types:
             backend = inner._get_backend(device)
             kinds = dist.ProcessGroup.BackendType
@@ -64,7 +64,7 @@ class PlainGroup(dist.ProcessGroup):
         self._watch: Stopwatch | None = None
         self._warned: set[str] = set()
         self._size = size = len(self._ranks)
-        self._sent_times = {  # of a tensor's bytes, times the number of ranks
+        self._sent_times = {  # bytes sent / bytes of the tensor, times the number of ranks
             "all_reduce": 2 * (size - 1),
             "all_gather": size * (size - 1),
             "reduce_scatter": size - 1,
@@ -85,18 +85,18 @@ class PlainGroup(dist.ProcessGroup):
         self._axis_name = name
 
     def time_waits(self) -> None:
-        """Take the time that computation stands still for the axis, from now on; it costs a few microseconds a call."""
+        """Measure from now on how long computation waits for the axis. This costs a few microseconds per call."""
         self._watch = self._watch or Stopwatch()
 
     def get_group_store(self) -> dist.Store:
-        """The store of the group inside."""
+        """The store of the inner group."""
         return self._store
 
     def traffic(self, *, reset: bool = False) -> AxisTraffic:
-        """What this rank has sent.
+        """Count what this rank has sent.
 
         Args:
-            reset: count from zero again.
+            reset: Start again from zero.
         """
         with self._lock:
             if self._owns_inner and self._transport_count() != self._sequence:
@@ -107,7 +107,7 @@ class PlainGroup(dist.ProcessGroup):
             waited = None if self._watch is None else self._watch.read(reset=reset)
             return AxisTraffic(self.axis, self._ledger.rows(reset=reset), bypassed, waited)
 
-    # ------------------------------------------------------------------------------------------------ as they are
+    # ------------------------------------------------------------------------------------------------ never encoded
 
     def broadcast(self, tensors: Any, *opts: Any) -> dist.Work:
         """See :func:`torch.distributed.broadcast`."""
@@ -138,7 +138,7 @@ class PlainGroup(dist.ProcessGroup):
         return self.all_to_all_single(*args)
 
     def allgather_coalesced(self, outputs: Any, tensors: Any, *opts: Any) -> dist.Work:
-        """Lists of tensors from every rank: a form that nothing in torch uses any more."""
+        """Gathers lists of tensors from every rank. Nothing in torch uses this form any more."""
         return self._pass_on("all_gather", tensors, self._inner.allgather_coalesced, outputs, tensors, *opts)
 
     def barrier(self, opts: Any = None) -> dist.Work:
@@ -151,27 +151,27 @@ class PlainGroup(dist.ProcessGroup):
             self._inner.shutdown()
 
     def abort(self) -> None:
-        """Give up what has been started."""
+        """Abort pending operations."""
         self._inner.abort()
 
-    # ------------------------------------------------------------------------------------------------ passing on
+    # ------------------------------------------------------------------------------------------------ forwarding
 
     def _inner_call(self, name: str) -> Callable[..., dist.Work]:
-        """A method of the group inside, which torch 2.11 knows by an older name."""
+        """A method of the inner group. torch 2.11 has some of them under older names."""
         call: Callable[..., dist.Work] | None = getattr(self._inner, name, None)
         return getattr(self._inner, _OLDER_NAMES[name]) if call is None else call
 
     def _pass_on(
         self, op: str, tensors: Any, call: Callable[..., dist.Work], *args: Any, why: Sequence[str] = ()
     ) -> dist.Work:
-        """Perform ``call(*args)``.
+        """Forward ``call(*args)`` to the inner group.
 
         Args:
-            op: its name in reports.
-            tensors: what it sends; lists of lists are welcome.
-            call: a method of the group inside.
-            *args: its arguments.
-            why: for each tensor, why it is not encoded although the axis has a codec.
+            op: Name of the operation in reports.
+            tensors: Tensors that it sends; may contain lists of tensors.
+            call: Method of the inner group.
+            *args: Arguments of the method.
+            why: For each tensor, why it is not encoded although the axis has a codec.
         """
         parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for i, tensor in enumerate(parts):
@@ -182,7 +182,7 @@ class PlainGroup(dist.ProcessGroup):
     def _pass_one_on(
         self, op: str, tensor: torch.Tensor, why: str, call: Callable[..., dist.Work], *args: Any
     ) -> dist.Work:
-        """:meth:`_pass_on` of one tensor: what most calls are, and nothing that they need not pay for."""
+        """:meth:`_pass_on` for one tensor, the common case, with as little overhead as possible."""
         # Counted before the call: after it, the transport's threads compete for the processor.
         with self._lock:
             plain = tensor.nbytes * self._sent_times[op] // self._size
@@ -194,29 +194,29 @@ class PlainGroup(dist.ProcessGroup):
         return self._noted(work)
 
     def _noted(self, work: dist.Work) -> dist.Work:
-        """What the caller gets to wait for; inside a coalescing block, that is remembered and waited for at its end."""
+        """The work that the caller waits for. Inside a coalescing block, works are collected until its end."""
         if self._coalesced is not None:
             self._coalesced.append(work)
             return work
         return work if self._watch is None else Watched(work, self._watch)
 
-    def _standing_still(self) -> contextlib.AbstractContextManager[None]:
-        """Around what is done here and now, on the caller's thread."""
+    def _waiting(self) -> contextlib.AbstractContextManager[None]:
+        """Context of work on the caller's thread, which counts as waiting."""
         return contextlib.nullcontext() if self._watch is None else self._watch.running()
 
     def _count_plain(self, op: str, tensor: torch.Tensor, why: str) -> None:
-        """Of a tensor that is not encoded."""
+        """Count a tensor that is not encoded."""
         plain = self._plain_bytes(op, tensor.nbytes)
         with self._lock:
             self._ledger.add(op, "none", why, plain, plain)
 
     def _report(self, op: str, codec: str, plain: int, sent: int) -> None:
-        """Of an encoded tensor."""
+        """Count an encoded tensor."""
         with self._lock:
             self._ledger.add(op, codec, "", plain, sent)
 
     def _counted(self, call: Callable[..., dist.Work], *args: Any) -> dist.Work:
-        """Have the transport begin something that is reported otherwise."""
+        """Start an operation of the transport that is counted elsewhere."""
         with self._lock:
             if self._owns_inner and self._transport_count() != self._sequence:
                 self._note_bypass()
@@ -225,14 +225,14 @@ class PlainGroup(dist.ProcessGroup):
         return work
 
     def _note_bypass(self) -> None:
-        """The transport counts what it is given; what we have not given it, somebody else has."""
+        """Count the transport's operations that did not come through this group."""
         count = self._transport_count()
         self._bypassed += count - self._sequence
         self._sequence = count
         self._warn_once(
-            "was passed by: a collective reached its transport without being encoded or counted. Somebody holds the "
-            "group from before it was compressed (compress axes first, then wrap models), or calls one of torch's "
-            "operations that leave out Python groups, such as _c10d_functional.all_gather_into_tensor_out"
+            "was bypassed: a collective reached its transport without being encoded or counted. Either a model was "
+            "wrapped before the axis was compressed (compress axes first, then wrap models), or the program calls an "
+            "operation of torch that ignores Python groups, such as _c10d_functional.all_gather_into_tensor_out"
         )
 
     def _warn_once(self, text: str) -> None:

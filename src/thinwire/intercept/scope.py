@@ -35,11 +35,11 @@ __all__ = [
 
 
 class _State:
-    """Of the process, not of a thread: backward passes run on threads of their own."""
+    """State of the process, not of a thread, because backward passes run on threads of their own."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.steps = 0  # scopes that are open
+        self.steps = 0  # number of open step scopes
         self.exact = 0
         self.marked = False
         self.checks: list[Callable[[], None]] = []
@@ -58,7 +58,7 @@ _state = _State()
 
 
 def in_step() -> bool:
-    """Whether what is sent now belongs to a training step."""
+    """Whether communication now belongs to a training step."""
     return _state.steps > 0 or in_backward()
 
 
@@ -78,19 +78,19 @@ def is_marked() -> bool:
 
 
 def on_entry(check: Callable[[], None]) -> None:
-    """Have ``check`` called whenever a step begins."""
+    """Call ``check`` at the beginning of each step."""
     _state.checks.append(check)
 
 
 @contextlib.contextmanager
 def step_scope() -> Iterator[None]:
-    """Everything inside belongs to a training step: axes encode what they send, each with its codec.
+    """Mark a training step: inside, each axis encodes what it sends with its codec.
 
-    All ranks of an axis should enter and leave at the same place of their program: one that encodes and one that does
-    not cannot understand each other.
+    All ranks of an axis must enter and leave at the same point of their program, because a rank that encodes and a rank
+    that does not cannot exchange data.
 
     Raises:
-        UsageError: if an exception has left a coalescing block of a compressed axis open.
+        UsageError: An exception has left a coalescing block of a compressed axis open.
     """
     for check in _state.checks:
         check()
@@ -103,7 +103,7 @@ def step_scope() -> Iterator[None]:
 
 @contextlib.contextmanager
 def exact_scope() -> Iterator[None]:
-    """Nothing inside is encoded, even inside a training step: for metrics, ``full_tensor()`` and the like."""
+    """Encode nothing inside, even within a training step: for metrics, ``full_tensor()`` and similar uses."""
     _state.exactly(+1)
     try:
         yield
@@ -112,26 +112,27 @@ def exact_scope() -> Iterator[None]:
 
 
 class StepMarks:
-    """What :func:`mark_steps` did; :meth:`remove` undoes it."""
+    """The marks that :func:`mark_steps` has set; :meth:`remove` removes them."""
 
     def __init__(self, undo: Callable[[], None]) -> None:
         self._undo = undo
 
     def remove(self) -> None:
-        """Steps are marked no longer."""
+        """Stop marking steps."""
         self._undo()
 
 
 def mark_steps(target: Any) -> StepMarks:
-    """Mark training steps without a change to the loop.
+    """Mark training steps without changing the loop.
 
     Args:
-        target: a module, after DDP, ``fully_shard`` or ``parallelize_module`` has wrapped it: each of its forward
-            passes in training mode with gradients enabled counts as a step. (Backward passes always do.) Or a schedule
-            of ``torch.distributed.pipelining``: each call of its ``step`` counts, with the messages between stages.
+        target: A module that has been wrapped by DDP, ``fully_shard`` or ``parallelize_module``: each of its forward
+            passes in training mode with gradients enabled counts as a step, and backward passes always do. Or a
+            schedule of ``torch.distributed.pipelining``: each call of its ``step`` counts, including the messages
+            between stages.
 
     Raises:
-        UsageError: if it is neither.
+        UsageError: The target is neither.
     """
     if isinstance(target, nn.Module):
         return _mark_module(target)
@@ -156,7 +157,7 @@ def _mark_module(module: nn.Module) -> StepMarks:
         if opened:  # none, if another hook failed before ours
             opened.pop().close()
 
-    # First of all hooks, and last, even after an error: FSDP gathers parameters in hooks of its own.
+    # The first hook before the forward and the last after it, even after an error: FSDP gathers parameters in hooks.
     handles = [
         module.register_forward_pre_hook(before, prepend=True),
         module.register_forward_hook(after, always_call=True),

@@ -1,4 +1,4 @@
-"""What went through a compressed axis: proof that its codecs were applied, and where they were not, why."""
+"""Counts what a compressed axis sent: which codecs were applied, and why others were not."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ __all__ = ["AxisTraffic", "Ledger", "TrafficRow"]
 
 @dataclass(frozen=True, slots=True)
 class TrafficRow:
-    """Calls of one operation that were treated alike.
+    """Calls of one operation with the same codec and reason.
 
     Attributes:
-        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"send"``, ``"recv"`` or another of torch's.
-        codec: its name; ``"none"`` where tensors travelled as they are.
-        why: why they did, although the axis has a codec; empty if encoded, or if the axis has none for this operation.
-        calls: tensors, one for each of a coalesced call.
-        plain: bytes that this rank would have sent without a codec.
-        sent: bytes that it sent. Of plain operations both are what a ring sends: ``2 (n - 1) / n`` of an all-reduce's
-            tensor, ``n - 1`` of an all-gather's input, ``(n - 1) / n`` of a reduce-scatter's.
+        op: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"``, ``"send"``, ``"recv"`` or another operation of
+            torch.
+        codec: Name of the codec; ``"none"`` if tensors were sent unencoded.
+        why: Why tensors were sent unencoded although the axis has a codec; empty if they were encoded, or if the axis
+            has no codec for this operation.
+        calls: Number of tensors; a coalesced call counts each of its tensors.
+        plain: Bytes that this rank would have sent without a codec.
+        sent: Bytes that this rank sent. For unencoded operations, both are what a ring sends: ``2 (n - 1) / n`` of an
+            all-reduce's tensor, ``n - 1`` of an all-gather's input, ``(n - 1) / n`` of a reduce-scatter's input.
     """
 
     op: str
@@ -34,11 +36,11 @@ class AxisTraffic:
     """What one rank has sent on an axis since :func:`~thinwire.axis_traffic` was last asked to reset.
 
     Attributes:
-        axis: its name.
-        rows: by operation, codec and reason.
-        bypassed: collectives that reached the transport without coming by here (see ``docs/intercept.md``).
-        waited: seconds that computation stood still for the axis, codecs on its thread included; None if nobody has
-            asked for it to be measured.
+        axis: Name of the axis.
+        rows: Counts by operation, codec and reason.
+        bypassed: Number of collectives that reached the transport without this group (see ``docs/intercept.md``).
+        waited: Seconds that computation waited for the axis, including codecs on its thread; ``None`` if this is not
+            measured.
     """
 
     axis: str
@@ -48,21 +50,21 @@ class AxisTraffic:
 
     @property
     def sent(self) -> int:
-        """Bytes."""
+        """Bytes sent."""
         return sum(row.sent for row in self.rows)
 
     @property
     def plain(self) -> int:
-        """Bytes, had nothing been encoded."""
+        """Bytes that would have been sent without codecs."""
         return sum(row.plain for row in self.rows)
 
     @property
     def codecs(self) -> frozenset[str]:
-        """Names of the codecs that were applied."""
+        """Names of the codecs that encoded something."""
         return frozenset(row.codec for row in self.rows if row.codec != "none")
 
     def encoded(self, op: str) -> int:
-        """How many tensors of an operation were encoded."""
+        """Number of encoded tensors of an operation."""
         return sum(row.calls for row in self.rows if row.op == op and row.codec != "none")
 
     def __str__(self) -> str:
@@ -78,7 +80,7 @@ class AxisTraffic:
 
 
 class Ledger:
-    """Counts; its owner lets one thread at a time do so."""
+    """Adds up counts. Its owner makes sure that only one thread at a time uses it."""
 
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], list[int]] = {}

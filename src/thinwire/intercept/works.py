@@ -1,4 +1,4 @@
-"""Collectives that finish later: one thread for each group performs them in the order in which they were started."""
+"""Asynchronous collectives: each group has one thread, which performs them in the order in which they were started."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["AllOf", "Courier", "Promise", "Stopwatch", "Watched", "done"]
 
 
 class Promise(dist.Work):
-    """A piece of work that somebody will keep or break.
+    """Work that completes or fails later, on another thread.
 
     Args:
-        tensors: what it fills: the value of its future.
+        tensors: Tensors that the work fills. They are the value of its future.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -32,22 +32,22 @@ class Promise(dist.Work):
         self._future: Any = None
 
     def end(self, error: BaseException | None = None) -> None:
-        """It is done, or has failed."""
+        """Mark the work as complete, or as failed with ``error``."""
         with self._lock:
             self._error = error
             self._ended.set()
             future = self._future
         if future is not None:
-            self._tell(future)
+            self._resolve(future)
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Until it is done.
+        """Block until the work is complete.
 
         Args:
-            timeout: of no effect: the transport has its own.
+            timeout: Has no effect, because the transport has a timeout of its own.
 
         Raises:
-            BaseException: what it failed with.
+            BaseException: The error of the work, if it failed.
         """
         self._ended.wait()
         if self._error is not None:
@@ -55,14 +55,14 @@ class Promise(dist.Work):
         return True
 
     def get_future(self) -> Any:
-        """``torch.futures.Future`` of the list of tensors."""
+        """A ``torch.futures.Future`` whose value is the list of tensors."""
         with self._lock:
             if self._future is not None:
                 return self._future
             future = self._future = torch.futures.Future[list[torch.Tensor]]()
             ended = self._ended.is_set()
         if ended:
-            self._tell(future)
+            self._resolve(future)
         return future
 
     def is_completed(self) -> bool:
@@ -70,22 +70,22 @@ class Promise(dist.Work):
         return self._ended.is_set()
 
     def is_success(self) -> bool:
-        """Whether it is done and has not failed."""
+        """Whether the work is complete and has not failed."""
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What it failed with."""
+        """The error of the work; ``None`` if it has not failed."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors."""
+        """The tensors that the work fills."""
         return self._tensors
 
     def synchronize(self) -> None:
         """:meth:`wait`, as torch also calls it."""
         self.wait()
 
-    def _tell(self, future: Any) -> None:
+    def _resolve(self, future: Any) -> None:
         if self._error is None:
             future.set_result(self._tensors)
         else:
@@ -93,12 +93,12 @@ class Promise(dist.Work):
 
 
 class AllOf(Promise):
-    """Several pieces of work as one; done by whoever waits for it.
+    """Several works as one. The thread that waits for it waits for each of them in turn.
 
     Args:
-        works: the pieces.
-        tensors: what they fill.
-        held: memory that they read.
+        works: The works.
+        tensors: Tensors that they fill.
+        held: Memory that they read, kept alive until they are complete.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class AllOf(Promise):
         self._joining = threading.Lock()
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Until all are done."""
+        """Block until all works are complete."""
         with self._joining:
             if not self._ended.is_set():
                 try:
@@ -124,26 +124,26 @@ class AllOf(Promise):
         return super().wait()
 
     def get_future(self) -> Any:
-        """As of any promise; somebody has to wait meanwhile."""
+        """A future of the tensors. A thread waits for the works, because nothing else would complete the future."""
         future = super().get_future()
         if not self._ended.is_set():
             threading.Thread(target=self.wait, daemon=True).start()
         return future
 
     def is_completed(self) -> bool:
-        """Whether all are."""
+        """Whether all works are complete."""
         return self._ended.is_set() or all(work.is_completed() for work in self._works)
 
 
 class Stopwatch:
-    """Adds up how long computation stands still for an axis."""
+    """Adds up the time that computation waits for an axis."""
 
     def __init__(self) -> None:
         self._seconds = 0.0
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Computation stands still inside."""
+        """Count the time inside this context."""
         started = time.perf_counter()
         try:
             yield
@@ -151,7 +151,7 @@ class Stopwatch:
             self._seconds += time.perf_counter() - started
 
     def read(self, *, reset: bool) -> float:
-        """Seconds so far."""
+        """Seconds counted so far."""
         seconds = self._seconds
         if reset:
             self._seconds = 0.0
@@ -159,11 +159,11 @@ class Stopwatch:
 
 
 class Watched(dist.Work):
-    """A piece of work whose waiting is timed.
+    """Work of a transport, with a stopwatch that runs while computation waits for it.
 
     Args:
-        work: somebody else's.
-        watch: runs while computation waits for it.
+        work: Work of the transport.
+        watch: Stopwatch of the axis.
     """
 
     def __init__(self, work: dist.Work, watch: Stopwatch) -> None:
@@ -171,7 +171,7 @@ class Watched(dist.Work):
         self._work, self._watch = work, watch
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
-        """Until it is done."""
+        """Block until the work is complete."""
         with self._watch.running():
             return self._work.wait() if timeout is None else self._work.wait(timeout)
 
@@ -181,7 +181,7 @@ class Watched(dist.Work):
             self._work.synchronize()
 
     def get_future(self) -> Any:
-        """The work's own."""
+        """The future of the work."""
         return self._work.get_future()
 
     def is_completed(self) -> bool:
@@ -189,30 +189,30 @@ class Watched(dist.Work):
         return self._work.is_completed()
 
     def is_success(self) -> bool:
-        """Whether it is done and has not failed."""
+        """Whether the work is complete and has not failed."""
         return self._work.is_success()
 
     def exception(self) -> Any:
-        """What it failed with."""
+        """The error of the work; ``None`` if it has not failed."""
         return self._work.exception()
 
     def result(self) -> list[torch.Tensor]:
-        """The tensors."""
+        """The tensors that the work fills."""
         return self._work.result()
 
 
 def done(tensors: Sequence[torch.Tensor]) -> Promise:
-    """Work that was done before anybody could wait."""
+    """Work that is already complete."""
     promise = Promise(tensors)
     promise.end()
     return promise
 
 
 class Courier:
-    """A thread that performs what it is given, in order; it starts with the first task.
+    """A thread that runs tasks in order. It starts with the first task.
 
     Args:
-        name: of the thread.
+        name: Name of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -223,12 +223,12 @@ class Courier:
         self._lock = threading.Lock()
 
     def perform(self, body: Callable[[], None], promise: Promise, *, wait: bool) -> None:
-        """Perform ``body`` after all that came before.
+        """Run ``body`` after all earlier tasks.
 
         Args:
-            body: the work.
-            promise: ended when it is done.
-            wait: return only then; where nothing came before, the work is done on the caller's thread.
+            body: The task.
+            promise: Ended when the task is complete.
+            wait: Return only when the task is complete. If no task is pending, it runs on the caller's thread.
         """
         with self._lock:
             idle = self._waiting == 0
@@ -239,12 +239,12 @@ class Courier:
                     self._thread.start()
                 self._tasks.put((body, promise))
         if wait and idle:
-            _keep(body, promise)
+            _run(body, promise)
         elif wait:
             promise._ended.wait()
 
     def close(self) -> None:
-        """Finish what has been started."""
+        """Finish the pending tasks and end the thread."""
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None and thread is not threading.current_thread():
@@ -252,7 +252,7 @@ class Courier:
             thread.join()
 
     def _work(self) -> None:
-        with torch.no_grad():  # a thread's own setting
+        with torch.no_grad():  # gradient mode is set per thread
             while (task := self._tasks.get()) is not None:
                 body, promise = task
                 try:
@@ -260,13 +260,13 @@ class Courier:
                     error = None
                 except BaseException as failure:
                     error = failure
-                # Counted before it ends: whoever waits for the promise may start the next at once.
+                # Counted before the promise ends: a thread that waits for it may submit the next task immediately.
                 with self._lock:
                     self._waiting -= 1
                 promise.end(error)
 
 
-def _keep(body: Callable[[], None], promise: Promise) -> None:
+def _run(body: Callable[[], None], promise: Promise) -> None:
     try:
         with torch.no_grad():
             body()
