@@ -33,25 +33,25 @@ def all_gather(
     1. Across nodes, each rank gathers the pieces of its peers: ``(nodes - 1) * own`` bytes sent.
     2. Inside the node, each rank gathers the columns of its neighbours: ``(local - 1) * column`` bytes sent.
 
-    With a codec (qwZ, arXiv 2306.10209 section 3.1), a piece is encoded once, its message travels both hops as it is,
-    and every member decodes every message, its own too: all end with the same values.
+    With a codec (qwZ, arXiv 2306.10209 section 3.1), each piece is encoded once, and its message takes both hops
+    unchanged. Every member decodes every message, including its own, so that all end with the same values.
 
     Args:
-        group: the axis.
-        whole: contiguous 1-D tensor, any dtype (with a codec, a floating one); when the first move begins, this rank's
-            piece is at its place (local-major order).
-        sizes: elements of every member's piece; equal by default.
-        kind: ``ALL_GATHER``, or ``BROADCAST`` when each piece is the owner's to give (unequal pieces).
-        codec: encodes the pieces; ``None`` sends them as they are.
-        residual: of the size of this rank's piece: error feedback, as in
+        group: The axis.
+        whole: Contiguous 1-D tensor of any dtype; with a codec, a floating-point one. When the first move begins, this
+            rank's piece must be at its place, in local-major order.
+        sizes: Number of elements of each member's piece; equal by default.
+        kind: ``ALL_GATHER``, or ``BROADCAST`` for unequal pieces, each sent by its owner.
+        codec: Codec of the pieces; ``None`` sends them unencoded.
+        residual: Error feedback of the size of this rank's piece; see
             :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`.
-        update: fp32, contiguous, of the size of this rank's piece: what its piece should become. All members hold the
-            same ``whole``; encoded is the difference, which every member adds to the piece. What the codec and the
-            rounding to the dtype of ``whole`` lose is part of the next difference.
-        seed: for a codec that rounds at random; should differ from step to step and from rank to rank.
+        update: Contiguous fp32 tensor of the size of this rank's piece, with the new values of the piece. All members
+            hold the same ``whole``. Only the difference is encoded, and every member adds it to the piece. Losses of
+            the codec and of rounding to the dtype of ``whole`` become part of the next difference.
+        seed: Seed for a codec that rounds at random. It should differ from step to step and from rank to rank.
 
     Returns:
-        The moves; none where the axis has one member.
+        The moves; none if the axis has one member.
     """
     if group.size == 1:
         return Moves()

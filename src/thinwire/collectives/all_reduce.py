@@ -1,4 +1,4 @@
-"""All-reduce along an axis: reduce-scatter, then all-gather; or, of two members with a codec, an exchange."""
+"""All-reduce along an axis: a reduce-scatter and an all-gather, or an exchange if two members use a codec."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["Feedback", "all_reduce", "feedback_numels"]
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """What a reduction's messages lost and later ones make up for, of :func:`feedback_numels` elements.
+    """Error feedback of an all-reduce, of :func:`feedback_numels` elements.
 
     Attributes:
-        scatter: of the last hop that carries what is added.
-        gather: of this rank's piece of the sums.
+        scatter: Residual of the last hop of the reduce-scatter.
+        gather: Residual of this rank's piece of the sums.
     """
 
     scatter: Residual | None = None
@@ -33,8 +33,8 @@ class Feedback:
 
 
 def feedback_numels(group: AxisGroup, numel: int) -> tuple[int, int]:
-    """Elements of ``Feedback.scatter`` and ``.gather`` for an encoded vector of so many; 0 where there is no such
-    message."""
+    """Number of elements of ``Feedback.scatter`` and ``.gather`` for an encoded vector of ``numel`` elements; 0 if
+    there is no such message."""
     if group.size == 2:
         return numel, 0
     piece = numel // group.size
@@ -52,25 +52,26 @@ def all_reduce(
     feedback: Feedback | None = None,
     seed: int | None = None,
 ) -> Moves:
-    """``out (+)= scale * sum over members of vector``, equal to the bit on every member.
+    """``out (+)= scale * sum over members of vector``, bitwise equal on every member.
 
     1. Reduce-scatter in two hops (see :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`), added in fp32.
-    2. The scaled sums, rounded to the wire dtype once, are gathered in two hops; with codecs, they are encoded from
-       fp32 by that of the farther hop.
+    2. The scaled sums, rounded once to the wire dtype, are gathered in two hops. With codecs, the codec of the hop
+       across nodes encodes them from fp32.
 
-    Two members with a codec send each other one message of the whole vector instead, and both add up what the two
-    messages say, their own too. Those are as many bytes as the two steps above, but nothing is encoded twice: the error
-    is that of two vectors, not of half of one and of the sum, which is larger.
+    Two members with a codec instead send each other one message of the whole vector, and both add up the two decoded
+    messages, including their own. This takes as many bytes as the two steps above, but encodes nothing twice: the error
+    is that of two vectors. In two steps it would be that of half a vector and of the sum, which is larger.
 
     Args:
-        group: the axis.
-        vector: contiguous 1-D tensor in wire dtype, ``numel`` a multiple of ``group.size``; used as scratch.
-        out: contiguous 1-D fp32 tensor of at most that size (the rest of ``vector`` is padding).
-        scale: factor on the sum; ``1 / group.size`` for a mean.
-        accumulate: add to ``out`` instead of overwriting it.
-        codecs: of the hops.
-        feedback: what earlier messages lost, kept by the caller from step to step.
-        seed: for codecs that round at random.
+        group: The axis.
+        vector: Contiguous 1-D tensor in the wire dtype, whose ``numel`` is a multiple of ``group.size``; used as
+        scratch.
+        out: Contiguous 1-D fp32 tensor of at most that size. The rest of ``vector`` is padding.
+        scale: Factor on the sum; ``1 / group.size`` for a mean.
+        accumulate: Add to ``out`` instead of overwriting it.
+        codecs: Codecs of the hops.
+        feedback: Error feedback, which the caller keeps from step to step.
+        seed: Seed for codecs that round at random.
 
     Returns:
         The moves.
@@ -110,7 +111,7 @@ def _exchange(
     residual: Residual | None,
     seed: int | None,
 ) -> Moves:
-    """``sums = scale * (message of member 0 + message of member 1)``, each of a whole vector."""
+    """``sums = scale * (message of member 0 + message of member 1)``, where each message holds a whole vector."""
     stage = Stage.GATHER_ACROSS if group.nodes > 1 else Stage.GATHER_INSIDE
     dtype = vector.dtype if residual is None else torch.float32
     messages = Messages(codec, [vector.numel()] * 2, dtype, vector.device)

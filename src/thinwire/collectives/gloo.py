@@ -1,11 +1,11 @@
-"""Direct sends and receives over gloo, arranged so that its threads get in nobody's way.
+"""Direct sends and receives over gloo, arranged so that its threads do not disturb computation.
 
-Two facts about gloo's TCP transport, both seen in a profile of four ranks on two cores:
+Two facts about gloo's TCP transport, both from a profile of four ranks on two cores:
 
-- Every device has a thread that polls a hundred times a second, and every group makes a device of its own unless it is
-  given one. All our groups share one device.
-- While one thread writes to a connection, the device's thread cannot read from it and spins until the write is over,
-  which for megabytes in both directions is most of the time. So every pair of ranks has two connections, one for each
+- Every device has a thread that polls a hundred times a second, and every group makes its own device unless it is given
+  one. All groups of thinwire share one device.
+- While one thread writes to a connection, the device's thread cannot read from it and spins until the write is over.
+  For megabytes in both directions, that is most of the time. So every pair of ranks has two connections, one for each
   direction.
 """
 
@@ -26,7 +26,7 @@ MAX_TAG = 1 << 31
 
 
 def make_device() -> dist.ProcessGroupGloo.Device:
-    """A device on the interface that ``GLOO_SOCKET_IFNAME`` names, or on the one of this host's name."""
+    """Make a device on the interface that ``GLOO_SOCKET_IFNAME`` names, or on that of this host's name."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     if interface:
         return dist.ProcessGroupGloo.create_device(interface=interface)
@@ -37,11 +37,11 @@ class GlooLinks:
     """Connections between some ranks, two for each pair.
 
     Args:
-        store: where they find each other; used by no one else.
-        index: this rank among them.
-        size: how many they are.
-        device: shared by all links of the process.
-        timeout: of every send and receive.
+        store: Store for the rendezvous, used by nothing else.
+        index: Index of this rank among them.
+        size: Number of ranks.
+        device: Device that all links of the process share.
+        timeout: Timeout of every send and receive.
     """
 
     def __init__(
@@ -52,35 +52,35 @@ class GlooLinks:
         device: dist.ProcessGroupGloo.Device,
         timeout: datetime.timedelta,
     ) -> None:
-        backend: Any = dist.ProcessGroupGloo  # whose stubs leave out what we need
+        backend: Any = dist.ProcessGroupGloo  # its stubs lack some of its methods
         options = backend._Options()
         options._devices = [device]
         options._timeout = timeout
-        options._threads = 1  # run collectives, which we have none of
+        options._threads = 1  # they run collectives, which are not used here
         self._index, self._size = index, size
         self._upwards, self._downwards = (
             backend(dist.PrefixStore(direction, store), index, size, options) for direction in ("up", "down")
         )
 
     def close(self) -> None:
-        """End every exchange that is under way, on this rank and with it on the others."""
+        """Abort every pending exchange, on this rank and thereby on the others."""
         for link in (self._upwards, self._downwards):
             close_connections(link, self._index, self._size)
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        """Send ``outgoing[i]`` to rank ``i`` and fill ``incoming[i]`` from it; own pieces and empty ones stay put.
+        """Send ``outgoing[i]`` to rank ``i`` and fill ``incoming[i]`` from it. Own and empty pieces are skipped.
 
         Args:
-            outgoing: contiguous CPU tensors.
-            incoming: contiguous CPU tensors, of the sizes that are sent.
+            outgoing: Contiguous CPU tensors.
+            incoming: Contiguous CPU tensors of the sizes that are sent.
 
         Raises:
-            RuntimeError: gloo's own, after the timeout or when a peer is gone.
+            RuntimeError: gloo's own error, after the timeout or when a peer is gone.
         """
         works = []
         for shift in range(1, self._size):
             source, target = (self._index - shift) % self._size, (self._index + shift) % self._size
-            # The size is the message's tag: of two ranks that disagree about it, gloo would abort one.
+            # The message's tag is its size: if two ranks disagreed about it, gloo would abort one of them.
             if incoming[source].numel():
                 link = self._upwards if source < self._index else self._downwards
                 works.append(link.recv([incoming[source]], source, _tag(incoming[source])))
@@ -92,15 +92,15 @@ class GlooLinks:
 
 
 def close_connections(group: Any, index: int, size: int) -> None:
-    """End what a gloo group has under way.
+    """Abort the pending operations of a gloo group.
 
-    gloo closes a group's connections when one of its waits runs out of time, and has no other way that all releases of
-    torch offer: wait a millisecond for a message that nobody sends.
+    gloo closes the connections of a group when a wait times out, which is the only way that all releases of torch
+    offer. So this waits a millisecond for a message that nobody sends.
 
     Args:
-        group: a process group on gloo, or torch's wrapper of one.
-        index: this rank among its members.
-        size: how many they are.
+        group: Process group on gloo, or torch's wrapper of one.
+        index: Index of this rank among its members.
+        size: Number of members.
     """
     with contextlib.suppress(RuntimeError):
         work = group.recv([torch.empty(1, dtype=torch.uint8)], (index + 1) % size, MAX_TAG - 1)

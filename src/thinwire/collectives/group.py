@@ -1,4 +1,4 @@
-"""The one place that calls torch.distributed's collectives.
+"""The only module that calls collectives of ``torch.distributed``.
 
 A :class:`Subgroup` is a set of ranks on one lane, all inside a node or all on different nodes. It offers the two
 primitives from which every collective here is built: *gather* pieces from all members, and *exchange* pieces between
@@ -55,7 +55,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
 _timeout = DEFAULT_TIMEOUT
 _joined_here = False
-_num_jobs = 0  # that this process has left: what the next one keeps in the store has other names
+_num_jobs = 0  # jobs that this process has left; part of the names in the store, so that jobs do not share entries
 _gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -68,14 +68,15 @@ T = TypeVar("T")
 def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
     """Join the job described by torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
 
+    Without ``RANK`` in the environment, this makes a job of one process.
+
     Args:
-        backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; by default the last where CUDA is available and
-            each local rank has a device of its own, else gloo. Without ``RANK`` in the environment a world of one
-            process is made.
-        timeout: bound on every collective, in every group made later.
+        backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``. Default: the last if CUDA is available and each
+            local rank has a device of its own, else gloo.
+        timeout: Limit of every collective, in every group made later.
 
     Raises:
-        UsageError: rank 0 cannot listen where it should, or the ranks do not find each other in time.
+        UsageError: Rank 0 cannot listen at its address, or the ranks do not find each other in time.
     """
     global _timeout, _joined_here
     _timeout = timeout
@@ -103,18 +104,18 @@ _closing: list[Callable[[], None]] = []
 
 
 def before_shutdown(close: Callable[[], None]) -> None:
-    """Have ``close`` called before the groups go: whoever still uses them finishes first."""
+    """Call ``close`` before the groups are destroyed, so that their users can finish."""
     _closing.append(close)
 
 
 def shutdown() -> None:
-    """Leave the job; safe to call twice."""
+    """Leave the job. A second call has no effect."""
     global _device, _num_jobs, _rollcall
     _rollcall.close()
     _rollcall = RollCall(_give_up, _store)
     while _closing:
         _closing.pop()()
-    # Whoever is referred to keeps its threads and sockets, and models live on in reference cycles.
+    # A group that is still referenced keeps its threads and sockets, and models live on in reference cycles.
     for subgroup in _subgroups:
         subgroup.leave()
     for members in _controls.values():
@@ -130,7 +131,7 @@ def shutdown() -> None:
 
 
 def arrived(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that a functional collective of torch may still be filling, once it is full."""
+    """Wait for a tensor that a functional collective of torch may still be filling."""
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
@@ -140,12 +141,13 @@ def uses_nccl() -> bool:
 
 
 def mesh_group(ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
-    """A process group for an axis of torch's mesh, made by its members, with the job's timeout: those that a mesh makes
-    by itself wait for half an hour.
+    """Make a process group for an axis of torch's mesh, with the job's timeout. Only its members call this.
+
+    A mesh would make groups by itself, but with a timeout of half an hour.
 
     Args:
-        ranks: global ranks, this one among them.
-        axis: its name.
+        ranks: Global ranks, including this one.
+        axis: Name of the axis.
     """
     group = dist.new_group(
         list(ranks), timeout=_timeout, use_local_synchronization=True, group_desc=f"thinwire-mesh-{axis}"
@@ -161,12 +163,13 @@ class Control:
     """Small host-side exchanges between ranks: agreement checks, checkpoint plans, stop signals.
 
     Args:
-        ranks: global ranks, in ascending order, this one among them; only they take part in making it.
+        ranks: Global ranks in ascending order, including this one. Only they take part in making the group.
 
     Attributes:
-        ranks: the same.
-        rank: this rank's position among them.
-        size: how many they are.
+        ranks: The global ranks.
+        rank: Position of this rank among them.
+        size: Number of ranks.
+        process_group: torch's group; ``None`` for a single rank, and once the job has been left.
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
@@ -186,34 +189,34 @@ class Control:
             )
 
     def all_gather_object(self, obj: Any) -> list[Any]:
-        """Everyone's object, by rank. Objects travel pickled between the ranks of one job, never to or from disk."""
+        """The objects of all ranks, by rank. They travel pickled between the ranks of a job, never to or from disk."""
         if self.process_group is None:
             return [obj]
-        everyone: list[Any] = [None] * self.size
+        objects: list[Any] = [None] * self.size
         with self._doing("all_gather_object"):
-            dist.all_gather_object(everyone, obj, group=self.process_group)
-        return everyone
+            dist.all_gather_object(objects, obj, group=self.process_group)
+        return objects
 
     def agree(
         self, action: Callable[[], T], explain: Callable[[Mapping[int, str]], Exception], *, raises_own: bool = False
     ) -> list[T]:
-        """Run an action on every rank: all of them succeed, or all raise. See :func:`thinwire.agreement.agree`."""
+        """Run an action on every rank; either all succeed or all raise. See :func:`thinwire.agreement.agree`."""
         return agree(self, action, explain, raises_own=raises_own)
 
     def close(self) -> None:
-        """End what is under way, here and on the other ranks."""
+        """Abort pending exchanges, here and on the other ranks."""
         if self.process_group is not None:
             close_connections(self.process_group, self.rank, self.size)
 
     def _doing(self, what: str) -> contextlib.ExitStack:
-        """In an exchange of the group."""
+        """Context of an exchange of the group: the roll call watches it, and its errors are explained."""
         stack = contextlib.ExitStack()
         stack.enter_context(self._place.doing(what))
         stack.enter_context(_explained(what, Lane.CONTROL, self.ranks))
         return stack
 
     def barrier(self) -> None:
-        """Wait for every rank."""
+        """Wait until every rank has reached this call."""
         if self.process_group is not None:
             with self._doing("barrier"):
                 dist.barrier(group=self.process_group)
@@ -227,7 +230,7 @@ class Control:
         return [float(value) for value in total / self.size]
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor of any layout and type with the first rank's (initial weights, buffers)."""
+        """Overwrite a tensor of any layout and dtype with that of the first rank (initial weights, buffers)."""
         for dim, stride in enumerate(tensor.stride()):
             if stride == 0:
                 tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))  # an expanded tensor stores this once
@@ -235,7 +238,7 @@ class Control:
             return
         staged = tensor.detach().cpu().contiguous()
         with self._doing("broadcast"):
-            # As bytes: gloo knows neither complex numbers nor small integers.
+            # As bytes, because gloo supports neither complex numbers nor small integers.
             dist.broadcast(staged.view(-1).view(torch.uint8), self.ranks[0], group=self.process_group)
         if staged.data_ptr() != tensor.data_ptr():
             tensor.copy_(staged)
@@ -245,7 +248,7 @@ _controls: dict[tuple[int, ...], Control] = {}
 
 
 def _timeout_of_job() -> datetime.timedelta:
-    """The timeout with which somebody else made the job."""
+    """Timeout of a job that was initialised outside thinwire."""
     group = dist.distributed_c10d._get_default_group()
     for device in ("cpu", "cuda"):
         with contextlib.suppress(RuntimeError, AttributeError):
@@ -254,10 +257,10 @@ def _timeout_of_job() -> datetime.timedelta:
 
 
 def control(ranks: Sequence[int] | None = None) -> Control:
-    """The control group of some ranks; made on first use, by all of them together.
+    """The control group of some ranks. All of them make it together on first use.
 
     Args:
-        ranks: global ranks in any order; by default every rank of the job.
+        ranks: Global ranks in any order; all ranks of the job by default.
     """
     global _timeout
     if not is_initialized():
@@ -275,7 +278,7 @@ def control(ranks: Sequence[int] | None = None) -> Control:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One exchange as it was performed."""
+    """An exchange that was performed; ``sent`` counts the bytes that this rank sent."""
 
     lane: Lane
     kind: Kind
@@ -290,7 +293,7 @@ _recorder_lock = threading.Lock()
 
 @contextlib.contextmanager
 def recording() -> Iterator[list[Record]]:
-    """Record every exchange of this process, in the order in which each lane performs them."""
+    """Record every exchange of this process, for each lane in the order of execution."""
     records: list[Record] = []
     with _recorder_lock:
         _recorders.append(records)
@@ -315,7 +318,7 @@ class Meter:
             by_scope[scope] += sent
 
     def take(self) -> dict[Lane, dict[Scope, int]]:
-        """What was sent since the last call."""
+        """Bytes sent since the last call."""
         with self._lock:
             taken, self._sent = self._sent, {}
         return {lane: taken.get(lane, dict.fromkeys(Scope, 0)) for lane in Lane}
@@ -325,15 +328,15 @@ class Meter:
 
 
 class Subgroup:
-    """Some ranks on one stage of a lane; all of one node, or each on a node of its own.
+    """Some ranks on one stage of a lane, either all of one node or each on a different node.
 
     Args:
-        ranks: global ranks in the order of their pieces, this one among them.
-        lane: the lane that owns the group.
-        stage: the stage of that lane; only it may use the group.
-        device: where the tensors live.
-        meter: counts the bytes.
-        channel: whose lane it is, where several models of a process have lanes between the same ranks.
+        ranks: Global ranks in the order of their pieces, including this one.
+        lane: Lane that owns the group.
+        stage: Stage of that lane; no other stage may use the group.
+        device: Device of the tensors.
+        meter: Counts the bytes.
+        channel: Distinguishes several models of a process that have lanes between the same ranks.
     """
 
     def __init__(
@@ -361,16 +364,16 @@ class Subgroup:
         _subgroups.add(self)
 
     def leave(self) -> None:
-        """Let go of the connections; the subgroup is of no use any more."""
+        """Release the connections. The subgroup cannot be used afterwards."""
         self._group = self._links = None
         self._left = True
 
     def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
-        """Fill every ``pieces[i]`` with member i's; ``pieces[self.index]`` is this rank's own and is only read.
+        """Fill each ``pieces[i]`` with the piece of member i; this rank's own, ``pieces[self.index]``, is only read.
 
         Args:
-            pieces: contiguous 1-D tensors of one dtype; ``pieces[i]`` has the same size on every member.
-            kind: what to call it in records.
+            pieces: Contiguous 1-D tensors of one dtype; ``pieces[i]`` has the same size on every member.
+            kind: Kind of the exchange in records.
         """
         if self._alone():
             return
@@ -393,9 +396,9 @@ class Subgroup:
         """Send ``outgoing[i]`` to member i and fill ``incoming[i]`` from it; this rank's own pieces are not touched.
 
         Args:
-            outgoing: contiguous 1-D tensors, one for each member.
-            incoming: contiguous 1-D tensors of the sizes that are sent.
-            kind: what to call it in records.
+            outgoing: Contiguous 1-D tensors, one for each member.
+            incoming: Contiguous 1-D tensors of the sizes that are sent.
+            kind: Kind of the exchange in records.
         """
         if self._alone():
             return
@@ -408,11 +411,11 @@ class Subgroup:
                 dist.all_to_all(self._sorted(incoming), self._sorted(outgoing), group=self._group)
 
     def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
-        """NCCL's own reduce-scatter: ``out`` becomes the sum over members of their ``whole`` at this rank's place.
+        """NCCL's own reduce-scatter: ``out`` becomes the sum of the members' ``whole`` at this rank's place.
 
         Args:
-            out: 1-D, ``whole.numel() / size`` elements, same dtype.
-            whole: contiguous 1-D.
+            out: 1-D tensor of ``whole.numel() / size`` elements, same dtype.
+            whole: Contiguous 1-D tensor.
         """
         assert self.native
         assert self._group is not None
@@ -430,16 +433,16 @@ class Subgroup:
     def _watched(
         self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
     ) -> contextlib.AbstractContextManager[None]:
-        """Have a roll call if this takes long; NCCL, whose exchanges only begin here, has a watchdog of its own."""
+        """Context in which the roll call watches an exchange. NCCL's exchanges are asynchronous and have a watchdog."""
         if self.native:
             return contextlib.nullcontext()
         return self._place.doing(kind, outgoing, incoming)
 
     def _alone(self) -> bool:
-        """Whether there is nobody to talk to.
+        """Whether this rank is the only member.
 
         Raises:
-            UsageError: if the job has been left.
+            UsageError: The job has been left.
         """
         if self._left and self.size > 1:
             raise UsageError("this model's job has been left with thinwire.collectives.group.shutdown(); shard it anew")
@@ -471,13 +474,13 @@ _device: dist.ProcessGroupGloo.Device | None = None
 
 
 def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) -> dist.ProcessGroup:
-    """NCCL's group of a lane's stage over ``ranks``, made once. Only members take part in making it, so that a thousand
-    ranks need not visit every group of the mesh."""
+    """NCCL's group for a stage of a lane, made once. Only its members take part, so that a thousand ranks need not
+    visit every group of the mesh."""
     key = (ranks, lane, stage, channel)
     if key not in _groups:
         group = dist.new_group(
             list(ranks),
-            timeout=_timeout,  # not inherited: the default would be half an hour
+            timeout=_timeout,  # groups do not inherit it, and the default is half an hour
             backend="nccl",
             use_local_synchronization=True,
             group_desc=f"thinwire-{lane}-{stage}-{channel}",
@@ -488,7 +491,7 @@ def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: in
 
 
 def _gloo_links(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) -> GlooLinks:
-    """The connections of a lane's stage between ``ranks``, made once, by the members alone."""
+    """gloo's connections for a stage of a lane, made once, by the members alone."""
     global _device
     key = (ranks, lane, stage, channel)
     if key not in _links:
@@ -501,7 +504,7 @@ def _gloo_links(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) 
 
 
 def _give_up() -> None:
-    """End every exchange of this process: the ranks wait for each other."""
+    """Abort every exchange of this process, because the ranks wait for each other."""
     for links in list(_links.values()):
         links.close()
     for members in list(_controls.values()):
@@ -509,7 +512,7 @@ def _give_up() -> None:
 
 
 def _store() -> dist.Store:
-    """A part of the job's store for the roll call."""
+    """The roll call's part of the job's store."""
     return dist.PrefixStore(f"thinwire/{_num_jobs}/rollcall", dist.distributed_c10d._get_default_store())
 
 
@@ -517,12 +520,12 @@ _rollcall = RollCall(_give_up, _store)
 
 
 def rollcall() -> RollCall:
-    """What watches this process's exchanges."""
+    """The roll call of this process, which watches its exchanges."""
     return _rollcall
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The one contiguous vector that equal pieces form, if they do."""
+    """The contiguous vector that pieces of equal size form; ``None`` if they do not form one."""
     first, size = pieces[0], pieces[0].numel()
     address = first.data_ptr()
     for i, piece in enumerate(pieces):
@@ -540,7 +543,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None = None) -> Iterator[None]:
-    """Turn a transport error, which names neither operation nor culprit, into one sentence that does."""
+    """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both."""
     size = "" if nbytes is None else f"{nbytes} bytes, "
     started = time.monotonic()
     try:
@@ -559,14 +562,14 @@ def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None =
 
 @contextlib.contextmanager
 def explained_transport(doing: str, ranks: Sequence[int]) -> Iterator[None]:
-    """The same for what other code sends: of its errors, those that come from the transport.
+    """Explain errors of the transport in communication of other code. Other errors pass unchanged.
 
     Args:
-        doing: what this rank does, for the sentence.
-        ranks: whom it sends to and waits for.
+        doing: What this rank is doing, for the message.
+        ranks: Ranks that it communicates with.
 
     Raises:
-        CollectiveError: in place of a transport's error.
+        CollectiveError: In place of an error of the transport.
     """
     started = time.monotonic()
     try:
@@ -589,7 +592,7 @@ _TRANSPORT_SIGNS = ("gloo", "Connection closed", "Connection reset", "Connection
 
 
 def _transport_reason(error: BaseException | None) -> str | None:
-    """The line of an error, or of one that caused it, that tells of a transport's failure."""
+    """The line of an error or of its causes that reports a failure of the transport; ``None`` if there is none."""
     while error is not None:
         for line in str(error).strip().splitlines():
             if any(sign in line for sign in _TRANSPORT_SIGNS):
@@ -599,35 +602,33 @@ def _transport_reason(error: BaseException | None) -> str | None:
 
 
 def _publish_and_ask(what: str, ranks: Sequence[int]) -> str:
-    """Tell the others, through the store, where this rank failed, and hear where they did."""
+    """Publish where this rank failed in the store, and return a sentence on where the others did."""
     answer = within_patience(lambda: _ask_store(what, ranks))
     silence = f"The store has not answered for {STORE_PATIENCE:.0f} s: this host or its host, rank 0's, is cut off."
     return answer or silence
 
 
 def _ask_store(what: str, ranks: Sequence[int]) -> str:
-    """Publish and ask, for as long as the store takes to answer."""
+    """Publish and ask. This blocks until the store answers."""
     try:
         store = dist.distributed_c10d._get_default_store()
         me = dist.get_rank()
         store.set(f"thinwire/failure/{me}", what)
-        time.sleep(0.5)  # peers that fail in the same moment have published by then
+        time.sleep(0.5)  # by then, peers that failed at the same moment have published too
         silent = []
-        heard = []
+        failures = []
         for rank in ranks:
             if rank == me:
                 continue
             key = f"thinwire/failure/{rank}"
             if store.check([key]):
-                heard.append(f"rank {rank} {store.get(key).decode()}")
+                failures.append(f"rank {rank} {store.get(key).decode()}")
             else:
                 silent.append(str(rank))
         lost = f"rank{'s' if len(silent) > 1 else ''} {', '.join(silent)} said nothing: dead, stuck or cut off"
-        if silent:  # whoever waited for this rank will hear whom this rank waited for
+        if silent:  # ranks that wait for this one learn for whom it waited
             store.set(f"thinwire/failure/{me}", f"{what} ({lost})")
     except RuntimeError:
         return "The store is gone too: the rank that hosted it, rank 0 as a rule, has died."
-    said = "; ".join(heard)
-    if silent:
-        said = f"{said}; {lost}" if said else lost
-    return f"{said[:1].upper()}{said[1:]}."
+    sentence = "; ".join([*failures, lost] if silent else failures)
+    return f"{sentence[:1].upper()}{sentence[1:]}."

@@ -1,8 +1,8 @@
-"""Memory for communication. Every such buffer comes from here, so that symmetric memory or registration with the
-network card has one place to go.
+"""Memory for communication. All such buffers are allocated here, so that symmetric memory or registration with the
+network card can be added in one place.
 
-On CUDA the caching allocator hands out what was freed before. On CPU there is none, and large blocks that malloc gives
-and takes every step cost time in its own bookkeeping; so blocks are kept here and reused once nobody holds them.
+On CUDA, the caching allocator reuses freed memory. On CPU there is no such allocator, and malloc spends time on large
+blocks that are allocated and freed in every step. So blocks are kept here and reused once nothing refers to them.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 __all__ = ["allocate", "release_memory"]
 
 SMALLEST = 64 << 10
-"""Bytes from which a block is kept; malloc is good at small ones."""
+"""Smallest size in bytes of a block that is kept; malloc is fast for smaller ones."""
 
 _lock = threading.Lock()
 _blocks: dict[int, list[torch.UntypedStorage]] = {}
 
 
 def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uninitialised 1-D communication buffer. It is free again when no tensor that shares its storage is left."""
+    """Allocate an uninitialised 1-D buffer. It is free again once no tensor shares its storage."""
     if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False):  # lanes write to it outside of the caller's inference mode
+        with torch.inference_mode(False):  # lanes write to the buffer outside the caller's inference mode
             return allocate(numel, dtype, device)
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < SMALLEST:
@@ -38,12 +38,12 @@ def allocate(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def release_memory() -> None:
-    """Let go of every block that nobody holds."""
+    """Release all blocks that are not in use."""
     with _lock:
         for nbytes, kept in list(_blocks.items()):
             _blocks[nbytes] = [block for block in kept if not _unused(block)]
 
 
 def _unused(block: torch.UntypedStorage) -> bool:
-    """Whether the list of blocks holds the only reference to its memory."""
+    """Whether the list of blocks holds the only reference to the block's memory."""
     return torch._C._storage_Use_Count(block._cdata) == 1

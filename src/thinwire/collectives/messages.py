@@ -1,4 +1,4 @@
-"""Encoded pieces on their way: a buffer with room for one message of every member of an axis."""
+"""Encoded pieces in transit: a buffer with room for one message of each member of an axis."""
 
 from __future__ import annotations
 
@@ -18,31 +18,32 @@ __all__ = ["Messages", "Residual"]
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """What messages lost and later ones make up for (error feedback); the caller keeps it from step to step.
+    """Error feedback: the loss of earlier messages, which later ones compensate. The caller keeps it between steps.
 
     Attributes:
-        lost: fp32, contiguous: as many values as are encoded.
-        gain: how much of it comes back at a time; see :meth:`thinwire.codecs.Codec.encode_feedback`.
+        lost: Contiguous fp32 tensor with as many values as are encoded.
+        gain: Fraction of the loss that the next message compensates; see
+            :meth:`thinwire.codecs.Codec.encode_feedback`.
     """
 
     lost: torch.Tensor
     gain: float = 1.0
 
     def split(self, sizes: Sequence[int]) -> list[Residual]:
-        """Of every piece."""
+        """The residual of each piece."""
         return [Residual(part, self.gain) for part in self.lost.split(list(sizes))]
 
 
 class Messages:
-    """Room for a message of each of so many pieces, one after the other.
+    """A buffer with room for one message of each piece, one after the other.
 
-    Messages of a codec of variable length travel in two exchanges: first their lengths, then what there is of them.
+    Messages of a codec of variable length take two exchanges: first their lengths, then their bytes.
 
     Args:
-        codec: what encodes and decodes.
-        sizes: values of every piece; both sides know them.
-        dtype: of the values that are encoded.
-        device: where they are.
+        codec: Codec of the messages.
+        sizes: Number of values of each piece, known to both sides.
+        dtype: Dtype of the values that are encoded.
+        device: Device of the buffer.
     """
 
     def __init__(self, codec: Codec, sizes: Sequence[int], dtype: torch.dtype, device: torch.device) -> None:
@@ -52,20 +53,19 @@ class Messages:
         self._starts = [sum(rooms[:i]) for i in range(len(rooms) + 1)]
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
         self._known = [codec.max_wire_bytes(size, dtype) for size in sizes]
-        # Only they travel, and only they are worth a copy to a device.
+        # Only variable lengths are sent, so others need not be copied to a device.
         lengths = self._known if codec.spec.is_variable_length else []
         self._lengths = allocate(len(lengths), torch.int64, device)
         self._lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
 
     def encode(self, index: int, piece: torch.Tensor, seed: int | None, residual: Residual | None = None) -> None:
-        """Make the message of a piece.
+        """Encode a piece.
 
         Args:
-            index: which message.
-            piece: contiguous 1-D; of the dtype of the messages, or of any if there is a residual.
-            seed: for the codec, if it needs one.
-            residual: of the size of ``piece``: what earlier messages lost is added to it, and what this one loses is
-                kept.
+            index: Index of the message.
+            piece: Contiguous 1-D tensor in the dtype of the messages, or in any dtype if there is a residual.
+            seed: Seed for the codec, if it needs one.
+            residual: Error feedback of the size of ``piece``. It is added to the piece, and updated to the new loss.
         """
         if residual is None:
             message = self.codec.encode(piece, seed=seed, out=self._room(index))
@@ -78,15 +78,15 @@ class Messages:
             self._lengths[index] = message.numel()
 
     def decode(self, index: int, out: torch.Tensor) -> None:
-        """Write a message's values to ``out``."""
+        """Decode a message into ``out``."""
         self.codec.decode(self.message(index), self._sizes[index], out.dtype, out=out)
 
     def decode_add(self, index: int, out: torch.Tensor) -> None:
-        """Add a message's values to ``out``, which is fp32."""
+        """Decode a message and add it to ``out``, which is fp32."""
         self.codec.decode_add(self.message(index), out, encoded=self._dtype)
 
     def decode_sum(self, out: torch.Tensor, scale: float) -> None:
-        """Write ``scale`` times the sum of all messages, which are of one size, to ``out``, which is fp32."""
+        """Write ``scale`` times the sum of all messages, whose pieces have the same size, to ``out``, which is fp32."""
         if not self.codec.spec.is_variable_length:
             wires = self.buffer.view(len(self._sizes), -1)
             self.codec.decode_sum(wires, out.numel(), scale=scale, encoded=self._dtype, out=out)
@@ -97,7 +97,7 @@ class Messages:
         out.mul_(scale)
 
     def gather(self, subgroup: Subgroup, columns: Sequence[range], kind: Kind) -> None:
-        """Fill the messages ``columns[i]`` with member i's; its own column is this rank's to give."""
+        """Fill the messages ``columns[i]`` with those of member i. This rank's own column is sent."""
         if not self.codec.spec.is_variable_length:
             subgroup.gather([self.buffer[self._starts[c.start] : self._starts[c.stop]] for c in columns], kind)
             return
@@ -108,23 +108,23 @@ class Messages:
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Of the messages of a codec of variable length, int64, one for each; empty for others."""
+        """Lengths of the messages, int64, for codecs of variable length; empty for others."""
         return self._lengths
 
     def announce(self, index: int) -> None:
-        """A length has been received into :attr:`lengths`.
+        """Take note of a length that has been received into :attr:`lengths`.
 
         Raises:
-            WireError: if no message of that length can have been sent.
+            WireError: No message can have that length.
         """
         self._known[index] = self._possible(index, int(self._lengths[index]))
 
     def message(self, index: int) -> torch.Tensor:
-        """The bytes of a message, as far as they are known."""
+        """The bytes of a message; all of its room while its length is unknown."""
         return self._room(index)[: self._known[index]]
 
     def exchange(self, subgroup: Subgroup, incoming: Messages) -> None:
-        """Send message i to member i, and fill ``incoming`` i from it; this rank's own are not touched."""
+        """Send message i to member i and receive message i of ``incoming`` from it. This rank's own are not touched."""
         others = range(subgroup.size)
         if self.codec.spec.is_variable_length:
             subgroup.exchange(
@@ -137,7 +137,7 @@ class Messages:
         return [self._possible(index, length) for index, length in enumerate(self._lengths.tolist())]
 
     def _possible(self, index: int, length: int) -> int:
-        """A length that was received, which is a peer's to choose and decides how much is read."""
+        """Check a received length, which a peer has chosen and which determines how much is read."""
         largest = self.codec.max_wire_bytes(self._sizes[index], self._dtype)
         if not 0 <= length <= largest:
             raise WireError(

@@ -17,12 +17,12 @@ __all__ = ["Move", "Moves"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One part of one collective: a hop with what belongs to it (packing, adding up), or a codec's work.
+    """One part of a collective: a hop with its packing and addition, or the work of a codec.
 
     Attributes:
-        stage: the queue that performs it.
-        body: the work, for the thread or stream of that queue. Whoever performs it keeps it until the device is done
-            with it, and with it all memory that it refers to.
+        stage: Queue that performs the move.
+        body: The work, for the thread or stream of that queue. The queue keeps the body, and with it all memory that it
+            refers to, until the device has finished.
     """
 
     stage: Stage
@@ -30,24 +30,24 @@ class Move:
 
 
 class Moves(tuple[Move, ...]):
-    """The moves of one collective, in order; each needs the one before."""
+    """The moves of one collective in order; each needs the previous one."""
 
     __slots__ = ()
 
     def perform(self) -> None:
-        """Perform all moves here and now."""
+        """Perform all moves on the calling thread."""
         for move in self:
             move.body()
 
     def after(self, prepare: Callable[[], None]) -> Moves:
-        """These moves, the first of which begins with ``prepare``; where there are none, that alone."""
+        """These moves, with ``prepare`` at the beginning of the first; ``prepare`` alone if there are none."""
         if not self:
             return Moves([Move(Stage.GATHER_INSIDE, prepare)])
         first, *rest = self
         return Moves([Move(first.stage, _one_by_one(prepare, first.body)), *rest])
 
     def then(self, finish: Callable[[], None]) -> Moves:
-        """These moves, the last of which ends with ``finish``."""
+        """These moves, with ``finish`` at the end of the last."""
         *rest, last = self
         return Moves([*rest, Move(last.stage, _one_by_one(last.body, finish))])
 

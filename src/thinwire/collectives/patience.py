@@ -1,4 +1,4 @@
-"""Questions to the store that may never be answered."""
+"""Bounds the time that a rank waits for the job's store."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ Answer = TypeVar("Answer")
 
 
 def within_patience(ask: Callable[[], Answer]) -> Answer | None:
-    """What a question to the store gives, or ``None`` after :data:`STORE_PATIENCE` or if the store is gone.
+    """Ask the store, and return ``None`` after :data:`STORE_PATIENCE` or if the store is gone.
 
-    A store whose host is cut off answers neither yes nor no: its client would wait for as long as TCP tries.
+    A store whose host is cut off does not refuse the connection: without this bound, its client would wait as long as
+    TCP retries.
     """
     answers: list[Answer] = []
 

@@ -1,4 +1,4 @@
-"""A tensor from one member of a subgroup to another, as pipeline stages pass activations on."""
+"""Sends a tensor from one member of a subgroup to another, as pipeline stages send activations."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ def point_to_point(
     codec: Codec | None = None,
     seed: int | None = None,
 ) -> Moves:
-    """``tensor`` of ``target`` becomes that of ``source``; other members need not call it.
+    """``tensor`` of ``target`` becomes that of ``source``. Other members need not call this.
 
     1. The source encodes.
-    2. It sends one message to the target: its bytes, or those of the tensor; a codec of variable length sends the
-       message's length first, 8 bytes more.
-    3. The target decodes into ``tensor``. The source keeps its own values.
+    2. The source sends the message, or without a codec the tensor, to the target. A codec of variable length first
+       sends the length of the message, another 8 bytes.
+    3. The target decodes into ``tensor``. The source keeps its values.
 
     Args:
-        subgroup: of one stage; both members are in it.
-        tensor: contiguous 1-D, of one size and dtype on both members; with a codec, a floating one.
-        source: index of the member that sends.
-        target: index of the member that receives, another one.
-        codec: of the message; ``None`` sends values as they are.
-        seed: for a codec that rounds at random.
+        subgroup: Subgroup of one stage that contains both members.
+        tensor: Contiguous 1-D tensor of the same size and dtype on both members; with a codec, a floating-point one.
+        source: Index of the sending member.
+        target: Index of the receiving member, which must be another one.
+        codec: Codec of the message; ``None`` sends values unencoded.
+        seed: Seed for a codec that rounds at random.
 
     Returns:
         The moves.
@@ -70,7 +70,7 @@ def point_to_point(
 
 
 def _send(subgroup: Subgroup, tensor: torch.Tensor, source: int, target: int) -> None:
-    """The source sends ``tensor``, the target fills its own."""
+    """Send ``tensor`` from the source into ``tensor`` of the target."""
     nothing = tensor[:0]
     outgoing = [tensor if subgroup.index == source and i == target else nothing for i in range(subgroup.size)]
     incoming = [tensor if subgroup.index == target and i == source else nothing for i in range(subgroup.size)]

@@ -21,7 +21,7 @@ __all__ = ["EXACT", "HopCodecs", "reduce_scatter", "residual_numel"]
 
 @dataclass(frozen=True, slots=True)
 class HopCodecs:
-    """What encodes a reduction's messages, hop by hop; ``None`` sends values as they are."""
+    """Codecs of a reduction's two hops; ``None`` sends values unencoded."""
 
     inside: Codec | None = None
     across: Codec | None = None
@@ -42,32 +42,32 @@ def reduce_scatter(
     residual: Residual | None = None,
     seed: int | None = None,
 ) -> Moves:
-    """``out (+)= scale * sum over members of their whole, at this rank's place``; always added in fp32.
+    """``out (+)= scale * sum over members of their whole, at this rank's place``, always added in fp32.
 
     1. Inside the node, local rank ``l`` receives every neighbour's column ``l`` (all nodes' pieces) and adds them in
        fp32: ``(local - 1) / local`` of the vector sent.
     2. Across nodes, the sums travel in the dtype of ``whole`` and are added in fp32 again: ``(nodes - 1) / nodes`` of
        a column sent. So a byte crosses nodes once, however many ranks a node has.
 
-    With a codec for a hop (qgZ, arXiv 2306.10209 section 3.3), a column is one message of the first hop and a piece one
-    of the second; what arrives is decoded and added. A rank's own column and piece stay as they are. The sums between
-    the hops are fp32 if the second has a codec.
+    With a codec for a hop (qgZ, arXiv 2306.10209 section 3.3), a message of the first hop holds a column, and one of
+    the second hop holds a piece. Received messages are decoded and added. A rank's own column and piece are not
+    encoded. The sums between the hops are fp32 if the second hop has a codec.
 
     Args:
-        group: the axis.
-        whole: contiguous 1-D tensor in wire dtype (fp32, bf16 or fp16), pieces in local-major order.
-        out: contiguous 1-D tensor of the size of this rank's piece: fp32, or the dtype of ``whole``, in which case
-            the fp32 sum is rounded once. May be this rank's place in ``whole``.
-        scale: factor on the sum; ``1 / group.size`` for a mean.
-        accumulate: add to ``out``, which is fp32, instead of overwriting it.
-        sizes: elements of every member's piece; equal by default.
-        codecs: of the two hops.
-        residual: of :func:`residual_numel` elements: what earlier messages of the last hop lost, which is added to what
-            it sends (error feedback).
-        seed: for codecs that round at random; should differ from step to step and from rank to rank.
+        group: The axis.
+        whole: Contiguous 1-D tensor in the wire dtype (fp32, bf16 or fp16), pieces in local-major order.
+        out: Contiguous 1-D tensor of the size of this rank's piece, in fp32 or in the dtype of ``whole``, to which the
+            fp32 sum is rounded once. May be this rank's place in ``whole``.
+        scale: Factor on the sum; ``1 / group.size`` for a mean.
+        accumulate: Add to ``out``, which must be fp32, instead of overwriting it.
+        sizes: Number of elements of each member's piece; equal by default.
+        codecs: Codecs of the two hops.
+        residual: Error feedback of :func:`residual_numel` elements: the loss of earlier messages of the last hop, which
+            is added to the next ones.
+        seed: Seed for codecs that round at random. It should differ from step to step and from rank to rank.
 
     Returns:
-        The moves; at least one.
+        The moves, at least one.
     """
     sizes = sizes or [whole.numel() // group.size] * group.size
     nodes, mine = group.nodes, group.local_index * group.nodes
@@ -89,7 +89,7 @@ def reduce_scatter(
 
 
 def residual_numel(group: AxisGroup, sizes: Sequence[int]) -> int:
-    """Elements of the error feedback that :func:`reduce_scatter` keeps: of what its last hop sends."""
+    """Number of elements in the error feedback of :func:`reduce_scatter`: those that its last hop sends."""
     if group.nodes == 1 or group.local == 1:
         return sum(sizes)
     mine = group.local_index * group.nodes
@@ -98,7 +98,7 @@ def residual_numel(group: AxisGroup, sizes: Sequence[int]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Merge:
-    """Where the sum of a hop goes: ``out (+)= scale * sum``."""
+    """Destination of a hop's sum: ``out (+)= scale * sum``."""
 
     out: torch.Tensor
     scale: float = 1.0
@@ -156,7 +156,7 @@ def _encoded_hop(
     seed: int | None,
     stages: tuple[Stage, Stage],
 ) -> Moves:
-    """Encode; exchange; decode and add. Three queues, so that one collective's transfer hides another's codec."""
+    """Encode, exchange, decode and add, in three queues: the transfer of one collective hides the codec of another."""
     me, device = subgroup.index, whole.device
     pieces = whole.split(list(sizes))
     own, own_size = pieces[me], sizes[me]

@@ -1,11 +1,11 @@
-"""Where the ranks of a job find each other: rank 0's store, which listens where it was told to and nowhere else.
+"""The rendezvous of a job's ranks: rank 0's store, which listens only at the given address.
 
-Whoever reaches the store can read and change what ranks tell each other. torch's own listens on every interface of the
-host; here an address is taken at its word.
+Anybody who can reach the store can read and change what ranks tell each other. torch's own store listens on every
+interface of the host; this one listens only at the address that it was given.
 
-Under torchrun the store is torchrun's. It outlives restarts with all that the dead have written to it, their addresses
-among others, and ranks that start again read these as if they were new: each attempt therefore gets a part of the
-store of its own.
+Under torchrun, the store is torchrun's. It survives restarts with everything that dead ranks have written to it,
+including their addresses, which restarted ranks would read as if they were new. Each attempt therefore gets its own
+part of the store.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from thinwire.errors import UsageError
 __all__ = ["Rendezvous"]
 
 _BACKLOG = 4096
-"""Connections that may wait to be accepted: all ranks come at once."""
+"""Number of connections that may wait to be accepted, since all ranks connect at the same time."""
 
 
 _ARRIVALS = "thinwire/arrivals"
-"""Key of torchrun's store that counts the ranks of all attempts; each leaves a word that nobody else has under this key
-and its number."""
+"""Key in torchrun's store that counts the ranks of all attempts. Under this key and its number, each rank leaves a
+random word."""
 
 _POLL = 0.02
-"""Seconds between two looks at the arrivals."""
+"""Seconds between two checks for new arrivals."""
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """A rank on its way to the others.
+    """How a rank finds the others.
 
     Attributes:
-        rank: of this process.
-        world: number of ranks.
-        host: name or address of the store's host, which is rank 0's.
-        port: where the store listens.
-        at_launcher: whether torchrun hosts the store, in a process of its own, instead of rank 0.
+        rank: Rank of this process.
+        world: Number of ranks.
+        host: Name or address of the store's host, which is rank 0's host.
+        port: Port of the store.
+        at_launcher: Whether torchrun hosts the store, in a process of its own, instead of rank 0.
     """
 
     rank: int
@@ -58,13 +58,13 @@ class Rendezvous:
 
     @classmethod
     def of(cls, environment: Mapping[str, str] = os.environ) -> Rendezvous:
-        """What the environment says.
+        """Read the rendezvous from environment variables.
 
         Args:
-            environment: variables of the process.
+            environment: Variables of the process.
 
         Raises:
-            UsageError: a variable is missing, or no number.
+            UsageError: A variable is missing or not a number.
         """
         try:
             return cls(
@@ -82,8 +82,8 @@ class Rendezvous:
 
     @property
     def listens_at(self) -> str:
-        """The address that the store listens on: the one that was given, or the loopback's for ``localhost``. Any other
-        name may mean another address to other hosts, so with a name it is empty, which is all of the host's."""
+        """Address at which the store listens: the given one, or the loopback address for ``localhost``. Other names may
+        resolve to another address on other hosts; for them this is empty, which means all addresses of the host."""
         if self.host == "localhost":
             return "127.0.0.1"
         try:
@@ -95,33 +95,33 @@ class Rendezvous:
         """Host the store, or connect to it.
 
         Args:
-            timeout: how long ranks wait for each other, here and in what they do with the store.
+            timeout: How long ranks wait for each other, here and in operations on the store.
 
         Returns:
-            A store in which nothing is left of an earlier attempt.
+            A store without entries of an earlier attempt.
 
         Raises:
-            UsageError: the port cannot be had, or not all ranks answer there in time.
+            UsageError: The port is not available, or not all ranks connect in time.
         """
         if self.at_launcher:
             return self._part_of(self._connect(timeout), timeout)
         return self._host(timeout) if self.rank == 0 else self._connect(timeout)
 
     def _connect(self, timeout: datetime.timedelta) -> dist.Store:
-        found: list[dist.Store | RuntimeError] = []
+        outcomes: list[dist.Store | RuntimeError] = []
 
         def connect() -> None:
             try:
-                found.append(dist.TCPStore(self.host, self.port, self.world, is_master=False, timeout=timeout))
+                outcomes.append(dist.TCPStore(self.host, self.port, self.world, is_master=False, timeout=timeout))
             except RuntimeError as error:
-                found.append(error)
+                outcomes.append(error)
 
-        # Somebody else's program may listen there and never say a word: torch would wait for it without end.
+        # Another program may listen there and never answer, and torch would then wait without end.
         connecting = threading.Thread(target=connect, daemon=True)
         connecting.start()
         connecting.join(timeout.total_seconds() + 1.0)
-        if found and isinstance(found[0], dist.Store):
-            return found[0]
+        if outcomes and isinstance(outcomes[0], dist.Store):
+            return outcomes[0]
         host = "torchrun's store" if self.at_launcher else "rank 0"
         raise UsageError(
             f"rank {self.rank} has not reached {host} at {self._where} within {timeout.total_seconds():.0f} s: nobody "
@@ -132,8 +132,9 @@ class Rendezvous:
     def _part_of(self, store: dist.Store, timeout: datetime.timedelta) -> dist.Store:
         """The part of torchrun's store that belongs to this attempt.
 
-        No key that all ranks know beforehand can name it, since the ranks before them knew it too. So each rank says a
-        word that is new, and rank 0 answers under that word. The dead get answers as well, and nobody reads them.
+        A key that all ranks know in advance cannot name it, because ranks of earlier attempts knew that key too.
+        Instead, each rank leaves a random word, and rank 0 answers under that word. Rank 0 also answers ranks that have
+        died, but nobody reads those answers.
         """
         part = self._open_part(store, timeout) if self.rank == 0 else self._find_part(store, timeout)
         return dist.PrefixStore(part, store)
@@ -142,17 +143,16 @@ class Rendezvous:
         part, counted = f"thinwire/{uuid.uuid4().hex}", 0
         unanswered: list[str] = []
         deadline = time.monotonic() + timeout.total_seconds()
-        while (here := 1 + store.add(f"{part}/here", 0)) < self.world:
+        while (present := 1 + store.add(f"{part}/here", 0)) < self.world:
             if time.monotonic() > deadline:
                 raise UsageError(
                     f"rank 0 has waited for the other ranks at {self._where}, torchrun's store, for "
-                    f"{timeout.total_seconds():.0f} s: {here} of {self.world} came; see whether all hosts run the same "
-                    "command"
+                    f"{timeout.total_seconds():.0f} s: {present} of {self.world} came; see whether all hosts run the "
+                    "same command"
                 )
             counted, before = store.add(_ARRIVALS, 0), counted
             unanswered += [f"{_ARRIVALS}/{number + 1}" for number in range(before, counted)]
-            said = [key for key in unanswered if store.check([key])]
-            for key in said:
+            for key in [key for key in unanswered if store.check([key])]:
                 store.set(f"thinwire/{store.get(key).decode()}", part)
                 unanswered.remove(key)
             time.sleep(_POLL)

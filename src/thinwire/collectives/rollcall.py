@@ -1,13 +1,13 @@
-"""Finds ranks that wait for each other for ever, within seconds instead of at the timeout.
+"""Detects ranks that wait for each other forever, within seconds instead of at the timeout.
 
-A rank that evaluates, saves or gathers alone, or has fewer batches than the others, makes other calls than they do.
-Each then waits in an exchange that some member never enters. Nothing moves, and no timeout says why.
+A rank that evaluates, saves or gathers alone, or has fewer batches, makes other calls than the other ranks. Each rank
+then waits in an exchange that some member never enters, and the timeout of the transport cannot explain why.
 
-Every exchange is noted here. A thread of each process looks once a second whether one has been under way for longer
-than :data:`PATIENCE`. Such a rank publishes its exchanges in the store and reads the others'. Ranks are stuck for
-certain if every rank's computing thread waits, no exchange was entered by all of its members alike, and none of that
-changes. Then every rank ends its exchanges, and the sentence that says where each of them waits becomes the error. A
-rank that waits for another one that does not wait itself may be waiting for something slow, so it only says so, once.
+Every exchange is noted here. Once a second, a thread of each process checks whether an exchange has taken longer than
+:data:`PATIENCE`. If so, the rank publishes its exchanges in the store and reads those of the others. Ranks are
+certainly stuck if every rank's computing thread waits, no exchange has been entered by all of its members alike, and
+none of that changes. Every rank then aborts its exchanges and raises an error that says where each rank waits. If some
+rank does not wait, it may just be slow, so the waiting ranks only log a warning, once.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ PATIENCE = 5.0
 """Seconds that an exchange may take before a rank asks the others where they are."""
 
 INTERVAL = 1.0
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 REMEDY = (
     "Every rank has to make the same calls: run forward, backward, evaluation, generation, saving and gathering on all "
     "ranks, not under `if rank == 0`; give every rank as many batches, or iterate over thinwire.join(model, batches)"
 )
-"""What to do about ranks that make different calls."""
+"""Remedy for ranks that make different calls."""
 
 
 @dataclass(frozen=True)
 class NotedExchange:
-    """An exchange that a rank is in.
+    """An exchange that a rank has entered.
 
     Attributes:
-        ranks: its members, global.
-        place: lane and stage.
-        number: how many this rank has entered before with the same members at the same place.
-        kind: what it does.
-        sends: bytes to each member; empty if it is not known.
-        receives: bytes from each member, likewise.
+        ranks: Global ranks of its members.
+        place: Lane and stage.
+        number: Number of exchanges that this rank has entered at this place with these members, including this one.
+        kind: Kind of the exchange.
+        sends: Bytes sent to each member; empty if unknown.
+        receives: Bytes received from each member; empty if unknown.
     """
 
     ranks: tuple[int, ...]
@@ -66,17 +66,18 @@ class NotedExchange:
 
 
 Pieces = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | tuple[()]
-"""Tensors that are sent to each member, and those that are received from each; nothing where that is not known."""
+"""Tensors sent to each member and received from each member; empty if unknown."""
 
 
 class MeetingPlace:
-    """Where exchanges take place: some ranks, on a stage of a lane. A context manager around each exchange, which only
-    notes that it is there: it is on the way of every one.
+    """Some ranks on a stage of a lane, as a context manager around each of their exchanges.
+
+    Every exchange passes through it, so it does nothing but note that the exchange has begun.
 
     Args:
-        rollcall: what watches.
-        ranks: the members, global.
-        name: of the lane and the stage.
+        rollcall: The roll call of the process.
+        ranks: Global ranks of the members.
+        name: Name of the lane and the stage.
     """
 
     __slots__ = ("_kind", "_name", "_number", "_pieces", "_ranks", "_rollcall", "on_main", "since")
@@ -84,15 +85,15 @@ class MeetingPlace:
     def __init__(self, rollcall: RollCall, ranks: tuple[int, ...], name: str) -> None:
         self._rollcall, self._ranks, self._name = rollcall, ranks, name
         self._number, self._kind, self._pieces = 0, "", cast(Pieces, ())
-        self.since = 0.0  # when the present exchange began
-        self.on_main = False  # whether the computing thread itself is in it
+        self.since = 0.0  # time.monotonic() at the beginning of the current exchange
+        self.on_main = False  # whether the computing thread itself is in the exchange
 
     def doing(self, kind: str, *pieces: Sequence[torch.Tensor]) -> MeetingPlace:
-        """The exchange that this thread is about to enter.
+        """Describe the exchange that this thread is about to enter.
 
         Args:
-            kind: what it does.
-            pieces: what is sent to and received from each member, if that is known.
+            kind: Kind of the exchange.
+            pieces: Tensors sent to and received from each member, if known.
         """
         self._kind, self._pieces = kind, cast(Pieces, pieces)
         return self
@@ -110,20 +111,20 @@ class MeetingPlace:
         self._pieces = ()
 
     def exchange(self) -> NotedExchange:
-        """The present exchange, as others see it."""
+        """The current exchange, in the form that is published."""
         sizes = [tuple(t.numel() * t.element_size() for t in tensors) for tensors in self._pieces]
         return NotedExchange(self._ranks, self._name, self._number, self._kind, *sizes)
 
 
 @dataclass(frozen=True)
 class Report:
-    """Where a rank waits.
+    """What a rank is doing.
 
     Attributes:
-        beat: grows with every report.
-        blocked: whether its computing thread waits.
-        at: what it computes, in words.
-        exchanges: those under way.
+        beat: Number of the report; it grows with every report of a rank.
+        blocked: Whether the rank's computing thread waits.
+        at: What the rank computes, in words.
+        exchanges: Exchanges that have begun and not ended.
     """
 
     beat: int
@@ -132,12 +133,12 @@ class Report:
     exchanges: tuple[NotedExchange, ...]
 
     def to_json(self) -> str:
-        """For the store."""
+        """Encode the report for the store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """From the store."""
+        """Decode a report from the store."""
         fields = json.loads(text)
         exchanges = tuple(
             NotedExchange(tuple(ranks), place, number, kind, tuple(sends), tuple(receives))
@@ -146,7 +147,7 @@ class Report:
         return cls(exchanges=exchanges, **fields)
 
     def same_place(self, other: Report) -> bool:
-        """Whether nothing moved between two reports."""
+        """Whether nothing has changed between two reports."""
         return self.exchanges == other.exchanges and self.blocked == other.blocked
 
 
@@ -154,20 +155,20 @@ class RollCall:
     """The exchanges of this process, and the thread that watches them.
 
     Attributes:
-        verdict: the sentence, once ranks are found to be stuck.
-        describe: says what the computing thread does; set by who knows.
-        under_way: where this process's exchanges take place, for those that are under way.
-        blocked_since: since when the computing thread has been waiting for a lane.
-        main: the computing thread.
-        watching: whether the watching thread was started.
+        verdict: Sentence that says where each rank waits, once ranks are found to be stuck; empty before.
+        describe: Returns what the computing thread is doing, in words; set by the runtime.
+        under_way: Meeting places of exchanges that have begun and not ended, by ``id``.
+        blocked_since: Time since when the computing thread has waited for a lane; ``None`` if it does not wait.
+        main: Identifier of the computing thread.
+        watching: Whether the watching thread has been started.
     """
 
     def __init__(self, give_up: Callable[[], None], store: Callable[[], dist.Store]) -> None:
-        """Nothing is watched before the first exchange.
+        """Prepare a roll call. Its thread starts with the first exchange.
 
         Args:
-            give_up: ends the exchanges that are under way.
-            store: gives the job's store.
+            give_up: Aborts the pending exchanges.
+            store: Returns the job's store.
         """
         self._store = store
         self.verdict = ""
@@ -179,24 +180,24 @@ class RollCall:
         self.watching = False
         self._closed = threading.Event()
         self._warned = False
-        self._absent: tuple[int, ...] = ()  # ranks that were in no exchange when this one asked last
-        self._asked = 0.0  # when that was
-        self._asking = False  # whether other ranks are asked at present
+        self._absent: tuple[int, ...] = ()  # ranks that were in no exchange when this rank last asked
+        self._asked = 0.0  # time.monotonic() of that moment
+        self._asking = False  # whether this rank is comparing reports at the moment
 
     def watch(self) -> None:
-        """Begin to watch: there is a first exchange."""
+        """Start the watching thread."""
         self.watching = True
         threading.Thread(target=self._watch, name="thinwire-rollcall", daemon=True).start()
 
     def find_verdict(self) -> str:
-        """The sentence, if this rank or another one has found that ranks are stuck; empty otherwise. Another rank may
-        have ended this one's exchanges before this one could look."""
+        """The verdict of this rank or another; empty if there is none. Another rank may have aborted this rank's
+        exchanges before this rank could find out why."""
         if not self.verdict and self._asking:
             self.verdict = within_patience(lambda: _verdict(self._store())) or ""
         return self.verdict
 
     def absence(self) -> str:
-        """A sentence for an exchange that failed: which ranks were in none, when this one asked last."""
+        """Sentence for a failed exchange that names the ranks that were in no exchange when this rank last asked."""
         if not self._absent or time.monotonic() - self._asked > PATIENCE:
             return ""
         return f" {_ranks(self._absent).capitalize()} in no exchange: dead, slow, or done. {REMEDY}."
@@ -210,7 +211,7 @@ class RollCall:
     def _watch(self) -> None:
         while not self._closed.wait(INTERVAL):
             if self._is_stuck():
-                with contextlib.suppress(RuntimeError):  # the store is gone: others have ended, and errors are near
+                with contextlib.suppress(RuntimeError):  # the store is gone, so exchanges will fail soon
                     self._ask()
 
     def _is_stuck(self) -> bool:
@@ -218,7 +219,7 @@ class RollCall:
         return any(now - one.since > PATIENCE for one in list(self.under_way.values()))
 
     def _ask(self) -> None:
-        """Publish where this rank waits and compare with the others, for as long as it waits."""
+        """Publish where this rank waits and compare with the other ranks, as long as it waits."""
         store, me = self._store(), dist.get_rank()
         beats = itertools.count()
         before: dict[int, Report] = {}
@@ -267,15 +268,15 @@ class RollCall:
 
 
 def judge(before: dict[int, Report], now: dict[int, Report], world: int) -> str:
-    """Whether ranks wait for each other for ever, from what they reported in two rounds.
+    """Judge from two rounds of reports whether ranks wait for each other forever.
 
     Args:
-        before: reports of the last round, by rank.
-        now: of this one.
-        world: number of ranks.
+        before: Reports of the previous round, by rank.
+        now: Reports of this round, by rank.
+        world: Number of ranks.
 
     Returns:
-        The sentence; empty if they may go on.
+        A sentence that says where each rank waits; empty if the ranks may still go on.
     """
     for rank in range(world):
         one, other = before.get(rank), now.get(rank)
@@ -292,7 +293,7 @@ def judge(before: dict[int, Report], now: dict[int, Report], world: int) -> str:
 
 
 def _may_go_on(exchange: NotedExchange, reports: dict[int, Report]) -> bool:
-    """Whether all members have entered an exchange, and send what the others expect."""
+    """Whether all members have entered an exchange and send as many bytes as the others expect."""
     entered = []
     for rank in exchange.ranks:
         same = [other for other in reports[rank].exchanges if _identity(other) == _identity(exchange)]
@@ -333,8 +334,8 @@ def _key(rank: int) -> str:
 
 
 def _reports(store: dist.Store) -> dict[int, Report]:
-    found = {}
+    reports = {}
     for rank in range(dist.get_world_size()):
         if store.check([_key(rank)]):
-            found[rank] = Report.from_json(store.get(_key(rank)).decode())
-    return found
+            reports[rank] = Report.from_json(store.get(_key(rank)).decode())
+    return reports

@@ -25,12 +25,12 @@ _STAGES = {
 
 @dataclass(frozen=True)
 class DataRanks:
-    """Who trains a model together, each on data of its own.
+    """The data-parallel ranks of a model, each of which trains on its own data.
 
     Attributes:
-        ranks: the global rank at each position of the plan's mesh; without tensor and pipeline parallelism every rank
-            of the job, in the order of the plan's ``placement``.
-        channel: tells models apart whose lanes join the same ranks: the parts of a pipeline that one rank holds.
+        ranks: Global rank at each position of the plan's mesh. Without tensor and pipeline parallelism, these are all
+            ranks of the job, in the order of the plan's ``placement``.
+        channel: Distinguishes models whose lanes connect the same ranks: the stages of a pipeline that one rank holds.
     """
 
     ranks: tuple[int, ...]
@@ -43,11 +43,11 @@ class AxisGroup:
     ``rank`` is this rank's position in the mesh, which the plan's ``placement`` may make another number than its own.
 
     Attributes:
-        size: ranks of the axis.
-        index: this rank's position, local-major: which piece of a vector is its own.
-        local: ranks of the axis inside a node.
-        nodes: nodes it spans.
-        local_index: this rank's position inside its node.
+        size: Number of ranks of the axis.
+        index: Local-major index of this rank on the axis, which is also the index of its piece of a vector.
+        local: Number of ranks of the axis inside a node.
+        nodes: Number of nodes that the axis spans.
+        local_index: Index of this rank among those of its node.
     """
 
     def __init__(
