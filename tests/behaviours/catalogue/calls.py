@@ -318,7 +318,7 @@ def namedtuple_cast_to_the_compute_dtype(ctx: Context) -> Any:
 
 @behaviour("transformers ModelOutput", tolerance=2e-2)
 def ordered_dictionary_keeps_its_class(ctx: Context) -> Any:
-    """Give a subclass of `OrderedDict` to a model that computes in bf16; it stays what it is."""
+    """Give a subclass of `OrderedDict` to a model that computes in bf16; it keeps its type."""
 
     class Output(collections.OrderedDict[str, torch.Tensor]):
         def __getitem__(self, key: Any) -> torch.Tensor:

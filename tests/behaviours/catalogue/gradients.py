@@ -120,7 +120,7 @@ def gradients_replaced(ctx: Context) -> Any:
 
 @behaviour("torch idiom: nan_to_num_ of gradients")
 def gradients_checked_for_nan(ctx: Context) -> Any:
-    """Ask `p.grad.isfinite().all()` and repair gradients with `nan_to_num_`."""
+    """Check `p.grad.isfinite().all()`, and repair gradients with `nan_to_num_`."""
     model = ready(ctx)
     answers = []
     for parameter in model.parameters():
@@ -369,7 +369,7 @@ def sparse_gradients_of_an_embedding(ctx: Context) -> Any:
 
 @behaviour("torch idiom: gradients in one vector")
 def gradients_in_one_vector(ctx: Context) -> Any:
-    """Line up all gradients with `parameters_to_vector`."""
+    """Flatten all gradients with `parameters_to_vector`."""
     model = ready(ctx)
     return ctx.full(nn.utils.parameters_to_vector([p.grad for p in model.parameters()]))
 

@@ -30,7 +30,7 @@ def around(*layers: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 @behaviour("FSDP2 TestFullyShardMixedPrecisionCasts::test_norm_modules_bf16, in fp32")
 def batch_norm(ctx: Context) -> Any:
-    """Train with `BatchNorm1d`; each rank's statistics are its own, as in DDP without `SyncBatchNorm`."""
+    """Train with `BatchNorm1d`; each rank has its own statistics, as in DDP without `SyncBatchNorm`."""
     model = ctx.shard(ctx.build(around(lambda: nn.BatchNorm1d(WIDTH, track_running_stats=False))))
     optim = ctx.adamw(model)
     for step in range(3):
@@ -231,7 +231,7 @@ def fewer_elements_than_ranks(ctx: Context) -> Any:
 
 @behaviour("FSDP2 test_reduce_dtype_after_frozen_first_forward: an int64 parameter")
 def integer_parameters(ctx: Context) -> Any:
-    """Keep a frozen int64 parameter beside trained ones."""
+    """Keep a frozen int64 parameter next to trained ones."""
 
     class Integer(Stack):
         def __init__(self) -> None:
@@ -277,7 +277,7 @@ def model_without_parameters(ctx: Context) -> Any:
 
 @behaviour("FSDP2 TestFullyShardLazyInit::test_fully_shard_is_root: a root without parameters")
 def root_without_parameters(ctx: Context) -> Any:
-    """Shard a model of which the root has no parameters of its own."""
+    """Shard a model whose root has no parameters of its own."""
 
     class Root(nn.Module):
         def __init__(self) -> None:
@@ -294,7 +294,7 @@ def root_without_parameters(ctx: Context) -> Any:
 
 @behaviour("DDP test_ddp_sync_module_states")
 def ranks_start_from_rank_0(ctx: Context) -> Any:
-    """Initialize each rank with another seed; all start from rank 0's values."""
+    """Initialize each rank with a different seed; all start from rank 0's values."""
     if not ctx.alone and hasattr(ctx, "preset"):
         model = ctx.shard(ctx.build(Stack, seed=ctx.rank))
     else:
@@ -322,7 +322,7 @@ def buffers_changed_by_the_forward(ctx: Context) -> Any:
 
 @behaviour("DeepSpeed TestCheckpointSharedWeights: one module at two places", deepspeed="works")
 def one_module_at_two_places(ctx: Context) -> Any:
-    """Register the same block at two places of the model (ALBERT)."""
+    """Register the same block in two places of the model (ALBERT)."""
 
     class Shared(nn.Module):
         def __init__(self) -> None:

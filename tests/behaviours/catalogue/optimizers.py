@@ -68,7 +68,7 @@ def relatives_of_adam(ctx: Context) -> Any:
 
 @behaviour("torch.optim.Rprop")
 def rprop(ctx: Context) -> Any:
-    """Train with Rprop, which looks at signs of gradients."""
+    """Train with Rprop, which uses only the signs of gradients."""
     return fit_with(ctx, torch.optim.Rprop, lr=1e-3)
 
 
@@ -93,7 +93,7 @@ def adafactor(ctx: Context) -> Any:
 
 @behaviour("torch.optim.LBFGS")
 def lbfgs(ctx: Context) -> Any:
-    """Train with LBFGS, which lines up all parameters in one vector."""
+    """Train with LBFGS, which flattens all parameters into one vector."""
     model = ctx.shard(ctx.build(Stack))
     optim = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
 
@@ -283,7 +283,7 @@ def schedule_of_the_fast_optimizer(ctx: Context) -> Any:
 
 @behaviour("torch idiom: optimizer made too early", refused="made before thinwire.shard.*Make it after")
 def optimizer_made_before_sharding(ctx: Context) -> Any:
-    """Make the optimizer before the model is sharded."""
+    """Create the optimizer before the model is sharded."""
     model = ctx.build(Stack)
     optim = ctx.adamw(model)
     return ctx.train(ctx.shard(model), optim)
@@ -291,7 +291,7 @@ def optimizer_made_before_sharding(ctx: Context) -> Any:
 
 @behaviour("thinwire: two optimizers for the same parameters", refused="use one of them", fsdp2="no counterpart")
 def fast_and_own_optimizer_together(ctx: Context) -> Any:
-    """Make `tw.optimizer` and AdamW of the same parameters."""
+    """Create both `tw.optimizer` and AdamW for the same parameters."""
     model = ctx.shard(ctx.build(Stack))
     ctx.fast_optimizer(model, torch.optim.AdamW, lr=1e-2)
     return ctx.train(model, ctx.adamw(model))
@@ -361,7 +361,7 @@ def states_of_the_optimizer(ctx: Context) -> Any:
 
 @behaviour("DeepSpeed TestEmptyParameterGroup::test_empty_param_groups", deepspeed="works")
 def group_without_parameters(ctx: Context) -> Any:
-    """Make a parameter group that is empty."""
+    """Create an empty parameter group."""
     model = ctx.shard(ctx.build(Stack))
     optim = torch.optim.AdamW([{"params": list(model.parameters())}, {"params": []}], lr=1e-2, eps=1e-1)
     return ctx.train(model, optim)

@@ -62,7 +62,7 @@ def norms_of_weights_logged(ctx: Context) -> Any:
 
 @behaviour("torch idiom: isnan().any()")
 def weights_checked_for_nan(ctx: Context) -> Any:
-    """Ask whether any parameter is NaN."""
+    """Check whether any parameter is NaN."""
     model, _ = trained(ctx)
     return [bool(torch.isnan(parameter).any()) for parameter in model.parameters()]
 
@@ -77,7 +77,7 @@ def one_element_read(ctx: Context) -> Any:
 
 @behaviour("torch idiom: parameters in one vector")
 def parameters_in_one_vector(ctx: Context) -> Any:
-    """Line up all parameters with `parameters_to_vector`."""
+    """Flatten all parameters with `parameters_to_vector`."""
     model, _ = trained(ctx)
     return ctx.full(nn.utils.parameters_to_vector(model.parameters()))
 
@@ -381,7 +381,7 @@ def model_moved_to_where_it_is(ctx: Context) -> Any:
 
 @behaviour("torch idiom: model.apply(init)")
 def apply_visits_every_module(ctx: Context) -> Any:
-    """Initialize by `model.apply(function)` after sharding."""
+    """Initialize with `model.apply(function)` after sharding."""
     model = ctx.shard(ctx.build(Stack))
 
     def fill(module: nn.Module) -> None:

@@ -48,7 +48,7 @@ def one_block_sharded_alone(ctx: Context) -> Any:
 
 @behaviour("FSDP2 TestFullyShardState::test_fully_shard_reapply", refused="sharded already")
 def model_sharded_twice(ctx: Context) -> Any:
-    """Shard a model two times."""
+    """Shard a model twice."""
     model = ctx.shard(ctx.shard(ctx.build(Stack)))
     return ctx.train(model, ctx.adamw(model))
 
@@ -76,7 +76,7 @@ def module_list_as_a_unit(ctx: Context) -> Any:
 
 @behaviour("FSDP2 TestFullyShard1DTrainingCore: nested units")
 def units_within_units(ctx: Context) -> Any:
-    """Choose a block and a layer inside of it as units."""
+    """Choose a block and a layer inside it as units."""
     return ctx.fit(Stack, units=["blocks.0", "blocks.0.up", "blocks.1"])
 
 
@@ -121,7 +121,7 @@ def autocast(ctx: Context) -> Any:
 
 @behaviour("FSDP2 TestFullyShardMixedPrecisionCasts::test_submodules_with_external_inputs", tolerance=2e-2)
 def fp32_intermediate_between_bf16_blocks(ctx: Context) -> Any:
-    """Hand an fp32 activation from one bf16 block to the next."""
+    """Pass an fp32 activation from one bf16 block to the next."""
 
     class Widening(Stack):
         def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +158,7 @@ def accumulation_in_bf16(ctx: Context) -> Any:
 
 @behaviour("plan key recompute", deepspeed="by `activation_checkpointing`", fsdp2="by `checkpoint_wrapper`")
 def recomputation_by_the_plan(ctx: Context) -> Any:
-    """Recompute activations by `recompute = true` in the plan."""
+    """Recompute activations with `recompute = true` in the plan."""
     return ctx.fit(lambda: Stack(3), recompute=True)
 
 
@@ -168,7 +168,7 @@ def recomputation_by_the_plan(ctx: Context) -> Any:
     fsdp2="by `set_gradient_divide_factor`",
 )
 def gradients_summed_over_ranks(ctx: Context) -> Any:
-    """Sum gradients over ranks by `grad_reduce = "sum"`."""
+    """Sum gradients over ranks with `grad_reduce = "sum"`."""
     model = ctx.shard(ctx.build(Stack), grad_reduce="sum")
     factor = ctx.world if ctx.alone else 1
     return ctx.train(

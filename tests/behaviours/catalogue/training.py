@@ -39,7 +39,7 @@ def forward_and_backward_of_a_block_alone(ctx: Context) -> Any:
 
 @behaviour("FSDP2 TestFullyShard1DTrainingCore::test_multi_forward_module")
 def one_block_called_twice_in_a_forward(ctx: Context) -> Any:
-    """Call the same block two times in one forward."""
+    """Call the same block twice in one forward."""
 
     class Twice(Stack):
         def features(self, x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ def checkpointing_with_several_backwards(ctx: Context) -> Any:
 
 @behaviour("FSDP2 TestFullyShardGradientAccumulation::test_gradient_accumulation", deepspeed="works")
 def accumulation_with_the_last_micro_batch_named(ctx: Context) -> Any:
-    """Accumulate three micro-batches and say which is the last (`tw.micro_batches`, `set_requires_gradient_sync`)."""
+    """Accumulate three micro-batches and mark the last one (`tw.micro_batches`, `set_requires_gradient_sync`)."""
     model = ctx.shard(ctx.build(Stack))
     optim, losses = ctx.adamw(model), []
     for step in range(3):
@@ -416,7 +416,7 @@ def a_block_that_no_forward_uses(ctx: Context) -> Any:
 
 @behaviour("DDP test_ddp_control_flow_same_across_ranks")
 def a_branch_taken_in_some_steps(ctx: Context) -> Any:
-    """Leave out a block in every second step, on every rank alike."""
+    """Leave out a block in every second step, on every rank."""
 
     class Branching(Stack):
         skip = False
@@ -467,7 +467,7 @@ def train_and_eval_in_turns(ctx: Context) -> Any:
 
 @behaviour("DDP test_ddp_returns_tensor_with_no_grad")
 def an_output_without_a_gradient(ctx: Context) -> Any:
-    """Return a detached tensor beside the output."""
+    """Return a detached tensor together with the output."""
 
     class Detached(Stack):
         def forward(self, x: torch.Tensor) -> Any:
@@ -543,7 +543,7 @@ def torch_func_through_the_model(ctx: Context) -> Any:
 
 @behaviour("torch idiom: torch.func.functional_call")
 def functional_call_with_other_values(ctx: Context) -> Any:
-    """Run the model with other values by `torch.func.functional_call`."""
+    """Run the model with other values through `torch.func.functional_call`."""
     model = ctx.shard(ctx.build(Stack))
     values = {name: value.detach() for name, value in ctx.build(Stack, seed=5).named_parameters()}
     with torch.no_grad():
@@ -578,7 +578,7 @@ def frozen_and_trained_parameters_in_every_block(ctx: Context) -> Any:
 
 @behaviour("LoRA idiom")
 def adapters_beside_frozen_weights(ctx: Context) -> Any:
-    """Train low-rank adapters beside frozen weights."""
+    """Train low-rank adapters next to frozen weights."""
 
     class Adapted(nn.Module):
         def __init__(self) -> None:

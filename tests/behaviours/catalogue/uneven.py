@@ -15,7 +15,7 @@ EVERY_RANK = "[Ee]very rank"
 
 @behaviour("DDP test_ddp_join_model_equivalence", fsdp2="no counterpart")
 def join_for_uneven_data(ctx: Context) -> Any:
-    """Give each rank another number of batches, inside `tw.join`."""
+    """Give each rank a different number of batches, inside `tw.join`."""
     model = ctx.shard(ctx.build(Stack))
     optim = torch.optim.SGD(model.parameters(), lr=0.1)
     if ctx.alone:
@@ -45,7 +45,7 @@ def by_rank(ctx: Context, model: nn.Module, forward: Any) -> Any:
 
 @behaviour("DDP test_ddp_uneven_inputs: different batch sizes")
 def batches_of_different_sizes(ctx: Context) -> Any:
-    """Give each rank another number of samples; each rank's loss is a mean of its own."""
+    """Give each rank a different number of samples; each rank averages over its own."""
     model = ctx.shard(ctx.build(Stack))
     return by_rank(ctx, model, lambda model, x, rank: model(x[: 1 + rank % 3]).square().mean())
 
@@ -98,7 +98,7 @@ class Mixed(nn.Module):
 
 @behaviour("DeepSpeed TestSetZ3LeafModule::test_choose_module_by_rank", deepspeed="`set_z3_leaf_modules`")
 def experts_that_differ_by_rank_in_one_unit(ctx: Context) -> Any:
-    """Send each rank to another expert; all experts of a layer are one unit."""
+    """Route each rank to a different expert; all experts of a layer are one unit."""
     model = ctx.shard(ctx.build(Mixed), units=["layers.0", "layers.1"])
     return by_rank(ctx, model, lambda model, x, rank: model(x, rank).square().mean())
 
@@ -111,7 +111,7 @@ def experts_that_differ_by_rank_in_one_unit(ctx: Context) -> Any:
     slow=True,
 )
 def units_that_differ_by_rank(ctx: Context) -> Any:
-    """Send each rank to another expert; every expert is a unit of its own."""
+    """Route each rank to a different expert; every expert is a unit of its own."""
     names = [f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in range(4)]
     model = ctx.shard(ctx.build(Mixed), units=names)
     return by_rank(ctx, model, lambda model, x, rank: model(x, rank).square().mean())
