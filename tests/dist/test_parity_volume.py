@@ -65,7 +65,9 @@ def sent_and_predicted(plans: dict[str, tw.Plan], micro_batches: int) -> dict[st
         step(model, optimizer, data, loss_of)  # finds out the order of the units
         sent = step(model, optimizer, data, loss_of)
         programs = runtime(model).schedule.programs
-        program = lower(plan, programs.infos, micro_batches=micro_batches, trace=programs.trace, rank=rank, clip=True)
+        program = lower(
+            plan, programs.infos, micro_batches=micro_batches, trace=programs.trace, position=rank, clip=True
+        )
         traffic = program.traffic()
         predicted = {str(lane): {str(scope): n for scope, n in traffic[lane].items()} for lane in Lane}
         by_plan[name] = (sent, predicted)

@@ -40,7 +40,15 @@ class DataRanks:
 class AxisGroup:
     """One axis of the mesh on one lane.
 
-    ``rank`` is this rank's position in the mesh, which the plan's ``placement`` may make another number than its own.
+    Args:
+        plan: The plan.
+        axis: The axis.
+        lane: Lane that uses it.
+        position: Position of this rank in the mesh. With a ``placement``, it differs from the global rank.
+        device: Device of the tensors.
+        meter: Counts the bytes.
+        stages: Stages of the lane that exchange something; all of its transfers by default.
+        data: Global ranks by position; all ranks of the job by default.
 
     Attributes:
         size: Number of ranks of the axis.
@@ -55,17 +63,17 @@ class AxisGroup:
         plan: Plan,
         axis: Axis,
         lane: Lane,
-        rank: int,
+        position: int,
         device: torch.device,
         meter: Meter,
         stages: Sequence[Stage] | None = None,
         data: DataRanks | None = None,
     ) -> None:
-        members = axis_members(plan, axis, rank)
+        members = axis_members(plan, axis, position)
         self.size = members.size
-        self.index = axis_index(plan, axis, rank)
+        self.index = axis_index(plan, axis, position)
         self.local, self.nodes = len(members.inside), len(members.across)
-        self.local_index = members.inside.index(rank)
+        self.local_index = members.inside.index(position)
         data = data or DataRanks(tuple(range(plan.world)))
         self._subgroups = {
             stage: Subgroup(_global(data, getattr(members, stage.scope)), lane, stage, device, meter, data.channel)

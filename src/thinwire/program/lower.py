@@ -83,7 +83,7 @@ def lower(
     *,
     micro_batches: int = 1,
     trace: Trace | None = None,
-    rank: int = 0,
+    position: int = 0,
     clip: bool = False,
 ) -> StepProgram:
     """Record the operations of one step.
@@ -93,14 +93,15 @@ def lower(
         units: The units, in the runtime's numbering.
         micro_batches: Forward and backward passes per step (``M``).
         trace: Observed order of units; default: :func:`default_trace`.
-        rank: The rank to count bytes for; ranks differ only if shares have unequal sizes.
+        position: Position in the mesh of the rank whose bytes are counted; ranks differ only if shares have unequal
+            sizes.
         clip: Whether ranks add up the gradient norm in an exchange of its own.
 
     Returns:
         The program of that rank. Operations, order and axes are the same on every rank.
     """
     trace = trace or default_trace(units)
-    draft = _Draft(plan, rank)
+    draft = _Draft(plan, position)
     gathers, reductions = _Gathers(plan, units, trace, draft), _Reductions(plan, units, trace, draft)
     for micro_batch in range(micro_batches):
         gathers.forward(micro_batch)
@@ -134,7 +135,7 @@ class _Call:
 class _Draft:
     """A program under construction: operations so far, and the operations and units that events wait for and free."""
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, position: int) -> None:
         self.operations: list[Operation] = []
         self._waits: dict[Event, list[int]] = {}
         self._frees: dict[Event, list[int]] = {}
@@ -142,7 +143,7 @@ class _Draft:
         self._first_gathers: dict[int, list[int]] = {}  # unit -> the operations of its first gather in the step
         self._shapes = {axis: axis_shape(plan, axis) for axis in Axis}
         self._strides = {axis: axis_stride(plan, axis) for axis in Axis}
-        self.places = {axis: axis_index(plan, axis, rank) for axis in Axis}
+        self.places = {axis: axis_index(plan, axis, position) for axis in Axis}
 
     def extent(self, axis: Axis) -> int:
         """Ranks along an axis."""

@@ -93,7 +93,7 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Members:
-    """The ranks that a rank communicates with along an axis: those of its node, and its peers on other nodes."""
+    """Positions in the mesh with which a rank communicates along an axis: in its node, and its peers on other nodes."""
 
     inside: tuple[int, ...]
     across: tuple[int, ...]
@@ -146,10 +146,10 @@ def node_order(plan: Plan) -> tuple[int, ...]:
     return tuple(min(nodes_used) for nodes_used in sources)
 
 
-def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:
-    """The ranks that ``rank`` communicates with along ``axis``, itself included, in ascending order."""
+def axis_members(plan: Plan, axis: Axis, position: int) -> Members:
+    """The positions that ``position`` communicates with along ``axis``, itself included, in ascending order."""
     inner, outer = axis_extent(plan, axis)
-    node, local = divmod(rank, plan.mesh.local)
+    node, local = divmod(position, plan.mesh.local)
     locals_ = _span(local, inner.local, outer.local)
     nodes = _span(node, inner.nodes, outer.nodes)
     return Members(
@@ -158,10 +158,10 @@ def axis_members(plan: Plan, axis: Axis, rank: int) -> Members:
     )
 
 
-def axis_index(plan: Plan, axis: Axis, rank: int) -> int:
-    """Local-major position of ``rank`` along ``axis``, which is the index of the shard that it holds."""
-    members = axis_members(plan, axis, rank)
-    return members.inside.index(rank) * len(members.across) + members.across.index(rank)
+def axis_index(plan: Plan, axis: Axis, position: int) -> int:
+    """Local-major index of a position along ``axis``, which is the index of the shard that it holds."""
+    members = axis_members(plan, axis, position)
+    return members.inside.index(position) * len(members.across) + members.across.index(position)
 
 
 @dataclass(frozen=True, slots=True)

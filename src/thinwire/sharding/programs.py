@@ -67,14 +67,14 @@ class Programs:
     Args:
         plan: The plan.
         infos: Descriptions of the units.
-        rank: Position in the mesh of the rank that performs the programs.
+        position: Position in the mesh of the rank that performs the programs.
 
     Attributes:
         trace: Order of units that the tables follow; ``None`` before the end of the first micro-batch.
     """
 
-    def __init__(self, plan: Plan, infos: Sequence[UnitInfo], rank: int) -> None:
-        self.plan, self.infos, self.rank = plan, infos, rank
+    def __init__(self, plan: Plan, infos: Sequence[UnitInfo], position: int) -> None:
+        self.plan, self.infos, self.position = plan, infos, position
         self.trace: Trace | None = None
         self._lower: Lower = lower
         self._programs: dict[tuple[Trace, int, bool, bool], StepProgram] = {}
@@ -102,7 +102,7 @@ class Programs:
                 self._programs.clear()
             plan = _bucketed(self.plan, unit_by_unit=unit_by_unit)
             self._programs[key] = self._lower(
-                plan, self.infos, micro_batches=micro_batches, trace=trace, rank=self.rank, clip=clip
+                plan, self.infos, micro_batches=micro_batches, trace=trace, position=self.position, clip=clip
             )
         return self._programs[key]
 

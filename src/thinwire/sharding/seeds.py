@@ -15,17 +15,17 @@ class Seeds:
 
     Args:
         plan: Plan that defines the owners of shards.
-        rank: Position of this rank in the mesh.
+        position: Position of this rank in the mesh.
 
     Attributes:
         step: Number of optimizer steps taken so far.
     """
 
-    def __init__(self, plan: Plan, rank: int) -> None:
+    def __init__(self, plan: Plan, position: int) -> None:
         self.step = 0
-        self._rank = rank
-        shard = axis_index(plan, Axis.PARAMS, rank)
-        share = axis_index(plan, Axis.SHARD, rank)
+        self._position = position
+        shard = axis_index(plan, Axis.PARAMS, position)
+        share = axis_index(plan, Axis.SHARD, position)
         self._owner = {Lane.GATHER: shard, Lane.SPREAD: share * plan.params.ranks + shard}
         self._last = (-1, 0)
 
@@ -38,7 +38,7 @@ class Seeds:
         step, count = self._last
         count = count + 1 if step == self.step else 0
         self._last = (self.step, count)
-        return self._joined(len(Lane), count, self._rank)
+        return self._joined(len(Lane), count, self._position)
 
     def _joined(self, kind: int, number: int, owner: int) -> int:
         return ((self.step * 8 + kind << 20) + number << 20) + owner

@@ -181,9 +181,9 @@ def deal_shares(layouts: Sequence[FlatLayout], plan: Plan, shard: int) -> list[t
     return [tuple(_merged(runs) for runs in shares) for shares in dealt]
 
 
-def shard_index(plan: Plan, rank: int) -> int:
-    """Index of the P shard that a rank holds."""
-    return axis_index(plan, Axis.PARAMS, rank)
+def shard_index(plan: Plan, position: int) -> int:
+    """Index of the P shard that the rank at a position of the mesh holds."""
+    return axis_index(plan, Axis.PARAMS, position)
 
 
 def _merged(runs: Sequence[Run]) -> tuple[Run, ...]:
