@@ -1,4 +1,4 @@
-"""What a caller of a codec can get wrong, checked once and before any memory is touched."""
+"""Checks of a codec's arguments, once and before any memory is touched."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def checked_values(spec: CodecSpec, x: Tensor) -> Tensor:
-    """The values as a contiguous 1-D tensor.
+    """Return the values as a contiguous 1-D tensor.
 
     Raises:
-        SpecError: if the codec does not encode this dtype.
+        SpecError: The codec does not encode this dtype.
     """
     spec.check_dtype(x.dtype)
     return x.detach().contiguous().view(-1)
 
 
 def checked_seed(spec: CodecSpec, seed: int | None) -> int:
-    """The seed as 32 bits; 0 for codecs that need none.
+    """Fold the seed to 32 bits; 0 for codecs that need none.
 
     Raises:
-        UsageError: if the codec needs a seed and there is none.
+        UsageError: The codec needs a seed and there is none.
     """
     if not spec.needs_seed:
         return 0
@@ -39,10 +39,10 @@ def checked_seed(spec: CodecSpec, seed: int | None) -> int:
 
 
 def encoded_dtype(spec: CodecSpec, encoded: torch.dtype | None) -> torch.dtype:
-    """The dtype that was encoded: fp32 by default, or the first that the codec encodes if it does not encode fp32.
+    """The dtype that was encoded. Default: fp32, or the first dtype that the codec encodes if it does not encode fp32.
 
     Raises:
-        SpecError: if the codec does not encode it.
+        SpecError: The codec does not encode this dtype.
     """
     if encoded is None:
         names = encodable_dtypes(spec)
@@ -52,11 +52,11 @@ def encoded_dtype(spec: CodecSpec, encoded: torch.dtype | None) -> torch.dtype:
 
 
 def check_rows(spec: CodecSpec, wires: Tensor, numel: int, encoded: torch.dtype | None) -> torch.dtype:
-    """Check messages that are to be added, uint8 (messages, bytes), and return the dtype that was encoded."""
+    """Check messages to be added, uint8 of shape (messages, bytes), and return the dtype that was encoded."""
     if wires.dim() != 2 or len(wires) == 0:
         raise UsageError(f"messages to be added should be rows of a matrix, this is {tuple(wires.shape)}")
     encoded = encoded_dtype(spec, encoded)
-    # A row of fixed length may be longer than its message; one of variable length says where it ends.
+    # A row may be longer than its message: fixed lengths are known, and messages of variable length contain theirs.
     row = wires[0] if spec.is_variable_length else wires[0, : spec.max_wire_bytes(numel, encoded)]
     check_wire(spec, row, numel, encoded)
     return encoded
@@ -66,8 +66,8 @@ def check_wire(spec: CodecSpec, wire: Tensor, numel: int, encoded: torch.dtype) 
     """Check one message of ``numel`` values.
 
     Raises:
-        UsageError: if it is no contiguous 1-D uint8 tensor.
-        WireError: if its length is not that of such a message.
+        UsageError: The message is not a contiguous 1-D uint8 tensor.
+        WireError: Its length is wrong for this number of values.
     """
     if wire.dtype != torch.uint8 or wire.dim() != 1 or not wire.is_contiguous():
         raise UsageError(
@@ -82,7 +82,7 @@ def check_wire(spec: CodecSpec, wire: Tensor, numel: int, encoded: torch.dtype) 
 
 
 def check_out(out: Tensor, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-    """Check a tensor that values are written to."""
+    """Check a tensor for decoded values."""
     if dtype not in _FLOATS:
         raise UsageError(f"messages decode to float32, bfloat16 or float16, not to {dtype}")
     if out.dtype != dtype or out.numel() != numel or not out.is_contiguous() or out.device != device:
@@ -93,7 +93,7 @@ def check_out(out: Tensor, numel: int, dtype: torch.dtype, device: torch.device)
 
 
 def checked_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:
-    """The first ``nbytes`` of ``out``, or new memory: uint8, 1-D."""
+    """Return the first ``nbytes`` of ``out``, or new memory, as 1-D uint8 tensor."""
     if out is None:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
     if out.dtype != torch.uint8 or not out.is_contiguous() or out.numel() < nbytes or out.device != device:

@@ -1,12 +1,12 @@
 """[Note: codec terms]
 
-*Message*: the bytes one tensor becomes, a 1-D uint8 tensor. *Slot*: the room of one message among others in a buffer,
-``max_wire_bytes`` rounded up so that slots stay aligned. *Slices*: parts of a tensor that become messages of their own,
-in any order. ``docs/wire-format.md`` gives the bytes.
+*Message*: the encoded bytes of one tensor, a 1-D uint8 tensor. *Slot*: the room for one message among others in a
+buffer: ``max_wire_bytes``, rounded up so that slots stay aligned. *Slices*: parts of a tensor that are encoded as
+separate messages, in any order. ``docs/wire-format.md`` specifies the bytes.
 
-A codec is a spec and a backend. The public methods here check arguments once and allocate. A backend fills in
-``_encode`` and ``_decode`` of :class:`~thinwire.codecs.coder.Coder` and, where it is faster than their composition, the
-fused forms.
+A codec consists of a spec and a backend. The public methods check arguments once and allocate memory. A backend
+implements ``_encode`` and ``_decode`` of :class:`~thinwire.codecs.coder.Coder`, and fused forms where these are faster
+than the composition of the two.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ __all__ = ["Codec"]
 
 
 class Codec(Coder):
-    """Turns tensors into messages and back. Made by :func:`thinwire.codecs.get`.
+    """Encodes tensors as messages and decodes them. Made by :func:`thinwire.codecs.get`.
 
-    Tensors are fp32, bf16 or fp16 (``exp3``: bf16), of any shape; one that is not contiguous is copied first. Messages
+    Tensors are fp32, bf16 or fp16 (``exp3``: bf16) and have any shape; non-contiguous ones are copied first. Messages
     are contiguous 1-D uint8 tensors of any alignment on the same device. NaN and Inf never become finite.
     """
 
     # ------------------------------------------------------------------------------------------------ one message
 
     def encode(self, x: Tensor, *, seed: int | None = None, out: Tensor | None = None) -> Tensor:
-        """The message of ``x``.
+        """Encode a tensor.
 
         Args:
-            x: fp32, bf16 or fp16, any shape.
-            seed: of the ``stochastic`` option, which needs one: any whole number; the same seed gives the same bytes.
-            out: contiguous uint8, at least :meth:`max_wire_bytes` long; nothing is allocated then.
+            x: fp32, bf16 or fp16 tensor of any shape.
+            seed: Any integer, needed for the ``stochastic`` option only. Equal seeds give equal bytes.
+            out: Contiguous uint8 tensor of at least :meth:`max_wire_bytes` bytes, to avoid an allocation.
 
         Returns:
-            Contiguous uint8, 1-D: ``out``'s first bytes, or a new tensor.
+            The message, a contiguous 1-D uint8 tensor: the first bytes of ``out``, or a new tensor.
 
         Raises:
-            SpecError: if the codec does not take this dtype.
-            UsageError: if the seed is missing or ``out`` does not fit.
+            SpecError: The codec does not support this dtype.
+            UsageError: The seed is missing, or ``out`` is too small.
         """
         x = checked_values(self.spec, x)
         wire = checked_room(out, self.max_wire_bytes(x.numel(), x.dtype), x.device)
@@ -64,22 +64,24 @@ class Codec(Coder):
     def encode_feedback(
         self, x: Tensor, lost: Tensor, *, gain: float = 1.0, seed: int | None = None, out: Tensor | None = None
     ) -> Tensor:
-        """The message of ``x + lost``, and what of that sum is not in it: error feedback (Seide et al., 2014).
+        """Encode ``x + lost`` and keep the loss of this message in ``lost``: error feedback (Seide et al., 2014).
 
-        With a gain g below 1 it comes back bit by bit: ``lost`` becomes ``(1 - g) lost + g (x + lost - message)``.
-        Over some 1 / g messages nothing is lost either, but each is less noisy: with independent errors of variance e
-        its own is ``(1 + g / (2 - g)) e``, which is 2 e at g = 1. Adam, which divides by the root of the mean square
-        of what it gets, moves by so much less.
+        With a gain g below 1, the loss is compensated gradually: ``lost`` becomes ``(1 - g) lost + g (x + lost -
+        message)``. Over some 1 / g messages nothing is lost either, but each message is less noisy: with independent
+        errors of variance e, its own error has the variance ``(1 + g / (2 - g)) e``, which is 2 e at g = 1. This
+        matters for Adam, whose steps shrink as the root mean square of its gradients grows.
 
         Args:
-            x: fp32, bf16 or fp16, any shape.
-            lost: contiguous fp32, as many values as ``x``; in, what is to come back now; out, with the next message.
-            gain: above 0, at most 1.
-            seed: as in :meth:`encode`.
-            out: as in :meth:`encode`, for fp32 values.
+            x: fp32, bf16 or fp16 tensor of any shape.
+            lost: Contiguous fp32 tensor with as many values as ``x``: on entry the loss to compensate now, on return
+            the
+                loss to compensate with the next message.
+            gain: Above 0 and at most 1.
+            seed: See :meth:`encode`.
+            out: See :meth:`encode`, for fp32 values.
 
         Returns:
-            Contiguous uint8, 1-D. It decodes as the message of a fp32 tensor.
+            The message, a contiguous 1-D uint8 tensor. It decodes like the message of an fp32 tensor.
         """
         if not 0 < gain <= 1:
             raise UsageError(f"gain = {gain} should be above 0 and at most 1")
@@ -92,19 +94,19 @@ class Codec(Coder):
         return wire[: self._encode_feedback(x, lost.view(-1), gain, wire, checked_seed(self.spec, seed))]
 
     def decode(self, wire: Tensor, numel: int, dtype: torch.dtype, *, out: Tensor | None = None) -> Tensor:
-        """The ``numel`` values of a message.
+        """Decode a message.
 
         Args:
-            wire: the message. That of a codec of variable length says where it ends and may be followed by other bytes.
-            numel: values in the tensor that was encoded.
-            dtype: of the result; with ``none``, ``mpc`` and ``exp3`` the dtype that was encoded.
-            out: contiguous, of ``numel`` values and this dtype, any shape; nothing is allocated then.
+            wire: The message. A message of variable length contains its length and may be followed by other bytes.
+            numel: Number of values in the encoded tensor.
+            dtype: Dtype of the result; with ``none``, ``mpc`` and ``exp3``, it must be the dtype that was encoded.
+            out: Contiguous tensor of ``numel`` values of this dtype, in any shape, to avoid an allocation.
 
         Returns:
             ``out``, or a new 1-D tensor.
 
         Raises:
-            WireError: if the message is truncated or corrupt.
+            WireError: The message is truncated or corrupt.
         """
         check_wire(self.spec, wire, numel, dtype)
         if out is None:
@@ -115,12 +117,12 @@ class Codec(Coder):
         return out
 
     def decode_add(self, wire: Tensor, out: Tensor, *, encoded: torch.dtype | None = None) -> Tensor:
-        """Add a message's values to ``out``, in fp32.
+        """Decode a message and add it to ``out`` in fp32.
 
         Args:
-            wire: the message.
-            out: contiguous fp32, any shape, as many values as were encoded.
-            encoded: the dtype that was encoded; asked for only by ``none`` and ``mpc``, where it is fp32 unless said.
+            wire: The message.
+            out: Contiguous fp32 tensor with as many values as were encoded, in any shape.
+            encoded: Dtype that was encoded. Only ``none`` and ``mpc`` need it; their default is fp32.
         """
         encoded = encoded_dtype(self.spec, encoded)
         check_wire(self.spec, wire, out.numel(), encoded)
@@ -139,17 +141,17 @@ class Codec(Coder):
         seed: int | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """A message for each slice of ``x``, in the order of ``bounds``: the reordering before an all-to-all, and the
-        encoding, in one pass.
+        """Encode slices of ``x`` in the order of ``bounds``, which reorders and encodes for an all-to-all in one pass.
 
         Args:
-            x: fp32, bf16 or fp16, read as 1-D.
-            bounds: (start, stop) of each slice; slices may differ in length, overlap and be empty.
-            seed: as in :meth:`encode`; slice i gets :func:`slice_seed` of it and i.
-            out: contiguous uint8 of (number of slices) * ``slot_bytes(longest slice)``, any shape.
+            x: fp32, bf16 or fp16 tensor, read as 1-D.
+            bounds: (start, stop) of each slice. Slices may differ in length, overlap and be empty.
+            seed: See :meth:`encode`; slice i uses :func:`slice_seed` of this seed and i.
+            out: Contiguous uint8 tensor of (number of slices) * ``slot_bytes(longest slice)`` bytes, in any shape.
 
         Returns:
-            uint8 (number of slices, slot bytes): row i starts with slice i's message. Bytes after it are not written.
+            uint8 tensor of shape (number of slices, slot bytes). Row i begins with the message of slice i; the bytes
+            after it are undefined.
         """
         x = checked_values(self.spec, x)
         numel = x.numel()
@@ -173,16 +175,17 @@ class Codec(Coder):
     ) -> Tensor:
         """``scale`` times the sum of k messages, in one pass.
 
-        The sum is taken in fp32 in the order of the rows, starting from the first row's values, and multiplied by
-        ``scale`` (as fp32) at the end, then rounded to ``dtype``.
+        Rows are added in order in fp32, starting from the values of the first row. The sum is multiplied by ``scale``
+        (in fp32) at the end, then rounded to ``dtype``.
 
         Args:
-            wires: uint8 (k, slot bytes), k at least 1; the rows contiguous, at any distance from one another.
-            numel: values in each message.
-            dtype: of the result.
-            scale: for example 1 / k for a mean.
-            encoded: as in :meth:`decode_add`.
-            out: contiguous, of ``numel`` values and ``dtype``.
+            wires: uint8 tensor of shape (k, slot bytes) with k >= 1 and contiguous rows, at any distance from each
+            other.
+            numel: Number of values in each message.
+            dtype: Dtype of the result.
+            scale: Factor on the sum, for example 1 / k for a mean.
+            encoded: See :meth:`decode_add`.
+            out: Contiguous tensor of ``numel`` values of ``dtype``.
         """
         encoded = check_rows(self.spec, wires, numel, encoded)
         if out is None:
@@ -203,20 +206,21 @@ class Codec(Coder):
         encoded: torch.dtype | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """``to.encode(self.decode_sum(wires, numel, scale=scale))`` in one pass: what stands between the two hops of a
-        reduction, without the sum ever going to memory.
+        """Compute ``to.encode(self.decode_sum(wires, numel, scale=scale))`` in one pass.
+
+        This is the step between the two hops of a reduction; the sum is never written to memory.
 
         Args:
-            wires: as in :meth:`decode_sum`.
-            numel: values in each message.
-            to: the codec of the message that is made, of the same backend or of another package.
-            scale: as in :meth:`decode_sum`.
-            seed: for ``to``, as in :meth:`encode`.
-            encoded: as in :meth:`decode_add`.
-            out: contiguous uint8, at least ``to.max_wire_bytes(numel, torch.float32)`` long.
+            wires: See :meth:`decode_sum`.
+            numel: Number of values in each message.
+            to: Codec of the result, of the same backend or of another package.
+            scale: See :meth:`decode_sum`.
+            seed: Seed for ``to``; see :meth:`encode`.
+            encoded: See :meth:`decode_add`.
+            out: Contiguous uint8 tensor of at least ``to.max_wire_bytes(numel, torch.float32)`` bytes.
 
         Returns:
-            The message, uint8, 1-D.
+            The message, a 1-D uint8 tensor.
         """
         if to.backend != self.backend and Codec.backend not in (to.backend, self.backend):
             raise UsageError(f"{self!r} cannot go on to {to!r}: take both from one backend")

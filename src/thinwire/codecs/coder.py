@@ -1,4 +1,4 @@
-"""What a backend fills in: the arithmetic of a codec, on arguments that are checked already."""
+"""The part of a codec that backends implement: its arithmetic, on checked arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Coder"]
 
 
 class Coder(ABC):
-    """The half of :class:`~thinwire.codecs.Codec` that backends override: two methods, and faster forms of them.
+    """The half of :class:`~thinwire.codecs.Codec` that backends override: two methods, and faster fused forms.
 
     Tensors are contiguous, 1-D, on one device and not empty; seeds are folded to 32 bits.
     """
@@ -35,23 +35,23 @@ class Coder(ABC):
         return self.spec.max_wire_bytes(numel, dtype)
 
     def slot_bytes(self, numel: int, dtype: torch.dtype) -> int:
-        """Room for a message among others: :meth:`max_wire_bytes` rounded up to a multiple of 16."""
+        """Size of a slot: :meth:`max_wire_bytes` rounded up to a multiple of 16."""
         return self.spec.slot_bytes(numel, dtype)
 
     @abstractmethod
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
-        """Write the message of contiguous 1-D ``x`` (not empty) to the start of ``wire``; return its bytes."""
+        """Encode contiguous, non-empty, 1-D ``x`` to the start of ``wire``, and return the number of bytes."""
 
     @abstractmethod
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
-        """Write, or add, a message's values to contiguous 1-D ``out`` (not empty)."""
+        """Decode a message into contiguous, non-empty, 1-D ``out``, or add it to ``out``."""
 
     def _encode_feedback(self, x: Tensor, lost: Tensor, gain: float, wire: Tensor, seed: int) -> int:
-        """In fp32, step by step as written here in every backend: results are equal to the bit."""
+        """Every backend computes these steps in fp32 in this order, so that results are bitwise equal."""
         wanted = lost.add_(x)
         nbytes = self._encode(wanted, wire, seed)
         if gain != 1.0:
-            # (x + lost) becomes ((1 - g) x - (x + lost)) / g, from which the last line makes what is kept.
+            # (x + lost) becomes ((1 - g) x - (x + lost)) / g, which the last line turns into the new loss.
             wanted.mul_(-1.0 / (1.0 - gain)).add_(x).mul_((1.0 - gain) / gain)
         else:
             wanted.neg_()
@@ -65,7 +65,7 @@ class Coder(ABC):
                 self._encode(x[start:stop], wires[row], slice_seed(seed, row))
 
     def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
-        # Bytes after a message of fixed length are cut off; one of variable length says where it ends.
+        # Bytes after a message of fixed length are cut off; a message of variable length contains its length.
         nbytes = self.max_wire_bytes(out.numel(), encoded)
         total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
         if encoded != torch.float32 and self.spec.is_lossless:

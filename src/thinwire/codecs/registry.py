@@ -1,4 +1,4 @@
-"""Which backend makes which codec. The only place that imports backends."""
+"""Chooses the backend of a codec. Only this module imports backends."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["BACKENDS", "default_backend", "get"]
 
 BACKENDS = ("reference", "cpp", "triton", "unfused")
 """``reference``: plain torch, any device, slow. ``cpp``: CPU. ``triton``: GPU, or any device under its interpreter.
-``unfused``: the device's own without its fused forms, for measurements."""
+``unfused``: the device's default backend without its fused forms, for measurements."""
 
 
 def get(spec: str | CodecSpec, *, backend: str | None = None, device: str | torch.device = "cpu") -> Codec:
-    """The codec of a name.
+    """Make the codec of a name.
 
     Args:
-        spec: for example ``"int8:256"``; see :data:`thinwire.spec.codec.NOTATION`.
-        backend: one of :data:`BACKENDS`; by default the device's own. A codec of another package has one
-            implementation, which every backend but ``unfused`` returns.
-        device: device of the tensors; it decides the default backend.
+        spec: For example ``"int8:256"``; see :data:`thinwire.spec.codec.NOTATION`.
+        backend: One of :data:`BACKENDS`. Default: the device's own. A codec of another package has one implementation,
+            which all backends except ``unfused`` return.
+        device: Device of the tensors, which determines the default backend.
 
     Raises:
-        SpecError: if the text names no codec, or a codec of another package cannot be loaded.
-        UsageError: if there is no such backend, or it cannot work here.
+        SpecError: No codec has this name, or a codec of another package cannot be loaded.
+        UsageError: No backend has this name, or it does not work on this machine.
     """
     codec = CodecSpec(spec) if isinstance(spec, str) else spec
     return _make(codec, backend or default_backend(device))
@@ -51,7 +51,7 @@ def _make(spec: CodecSpec, backend: str) -> Codec:
 
 
 def _of_plugin(spec: CodecSpec, plugin: CodecPlugin) -> Codec:
-    """A codec of another package has one implementation, which serves every device it can."""
+    """Make a codec of another package. It has one implementation for all devices that it supports."""
     module, _, name = plugin.implementation.partition(":")
     try:
         made = getattr(importlib.import_module(module), name)

@@ -6,7 +6,7 @@ __all__ = ["fold_seed", "slice_seed"]
 
 
 def fold_seed(seed: int) -> int:
-    """A seed of any size as 32 bits, so that seeds which differ rarely collide."""
+    """Fold a seed of any size to 32 bits so that different seeds rarely collide."""
     folded = 0
     remaining = seed % (1 << 64)
     while remaining:

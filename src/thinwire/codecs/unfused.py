@@ -1,7 +1,7 @@
-"""The device's own codecs with every fused form made of its parts, each a pass over memory of its own.
+"""The device's default codecs without fused forms: each part is a separate pass over memory.
 
-The bytes are the same. For measurements: what fusing decode with addition, error feedback with encoding, and the sums
-of a reduction gains in training.
+The bytes are the same. This backend serves to measure what training gains from fused decoding and addition, error
+feedback and encoding, and sums of a reduction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["UnfusedCodec", "make"]
 
 
 class UnfusedCodec(Codec):
-    """Encodes and decodes by another backend; everything else is what :class:`Codec` makes of these two."""
+    """Encodes and decodes by another backend; :class:`Codec` composes everything else from these two."""
 
     backend = "unfused"
 
@@ -29,7 +29,7 @@ class UnfusedCodec(Codec):
         if not add:
             own._decode(wire, out, encoded, add=False)
             return
-        # Lossless messages hold values of the dtype that was encoded.
+        # A lossless message holds values in the dtype that was encoded.
         values = torch.empty_like(out, dtype=encoded if self.spec.is_lossless else out.dtype)
         own._decode(wire, values, encoded, add=False)
         out.add_(values)

@@ -1,8 +1,8 @@
 """Tensor and pipeline parallelism on torch's own DTensor and pipelining, with a codec for each axis, around shards.
 
-A job's ranks form a :class:`~thinwire.parallel.grid.Grid`: stages of a pipeline, data-parallel ranks, tensor-parallel
-ranks. :func:`~thinwire.parallel.model.parallelize` cuts a model over it; within the data-parallel ranks of each part
-the plan's sharding works as it does alone.
+The ranks of a job form a :class:`~thinwire.parallel.grid.Grid` of pipeline stages, data-parallel ranks and
+tensor-parallel ranks, over which :func:`~thinwire.parallel.model.parallelize` splits a model. The plan then shards each
+part over its data-parallel ranks.
 """
 
 from thinwire.parallel.divisible import Divisible

@@ -1,4 +1,4 @@
-"""What a model must know of itself to be cut over tensor-parallel ranks and pipeline stages."""
+"""The interface of models that can be split over tensor-parallel ranks and pipeline stages."""
 
 from __future__ import annotations
 
@@ -16,77 +16,77 @@ __all__ = ["Divisible", "blocks_of_stages", "divisible"]
 
 @runtime_checkable
 class Divisible(Protocol):
-    """A causal language model that can be cut.
+    """A causal language model that can be split.
 
-    Its forward takes token ids, int64 of shape ``(B, T)``, and returns an object with ``logits``. Cut into stages, one
-    without the embedding takes hidden states ``(B, T, D)`` instead, and one without the head returns them.
+    Its forward takes token ids, int64 of shape ``(B, T)``, and returns an object with ``logits``. A pipeline stage
+    without the embedding takes hidden states ``(B, T, D)`` instead, and a stage without the head returns them.
 
-    A model may also have ``cuts_sequences = False``, if the tokens of its hidden states cannot be cut, and a method
-    ``check_divisible(*, tp, pp)``, which raises if it cannot be cut so after all.
+    Two members are optional: ``cuts_sequences = False`` if the tokens of hidden states cannot be divided, and a method
+    ``check_divisible(*, tp, pp)`` that raises if the model cannot be split like this.
 
     Attributes:
-        sequence_ways: tensor-parallel ranks between which the tokens of hidden states are cut, 1 until somebody cuts
-            them and says so here.
+        sequence_ways: Number of tensor-parallel ranks that share the tokens of hidden states; initially 1, set when the
+            model is split.
     """
 
     sequence_ways: int
 
     @property
     def num_blocks(self) -> int:
-        """Transformer blocks."""
+        """Number of transformer blocks."""
 
     @property
     def width(self) -> int:
-        """D, of the hidden states between blocks."""
+        """Width of the hidden states between blocks, D."""
 
     @property
     def vocabulary(self) -> int:
-        """V, of the logits."""
+        """Size of the vocabulary, V."""
 
     @property
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """What tensor-parallel ranks must divide, by name."""
+        """Sizes that the number of tensor-parallel ranks must divide, by name."""
 
     @property
     def is_tied(self) -> bool:
         """Whether the head shares the embedding's weight."""
 
     def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
-        """Torch's style of each module, by name; ``*`` stands for a block's number.
+        """torch's style of each module by name; ``*`` stands for the number of a block.
 
         Args:
-            sequence: whether tokens are cut between matrices, so that norms and residuals work on a part of them.
+            sequence: Whether each rank has only a part of the tokens between matrices, in norms and residuals.
         """
 
     def tie(self) -> None:
-        """Share the head's and the embedding's weight again, where they are tied."""
+        """Share the weight of head and embedding again, if they are tied."""
 
     def keep(self, blocks: range, *, first: bool, last: bool) -> None:
-        """Keep one stage and forget the rest; names stay.
+        """Keep one stage and drop the rest. Names do not change.
 
         Args:
-            blocks: of the stage.
-            first: whether it has the embedding.
-            last: whether it has the head.
+            blocks: Blocks of the stage.
+            first: Whether the stage has the embedding.
+            last: Whether the stage has the head.
         """
 
 
 def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
-    """The model, if it can be cut as the plan says.
+    """Return the model if the plan can split it.
 
     Args:
-        model: the model.
-        plan: with ``tp`` and ``pp``.
-        stages: how many parts the pipeline has.
+        model: The model.
+        plan: Plan with ``tp`` and ``pp``.
+        stages: Number of stages of the pipeline.
 
     Raises:
-        UsageError: if the model does not know how to be cut.
-        SpecError: naming every size that does not divide.
+        UsageError: The model cannot be split at all.
+        SpecError: A size is not divisible; the message names each one.
     """
     if not isinstance(model, Divisible):
         raise UsageError(
-            f"{type(model).__name__} cannot be cut with tp = {plan.tp}, pp = {plan.pp}: Llama and GPT of thinwire can, "
-            "models of transformers in a thinwire.train.models.huggingface.HuggingFaceCausal, and models with the "
+            f"{type(model).__name__} cannot be split with tp = {plan.tp}, pp = {plan.pp}: Llama and GPT of thinwire "
+            "can, models of transformers in a thinwire.train.models.huggingface.HuggingFaceCausal, and models with the "
             "methods of thinwire.parallel.Divisible; for others use tp = 1 and pp = 1"
         )
     if (check := getattr(model, "check_divisible", None)) is not None:
@@ -116,5 +116,5 @@ def divisible(model: object, plan: Plan, *, stages: int) -> Divisible:
 
 
 def blocks_of_stages(blocks: int, stages: int) -> list[range]:
-    """Consecutive blocks for each stage, as evenly as they go."""
+    """Distribute consecutive blocks over the stages as evenly as possible."""
     return [range(i * blocks // stages, (i + 1) * blocks // stages) for i in range(stages)]

@@ -1,4 +1,4 @@
-"""Where a rank stands in a job of pipeline stages, data-parallel and tensor-parallel ranks."""
+"""Position of a rank in a job of pipeline stages, data-parallel and tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ __all__ = ["Grid"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in the order ``(pp, dp, tp)``, tensor-parallel ones next to each other, as they talk most.
+    """Ranks in the order ``(pp, dp, tp)``. Tensor-parallel ranks are neighbours, because they communicate most.
 
-    Stages are the farthest apart, as they talk least (Narayanan et al. 2021, arXiv 2104.04473, section 3). A node is to
-    have as many ranks as a node of the plan's mesh times ``tp``, or all ranks of several stages.
+    Stages are farthest apart, because they communicate least (Narayanan et al. 2021, arXiv 2104.04473, section 3). A
+    node must have as many ranks as a node of the plan's mesh times ``tp``, or all ranks of several stages.
 
     Attributes:
-        pp: stages.
-        dp: data-parallel ranks of a stage.
-        tp: ranks that share every matrix.
-        rank: this rank, of ``pp * dp * tp``.
+        pp: Number of pipeline stages.
+        dp: Number of data-parallel ranks of a stage.
+        tp: Number of ranks that share every matrix.
+        rank: This rank, of ``pp * dp * tp``.
     """
 
     pp: int
@@ -39,12 +39,12 @@ class Grid:
         """The grid of a plan.
 
         Args:
-            plan: the plan.
-            rank: this rank.
-            size: ranks of the job.
+            plan: The plan.
+            rank: This rank.
+            size: Number of ranks of the job.
 
         Raises:
-            SpecError: if the job has another number of ranks.
+            SpecError: The job has another number of ranks than the plan.
         """
         grid = cls(plan.pp, plan.world, plan.tp, rank)
         if grid.size != size:
@@ -59,12 +59,12 @@ class Grid:
 
     @property
     def size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks of the job."""
         return self.pp * self.dp * self.tp
 
     @property
     def stage(self) -> int:
-        """This rank's place in the pipeline."""
+        """Index of this rank's stage in the pipeline."""
         return self.rank // (self.dp * self.tp)
 
     @property
@@ -74,40 +74,41 @@ class Grid:
 
     @property
     def tensor(self) -> int:
-        """This rank's place among those that share its matrices."""
+        """Index of this rank among those that share its matrices."""
         return self.rank % self.tp
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """The ranks that train the same part of the model, by their positions in the mesh."""
+        """Global ranks that train the same part of the model, in the order of their positions in the mesh."""
         first = self.stage * self.dp * self.tp + self.tensor
         return tuple(range(first, first + self.dp * self.tp, self.tp))
 
     @property
     def model_ranks(self) -> tuple[int, ...]:
-        """The ranks that together hold the model and see the same data."""
+        """Global ranks that together hold one replica of the model and process the same data."""
         return tuple(
             (stage * self.dp + self.data) * self.tp + tensor for stage in range(self.pp) for tensor in range(self.tp)
         )
 
     @property
     def neighbours(self) -> tuple[int, ...]:
-        """The ranks that this one exchanges activations with: its matrices' and its pipeline's."""
+        """Global ranks with which this rank exchanges activations: those of its matrices and of its pipeline."""
         pipeline = range(self.rank % (self.dp * self.tp), self.size, self.dp * self.tp)
         first = self.rank - self.tensor
         return tuple(sorted({*pipeline, *range(first, first + self.tp)}))
 
     def mesh(self, plan: Plan, device: torch.device, *, encoded: bool) -> DeviceMesh:
-        """Torch's mesh of the grid, with axes ``pp``, ``dp`` and ``tp``; made by all ranks together.
+        """Make torch's mesh of the grid, with axes ``pp``, ``dp`` and ``tp``. All ranks make it together.
 
         Args:
-            plan: with the codecs of ``tp`` and ``pp``.
-            device: where tensors live.
-            encoded: whether what the axes ``tp`` and ``pp`` send passes through their codecs, and is counted, as is the
-                time that computation stands still for it.
+            plan: Plan with the codecs of ``tp`` and ``pp``.
+            device: Device of the tensors.
+            encoded: Whether the axes ``tp`` and ``pp`` send through their codecs, and count their bytes and the time
+            that
+                computation waits for them.
 
         Raises:
-            UsageError: if there is a codec, but not for such a device.
+            UsageError: The plan has a codec that does not support the device.
         """
         ranks = torch.arange(self.size).view(self.pp, self.dp, self.tp)
         axes = {

@@ -1,4 +1,4 @@
-"""A model over a grid of ranks, trained as one: steps, clipping, checkpoints, measurements of all its parts."""
+"""Trains a model that is split over a grid of ranks: steps, clipping, checkpoints and measurements of all its parts."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ class TokenBatch(Protocol):
 
     @property
     def input_ids(self) -> Tensor:
-        """int64, ``(B, T)``."""
+        """Token ids, int64, ``(B, T)``."""
 
     @property
     def labels(self) -> Tensor:
-        """int64, ``(B, T)``: the token after each input; -100 does not count."""
+        """The token after each input, int64, ``(B, T)``; -100 does not count."""
 
 
 class ParallelModel:
-    """What one rank trains; made by :func:`parallelize`.
+    """The part of a model that one rank trains; made by :func:`parallelize`.
 
     Attributes:
-        plan: the plan.
-        grid: where this rank stands.
-        chunks: its parts of the model, each sharded: one for each of its pipeline stages.
-        mesh: torch's, with axes ``pp``, ``dp`` and ``tp``; none where all ranks are data-parallel.
+        plan: The plan.
+        grid: Position of this rank.
+        chunks: Sharded parts of the model, one for each pipeline stage of this rank.
+        mesh: torch's mesh with axes ``pp``, ``dp`` and ``tp``; ``None`` if all ranks are data-parallel.
     """
 
     def __init__(
@@ -77,17 +77,17 @@ class ParallelModel:
 
     @property
     def knows_loss(self) -> bool:
-        """Whether this rank has the last stage, so that losses it returns are the model's, not zero."""
+        """Whether this rank has the last stage. Other ranks return a loss of zero."""
         return self._pipeline is None or self._pipeline.holds_last
 
     def step(self, batches: Sequence[TokenBatch]) -> Tensor:
-        """Forward and backward of a step's micro-batches; gradients add up to those of their mean loss.
+        """Run forward and backward of a step's micro-batches. Gradients add up to those of their mean loss.
 
         Args:
-            batches: ``plan.micro_batches`` of them, the same on all ranks that hold the model together.
+            batches: ``plan.micro_batches`` micro-batches, the same on all ranks that hold one replica together.
 
         Returns:
-            Mean loss, fp32, on the device; zero where this rank does not know it.
+            Mean loss, fp32, on the device; zero if this rank does not know it.
         """
         with self._exchanging(), step_scope() if self.mesh is not None else contextlib.nullcontext():
             if self._pipeline is not None:
@@ -103,14 +103,14 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, batch: TokenBatch) -> Tensor:
-        """Mean loss of a micro-batch, without gradients; zero where this rank does not know it."""
+        """Mean loss of a micro-batch, without gradients; zero if this rank does not know it."""
         with self._exchanging():
             if self._pipeline is not None:
                 return self._pipeline.evaluate(batch.input_ids.to(self._device), batch.labels.to(self._device))
             return self._mean_loss(batch)
 
     def train(self, mode: bool = True) -> None:
-        """Switch all parts between training and evaluation."""
+        """Switch all parts between training and evaluation mode."""
         for chunk in self.chunks:
             chunk.train(mode)
 
@@ -121,15 +121,16 @@ class ParallelModel:
         param_groups: Iterable[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> ParallelOptimizer:
-        """An optimizer over this rank's shares; see :func:`thinwire.optimizer`.
+        """Make an optimizer over this rank's shares; see :func:`thinwire.optimizer`.
 
         Args:
-            optimizer_class: for example ``torch.optim.AdamW``.
-            param_groups: names or patterns of the whole model's parameters, or parameters of this rank's parts.
-            **options: passed on.
+            optimizer_class: For example ``torch.optim.AdamW``.
+            param_groups: Groups of parameters, by names or patterns of the whole model's parameters or as parameters of
+                this rank's parts.
+            **options: Options of the optimizer.
 
         Raises:
-            UsageError: as :func:`thinwire.optimizer`; a pattern may match in one part of the model and not in others.
+            UsageError: See :func:`thinwire.optimizer`. A pattern may match in only some parts of the model.
         """
         by_part = self._groups_by_part(list(param_groups or ()))
         made = [
@@ -142,7 +143,7 @@ class ParallelModel:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
         Returns:
-            The norm before, equal on every rank.
+            The norm before scaling, equal on every rank.
         """
         runtimes = [runtime_of(chunk) for chunk in self.chunks]
         squared = sum(runtime.agree(measure=True).norm ** 2 for runtime in runtimes)
@@ -153,7 +154,7 @@ class ParallelModel:
         return norm
 
     def progress(self, share: float) -> None:
-        """Say how much of training is done; see :func:`thinwire.progress`."""
+        """Tell codecs the completed fraction of training; see :func:`thinwire.progress`."""
         for chunk in self.chunks:
             api.progress(chunk, share)
 
@@ -168,11 +169,11 @@ class ParallelModel:
         return snapshot.load(self._with(optim), Path(path))
 
     def axis_traffic(self) -> dict[str, AxisTraffic]:
-        """What this rank has sent on the axes ``tp`` and ``pp`` since the last call."""
+        """Traffic of this rank on the axes ``tp`` and ``pp`` since the last call."""
         return {} if self.mesh is None else axis_traffic(self.mesh, reset=True)
 
     def _groups_by_part(self, wanted: Sequence[Mapping[str, Any]]) -> list[list[dict[str, Any]]]:
-        """Parameter groups with the names that each part has."""
+        """Split parameter groups by part, with the names of each part's parameters."""
         by_part = [{id(parameter): name for name, parameter in chunk.named_parameters()} for chunk in self.chunks]
         here = {key: name for part in by_part for key, name in part.items()}
         everywhere = (
@@ -195,7 +196,7 @@ class ParallelModel:
 
     @contextlib.contextmanager
     def _exchanging(self) -> Iterator[None]:
-        """Where activations travel: errors of the transport are explained, losses are cut by vocabulary."""
+        """Context of exchanges of activations: explains errors of the transport, and computes losses by vocabulary."""
         if self.mesh is None:
             yield
             return
@@ -209,11 +210,11 @@ class ParallelModel:
 
 
 class ParallelOptimizer:
-    """The optimizers of this rank's parts, as one.
+    """The optimizers of this rank's parts as one.
 
     Args:
-        parts: in the order of the chunks.
-        whole: the ranks that hold the model together, if it takes several.
+        parts: Optimizers in the order of the chunks.
+        whole: Control group of the ranks that hold one replica together; ``None`` if it is a single rank.
     """
 
     def __init__(self, parts: Sequence[ShardedOptimizer], whole: groups.Control | None) -> None:
@@ -221,25 +222,25 @@ class ParallelOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Of all parts; equal ones are alike on every rank."""
+        """Parameter groups of all parts, with the same options on every rank."""
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self) -> None:
-        """Update all parts, and start spreading what changed; with ``skip_nonfinite``, all of them or none."""
+        """Update all parts and start to spread the changes. With ``skip_nonfinite``, all parts are updated or none."""
         if self.parts[0].skip_nonfinite and not self._is_finite():
             poison([part.runtime for part in self.parts])
         for part in self.parts:
             part.step()
 
     def _is_finite(self) -> bool:
-        """Whether the gradient of the whole model is."""
+        """Whether the gradient of the whole model is finite."""
         finite = all(part.runtime.agree(measure=True).finite for part in self.parts)
         if self._whole is None:
             return finite
         return self._whole.all_reduce_mean([float(finite)])[0] == 1.0
 
     def zero_grad(self) -> None:
-        """Forget every gradient."""
+        """Discard all gradients."""
         for part in self.parts:
             part.zero_grad()
 
@@ -255,25 +256,26 @@ def parallelize(
     values: InitialValues | None = None,
     device: torch.device | None = None,
 ) -> ParallelModel:
-    """Cut a model over all ranks of the job: stages, matrices, and within the data-parallel ranks as the plan says.
+    """Split a model over all ranks of the job into stages and matrices, and shard each part as the plan says.
 
-    Every rank calls it with the same model: same shapes, same values. Without ``tp`` and ``pp`` it is
-    :func:`thinwire.shard` with the conveniences of a :class:`ParallelModel`.
+    Every rank calls this with the same model, that is, with equal shapes and values. Without ``tp`` and ``pp``, it
+    equals :func:`thinwire.shard` with the conveniences of a :class:`ParallelModel`.
 
     Args:
-        model: fp32; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`, of which parts live on.
-        plan: its mesh times ``tp`` times ``pp`` has as many ranks as the job.
-        loss: mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
-        sequence_parallel: with ``tp``: cut sequences between matrices, too, unless the model's cannot be cut.
-        encoded: whether ``tp`` and ``pp`` send through their codecs, ``none`` included, which counts bytes; without,
+        model: fp32 model; for ``tp`` or ``pp`` above 1 a :class:`~thinwire.parallel.Divisible`, which is changed in
+            place.
+        plan: Plan whose mesh times ``tp`` times ``pp`` has as many ranks as the job.
+        loss: Mean loss of logits ``(B, T, V)`` and labels; needed for ``pp`` above 1 without ``tp``.
+        sequence_parallel: With ``tp``, also divide tokens between matrices, if the model supports it.
+        encoded: Whether ``tp`` and ``pp`` send through their codecs (also through ``none``) and count bytes. Otherwise,
             torch's own groups are used.
-        codec_backend: see :func:`thinwire.shard`.
-        values: of a model on the meta device; see :func:`thinwire.shard`.
-        device: where a model on the meta device will live.
+        codec_backend: See :func:`thinwire.shard`.
+        values: Initial values of a model on the meta device; see :func:`thinwire.shard`.
+        device: Device for a model on the meta device.
 
     Raises:
-        SpecError: if the plan asks for what this model or this job cannot do.
-        UsageError: if the model does not know how to be cut.
+        SpecError: The model or the job does not support the plan.
+        UsageError: The model cannot be split.
     """
     if not groups.is_initialized():
         groups.init()
@@ -310,7 +312,7 @@ def parallelize(
     mean_loss = _loss_of(grid, axis, loss)
     pipeline = None
     if grid.pp > 1:
-        # Here, because it is worth 100 MiB of each process's memory: torch's pipelining brings its compiler along.
+        # Imported here, because torch's pipelining imports its compiler, which takes 100 MiB of each process's memory.
         from thinwire.parallel.pipeline import Pipeline, Shapes
 
         shapes = Shapes(grid.tp if sequence else 1, anatomy.width, anatomy.vocabulary // grid.tp, dtype)

@@ -21,13 +21,13 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Shapes:
-    """What stages hand to each other.
+    """Shapes of the messages between stages.
 
     Attributes:
-        sequence_ways: tensor-parallel ranks between which the tokens of hidden states are cut.
-        width: D, of hidden states.
-        vocabulary: of the logits on one rank.
-        dtype: of both.
+        sequence_ways: Number of tensor-parallel ranks that share the tokens of hidden states.
+        width: Width of hidden states, D.
+        vocabulary: Size of the vocabulary of one rank's logits.
+        dtype: Dtype of hidden states and logits.
     """
 
     sequence_ways: int
@@ -40,12 +40,12 @@ class Pipeline:
     """This rank's stages and the order in which their micro-batches run.
 
     Args:
-        chunks: sharded modules of this rank's stages, in order.
-        plan: with the schedule and the number of micro-batches.
-        group: the ranks of the pipeline.
-        device: of this rank.
-        shapes: of messages.
-        loss: mean loss of a micro-batch, of logits and labels.
+        chunks: Sharded modules of this rank's stages, in order.
+        plan: Plan with the schedule and the number of micro-batches.
+        group: Group of the pipeline's ranks.
+        device: Device of this rank.
+        shapes: Shapes of the messages between stages.
+        loss: Mean loss of a micro-batch, from logits and labels.
     """
 
     def __init__(
@@ -61,17 +61,17 @@ class Pipeline:
         self._shapes, self._loss = shapes, loss
         self._schedules: dict[tuple[int, int, int, bool], Any] = {}
         self.holds_last = group.rank() == group.size() - 1
-        """Whether the last stage, which knows the loss, is this rank's."""
+        """Whether this rank has the last stage, which knows the loss."""
 
     def step(self, ids: Tensor, labels: Tensor) -> Tensor:
         """Forward and backward of a step's micro-batches.
 
         Args:
-            ids: int64, ``(M * B, T)``.
-            labels: the same.
+            ids: Token ids, int64, ``(M * B, T)``.
+            labels: Labels, int64, ``(M * B, T)``.
 
         Returns:
-            Mean loss, fp32; zero where this rank does not have the last stage.
+            Mean loss, fp32; zero if this rank does not have the last stage.
         """
         count = self._plan.micro_batches
         schedule = self._schedule(count, ids.shape[0] // count, ids.shape[1], training=True)
@@ -79,14 +79,14 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Mean loss of one micro-batch, ``(B, T)``; zero where this rank does not have the last stage."""
+        """Mean loss of one micro-batch, ``(B, T)``; zero if this rank does not have the last stage."""
         return self._run(self._schedule(1, *ids.shape, training=False).eval, ids, labels)
 
     def _run(self, run: Callable[..., Any], ids: Tensor, labels: Tensor) -> Tensor:
         losses: list[Tensor] = []
         first = (ids,) if self._group.rank() == 0 else ()
         last = {"target": labels, "losses": losses} if self.holds_last else {}
-        run(*first, return_outputs=False, **last)  # or it would keep all logits of the step
+        run(*first, return_outputs=False, **last)  # otherwise, it would keep all logits of the step
         if not losses:
             return torch.zeros((), device=self._device)
         return torch.stack([loss.detach() for loss in losses]).sum()
@@ -124,7 +124,7 @@ class Pipeline:
         stages: list[PipelineStage] = []
         for number, chunk in enumerate(self._chunks):
             index = number * self._group.size() + self._group.rank()
-            # Said, not found out by trying: a trial backward would count as one of the step's.
+            # Given, because torch would otherwise find them by a trial backward, which would count as part of the step.
             stages.append(
                 _Stage(
                     chunk,
@@ -140,23 +140,23 @@ class Pipeline:
 
 
 class _Stage(PipelineStage):
-    """A stage that tells its runtime which micro-batch is at work."""
+    """A stage that tells its runtime the number of the current micro-batch."""
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Hidden states, or logits."""
+        """Run one micro-batch; returns hidden states or logits."""
         output: Any = self.submod(*args, **kwargs)
         found: Tensor = output if isinstance(output, Tensor) else output.logits
         return found
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """As torch's."""
+        """See torch's ``PipelineStage``."""
         runtime_of(self.submod).select_micro_batch(fwd_chunk_id, last=False)
         return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """As torch's."""
+        """See torch's ``PipelineStage``."""
         runtime = runtime_of(self.submod)
         runtime.select_micro_batch(bwd_chunk_id, last=last_backward)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)

@@ -1,4 +1,4 @@
-"""Tensor parallelism: every matrix is cut over neighbouring ranks, by torch's DTensor styles."""
+"""Tensor parallelism: splits every matrix over neighbouring ranks by torch's DTensor styles."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _axis_numbers = itertools.count(1)
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The axis ``tp`` of a mesh, as an object that equals no other axis.
+    """The axis ``tp`` of a mesh, as an object that is unequal to the axes of all other models.
 
-    Torch remembers how it shards the operations of DTensors, and on which mesh, by the mesh's ranks and names. If the
-    axes of two models were equal, the second model's activations would be sent through the groups of the first, with
-    its codecs.
+    torch caches how it shards operations on DTensors, including their mesh, and compares meshes by ranks and names. If
+    the axes of two models were equal, the second model would send its activations through the groups of the first, with
+    the first one's codecs.
 
     Args:
-        mesh: with an axis ``tp``.
+        mesh: Mesh with an axis ``tp``.
     """
     axis = mesh["tp"]
-    axis._thread_id = next(_axis_numbers)  # torch compares it, to keep the meshes of simulated ranks apart
+    axis._thread_id = next(_axis_numbers)  # torch compares this field too, to distinguish the meshes of simulated ranks
     axis._hash = None
     return axis
 
@@ -39,17 +39,17 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh:
 def cut_matrices(
     model: nn.Module, anatomy: Divisible, mesh: DeviceMesh, dtype: torch.dtype, *, sequence: bool
 ) -> dict[str, torch.Tensor]:
-    """Cut a model's matrices in place, and cast what is left here to the dtype in which it computes.
+    """Split a model's matrices in place, and cast this rank's slices to the compute dtype.
 
     Args:
-        model: with fp32 parameters, the same on every rank.
-        anatomy: the same object: how it is cut.
-        mesh: one-dimensional.
-        dtype: of computation.
-        sequence: whether tokens are cut between matrices.
+        model: Model with fp32 parameters, equal on every rank.
+        anatomy: The same object, as the interface that describes how to split it.
+        mesh: One-dimensional mesh.
+        dtype: Compute dtype.
+        sequence: Whether tokens are divided between matrices.
 
     Returns:
-        The fp32 values of this rank's slices by name, where ``dtype`` is narrower.
+        The fp32 values of those slices that the cast has changed, by name.
     """
     parallelize_module(model, mesh, anatomy.tensor_parallel_styles(sequence=sequence))
     anatomy.sequence_ways = mesh.size() if sequence else 1
@@ -64,13 +64,13 @@ def cut_matrices(
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """A DTensor cannot change its dtype in place, as a plain parameter can: new ones take their places."""
+    """Cast parameters. A DTensor cannot change its dtype in place as plain parameters can, so it is replaced."""
     cast: dict[int, nn.Parameter] = {}
     for module in model.modules():
         parameters: dict[str, Any] = module._parameters
         for name, parameter in parameters.items():
             if isinstance(parameter, DTensor) and parameter.is_floating_point() and parameter.dtype != dtype:
-                if id(parameter) not in cast:  # tied ones stay tied
+                if id(parameter) not in cast:  # tied parameters stay tied
                     local = parameter._local_tensor.detach().to(dtype)
                     value = DTensor.from_local(local, parameter.device_mesh, parameter.placements, run_check=False)
                     cast[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
@@ -78,15 +78,15 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def vocabulary_parallel_loss(logits: torch.Tensor, labels: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Mean cross-entropy where every rank has the logits of a part of the vocabulary.
+    """Mean cross-entropy of logits that are divided by vocabulary.
 
-    To be called, and differentiated, inside ``torch.distributed.tensor.parallel.loss_parallel()``. What ranks exchange
-    for it, a maximum and a sum per token, always travels exactly.
+    Call and differentiate it inside ``torch.distributed.tensor.parallel.loss_parallel()``. Ranks exchange a maximum and
+    a sum per token, which are never encoded.
 
     Args:
-        logits: ``(B, T, V / tp)``, this rank's.
-        labels: int64, ``(B, T)``; -100 does not count.
-        mesh: the ranks.
+        logits: This rank's part of the logits, ``(B, T, V / tp)``.
+        labels: Labels, int64, ``(B, T)``; -100 does not count.
+        mesh: Mesh of the ranks.
 
     Returns:
         fp32 scalar, nats per label.

@@ -1,4 +1,4 @@
-"""The codecs on CPU: C++ from ``csrc/``, with one version of every kernel per instruction set."""
+"""The codecs on CPU, in C++ from ``csrc/``, with one version of every kernel per instruction set."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ __all__ = ["make"]
 
 
 def make(spec: CodecSpec) -> Codec:
-    """The codec of a spec."""
+    """Make the codec of a spec."""
     return LosslessCodec(spec) if spec.is_variable_length else FixedCodec(spec)

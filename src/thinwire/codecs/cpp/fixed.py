@@ -1,4 +1,4 @@
-"""Codecs of fixed length. Everything that touches memory is native; this file passes addresses."""
+"""Codecs of fixed length. Native code does all work on memory; this module passes addresses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 @final
 class FixedCodec(Codec):
-    """A codec of fixed length. A call uses as many threads as torch may (``set_num_threads``)."""
+    """A codec of fixed length. It uses as many threads as torch (``set_num_threads``)."""
 
     backend: ClassVar[str] = "cpp"
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
-        # `none` keeps the dtype of what is encoded, so there is one native codec for each.
+        # `none` keeps the dtype of the values, so there is one native codec for each dtype.
         self._native = {dtype: _native_codec(spec, dtype) for dtype in _NUMBER}
 
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:

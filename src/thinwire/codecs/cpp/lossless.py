@@ -1,4 +1,4 @@
-"""Lossless codecs of variable length. Everything that touches memory is native; this file passes addresses."""
+"""Lossless codecs of variable length. Native code does all work on memory; this module passes addresses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NUMBER = {getattr(torch, name): number for number, name in enumerate(DTYPES)}
 
 @final
 class LosslessCodec(Codec):
-    """A lossless codec of variable length. A call uses as many threads as torch may (``set_num_threads``)."""
+    """A lossless codec of variable length. It uses as many threads as torch (``set_num_threads``)."""
 
     backend: ClassVar[str] = "cpp"
 

@@ -1,4 +1,4 @@
-"""The codecs in plain torch: what the wire format means, and what the other backends are compared with."""
+"""The codecs in plain torch. They define the wire format and serve as reference for the other backends."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ __all__ = ["make"]
 
 
 def make(spec: CodecSpec) -> Codec:
-    """The codec of a spec: ``make`` of the file that its family names."""
+    """Make the codec of a spec by ``make`` of the module that its family names."""
     codec: Codec = importlib.import_module(f"{__name__}.{FAMILIES[spec.family].module}").make(spec)
     return codec

@@ -21,15 +21,15 @@ def words_of(data: Tensor) -> Tensor:
 
 
 def pack_bits(bits: Tensor) -> Tensor:
-    """Bytes of a 1-D tensor of 0 and 1, bit i of the stream is bit i % 8 of byte i // 8; a last byte is completed
-    with 0."""
+    """Pack a 1-D tensor of 0 and 1 into bytes: bit i of the stream is bit i % 8 of byte i // 8. The last byte is
+    completed with zeros."""
     padded = torch.nn.functional.pad(bits.to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
     weights = 1 << torch.arange(8, dtype=torch.uint8, device=bits.device)
     return (padded * weights).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(data: Tensor) -> Tensor:
-    """The bits of 1-D uint8 as uint8, eight a byte."""
+    """The bits of 1-D uint8 as uint8, eight per byte."""
     return ((data[:, None] >> torch.arange(8, dtype=torch.uint8, device=data.device)) & 1).view(-1)
 
 
@@ -37,7 +37,7 @@ def read_header(wire: Tensor, codec: str, magics: tuple[int, ...]) -> tuple[int,
     """Magic number and size in bytes of a message of variable length.
 
     Raises:
-        WireError: if the message cannot be of this codec, or ends before it should.
+        WireError: The message is not of this codec, or is truncated.
     """
     if wire.numel() < 8:
         raise WireError(f"{codec}: a message starts with 8 bytes, this one has {wire.numel()}; it is truncated")
@@ -50,7 +50,7 @@ def read_header(wire: Tensor, codec: str, magics: tuple[int, ...]) -> tuple[int,
 
 
 def store(values: Tensor, out: Tensor, *, add: bool) -> None:
-    """Values to ``out``, rounded to its dtype; or added to it."""
+    """Write values to ``out``, rounded to its dtype, or add them to it."""
     if add:
         out.add_(values)
     else:

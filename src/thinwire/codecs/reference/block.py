@@ -1,6 +1,6 @@
 """Block quantisation: ``intN:BLOCK`` and ``intN:tensor``. Section numbers are those of ``docs/wire-format.md``.
 
-Shapes: B blocks, V values a block, N values a message.
+Shapes: B blocks, V values per block, N values per message.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from thinwire.codecs.reference.bits import as_bytes, store
 __all__ = ["BlockCodec", "make"]
 
 SMALLEST_MAX = 2.0**-112
-"""Blocks with a smaller maximum are quantised as if this were it, so that no reciprocal overflows."""
+"""Blocks with a smaller maximum are quantised as if this were their maximum, so that no reciprocal overflows."""
 
 
 @final
 class BlockCodec(Codec):
-    """N bits a value, one scale a block."""
+    """N bits per value and one scale per block."""
 
     backend: ClassVar[str] = "reference"
 
@@ -116,11 +116,11 @@ class BlockCodec(Codec):
 
 
 make = BlockCodec
-"""The codec of a spec."""
+"""Make the codec of a spec."""
 
 
 def search_steps(bits: int) -> tuple[int, tuple[int, ...]]:
-    """Where the search for S starts, and the distances it tries around the best so far (rule 4)."""
+    """Start of the search for S, and the distances that it tries around the best S so far (rule 4)."""
     unit = 256 >> (bits - 1)
     return {2: 84, 3: 46, 4: 27, 5: 15}[bits], tuple(unit // part for part in (8, 16, 32) if unit >= part)
 
@@ -177,12 +177,12 @@ def unpack(data: Tensor, numel: int, bits: int) -> Tensor:
 
 
 def _blocks(x: Tensor, block: int) -> Tensor:
-    """Values (N) as (B, V), completed with zeros, which change neither a maximum nor an error nor a sum."""
+    """Reshape values (N) to (B, V), completed with zeros, which change neither a maximum nor an error nor a sum."""
     return torch.nn.functional.pad(x, (0, -x.numel() % block)).view(-1, block)
 
 
 def _codes(x_BV: Tensor, max_B: Tensor, levels: int) -> Tensor:
-    # Tensor by tensor: torch turns a number divided by a tensor into a multiplication with its reciprocal.
+    # Divide tensor by tensor: torch replaces a number divided by a tensor by a multiplication with the reciprocal.
     factor_B = torch.full_like(max_B, -levels) / max_B
     return torch.round(x_BV * factor_B[:, None]).clamp(-levels, levels - 1).to(torch.int32)
 

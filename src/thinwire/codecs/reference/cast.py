@@ -16,7 +16,7 @@ __all__ = ["CastCodec", "NoneCodec", "make"]
 
 @final
 class NoneCodec(Codec):
-    """The tensor's own bytes."""
+    """Copies the bytes of the tensor."""
 
     backend: ClassVar[str] = "reference"
 
@@ -32,7 +32,7 @@ class NoneCodec(Codec):
 
 @final
 class CastCodec(Codec):
-    """Every value rounded to a type of two bytes."""
+    """Rounds every value to a type of two bytes."""
 
     backend: ClassVar[str] = "reference"
 
@@ -52,7 +52,7 @@ class CastCodec(Codec):
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype``. Which bits NaN becomes depends in torch on the place of the value; here they are fixed."""
+    """Convert ``x`` to ``dtype``. In torch, the bits of NaN depend on the value's position; here they are fixed."""
     if x.dtype == dtype:
         return x
     nan = 0x7FC0 if dtype == torch.bfloat16 else 0x7E00
@@ -61,5 +61,5 @@ def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def make(spec: CodecSpec) -> Codec:
-    """The codec of a spec."""
+    """Make the codec of a spec."""
     return NoneCodec(spec) if spec.is_none else CastCodec(spec)

@@ -1,4 +1,4 @@
-"""exp3: bf16 without loss, exponents as three bits below their block's base, with escapes."""
+"""exp3: lossless bf16. Exponents are stored in three bits below the base of their block, with escapes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
 ESCAPE = 7
 BASES = 4
-"""Bases tried below a block's largest exponent."""
+"""Number of bases that are tried below the largest exponent of a block."""
 
 
 @final
@@ -49,11 +49,11 @@ class ReferenceExp3(Codec):
 
 
 make = ReferenceExp3
-"""The codec of a spec."""
+"""Make the codec of a spec."""
 
 
 def _coded(bits: Tensor) -> list[Tensor]:
-    """The parts after the header, of values as 16-bit patterns (N)."""
+    """The parts of a message after its header, from values as 16-bit patterns (N)."""
     numel, device = bits.numel(), bits.device
     exponent = (bits >> 7) & 0xFF
     rest = ((bits >> 8) & 0x80) | (bits & 0x7F)
@@ -64,7 +64,7 @@ def _coded(bits: Tensor) -> list[Tensor]:
     offsets_BKV = bases_BK[:, :, None] - exponent_BV[:, None, :]
     escapes_BK = (((offsets_BKV < 0) | (offsets_BKV >= ESCAPE)) & inside_BV[:, None, :]).sum(2)
     chosen_B1 = escapes_BK.argmin(1, keepdim=True)
-    # argmin may return any of several equal minima; the first is wanted.
+    # argmin may return any of several equal minima, but the format requires the first.
     smallest_B1 = escapes_BK.gather(1, chosen_B1)
     chosen_B1 = (escapes_BK == smallest_B1).int().argmax(1, keepdim=True)
     base_B1 = bases_BK.gather(1, chosen_B1)
@@ -83,7 +83,7 @@ def _coded(bits: Tensor) -> list[Tensor]:
 
 
 def _decoded(body: Tensor, numel: int) -> Tensor:
-    """16-bit patterns (N), int16."""
+    """Decode to 16-bit patterns (N), int16."""
     num_blocks = -(-numel // BLOCK)
     sizes = (_words(num_blocks), _words(2 * num_blocks), 192 * num_blocks, _words(numel))
     if body.numel() < sum(sizes):

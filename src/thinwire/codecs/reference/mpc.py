@@ -56,7 +56,7 @@ class ReferenceMpc(Codec):
 
 
 make = ReferenceMpc
-"""The codec of a spec."""
+"""Make the codec of a spec."""
 
 
 def _whole_words(data: Tensor) -> Tensor:
@@ -82,7 +82,7 @@ def _words(residual: Tensor) -> Tensor:
 
 
 def _transpose(words: Tensor) -> Tensor:
-    """Row by row (G, 32): word p of the result collects bit 31 - p of every word, that of word j at bit j."""
+    """Transpose the bits of each row (G, 32): bit j of word p of the result is bit 31 - p of word j."""
     place = torch.arange(32, device=words.device)
     planes = [(((words.long() >> (31 - p)) & 1) << place).sum(1) for p in range(32)]
     return torch.stack(planes, 1).to(torch.int32) if words.numel() else words

@@ -19,12 +19,12 @@ NEGABINARY = 0xAAAAAAAA
 HEADER = 9
 BIAS = 127
 MOST_CODE_BITS = 8
-"""Bits that coding one plane of a block takes at most."""
+"""Largest number of bits in the code of one plane."""
 
 
 @final
 class ReferenceZfp(Codec):
-    """Fixed length, lossy. NaN and Inf poison their block, by a header that libzfp never writes."""
+    """Fixed length, lossy. NaN and Inf turn their whole block into NaN, by a header that libzfp never writes."""
 
     backend: ClassVar[str] = "reference"
 
@@ -44,11 +44,11 @@ class ReferenceZfp(Codec):
 
 
 make = ReferenceZfp
-"""The codec of a spec."""
+"""Make the codec of a spec."""
 
 
 def _blocks(x: Tensor) -> Tensor:
-    """(B, 4); a last, partial block is completed by libzfp's rule: repeat the last value, then the first."""
+    """Reshape to (B, 4). A partial last block is completed by libzfp's rule: repeat the last value, then the first."""
     partial = x.numel() % 4
     if partial:
         tail = x[-partial:]
@@ -58,7 +58,7 @@ def _blocks(x: Tensor) -> Tensor:
 
 
 def _encode_blocks(x_B4: Tensor, block_bits: int) -> Tensor:
-    """Bits (B, block_bits), uint8."""
+    """Encode blocks to bits (B, block_bits), uint8."""
     poisoned_B = ~x_B4.isfinite().all(1)
     x_B4 = torch.where(poisoned_B[:, None], 0.0, x_B4)
     largest_B = x_B4.abs().amax(1)
@@ -73,7 +73,7 @@ def _encode_blocks(x_B4: Tensor, block_bits: int) -> Tensor:
 
 def _quantize(x_B4: Tensor, exponent_B: Tensor) -> Tensor:
     scaled = torch.trunc(torch.ldexp(x_B4.double(), 30 - exponent_B[:, None]))
-    # libzfp's scale 2^(30 - e) overflows fp32 there, and x86 casts infinities and NaN to the least integer.
+    # Here libzfp's scale 2^(30 - e) overflows fp32, and x86 casts infinities and NaN to the smallest integer.
     overflow_B1 = (30 - exponent_B > 127)[:, None]
     return torch.where(overflow_B1, -(2.0**31), scaled).long()
 
@@ -113,9 +113,9 @@ def _unlift(integers_B4: Tensor) -> Tensor:
 
 
 def _plane_code(significant: int, plane: int) -> tuple[int, int, int]:
-    """Code of one bit plane of a block: its bits (first one lowest), their number, and how many values are significant
-    afterwards. The first ``significant`` bits go as they are; then, as long as there is a one among the rest, the
-    distance to it in unary."""
+    """Code one bit plane of a block: returns the bits (the first one lowest), their number, and the number of values
+    that are significant afterwards. The first ``significant`` bits are written unchanged. Then, as long as the rest
+    contains a one, the distance to it follows in unary."""
     code, length = plane & ((1 << significant) - 1), significant
 
     def put(bit: int) -> None:
@@ -145,7 +145,7 @@ _PLANE_CODES = [[_plane_code(significant, plane) for plane in range(16)] for sig
 def _write(header_B: Tensor, planes_B4: Tensor, block_bits: int, *, coded_B: Tensor) -> Tensor:
     num_blocks, device = len(header_B), header_B.device
     table = torch.tensor(_PLANE_CODES, device=device)
-    # One column more takes everything that no longer fits: a truncated code is a prefix.
+    # An additional column takes all bits that no longer fit; a truncated code is a prefix.
     bits = torch.zeros(num_blocks, block_bits + 1, dtype=torch.uint8, device=device)
     bits[:, :HEADER] = (header_B[:, None] >> torch.arange(HEADER, device=device)) & 1
     rows = torch.arange(num_blocks, device=device)[:, None]
@@ -163,12 +163,12 @@ def _write(header_B: Tensor, planes_B4: Tensor, block_bits: int, *, coded_B: Ten
 
 
 def _decode_blocks(bits: Tensor) -> Tensor:
-    """fp32 (B, 4)."""
+    """Decode blocks to fp32 (B, 4)."""
     device = bits.device
     header_B = (bits[:, :HEADER].long() << torch.arange(HEADER, device=device)).sum(1)
     nonzero_B, biased_B = (header_B & 1).bool(), header_B >> 1
     integers_B4 = _unlift(_signed((_read(bits) ^ NEGABINARY) - NEGABINARY))
-    # libzfp multiplies in fp32 with a power of two that may itself be zero; fp64 holds the product exactly.
+    # libzfp multiplies in fp32 by a power of two, which may underflow to zero; fp64 holds the product exactly.
     power_B = torch.ldexp(torch.ones_like(biased_B, dtype=torch.float64), biased_B - BIAS - 30).float()
     scaled = (integers_B4.float().double() * power_B.double()[:, None]).float()
     values_B4 = torch.where(nonzero_B[:, None], scaled, 0.0)
@@ -176,7 +176,7 @@ def _decode_blocks(bits: Tensor) -> Tensor:
 
 
 def _read(bits: Tensor) -> Tensor:
-    """Negabinary integers (B, 4); libzfp's decoder step by step for all blocks at once."""
+    """Decode negabinary integers (B, 4): libzfp's decoder step by step, for all blocks at once."""
     num_blocks, block_bits = bits.shape
     at = torch.full((num_blocks,), HEADER, device=bits.device)
     padded = torch.nn.functional.pad(bits, (0, 1)).long()
@@ -184,7 +184,7 @@ def _read(bits: Tensor) -> Tensor:
     planes_B4 = torch.zeros(num_blocks, 4, dtype=torch.int64, device=bits.device)
 
     def read(wanted: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether a bit was there where wanted, and the bit."""
+        """For each block that wants a bit, whether one is left, and the bit."""
         nonlocal at
         there = wanted & (at < block_bits)
         bit = padded.gather(1, at.clamp(max=block_bits)[:, None])[:, 0]

@@ -17,12 +17,12 @@ __all__ = ["make"]
 
 
 def make(spec: CodecSpec) -> Codec:
-    """The codec of a spec: ``make`` of the file that its family names.
+    """Make the codec of a spec by ``make`` of the module that its family names.
 
     Raises:
-        UsageError: if Triton is not installed.
+        UsageError: Triton is not installed.
     """
-    # Triton is there on Linux only, and the modules below are made of its functions.
+    # Triton exists only on Linux, and the kernel modules need it when they are imported.
     if importlib.util.find_spec("triton") is None:
         raise UsageError("the triton backend needs Triton, which is not installed: pip install triton")
     codec: Codec = importlib.import_module(f"{__name__}.{FAMILIES[spec.family].module}").make(spec)

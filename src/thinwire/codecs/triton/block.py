@@ -1,4 +1,4 @@
-"""``none``, ``bf16``, ``fp16``, ``intN:BLOCK`` and ``intN:tensor``: everything that ``transcode`` does."""
+"""The codecs that ``transcode`` implements: ``none``, ``bf16``, ``fp16``, ``intN:BLOCK`` and ``intN:tensor``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ __all__ = ["ValueCodec", "make"]
 
 @final
 class ValueCodec(Codec):
-    """Fixed length, value by value or block by block. One launch each way, also for many messages; with one scale per
-    message, which has to be known first, encoding takes two a message."""
+    """Fixed length, value by value or block by block. One launch encodes or decodes any number of messages. With one
+    scale per message, which must be known first, encoding takes two launches per message."""
 
     backend: ClassVar[str] = "triton"
 
@@ -71,8 +71,8 @@ class ValueCodec(Codec):
         source, target = Form.of_message(self.spec, encoded), Form.of_message(to.spec, torch.float32)
         blocks_fit = target.block & (target.block - 1) == 0 or not source.hadamard
         if not isinstance(to, ValueCodec) or to.spec.per_tensor or wire.data_ptr() % 16 or not blocks_fit:
-            # The sum goes to memory: for codecs that are kernels of their own, for a scale that must be known before
-            # the first code is, and for rotated blocks when those that are made are not of a power of two.
+            # The sum is written to memory if the target codec has its own kernel, if its scale must be known before the
+            # first code, or if one side rotates blocks and the size of the other blocks is not a power of two.
             return super()._decode_sum_encode(wires, numel, to, wire, scale, seed, encoded)
         total = to.max_wire_bytes(numel, torch.float32)
         rows = aligned_rows(wires, self.max_wire_bytes(numel, encoded))
@@ -82,4 +82,4 @@ class ValueCodec(Codec):
 
 
 make = ValueCodec
-"""The codec of a spec."""
+"""Make the codec of a spec."""

@@ -1,4 +1,4 @@
-"""``none``, ``bf16`` and ``fp16``: the kernels of block quantisation take values as they are, too."""
+"""``none``, ``bf16`` and ``fp16``, by the kernel of block quantisation, which also copies and casts values."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from thinwire.codecs.triton.block import ValueCodec
 __all__ = ["make"]
 
 make = ValueCodec
-"""The codec of a spec."""
+"""Make the codec of a spec."""

@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
-"""exp3. Everything but the escapes has its place from the start; where a block's escapes go, a prefix sum of their
-numbers tells the second pass.
+"""exp3. All parts of a message except the escapes have fixed places. A prefix sum of the blocks' escape counts tells
+the second pass where the escapes of each block go.
 
-Shapes: B blocks of V = 512 values a program; W = 16 words of a bit plane.
+Shapes: B blocks of V = 512 values per program; W = 16 words per bit plane.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["TritonExp3", "make"]
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
 BLOCKS = 4
-"""Of a program: 16 values for each of 128 threads."""
+"""Blocks per program: 16 values for each of 128 threads."""
 
 
 @final
@@ -36,7 +36,7 @@ class TritonExp3(VariableCodec):
         return 4 * min(num_words, 2 + ceil_div(x.numel(), 2))
 
     def _write(self, x: Tensor, room: Tensor) -> Tensor:
-        """The message to the start of ``room``; the number of its escapes, on the device."""
+        """Write the message to the start of ``room``; return the number of its escapes, on the device."""
         numel, num_blocks = x.numel(), ceil_div(x.numel(), BLOCK)
         grid = (ceil_div(num_blocks, BLOCKS),)
         values, views = x.view(torch.int16), (room.view(torch.int32), room.view(torch.int16), room)
@@ -45,7 +45,7 @@ class TritonExp3(VariableCodec):
             launch(_write_blocks, grid, values, *views, counts, numel, num_blocks, B=BLOCKS)
             offsets = offsets_of(counts)
         else:
-            # Too few values to shorten, however many escapes there are; as many as values say so to the kernel.
+            # Too few values for the message to be shorter. The kernel sees this by as many escapes as values.
             offsets = torch.full((num_blocks + 1,), numel, dtype=torch.int64, device=x.device)
         launch(_write_rest, grid, values, *views, offsets, numel, num_blocks, CODED=CODED, RAW=RAW, B=BLOCKS)
         return offsets[-1]
@@ -82,11 +82,11 @@ class TritonExp3(VariableCodec):
 
 
 make = TritonExp3
-"""The codec of a spec."""
+"""Make the codec of a spec."""
 
 
 def _escapes_at(numel: int) -> int:
-    """Where a message's escapes start, in words."""
+    """Offset of a message's escapes in words."""
     num_blocks = ceil_div(numel, BLOCK)
     return 2 + ceil_div(num_blocks, 4) + ceil_div(num_blocks, 2) + 48 * num_blocks + ceil_div(numel, 4)
 
@@ -96,7 +96,7 @@ def _escapes_at(numel: int) -> int:
 
 @triton.jit
 def _parts(numel, num_blocks):
-    """Where counts, planes, signs with mantissas, and escapes start, in words; the bases start at word 2."""
+    """Offsets in words of counts, planes, signs with mantissas, and escapes. The bases start at word 2."""
     counts_at = 2 + (num_blocks + 3) // 4
     planes_at = counts_at + (num_blocks + 1) // 2
     rest_at = planes_at + 48 * num_blocks
@@ -105,8 +105,8 @@ def _parts(numel, num_blocks):
 
 @triton.jit
 def _tile(numel, num_blocks, B: tl.constexpr):
-    """First block; for each block, its number from there and whether it exists; for each value, its number in the tile
-    and whether it exists; numbers of values and blocks in 64 bits."""
+    """The first block; the number of each block relative to it, and whether the block exists; the number of each value
+    in the tile, and whether the value exists; the numbers of values and blocks in 64 bits."""
     first = tl.program_id(0).to(tl.int64) * B
     block_B = tl.arange(0, B)
     numel = first * 0 + numel
@@ -153,7 +153,7 @@ def _write_blocks(values, words, halves, data, counts, numel, num_blocks, B: tl.
         plane_BW = tl.sum(((code_BWV >> k) & 1) << bit, axis=2).to(tl.int32)
         tl.store(words + block_B[:, None] * 48 + k * 16 + word_W[None, :], plane_BW, mask=there_B[:, None])
     if first == 0:
-        # Zeros to the end of the last word of every part.
+        # Zeros up to the end of the last word of each part.
         i = tl.arange(0, 4)
         zero = tl.zeros((4,), tl.uint8)
         tl.store(data + 8 + num_blocks + i, zero, mask=8 + num_blocks + i < 4 * counts_at)
@@ -164,7 +164,7 @@ def _write_blocks(values, words, halves, data, counts, numel, num_blocks, B: tl.
 
 @triton.jit
 def _rest(bits_BV):
-    """Sign and mantissa."""
+    """Sign and mantissa of bf16 values."""
     return (((bits_BV >> 8) & 128) | (bits_BV & 127)).to(tl.uint8)
 
 
@@ -181,7 +181,7 @@ def _write_rest(
     RAW: tl.constexpr,
     B: tl.constexpr,
 ):
-    """The escapes; or, if these are too many, the values as they are in place of everything. And the header."""
+    """Write the header and the escapes or, if there are too many of them, the unencoded values instead of all parts."""
     first, block_B, there_B, at_BV, inside_BV, numel, num_blocks = _tile(numel, num_blocks, B)
     _, _, _, escapes_at = _parts(numel, num_blocks)
     total = tl.load(offsets + num_blocks)
@@ -208,14 +208,14 @@ def _write_rest(
 
 @triton.jit
 def _ranks(escaped_BV):
-    """How many values of the block escape before each."""
+    """Number of escapes in the block before each value."""
     escaped_BV = escaped_BV.to(tl.int32)
     return tl.cumsum(escaped_BV, axis=1).to(tl.int32) - escaped_BV
 
 
 @triton.jit
 def _count_escapes(words, halves, data, counts, numel, num_blocks, TOO_MANY, B: tl.constexpr):
-    """Escapes that a block's planes mark; many more if its count says otherwise."""
+    """Number of escapes that the planes of a block mark; a huge number if the block's count contradicts them."""
     first, block_B, there_B, _, _, numel, num_blocks = _tile(numel, num_blocks, B)
     counts_at, planes_at, _, _ = _parts(numel, num_blocks)
     word_BW = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
@@ -224,7 +224,7 @@ def _count_escapes(words, halves, data, counts, numel, num_blocks, TOO_MANY, B: 
     marked_BW = tl.load(words, mask=inside_BW, other=0)
     marked_BW &= tl.load(words + 16, mask=inside_BW, other=0)
     marked_BW &= tl.load(words + 32, mask=inside_BW, other=0)
-    # Bits past the end mark nothing.
+    # Bits after the last value mark nothing.
     left_BW = tl.minimum(numel - first * 512, B * 512).to(tl.int32) - word_BW * 32
     partial_BW = (tl.full((B, 16), 1, tl.int32) << tl.minimum(tl.maximum(left_BW, 0), 31)) - 1
     marked_BW = tl.where(left_BW >= 32, marked_BW, marked_BW & partial_BW)

@@ -1,4 +1,4 @@
-"""Where kernels meet torch: devices, alignment, the interpreter."""
+"""Connects kernels with torch: devices, alignment, the interpreter."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from thinwire.errors import UsageError
 __all__ = ["INTERPRETED", "aligned", "aligned_rows", "ceil_div", "check_device", "launch", "power_of_two", "room_for"]
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
-"""Whether TRITON_INTERPRET was set when this backend was imported: kernels are made for the one or the other then."""
+"""Whether TRITON_INTERPRET was set when this backend was imported, which decides how kernels run."""
 
 
 def check_device(x: Tensor) -> None:
-    """Raise :class:`UsageError` for a tensor that kernels cannot reach."""
+    """Raise :class:`UsageError` for a tensor on a device where kernels do not run."""
     if x.device.type == "cpu" and not INTERPRETED:
         raise UsageError(
             "the triton backend works on GPU tensors; this one is on cpu "
@@ -30,35 +30,34 @@ def check_device(x: Tensor) -> None:
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constants: Any) -> None:
     """Run a kernel on the device of its first argument.
 
-    Products and sums are never fused: messages must have the same bits on every backend.
+    Multiplications and additions are never fused, because messages must have the same bits on every backend.
     """
     device = args[0].device
-    # A kernel runs on the current device, which need not be the tensors'. Integers wrap around without a word on a
-    # GPU; numpy, under the interpreter, would mention it.
+    # A kernel runs on the current device, which may not be that of the tensors. Integers wrap around silently on a GPU;
+    # under the interpreter, numpy would warn.
     context = torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
     with context if INTERPRETED or device.type == "cuda" else contextlib.nullcontext():
         kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
 
 
 def aligned(wire: Tensor) -> Tensor:
-    """A message at an address that suits words of any width; the kernels read and write messages in such words.
+    """Return a message at an address that is a multiple of 16, because kernels read and write words of any width.
 
-    A message that starts elsewhere (a multiple of 16 bytes is asked for) is copied.
+    A message at another address is copied.
     """
     return wire if wire.data_ptr() % 16 == 0 else wire.clone()
 
 
 def room_for(wire: Tensor, nbytes: int) -> Tensor:
-    """Where a message of ``nbytes`` bytes is made: the start of ``wire``, or memory at an address that suits words,
-    from which the caller copies it."""
+    """Memory for a message of ``nbytes`` bytes: the start of ``wire``, or other memory at an aligned address, from
+    which the caller copies the message."""
     return wire[:nbytes] if wire.data_ptr() % 16 == 0 else wire.new_empty(nbytes)
 
 
 def aligned_rows(wires: Tensor, nbytes: int) -> Tensor:
-    """The first ``nbytes`` bytes of every row; copied, for the reason given at :func:`aligned`, unless all rows start
-    at multiples of 16 bytes."""
+    """The first ``nbytes`` bytes of every row, copied unless all rows are aligned as in :func:`aligned`."""
     if len(wires) == 1:
-        # As a row of its own: the distance to a next one that does not exist may be any.
+        # A single row has no next row, so its stride may have any value.
         return aligned(wires[0, :nbytes]).view(1, -1)
     if wires.data_ptr() % 16 == 0 and wires.stride(0) % 16 == 0:
         return wires[:, :nbytes]
@@ -67,10 +66,10 @@ def aligned_rows(wires: Tensor, nbytes: int) -> Tensor:
 
 
 def ceil_div(a: int, b: int) -> int:
-    """a / b, rounded up."""
+    """``a / b`` rounded up."""
     return -(-a // b)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
+    """Smallest power of two that is at least ``n``."""
     return 1 << (n - 1).bit_length()

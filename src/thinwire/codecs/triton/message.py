@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
-"""Messages of variable length: where their parts go, and what their first bytes say."""
+"""Messages of variable length: offsets of their parts, and their headers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from thinwire.errors import WireError
 __all__ = ["TOO_MANY", "VariableCodec", "header_of", "num_ones", "offsets_of"]
 
 TOO_MANY = 1 << 40
-"""Added by kernels to a count of parts that contradicts the message elsewhere; no message has so many, and sums of
-these stay below 2^63."""
+"""Added by kernels to a count of parts that contradicts the rest of the message. No message has so many parts, and sums
+of such counts stay below 2^63."""
 
 
 class VariableCodec(Codec):
-    """Encoding of a codec of variable length. The host waits for the size of each message, except of slices."""
+    """Encodes with variable length. The host waits for the size of each message, except for slices."""
 
     backend: ClassVar[str] = "triton"
 
@@ -42,34 +42,33 @@ class VariableCodec(Codec):
         if wires.data_ptr() % 16:
             super()._encode_slices(x, bounds, wires, seed)
             return
-        # Nobody asks for sizes, so the host does not wait for them.
+        # The sizes are not needed, so the host does not wait for them.
         for row, (start, stop) in enumerate(bounds):
             if stop > start:
                 self._write(x[start:stop], wires[row])
 
     @abstractmethod
     def _write(self, x: Tensor, room: Tensor) -> Tensor:
-        """The message of ``x`` to the start of ``room``; how many parts of it there are whose number depends on the
-        values, on the device."""
+        """Write the message of ``x`` to the start of ``room``; return, on the device, the number of those parts whose
+        number depends on the values."""
 
     @abstractmethod
     def _size(self, x: Tensor, found: int) -> int:
-        """Bytes of a message with so many such parts."""
+        """Size in bytes of a message with this number of such parts."""
 
 
 def offsets_of(counts: Tensor) -> Tensor:
-    """Where each part of so many starts, and after the last one the sum of all; int64."""
+    """Exclusive prefix sums of the counts, followed by their sum; int64."""
     offsets = torch.zeros(counts.numel() + 1, dtype=torch.int64, device=counts.device)
     torch.cumsum(counts, 0, dtype=torch.int64, out=offsets[1:])
     return offsets
 
 
 def header_of(wire: Tensor, codec: str, magics: tuple[int, ...], offsets: Tensor | None) -> tuple[int, int, int]:
-    """Magic number and size in bytes of a message, and the last of ``offsets``: all that the host has to know of a
-    message, in one copy.
+    """Copy the magic number and the size in bytes of a message, and the last of ``offsets``, to the host at once.
 
     Raises:
-        WireError: if the message cannot be of this codec, or ends before it should.
+        WireError: The message is not of this codec, or is truncated.
     """
     if wire.numel() < 8:
         raise WireError(f"{codec}: a message starts with 8 bytes, this one has {wire.numel()}; it is truncated")
@@ -90,7 +89,7 @@ def header_of(wire: Tensor, codec: str, magics: tuple[int, ...], offsets: Tensor
 
 @triton.jit
 def num_ones(x):
-    """How many bits of a 32-bit word are set."""
+    """Number of set bits of a 32-bit word."""
     x = x.to(tl.uint32, bitcast=True)
     x = x - ((x >> 1) & 0x55555555)
     x = (x & 0x33333333) + ((x >> 2) & 0x33333333)

@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
-"""MPC. One program has one chunk, read twice: the first pass counts, the second, which knows from a prefix sum where
-its words go, writes them.
+"""MPC. A program handles one chunk, which is read twice: the first pass counts words, and the second pass, after a
+prefix sum of the counts, writes them.
 
 Shapes: a chunk of 1024 words as a tile of G = 32 groups and C = 32 columns.
 """
@@ -33,7 +33,7 @@ class TritonMpc(VariableCodec):
         return 8 + 4 * ceil_div(num_words, 32) + 4 * found
 
     def _write(self, x: Tensor, room: Tensor) -> Tensor:
-        """The message to the start of ``room``; the number of words that are kept, on the device."""
+        """Write the message to the start of ``room``; return the number of words that are kept, on the device."""
         words, message = _words_of(x), room.view(torch.int32)
         num_words, num_chunks = words.numel(), ceil_div(words.numel(), CHUNK)
         counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
@@ -68,11 +68,11 @@ class TritonMpc(VariableCodec):
 
 
 make = TritonMpc
-"""The codec of a spec."""
+"""Make the codec of a spec."""
 
 
 def _words_of(x: Tensor) -> Tensor:
-    """A tensor's memory as words; copied if it is no whole number of them, or not where words may be."""
+    """The memory of a tensor as words, copied if its size or its address is not a multiple of a word."""
     data = x.view(torch.uint8)
     if data.numel() % 4 or data.data_ptr() % 4:
         padded = data.new_zeros(ceil_div(data.numel(), 4) * 4)
@@ -86,8 +86,8 @@ def _words_of(x: Tensor) -> Tensor:
 
 @triton.jit
 def _transposed(x_GC):
-    """Rows as matrices of 32 x 32 bits, transposed: bit i of word j and bit j of word i change places. The format's
-    plane p is then word 31 - p."""
+    """Transpose each row as a matrix of 32 x 32 bits: swap bit i of word j and bit j of word i. Plane p of the format
+    is then word 31 - p."""
     x_GC = _swapped(x_GC, 16, 0x0000FFFF)
     x_GC = _swapped(x_GC, 8, 0x00FF00FF)
     x_GC = _swapped(x_GC, 4, 0x0F0F0F0F)
@@ -97,7 +97,7 @@ def _transposed(x_GC):
 
 @triton.jit
 def _swapped(x_GC, DISTANCE: tl.constexpr, MASK: tl.constexpr):
-    """Squares of DISTANCE bits beside the diagonal change places."""
+    """Swap the squares of DISTANCE bits next to the diagonal."""
     pairs = tl.reshape(x_GC, (32, 16 // DISTANCE, 2, DISTANCE))
     first, second = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     moved = ((first >> DISTANCE) ^ second) & MASK
@@ -107,8 +107,8 @@ def _swapped(x_GC, DISTANCE: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def _places(num_words, chunk):
-    """Which residual word every place of the tile has, as number in the chunk; whether groups are whole; and how many
-    words the chunk has. Planes come out of the transposition in the opposite order."""
+    """For every place of the tile, the number of its residual word in the chunk; whether groups are whole; and the
+    number of words of the chunk. The transposition yields planes in the opposite order."""
     rem = tl.minimum(num_words - chunk * 1024, 1024).to(tl.int32)
     column_GC = tl.broadcast_to(tl.arange(0, 32)[None, :], (32, 32))
     group_G = tl.arange(0, 32)
@@ -119,7 +119,7 @@ def _places(num_words, chunk):
 
 @triton.jit
 def _residual(words, num_words, chunk):
-    """Residual words (uint32) of a chunk, the bits of the bitmap they have, and the bitmap."""
+    """The residual words (uint32) of a chunk, their bits in the bitmap, and the bitmap."""
     bit_GC, whole_G, rem = _places(num_words, chunk)
     at_GC = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     words += chunk * 1024
@@ -127,7 +127,7 @@ def _residual(words, num_words, chunk):
     before_GC = tl.load(words + at_GC - 1, mask=(at_GC < rem) & (at_GC > 0), other=0)
     difference_GC = word_GC.to(tl.uint32, bitcast=True) - before_GC.to(tl.uint32, bitcast=True)
     difference_GC = tl.where(at_GC < rem, difference_GC, 0)
-    # A plane's predecessor is the plane of the next higher bit: that of the words shifted down.
+    # The predecessor of a plane is the plane of the next higher bit, that is, of the words shifted down.
     planes_GC = _transposed(difference_GC) - _transposed(difference_GC >> 1)
     residual_GC = tl.where(whole_G[:, None], planes_GC, difference_GC)
     kept_GC = (residual_GC != 0).to(tl.int32) << bit_GC
@@ -136,7 +136,7 @@ def _residual(words, num_words, chunk):
 
 @triton.jit
 def _ranks(bitmap_G, bit_GC):
-    """How many words of the chunk are kept before each."""
+    """Number of kept words in the chunk before each word."""
     ones_G = num_ones(bitmap_G)
     before_G = tl.cumsum(ones_G, axis=0).to(tl.int32) - ones_G
     below_GC = (tl.full((32, 32), 1, tl.int32) << bit_GC) - 1
@@ -166,7 +166,7 @@ def _compact(words, message, offsets, num_words, num_chunks, MAGIC: tl.constexpr
 
 @triton.jit
 def _count_bits(message, counts, num_words, TOO_MANY):
-    """Words that a chunk's part of the bitmap announces; many more if there are such that do not exist."""
+    """Number of words that the bitmap announces for a chunk; a huge number if it announces words that cannot exist."""
     chunk = tl.program_id(0).to(tl.int64)
     rem = tl.minimum(num_words - chunk * 1024, 1024).to(tl.int32)
     group_G = tl.arange(0, 32)
@@ -191,7 +191,7 @@ def _restore(message, out, offsets, num_words):
     planes_GC = tl.cumsum(residual_GC, axis=1, reverse=True).to(tl.uint32)
     words_GC = _transposed(planes_GC).to(tl.int32, bitcast=True)
     words_GC = tl.where(whole_G[:, None], words_GC, residual_GC)
-    # The sum of all words up to each one: in its group, and of the groups before.
+    # The sum of all words up to each one: within its group, plus the sums of earlier groups.
     total_G = tl.sum(words_GC, axis=1).to(tl.int32)
     before_G = tl.cumsum(total_G, axis=0).to(tl.int32) - total_G
     words_GC = tl.cumsum(words_GC, axis=1).to(tl.int32) + before_G[:, None]

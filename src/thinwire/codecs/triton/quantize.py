@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
-"""Device functions of block quantisation. Rules are those of ``docs/wire-format.md``.
+"""Device functions of block quantisation. Numbered rules refer to ``docs/wire-format.md``.
 
 Shapes: R blocks of V values (zeros where a block is shorter). Codes are fp32, as MAGIC + code.
 """
@@ -18,15 +18,15 @@ SMALLEST_MAX = tl.constexpr(2.0**-112)
 
 @triton.jit
 def key_of(x):
-    """Magnitudes as integers, in order, and in the lowest bit whether the value is positive: the largest key of a
-    block tells both of rule 2's questions at once."""
+    """Magnitudes as integers of the same order, with the lowest bit set for positive values. The largest key of a block
+    thus gives both the maximum and its sign, which rule 2 needs."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits << 1) | (bits >> 31)) ^ 1
 
 
 @triton.jit
 def rotated(x_RV, rem, R: tl.constexpr, V: tl.constexpr):
-    """Rule 6: blocks rotated, and whether each had a value that is not finite (it is zeros then)."""
+    """Rule 6: rotate blocks, and tell which had a non-finite value; those become zeros."""
     poisoned_R = tl.max(key_of(x_RV) >> 1, axis=1) >= INF_BITS
     x_RV = tl.where(poisoned_R[:, None], 0.0, x_RV)
     turned_RV = butterflies(flip_signs(x_RV * (1.0 / V), V), R, V)
@@ -44,7 +44,7 @@ def quantize(
     FORM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Codes (R, V) and the bits of the scales (R), from the largest keys."""
+    """Codes (R, V) and the bits of the scales (R), computed from the largest keys."""
     R: tl.constexpr = TILE.rows
     V: tl.constexpr = TILE.columns
     BITS: tl.constexpr = FORM.bits
@@ -68,14 +68,14 @@ def quantize(
 
 @triton.jit
 def to_codes(x_RV, max_R, R: tl.constexpr, LEVELS: tl.constexpr):
-    """Rule 3's codes. They cannot come below -LEVELS: no value is larger than the maximum."""
+    """Codes of rule 3. None is below -LEVELS, because no value exceeds the maximum."""
     factor_R = tl.div_rn(tl.full((R,), -LEVELS, tl.float32), max_R)
     return tl.minimum(x_RV * factor_R[:, None] + MAGIC, MAGIC + (LEVELS - 1))
 
 
 @triton.jit
 def search(x_RV, max_R, poisoned_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr):
-    """Rule 4. What its sums are of is fp32, but whole numbers below 2^24, so exact in any order."""
+    """Rule 4. Its sums are in fp32, but of integers below 2^24, and therefore exact in any order."""
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     UNIT: tl.constexpr = 256 >> (BITS - 1)
     START: tl.constexpr = 84 if BITS == 2 else 46 if BITS == 3 else 27 if BITS == 4 else 15
@@ -108,7 +108,7 @@ def search(x_RV, max_R, poisoned_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.c
 
 @triton.jit
 def error_of(m, step_R, LEVELS: tl.constexpr):
-    """error(S) of rows, from the eighths of their values' middles."""
+    """error(S) of each row, computed from the midpoints of its values in eighths."""
     error_RG = add_error(tl.zeros(m[0].shape, tl.float32), m[0], step_R, LEVELS)
     error_RG = add_error(error_RG, m[1], step_R, LEVELS)
     error_RG = add_error(error_RG, m[2], step_R, LEVELS)
@@ -122,25 +122,25 @@ def error_of(m, step_R, LEVELS: tl.constexpr):
 
 @triton.jit
 def add_error(error_RG, m_RG, step_R, LEVELS: tl.constexpr):
-    # q is m / S rounded, halves upwards; and so is (m + 1/4) / S, rounded in any way: for whole m and S this is at
-    # least 1 / 4S, more than 2^-9, away from every half, and fp32 is off by less than 2^-14. That also goes for a fused
-    # product, which saves an operation and may be fused or not.
+    # q is m / S rounded, with halves upwards. (m + 1/4) / S gives the same in any rounding mode: for integers m and S,
+    # it is at least 1 / 4S, more than 2^-9, away from every half, and the error of fp32 is below 2^-14. This also holds
+    # for a fused multiply-add, so the compiler may fuse here or not.
     inverse_R = tl.div_rn(tl.full(step_R.shape, 1.0, tl.float32), step_R)
     inverse_RG = tl.broadcast_to(inverse_R[:, None], m_RG.shape)
     f_RG = tl.fma(m_RG + 0.25, inverse_RG, tl.full(m_RG.shape, MAGIC, tl.float32))
     q_RG = tl.maximum(tl.minimum(f_RG, MAGIC + (LEVELS - 1)), MAGIC - LEVELS) - MAGIC
     difference_RG = tl.fma(q_RG, tl.broadcast_to(-step_R[:, None], m_RG.shape), m_RG)
     if LEVELS < 8:
-        # With 4 bits S is at most 34 and at least 20, so that a difference is at most 34, or 253 - 7 * 20 = 113 at the
-        # ends; with 5 bits, at most 253 - 15 * 12 = 73. The limit only binds with fewer bits.
+        # With 4 bits, 20 <= S <= 34, so a difference is at most 34, or 253 - 7 * 20 = 113 at the ends. With 5 bits, it
+        # is at most 253 - 15 * 12 = 73. The limit matters only for fewer bits.
         difference_RG = tl.minimum(tl.abs(difference_RG), 127.0)
     return tl.fma(difference_RG, difference_RG, error_RG)
 
 
 @triton.jit
 def row_sums(group_RG):
-    """Sums of whole numbers of magnitude up to 2^17, int32: a long row's sum need not fit in fp32 (and a GPU can add
-    integers across lanes in one instruction)."""
+    """Sum integers of magnitude up to 2^17 in int32. The sum of a long row may not fit in fp32, and a GPU adds integers
+    across lanes in one instruction."""
     return tl.sum((group_RG + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS, axis=1)
 
 
@@ -160,7 +160,7 @@ def round_at_random(x_RV, bounded_R, position_RV, seed, R: tl.constexpr, BITS: t
 
 @triton.jit
 def _floor(x):
-    """``tl.floor`` of magnitudes below 2^22; some of Triton's releases have it take denormal values for zero."""
+    """``tl.floor`` for magnitudes below 2^22; in some releases of Triton, ``tl.floor`` flushes denormals to zero."""
     nearest = (x + MAGIC) - MAGIC
     return nearest - (nearest > x).to(tl.float32)
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
-"""Slices of a tensor that become messages in one launch: row i of the grid makes message i."""
+"""Slices of a tensor that one launch encodes: row i of the grid makes message i."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["Slices", "slice_of"]
 
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """How a kernel finds them: ``same`` for all of the tensor, ``regular`` for slices of one length and at one
-    distance, ``table`` for any others."""
+    """How a kernel finds slices: ``same`` for the whole tensor, ``regular`` for slices of equal length and distance,
+    ``table`` for all others."""
 
     mode: str
     table: Tensor
     start: int
     step: int
-    """Values between slices; with a table, values in its unit."""
+    """Distance between slices in values; with a table, the number of values in its unit."""
 
     @classmethod
     def of(cls, bounds: Sequence[tuple[int, int]] | None, source: Tensor) -> Slices:
-        """Of (start, stop) of each slice of ``source``, which also stands in for a table where none is needed."""
+        """Make slices from the (start, stop) of each. ``source`` also replaces the table if none is needed."""
         if bounds is None:
             return cls("same", source, 0, 0)
         starts = [start for start, _ in bounds]
@@ -36,15 +36,15 @@ class Slices:
         same = len({stop - start for start, stop in bounds}) == 1
         if same and all(start == starts[0] + index * step for index, start in enumerate(starts)):
             return cls("regular", source, starts[0], step)
-        # In units of 16 values where that goes, so that the compiler knows: loads stay wide.
+        # In units of 16 values if possible, so that the compiler knows the alignment and loads stay wide.
         unit = 1 if any(start % 16 for start in starts) else 16
         return cls("table", _table(tuple(bounds), unit, source.device), 0, unit)
 
 
 @functools.lru_cache(maxsize=64)
 def _table(bounds: tuple[tuple[int, int], ...], unit: int, device: torch.device) -> Tensor:
-    """Starts and lengths of slices. Kept, since a training loop asks for the same again and again and the copy to the
-    device should not be part of its steps."""
+    """Starts and lengths of slices on the device. They are cached, because a training loop uses the same slices in
+    every step, and should not copy them to the device each time."""
     return torch.tensor([[start // unit, stop - start] for start, stop in bounds], dtype=torch.int64).to(device)
 
 
@@ -53,7 +53,7 @@ def _table(bounds: tuple[tuple[int, int], ...], unit: int, device: torch.device)
 
 @triton.jit
 def slice_of(table, numel, start, step, row, MODE: tl.constexpr):
-    """Where slice ``row`` (int64) starts in the tensor, and how many values it has; both in 64 bits."""
+    """Start of slice ``row`` (int64) in the tensor, and its number of values; both in 64 bits."""
     offset = row * 0
     numel = offset + numel
     if MODE == "regular":

@@ -1,12 +1,12 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
-"""Device functions: values to and from memory, codes to and from bits.
+"""Device functions that load and store values, and pack and unpack codes.
 
-A tile is (R, V) fp32 values; G = V // 8 groups a row, since eight codes of any width fill a whole number of bytes.
-*local* is a value's place in the tile's part of the message, *base* the place of that part, *rem* how many values of
-the message are left from there. Kernels keep *base* in 64 bits and everything else in 32.
+A tile is (R, V) fp32 values. A row has G = V // 8 groups, because eight codes of any width fill a whole number of
+bytes. *local* is the index of a value in the tile's part of the message, *base* the index of that part, and *rem* the
+number of values of the message from there on. Kernels keep *base* in 64 bits and everything else in 32 bits.
 
-bf16 travels through kernels as int16 and is converted by its bits: so the interpreter, whose own conversion does not
-round to nearest even, computes what a GPU does.
+Kernels treat bf16 as int16 and convert it by its bits. The interpreter, whose own conversion does not round to nearest
+even, thus computes the same as a GPU.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 MAGIC = tl.constexpr(12582912.0)
-"""1.5 * 2^23: x + MAGIC has rint(x) in its lowest mantissa bits, as two's complement, for abs(x) < 2^22."""
+"""1.5 * 2^23: for abs(x) < 2^22, the lowest mantissa bits of x + MAGIC are rint(x) in two's complement."""
 MAGIC_BITS = tl.constexpr(0x4B400000)
-"""Its bits."""
+"""Bits of MAGIC."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class Tile:
     """The tile of a program, a constant of its kernel.
 
     Attributes:
-        rows: R.
-        columns: V, a power of two.
-        block: values of a row that are used.
+        rows: Number of rows, R.
+        columns: Number of columns, V, a power of two.
+        block: Number of values of a row that are used.
     """
 
     rows: int
@@ -39,14 +39,14 @@ class Tile:
 
 @triton.jit
 def places(R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """*local* of every value of a tile whose rows are BLOCK values of a message, and the column."""
+    """*local* and column of every value of a tile whose rows hold BLOCK values of a message."""
     column_RV = tl.broadcast_to(tl.arange(0, V)[None, :], (R, V))
     return tl.arange(0, R)[:, None] * BLOCK + column_RV, column_RV
 
 
 @triton.jit
 def groups(rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """Every group's number in the tile's part of the message, and whether it has values."""
+    """Index of each group in the tile's part of the message, and whether the group has values."""
     column_RG = tl.broadcast_to(tl.arange(0, V // 8)[None, :], (R, V // 8))
     group_RG = tl.arange(0, R)[:, None] * (BLOCK // 8) + column_RG
     return group_RG, (column_RG < BLOCK // 8) & (group_RG * 8 < rem)
@@ -54,7 +54,7 @@ def groups(rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def load(ptr, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile of words, 0 where there are no values; without a mask for a whole tile, so that loads stay wide."""
+    """Load a tile of words, with 0 where there are no values. Whole tiles use no mask, so that loads stay wide."""
     local_RV, column_RV = places(R, V, BLOCK)
     if rem < R * BLOCK:
         x_RV = tl.load(ptr + local_RV, mask=(column_RV < BLOCK) & (local_RV < rem), other=0)
@@ -79,7 +79,7 @@ def store(ptr, x_RV, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def widen(x, KIND: tl.constexpr):
-    """To fp32, exactly."""
+    """Convert to fp32, exactly."""
     if KIND == "bfloat16":
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     elif KIND == "float16":
@@ -89,7 +89,7 @@ def widen(x, KIND: tl.constexpr):
 
 @triton.jit
 def narrow(x, KIND: tl.constexpr):
-    """From fp32, to nearest even; NaN becomes one pattern of bits, whatever a device's conversion makes of it."""
+    """Convert from fp32, rounding to nearest even. NaN becomes the same bits on every device."""
     if KIND != "float32":
         bits = x.to(tl.uint32, bitcast=True)
         is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
@@ -104,7 +104,7 @@ def narrow(x, KIND: tl.constexpr):
 
 @triton.jit
 def load_codes(codes, base, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr):
-    """Codes as fp32 (R, G, 8). The last group of a message may be read past its values: zeros or scales are there."""
+    """Unpack codes to fp32 (R, G, 8). The last group may be read beyond its values, where zeros or scales follow."""
     group_RG, inside_RG = groups(rem, R, V, BLOCK)
     j = tl.arange(0, 8)[None, None, :]
     offset: tl.constexpr = 1 << (BITS - 1)
@@ -121,13 +121,13 @@ def load_codes(codes, base, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.con
             part_RG = tl.load(codes + (group_RG * BITS + byte), mask=inside_RG, other=0)
             word_RG |= (part_RG.to(tl.int64) & 255) << (8 * byte)
         unsigned = ((word_RG[:, :, None] >> (BITS * j)) & (2 * offset - 1)).to(tl.int32)
-    # An integer to a float without the slow conversion: as the lowest bits of MAGIC.
+    # Convert integers to floats through the lowest bits of MAGIC, which is faster than a conversion.
     return (unsigned ^ (MAGIC_BITS + offset)).to(tl.float32, bitcast=True) - (MAGIC + offset)
 
 
 @triton.jit
 def store_codes(codes, base, f_RV, rem, TILE: tl.constexpr, BITS: tl.constexpr):
-    """Codes, given as MAGIC + code. Those past the end of the message are 0 and complete the last group."""
+    """Pack codes, given as MAGIC + code. Those beyond the end of the message are 0 and complete the last group."""
     R: tl.constexpr = TILE.rows
     V: tl.constexpr = TILE.columns
     BLOCK: tl.constexpr = TILE.block
@@ -156,10 +156,9 @@ def store_codes(codes, base, f_RV, rem, TILE: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def eighths(x_RV, R: tl.constexpr, V: tl.constexpr):
-    """Eight tiles (R, G): the first, second, ... value of every group of eight.
+    """Split a tile into eight tiles (R, G) of the first, second, ... value of every group of eight.
 
-    What is summed over them is summed in a thread's registers and in an order that we have a say in, unlike a
-    reduction.
+    Sums over these tiles are computed in a thread's registers in a defined order, unlike a reduction.
     """
     even, odd = tl.split(tl.reshape(x_RV, (R, V // 8, 2, 2, 2)))
     even04, even26 = tl.split(even)
@@ -189,7 +188,7 @@ def _butterfly(x_RV, R: tl.constexpr, V: tl.constexpr, DISTANCE: tl.constexpr):
 
 @triton.jit
 def flip_signs(x_RV, V: tl.constexpr):
-    """Times the fixed signs of rule 6."""
+    """Multiply by the fixed signs of rule 6."""
     position = tl.arange(0, V).to(tl.uint32)
     flip = (position * 0x9E3779B1 + 0x7F4A7C15) & 0x80000000
     return (x_RV.to(tl.uint32, bitcast=True) ^ flip[None, :]).to(tl.float32, bitcast=True)

@@ -1,9 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
-"""One kernel for every codec that treats values alike: a tensor or the sum of messages comes in, a tensor or messages
-go out, and what is between stays in registers.
+"""One kernel for all codecs that treat values independently or block by block. It reads a tensor or a sum of messages
+and writes a tensor or messages; intermediate values stay in registers.
 
-Shapes: R rows of V values are a program's tile, G = V / 8. A row is a block of the message that is made, if it has
-blocks.
+Shapes: a program's tile has R rows of V values, and G = V / 8. If the written message has blocks, a row is one block.
 """
 
 from __future__ import annotations
@@ -37,33 +36,33 @@ from thinwire.spec import CodecSpec
 __all__ = ["Form", "Treatment", "Values", "largest_keys", "transcode"]
 
 TILE = 2048
-"""Values of a tile, unless a block is longer: 16 for each of 128 threads."""
+"""Values per tile, unless a block is longer: 16 for each of 128 threads."""
 LARGE_TILE = 4096
-"""Tiles of this size take twice the threads."""
+"""Tiles of this size use twice as many threads."""
 PARTIALS = 256
-"""Partial maxima of a message with one scale."""
+"""Number of partial maxima of a message with a single scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How values lie in memory: the name of a dtype, or ``int`` with the parameters of a block codec."""
+    """Format of values in memory: the name of a dtype, or ``int`` with the parameters of a block codec."""
 
     kind: str
     bits: int = 0
     block: int = 0
-    """Values per scale; 0 with one scale for all."""
+    """Values per scale; 0 for a single scale."""
     hadamard: bool = False
     stochastic: bool = False
     searches: bool = False
 
     @classmethod
     def of_tensor(cls, dtype: torch.dtype) -> Form:
-        """Values of a dtype one after the other."""
+        """Contiguous values of a dtype."""
         return cls(str(dtype).removeprefix("torch."))
 
     @classmethod
     def of_message(cls, spec: CodecSpec, encoded: torch.dtype) -> Form:
-        """A codec's message of a tensor of a dtype."""
+        """The message of a codec for a tensor of a dtype."""
         if spec.family == "int":
             assert spec.bits is not None
             hadamard, stochastic = "hadamard" in spec.options, "stochastic" in spec.options
@@ -72,19 +71,19 @@ class Form:
 
     @property
     def unit(self) -> int:
-        """Elements of 16 bytes."""
+        """Number of elements in 16 bytes."""
         return 16 // self.element.itemsize
 
     @property
     def element(self) -> torch.dtype:
-        """What the kernel's pointer points to."""
+        """Dtype of the kernel's pointer."""
         if self.kind == "int":
             return {8: torch.int8, 4: torch.int32, 2: torch.int16}.get(self.bits, torch.uint8)
-        # bf16 by its bits, see tiles.py.
+        # bf16 is handled by its bits; see tiles.py.
         return {"float32": torch.float32, "bfloat16": torch.int16, "float16": torch.float16}[self.kind]
 
     def view(self, x: Tensor) -> Tensor:
-        """A tensor, or messages, as the kernel takes them."""
+        """The source or target of a kernel: a tensor or messages."""
         return x.view(self.element)
 
 
@@ -93,8 +92,8 @@ class Values:
     """Values in memory.
 
     Attributes:
-        memory: a 1-D tensor; or messages, uint8 (k, bytes) with rows that start at multiples of 16 bytes.
-        form: how they lie there.
+        memory: A 1-D tensor, or messages as uint8 (k, bytes) whose rows start at multiples of 16 bytes.
+        form: Format of the values.
     """
 
     memory: Tensor
@@ -102,26 +101,26 @@ class Values:
 
     @property
     def elements(self) -> Tensor:
-        """The memory as a kernel reads or writes values or codes."""
+        """The memory in the dtype in which a kernel reads or writes values or codes."""
         return self.form.view(self.memory)
 
     @property
     def words(self) -> Tensor:
-        """The memory as a kernel reads or writes scales."""
+        """The memory in the dtype in which a kernel reads or writes scales."""
         return self.memory.view(torch.int32) if self.form.kind == "int" else self.memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """What happens to values on their way.
+    """How values are processed between reading and writing.
 
     Attributes:
-        bounds: the slices of the source that become messages; ``None`` takes all of it.
-        keys: of :func:`largest_keys`, for one scale per message.
-        scale: factor of the sum.
-        seed: folded seed of stochastic rounding.
-        add: whether values are added to the target's.
-        raw: whether words of the target's size are copied unchanged.
+        bounds: Slices of the source that are encoded as messages; ``None`` for the whole source.
+        keys: Result of :func:`largest_keys`, for one scale per message.
+        scale: Factor on the sum.
+        seed: Folded seed of stochastic rounding.
+        add: Whether values are added to those of the target.
+        raw: Whether words of the target's size are copied unchanged.
     """
 
     bounds: Sequence[tuple[int, int]] | None = None
@@ -133,13 +132,13 @@ class Treatment:
 
 
 def transcode(source: Values, target: Values, numel: int, treatment: Treatment) -> None:
-    """Read values, several messages of them as a sum, and write them.
+    """Read values (several messages as their sum) and write them.
 
     Args:
-        source: where they are read.
-        target: where they are written.
-        numel: values in each message, or in the longest slice.
-        treatment: what happens to them on their way.
+        source: Source of the values.
+        target: Target of the values.
+        numel: Number of values in each message, or in the longest slice.
+        treatment: How values are processed.
     """
     read, written, how = source.memory, target.memory, treatment
     slices = Slices.of(how.bounds, read)
@@ -149,7 +148,7 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         (ceil_div(numel, tile.rows * tile.block), 1 if how.bounds is None else len(how.bounds)),
         source.elements,
         source.words,
-        # Distances between rows in units of 16 bytes: so the compiler knows that rows are aligned.
+        # Distances between rows are in units of 16 bytes, so that the compiler knows that rows are aligned.
         read.stride(0) // 16 if read.dim() == 2 and len(read) > 1 else 0,
         target.elements,
         target.words,
@@ -175,7 +174,7 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
 
 
 def _tile(source: Form, target: Form) -> Tile:
-    """The tile of a program. A rotated source needs its blocks whole, and every column used."""
+    """The tile of a program. A rotated source needs whole blocks, with all columns in use."""
     least = max(TILE, source.block if source.hadamard else 0)
     block = target.block or least
     columns = power_of_two(block)
@@ -186,7 +185,7 @@ def _tile(source: Form, target: Form) -> Tile:
 # ------------------------------------------------------------------------------------------------------ device
 
 
-# Whole tiles are read and written without masks, so that kernels gain nothing from knowing the lengths. The signature
+# Whole tiles are read and written without masks, so kernels gain nothing from specialising on lengths. The signature
 # is flat because the compiler specialises each pointer and number by its alignment; forms and tile are constants.
 @triton.jit(do_not_specialize=["source_step", "target_step", "numel", "seed"])
 def _transcode(
@@ -221,7 +220,7 @@ def _transcode(
     TARGET_UNIT: tl.constexpr = TARGET.unit
     row = tl.program_id(1).to(tl.int64)
     base = tl.program_id(0).to(tl.int64) * (R * BLOCK)
-    # In 64 bits: numbers of bits are computed from it.
+    # In 64 bits, because numbers of bits are computed from it.
     offset, numel = slice_of(table, numel, start, step, row, SLICES)
     if base >= numel:
         return
@@ -268,18 +267,18 @@ def _values(
     FORM: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """A tile of a tensor or message."""
+    """Load a tile of a tensor or message."""
     KIND: tl.constexpr = FORM.kind
     BITS: tl.constexpr = FORM.bits
     HADAMARD: tl.constexpr = FORM.hadamard
-    SCALED: tl.constexpr = FORM.block  # values per scale, which need not be the tile's block
+    SCALED: tl.constexpr = FORM.block  # values per scale, which may differ from the tile's block
     R: tl.constexpr = TILE.rows
     V: tl.constexpr = TILE.columns
     BLOCK: tl.constexpr = TILE.block
     if KIND == "int":
         code = load_codes(source, base, rem, R, V, BLOCK, BITS)
         if HADAMARD:
-            # Rows of the tile are as long as they are wide, and it holds whole blocks: see _tile.
+            # All columns of the tile are used, and it holds whole blocks; see _tile.
             ROWS: tl.constexpr = R * V // SCALED
             code_RV = tl.reshape(code, (ROWS, SCALED))
             turned_RV = flip_signs(butterflies(code_RV, ROWS, SCALED), SCALED)
@@ -301,7 +300,7 @@ def _values(
 
 @triton.jit
 def _largest(x_RV, keys, rem, FORM: tl.constexpr, TILE: tl.constexpr, PARTIALS: tl.constexpr):
-    """Whether each row has a value that is not finite, its largest key, and its values, rotated if the form says so."""
+    """For each row, whether it has a non-finite value, its largest key, and its values, rotated if the form says so."""
     HADAMARD: tl.constexpr = FORM.hadamard
     R: tl.constexpr = TILE.rows
     V: tl.constexpr = TILE.columns
@@ -320,7 +319,7 @@ def _largest(x_RV, keys, rem, FORM: tl.constexpr, TILE: tl.constexpr, PARTIALS: 
 
 @triton.jit
 def _store_scales(words, scale_R, numel, base, rem, FORM: tl.constexpr, TILE: tl.constexpr):
-    """Write a tile's scales; where the message's scales end, in bytes."""
+    """Write the scales of a tile; return the offset in bytes at which the message's scales end."""
     BITS: tl.constexpr = FORM.bits
     SCALED: tl.constexpr = FORM.block
     R: tl.constexpr = TILE.rows
@@ -338,7 +337,7 @@ def _store_scales(words, scale_R, numel, base, rem, FORM: tl.constexpr, TILE: tl
 
 @triton.jit
 def _store_padding(data, numel, end, BITS: tl.constexpr):
-    """Zeros after the codes and after the scales, which end at byte ``end``."""
+    """Write zeros after the codes, and after the scales, which end at byte ``end``."""
     scales_at = _scales_at(numel, BITS)
     i = tl.arange(0, 16)
     code_end = (numel * BITS + 7) // 8
@@ -349,13 +348,13 @@ def _store_padding(data, numel, end, BITS: tl.constexpr):
 
 @triton.jit
 def _scales_at(numel, BITS: tl.constexpr):
-    """Where a message's scales start, in words."""
+    """Offset of a message's scales in words."""
     return ((numel * BITS + 7) // 8 + 15) // 16 * 4
 
 
 @triton.jit(do_not_specialize=["numel"])
 def _largest_keys(x, keys, numel, KIND: tl.constexpr, SIZE: tl.constexpr):
-    """The largest key of every tile whose number is the program's, or the program's and a multiple of their number."""
+    """The largest key of all tiles whose number is that of the program plus a multiple of the number of programs."""
     best = tl.zeros((1,), tl.uint32)
     base = tl.program_id(0).to(tl.int64) * SIZE
     while base < numel:
@@ -367,9 +366,9 @@ def _largest_keys(x, keys, numel, KIND: tl.constexpr, SIZE: tl.constexpr):
 
 
 def largest_keys(x: Tensor) -> Tensor:
-    """Partial maxima of a tensor, for one scale per message."""
+    """Compute partial maxima of a tensor, for one scale per message."""
     form = Form.of_tensor(x.dtype)
-    # Programs that have no tile leave 0, the least key.
+    # Programs without a tile write 0, the smallest key.
     keys = torch.zeros(PARTIALS, dtype=torch.int32, device=x.device)
     grid = (min(PARTIALS, ceil_div(x.numel(), LARGE_TILE)),)
     launch(_largest_keys, grid, form.view(x), keys, x.numel(), KIND=form.kind, SIZE=LARGE_TILE)

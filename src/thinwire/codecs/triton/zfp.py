@@ -1,8 +1,8 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
 """ZFP at a fixed rate.
 
-Shapes: B blocks of four values a program. A block has at most 128 bits: two 64-bit words, low and high. Bit planes are
-coded and decoded by table.
+Shapes: B blocks of four values per program. A block has at most 128 bits: two 64-bit words, low and high. Bit planes
+are coded and decoded by tables.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from thinwire.codecs.triton.transcode import Form
 __all__ = ["TritonZfp", "make"]
 
 BLOCKS = 256
-"""Of a program. Their messages are whole words for any rate, so that programs share none."""
+"""Blocks per program. Their bits fill whole words at any rate, so that programs share no words."""
 HEADER = tl.constexpr(9)
 WINDOW = tl.constexpr(8)
-"""Bits that the code of one plane has at most."""
+"""Largest number of bits in the code of one plane."""
 
 
 @final
 class TritonZfp(Codec):
-    """Fixed length, lossy. One launch each way, also for many messages; where blocks do not end on words, words that
-    they share are cleared before, and slices take a launch each."""
+    """Fixed length, lossy. One launch encodes or decodes any number of messages. If blocks do not end at words, shared
+    words are cleared first, and each slice takes a launch."""
 
     backend: ClassVar[str] = "triton"
 
@@ -109,11 +109,11 @@ class TritonZfp(Codec):
 
 
 make = TritonZfp
-"""The codec of a spec."""
+"""Make the codec of a spec."""
 
 
 def _plane_code(significant: int, plane: int) -> int:
-    """Of one bit plane: the code, its length << 8, and how many values are significant afterwards << 12."""
+    """For one bit plane: the code | its length << 8 | the number of values that are significant afterwards << 12."""
     bits = [plane >> index & 1 for index in range(significant)]
     at = significant
     while at < 4:
@@ -131,8 +131,8 @@ def _plane_code(significant: int, plane: int) -> int:
 
 
 def _plane_value(there: int, significant: int, window: int) -> int:
-    """The inverse, of the next eight bits, of which so many are there: the plane, and length and significance as in
-    ``_plane_code``. Where a block ends within a unary code, the code ends; the other bits that are missing are 0."""
+    """The inverse for the next eight bits, of which ``there`` exist: the plane, with length and significance as in
+    ``_plane_code``. A unary code ends at the end of its block; other missing bits are 0."""
     bits = [window >> index & 1 for index in range(there)]
     taken = min(significant, there)
     plane = sum(bit << index for index, bit in enumerate(bits[:taken]))
@@ -152,14 +152,14 @@ def _plane_value(there: int, significant: int, window: int) -> int:
 
 @functools.cache
 def _plane_codes(device: torch.device) -> Tensor:
-    """16 planes for each number of significant values."""
+    """Codes of the 16 planes for each number of significant values."""
     codes = [_plane_code(significant, plane) for significant in range(5) for plane in range(16)]
     return torch.tensor(codes, dtype=torch.int16).to(device)
 
 
 @functools.cache
 def _plane_values(device: torch.device) -> Tensor:
-    """256 windows for each number of significant values, for each number of bits that are there."""
+    """Planes of the 256 windows for each number of significant values and each number of available bits."""
     values = [_plane_value(t, significant, w) for t in range(9) for significant in range(5) for w in range(256)]
     return torch.tensor(values, dtype=torch.int16).to(device)
 
@@ -169,7 +169,7 @@ def _plane_values(device: torch.device) -> Tensor:
 
 @triton.jit
 def _four(x_B4, B: tl.constexpr):
-    """The four values of blocks, each of them (B)."""
+    """The four values of each block, as four tensors (B)."""
     xz_B2, yw_B2 = tl.split(tl.reshape(x_B4, (B, 2, 2)))
     x_B, z_B = tl.split(xz_B2)
     y_B, w_B = tl.split(yw_B2)
@@ -178,8 +178,8 @@ def _four(x_B4, B: tl.constexpr):
 
 @triton.jit
 def _integer(x_B, factor_B, overflows_B):
-    # libzfp's factor overflows fp32 where the exponent is that small, and x86 casts infinities and NaN to the least
-    # integer. A kernel must not: what such a cast gives differs between GPUs.
+    # For such small exponents, libzfp's factor overflows fp32, and x86 casts infinities and NaN to the smallest
+    # integer. Kernels avoid the cast, because its result differs between GPUs.
     x_B = tl.where(overflows_B, 0.0, x_B)
     return tl.where(overflows_B, -2147483648, (x_B * factor_B).to(tl.int32))
 
@@ -213,7 +213,7 @@ def _encode(
     words += row * row_step * 4
     first_B4 = tl.arange(0, B)[:, None] * 4
     index_B4 = tl.arange(0, 4)[None, :]
-    # What a last, partial block lacks repeats its values: the third its second, if there is one, the others its first.
+    # A partial last block is completed by its values: the third by its second, if it exists, the others by its first.
     instead_B4 = tl.where((index_B4 == 2) & (first_B4 + 1 < left), first_B4 + 1, first_B4)
     at_B4 = tl.where(first_B4 + index_B4 < left, first_B4 + index_B4, instead_B4)
     x_B4 = widen(tl.load(x + offset + first + at_B4, mask=at_B4 < left, other=0), KIND)
@@ -224,7 +224,7 @@ def _encode(
     biased_B = (largest_B >> 23).to(tl.int32)
     poisoned_B = biased_B == 255
     coded_B = (largest_B > 0) & (biased_B < 255)
-    # The exponent e, in 2^(e-1) <= largest < 2^e, is biased - 126 for all but denormals, and -126 for them.
+    # The exponent e with 2^(e-1) <= largest < 2^e is biased - 126, and -126 for denormals.
     overflows_B = (biased_B < 29) | poisoned_B
     factor_B = (tl.where(overflows_B, 127, 283 - biased_B) << 23).to(tl.float32, bitcast=True)
     x_B = _integer(x_B, factor_B, overflows_B)
@@ -252,7 +252,7 @@ def _encode(
     high_B = tl.zeros((B,), tl.uint64)
     at_B = tl.full((B,), HEADER, tl.int32)
     significant_B = tl.zeros((B,), tl.int32)
-    # A plane takes a bit at least, so that those after as many planes as there are bits would not fit.
+    # Each plane takes at least one bit, so at most as many planes as bits fit.
     for _ in range(32 if BLOCK_BITS > 40 else BLOCK_BITS - 9):
         plane_B = (x_B >> 31) | ((y_B >> 31) << 1) | ((z_B >> 31) << 2) | ((w_B >> 31) << 3)
         x_B = x_B << 1
@@ -260,7 +260,7 @@ def _encode(
         z_B = z_B << 1
         w_B = w_B << 1
         entry_B = tl.load(codes + significant_B * 16 + plane_B.to(tl.int32)).to(tl.int32)
-        # What lies beyond the block's bits is cut off: a code that is cut off is a prefix.
+        # Bits beyond the block's size are cut off; a truncated code is a prefix.
         code_B = tl.where(coded_B & (at_B < BLOCK_BITS), entry_B & 255, 0).to(tl.uint64)
         shift_B = (at_B & 63).to(tl.uint64)
         if BLOCK_BITS > 64:
@@ -277,7 +277,7 @@ def _encode(
         for i in tl.static_range(BLOCK_BITS // 32):
             half_B = low_B if i < 2 else high_B
             tl.store(to_B + i, (half_B >> (32 * (i % 2))).to(tl.int32), mask=inside_B)
-        # Messages are whole pairs of words.
+        # Messages consist of whole pairs of words.
         num_words = (numel + 3) // 4 * (BLOCK_BITS // 32)
         if (first + left == numel) & (num_words % 2 == 1):
             tl.store(words + num_words, 0)
@@ -294,7 +294,7 @@ def _encode(
 
 @triton.jit
 def _cut(low_B, high_B, BITS: tl.constexpr):
-    """The first so many bits."""
+    """The first BITS bits."""
     if BITS < 64:
         low_B = low_B & ((1 << BITS) - 1)
     elif BITS > 64:
@@ -304,7 +304,7 @@ def _cut(low_B, high_B, BITS: tl.constexpr):
 
 @triton.jit
 def _or(words, bits_B, inside_B):
-    """Words that neighbours share are put together; those without bits may lie outside the message."""
+    """Combine words that neighbouring blocks share. Words without bits may lie outside the message."""
     low_B = bits_B.to(tl.int32)
     high_B = (bits_B >> 32).to(tl.int32)
     tl.atomic_or(words, low_B, mask=inside_B & (low_B != 0), sem="relaxed")
@@ -347,7 +347,7 @@ def _decode(
 
 @triton.jit
 def _values(words, num_words, planes, first, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
-    """Values of a message, fp32 (B, 4)."""
+    """Decode values of a message, fp32 (B, 4)."""
     low_B, high_B = _bits(words, num_words, first, left, BLOCK_BITS, B)
     header_B = (low_B & 511).to(tl.int32)
     x_B = tl.zeros((B,), tl.uint32)
@@ -358,7 +358,7 @@ def _values(words, num_words, planes, first, left, BLOCK_BITS: tl.constexpr, B: 
     significant_B = tl.zeros((B,), tl.int32)
     NUM_PLANES: tl.constexpr = 32 if BLOCK_BITS > 40 else BLOCK_BITS - 9
     for _ in range(NUM_PLANES):
-        # At a block's end no bit is there, and which are read does not matter.
+        # At the end of a block no bits are available, and the bits that are read do not matter.
         offset_B = (at_B & 63).to(tl.uint64)
         window_B = low_B >> offset_B
         if BLOCK_BITS > 64:
@@ -403,13 +403,13 @@ def _values(words, num_words, planes, first, left, BLOCK_BITS: tl.constexpr, B: 
 
 @triton.jit
 def _bits(words, num_words, first, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
-    """The bits of blocks, and where there is room others after them."""
+    """The bits of each block, followed by others if there is room."""
     inside_B = tl.arange(0, B) * 4 < left
     start_B = (first // 4 + tl.arange(0, B)) * BLOCK_BITS
     at_B = start_B >> 5
     low_B = _pair(words, at_B, num_words, inside_B)
     high_B = tl.zeros((B,), tl.uint64)
-    # Blocks of whole words start with one; others start up to 31 bits after.
+    # Blocks of whole words start at a word; others start up to 31 bits after one.
     if (BLOCK_BITS > 64) or (BLOCK_BITS > 33 and BLOCK_BITS % 32 != 0):
         high_B = _pair(words, at_B + 2, num_words, inside_B)
     if BLOCK_BITS % 32 != 0:
@@ -423,7 +423,7 @@ def _bits(words, num_words, first, left, BLOCK_BITS: tl.constexpr, B: tl.constex
 
 @triton.jit
 def _pair(words, at_B, num_words, inside_B):
-    """Two words as one of 64 bits, 0 beyond the message."""
+    """Two words as a 64-bit word, with 0 beyond the message."""
     low_B = tl.load(words + at_B, mask=inside_B & (at_B < num_words), other=0)
     high_B = tl.load(words + at_B + 1, mask=inside_B & (at_B + 1 < num_words), other=0)
     low_B = low_B.to(tl.uint32, bitcast=True).to(tl.uint64)
@@ -432,7 +432,7 @@ def _pair(words, at_B, num_words, inside_B):
 
 @triton.jit
 def _integer_of(negabinary_B, NUM_PLANES: tl.constexpr):
-    """From the highest so many bits, which are the lowest here."""
+    """Integers from the NUM_PLANES highest bits of negabinary numbers, which are the lowest bits of the argument."""
     if NUM_PLANES > 0:
         negabinary_B = negabinary_B << (32 - NUM_PLANES)
     return ((negabinary_B ^ 0xAAAAAAAA) - 0xAAAAAAAA).to(tl.int32, bitcast=True)

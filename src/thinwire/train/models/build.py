@@ -27,7 +27,7 @@ class DraftedModel:
     Attributes:
         model: The module; its parameters are on the meta device.
         values: Source of the parameters' initial values.
-        config: Content of a Hugging Face model's ``config.json``; ``None`` for models of our own.
+        config: Content of a Hugging Face model's ``config.json``; ``None`` for thinwire's own models.
     """
 
     model: nn.Module
@@ -122,7 +122,7 @@ def _check_fits(rows: int, longest: int | None, vocab: int, seq: int) -> None:
     problems = []
     if rows < vocab:
         problems.append(f"vocab = {rows} is smaller than the {vocab} ids of the data; unset it or enlarge it")
-    if longest is not None and 0 < longest < seq:  # some write -1 for "any"
+    if longest is not None and 0 < longest < seq:  # some models write -1 for "any"
         problems.append(f"train.seq = {seq} is longer than the model's longest sequence, {longest}")
     if problems:
         raise SpecError("model", problems)

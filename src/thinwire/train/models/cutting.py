@@ -1,4 +1,4 @@
-"""Splits our models: torch's tensor-parallel styles by module, and the blocks of a pipeline stage.
+"""Splits thinwire's models: torch's tensor-parallel styles by module, and the blocks of a pipeline stage.
 
 Sums over tensor-parallel ranks follow Megatron-LM (arXiv 1909.08053, section 3): one after attention and one after the
 feed-forward. With sequence parallelism (arXiv 2205.05198, section 4.2), each sum is a reduce-scatter, followed by an
@@ -29,8 +29,8 @@ class Half:
     """Attention or the feed-forward of a block.
 
     Attributes:
-        columns: Names of the matrices whose columns are cut; they read the first input.
-        rows: Name of the matrix whose rows are cut; it makes the output.
+        columns: Names of the matrices that are split by columns; they read the first input.
+        rows: Name of the matrix that is split by rows; it makes the output.
         inputs: Number of inputs.
     """
 
@@ -77,14 +77,14 @@ class DecoderShape(Protocol):
 
 
 class Decoder(nn.Module):
-    """A causal language model that can be cut: a :class:`thinwire.parallel.Divisible` once a model adds its sizes.
+    """A causal language model that can be split: a :class:`thinwire.parallel.Divisible` once a subclass adds its sizes.
 
-    Modules of :attr:`parts` that are on another stage of a pipeline are None.
+    Modules of :attr:`parts` that are on another stage of a pipeline are ``None``.
 
     Attributes:
-        parts: names of its modules; blocks are in ``layers``.
-        sequence_ways: tensor-parallel ranks between which the tokens of hidden states are cut; set by whoever cuts
-            them.
+        parts: Names of its modules; the blocks are in ``layers``.
+        sequence_ways: Number of tensor-parallel ranks that share the tokens of hidden states; set when the model is
+            split.
     """
 
     parts: ClassVar[Parts]
@@ -97,7 +97,7 @@ class Decoder(nn.Module):
 
     @property
     def num_blocks(self) -> int:
-        """Blocks here."""
+        """Number of blocks of this stage."""
         return len(self.layers)
 
     @property
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
         return self.config.tied
 
     def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
-        """Torch's style of each module that is here."""
+        """torch's style of each module of this stage."""
         parts = self.parts
         tokens = Shard(1) if sequence else Replicate()
         outer: dict[str | None, ParallelStyle] = {
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         made = {name: style for name, style in outer.items() if name is not None and getattr(self, name) is not None}
         for name, half in parts.halves.items():
             others = (None,) * (half.inputs - 1)
-            # One DTensor for all matrices that read it: their gradients are summed before they are sent, not after.
+            # All matrices read one DTensor, so that their gradients are added up before they are sent.
             made[f"layers.*.{name}"] = PrepareModuleInput(
                 input_layouts=(tokens, *others), desired_input_layouts=(Replicate(), *others)
             )
@@ -142,13 +142,13 @@ class Decoder(nn.Module):
         return made
 
     def tie(self) -> None:
-        """Share the embedding's weight with the head, where they are tied."""
+        """Share the embedding's weight with the head, if they are tied."""
         embedding, head = getattr(self, self.parts.embedding), getattr(self, self.parts.head)
         if self.is_tied and embedding is not None and head is not None:
             head.weight = embedding.weight
 
     def keep(self, blocks: range, *, first: bool, last: bool) -> None:
-        """Keep one stage of a pipeline; blocks keep their names."""
+        """Keep one stage of a pipeline. Blocks keep their names."""
         kept = nn.ModuleList()
         for index in blocks:
             kept.add_module(str(index), self.layers[index])

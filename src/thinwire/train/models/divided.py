@@ -1,8 +1,8 @@
-"""Splits models of ``transformers`` over tensor-parallel ranks and pipeline stages, by the plans they bring along.
+"""Splits models of ``transformers`` over tensor-parallel ranks and pipeline stages.
 
-``base_model_tp_plan`` names a style for each matrix; here the styles become torch's, so that sums go through the groups
-of the plan, with their codecs. ``base_model_pp_plan`` names what comes before and after the blocks. Hidden states stay
-whole between the matrices: ``transformers`` counts positions by their tokens.
+The ``base_model_tp_plan`` of a model names a style for each matrix. This module translates them to torch's styles,
+whose sums go through the groups of the plan, with their codecs. Tokens are not divided between matrices, because
+``transformers`` derives positions from the length of hidden states.
 """
 
 from __future__ import annotations
@@ -24,22 +24,26 @@ __all__ = ["FAMILIES", "STAGED", "Division"]
 STAGED: Final = (
     "llama", "mistral", "qwen2", "qwen3", "smollm3", "starcoder2", "gemma", "granite", "arcee", "nemotron",
 )  # fmt: skip
-"""``model_type`` of the models that tests cut into stages, and by ``tp``. Others may scale or cap what goes into their
-blocks or comes out of them, which a stage in the middle must not."""
+"""``model_type`` of the models that tests split by ``tp`` and ``pp``. Other models may scale or cap the input or output
+of their blocks, which stages in the middle must not do."""
 
 FAMILIES: Final = (*STAGED, "gemma2", "phi", "cohere")
-"""``model_type`` of the models that tests cut by ``tp``."""
+"""``model_type`` of the models that tests split by ``tp``."""
 
 _HEAD_DIM: Final = 2
-"""Dimension of heads where queries and keys are normed, ``(B, T, heads, width)``."""
+"""Dimension of the heads in normalised queries and keys, ``(B, T, heads, width)``."""
 
 
 class Division:
-    """How a causal model of ``transformers`` is cut.
+    """Splits a causal model of ``transformers``.
 
     Args:
-        model: for example a ``LlamaForCausalLM``; parts of it live on.
-        prefix: of its modules' names where it is wrapped.
+        model: For example a ``LlamaForCausalLM``; it is changed in place.
+        prefix: Prefix of its modules' names in the module that wraps it.
+
+    Attributes:
+        first: Whether this stage has the embedding.
+        last: Whether this stage has the head.
     """
 
     def __init__(self, model: Any, prefix: str) -> None:
@@ -47,11 +51,11 @@ class Division:
         self._config = model.config
         self.first = self.last = True
 
-    # -- what there is -----------------------------------------------------------------------------------------
+    # -- anatomy -----------------------------------------------------------------------------------------------
 
     @property
     def blocks(self) -> nn.ModuleList:
-        """The blocks that are here."""
+        """The blocks of this stage."""
         blocks: nn.ModuleList = self._base.layers
         return blocks
 
@@ -62,40 +66,44 @@ class Division:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """What tensor-parallel ranks must divide, by name."""
+        """Sizes that the number of tensor-parallel ranks must divide, by name."""
         names = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
         return {name: int(getattr(self._config, name)) for name in names}
 
     @property
     def width(self) -> int:
-        """D, of hidden states."""
+        """Width of the hidden states, D."""
         return int(self._config.hidden_size)
 
     def check(self, *, tp: int, pp: int) -> None:
-        """Raise unless this model's family is one that is cut.
+        """Raise unless the model can be split like this.
+
+        Args:
+            tp: Number of tensor-parallel ranks.
+            pp: Number of pipeline stages.
 
         Raises:
-            UsageError: naming those that are.
+            UsageError: The model's family, or its tied embedding, is not supported.
         """
         kind = self._config.model_type
         for key, ways, families in (("tp", tp, FAMILIES), ("pp", pp, STAGED)):
             if ways > 1 and kind not in families:
                 raise UsageError(
                     f"{key} = {ways} does not work with model_type = {kind!r}: models of {', '.join(families)} can be "
-                    f"cut so, and thinwire's own (kind = 'llama' or 'gpt'); use {key} = 1"
+                    f"split so, and thinwire's own (kind = 'llama' or 'gpt'); use {key} = 1"
                 )
         if tp > 1 and self.is_tied and not self._cuts_embedding:
             embedding = self._embedding
             raise UsageError(
                 f"tp = {tp} does not work with tie_word_embeddings and {type(embedding).__name__} with pad_token_id "
-                f"= {embedding.padding_idx}: the head is cut by tokens, and this embedding is not. Set pad_token_id to "
-                "null if the embedding is an Embedding, or tie_word_embeddings to false, or use tp = 1"
+                f"= {embedding.padding_idx}: the head is split by vocabulary, and this embedding is not. Set "
+                "pad_token_id to null if the embedding is an Embedding, or tie_word_embeddings to false, or use tp = 1"
             )
 
-    # -- cutting -----------------------------------------------------------------------------------------------
+    # -- splitting ---------------------------------------------------------------------------------------------
 
     def styles(self) -> dict[str, ParallelStyle]:
-        """Torch's style of each module that is here, by name."""
+        """torch's style of each module of this stage, by name."""
         styles: dict[str, ParallelStyle] = {}
         shared = set()
         for pattern, style in self._config.base_model_tp_plan.items():
@@ -103,7 +111,7 @@ class Division:
             styles[name] = _style(style)
             if style == "colwise":
                 shared.add(name.rpartition(".")[0])
-        # One DTensor for all matrices that read it: their gradients are summed before they are sent, not after.
+        # All matrices read one DTensor, so that their gradients are added up before they are sent.
         styles |= {name: _SharedInput() for name in shared}
         if self.first and self._cuts_embedding:
             styles[f"{self._prefix}{self._model.base_model_prefix}.embed_tokens"] = RowwiseParallel(
@@ -114,18 +122,18 @@ class Division:
         return styles
 
     def tie(self) -> None:
-        """Share the embedding's weight with the head, where they are tied."""
+        """Share the embedding's weight with the head, if they are tied."""
         if self.is_tied and self.first and self.last:
             self._model.lm_head.weight = self._embedding.weight
 
     def keep(self, blocks: range, *, first: bool, last: bool) -> None:
-        """Keep one stage of a pipeline; blocks keep their names."""
+        """Keep one stage of a pipeline. Blocks keep their names."""
         base = self._base
         kept = nn.ModuleList()
         for index in blocks:
             kept.add_module(str(index), base.layers[index])
         base.layers = kept
-        base.config = copy.deepcopy(base.config)  # which the forward asks for each block's kind of attention
+        base.config = copy.deepcopy(base.config)  # the forward reads each block's kind of attention from it
         if getattr(base.config, "layer_types", None) is not None:
             base.config.layer_types = base.config.layer_types[blocks.start : blocks.stop]
         base.config.num_hidden_layers = len(blocks)
@@ -142,7 +150,7 @@ class Division:
 
     @property
     def _cuts_embedding(self) -> bool:
-        """Whether the embedding is cut by tokens: not if it does more than look up, or leaves a row untrained."""
+        """Whether the embedding is split by vocabulary: only if it just looks up, and has no padding token."""
         return type(self._embedding) is nn.Embedding and self._embedding.padding_idx is None
 
     @property
@@ -152,7 +160,7 @@ class Division:
 
 
 class _SharedInput(ParallelStyle):
-    """Hidden states become one DTensor for the matrices of a module."""
+    """Converts hidden states to one DTensor for all matrices of a module."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         def share(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -169,11 +177,11 @@ def _replicated(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _style(name: str) -> ParallelStyle:
-    """Torch's style for one of ``transformers``."""
+    """torch's style for a style of ``transformers``."""
     if name == "colwise":
         return ColwiseParallel()
     if name == "rowwise":
         return RowwiseParallel(output_layouts=Replicate())
-    if name == "replicated_with_grad_allreduce":  # norms of queries and keys: each rank has those of its heads
+    if name == "replicated_with_grad_allreduce":  # norms of queries and keys, of which each rank has its heads
         return SequenceParallel(sequence_dim=_HEAD_DIM, use_local_output=True)
     raise UsageError(f"a tensor-parallel style of transformers, {name!r}, is not supported; use tp = 1")

@@ -1,8 +1,8 @@
-"""Random initial values of models on the meta device: by name, equal on every rank, whatever the plan.
+"""Random initial values of models on the meta device, by name, equal on every rank and under every plan.
 
-Nothing here holds a whole model. Ours are drawn parameter by parameter from one stream of random numbers, with the
-values that the model has when it is built outright. Hugging Face's are initialised by their own code, a block at a
-time, each block from a seed of its own.
+Nothing in this module holds a whole model. Parameters of thinwire's models are drawn one by one from one stream of
+random numbers, and equal those of a model that is built on the CPU. Hugging Face models are initialised by their own
+code, one block at a time, each from its own seed.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["DrawnValues", "InitializedValues"]
 
 @final
 class DrawnValues:
-    """What :func:`~thinwire.train.models.common.init_weights` would give one of our models.
+    """Initial values of one of thinwire's models, as :func:`~thinwire.train.models.common.init_weights` draws them.
 
     Args:
-        model: on the meta device, whole.
-        seed: of the stream.
+        model: The whole model, on the meta device.
+        seed: Seed of the stream.
     """
 
     def __init__(self, model: Decoder, seed: int) -> None:
@@ -44,24 +44,24 @@ class DrawnValues:
         self._seed = seed
         generator = torch.Generator().manual_seed(seed)
         self._states = [generator.get_state()]
-        """Of the generator before each weight, as far as it has been."""
+        """State of the generator before each weight, for those weights that have been reached."""
         self._last: tuple[str, Tensor] | None = None
 
     def open(self) -> str:
-        """Nothing to check: the stream has values for every weight."""
+        """Describe the values. There is nothing to check."""
         return f"random values of seed {self._seed}"
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Give a part of a parameter; see :class:`thinwire.sharding.initial.InitialValues`."""
+        """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
         if name not in self._places:
             return torch.full([part.stop - part.start for part in region], float(name in self._ones))
         if self._last is None or self._last[0] != name:
-            self._last = None  # before the next is made
+            self._last = None  # freed before the next one is made
             self._last = name, self._draw(self._places[name])
         return self._last[1][region]
 
     def _draw(self, place: int) -> Tensor:
-        """A weight, whole. What comes before it in the stream is drawn first, and forgotten, the first time."""
+        """Draw a whole weight. The first time, all weights before it in the stream are drawn and discarded."""
         generator = torch.Generator()
         start = min(place, len(self._states) - 1)
         generator.set_state(self._states[start])
@@ -75,17 +75,17 @@ class DrawnValues:
 
 @final
 class InitializedValues:
-    """What a ``transformers`` model's own initialiser gives, a block at a time.
+    """Initial values from a ``transformers`` model's own initialiser, one block at a time.
 
     A *block* is an element of an outermost module list, or any other module with parameters of its own. While the
-    initialiser runs, the block's parameters are real and all others stay on the meta device, where random numbers cost
-    nothing: so it sees every module that it may want to look at.
+    initialiser runs, the parameters of the block are real and all others stay on the meta device, where random numbers
+    cost nothing. The initialiser can thus inspect any module.
 
     Args:
-        skeleton: the model on the meta device, whole; for the use of this object alone.
-        initialize: initialises what one module is responsible for.
-        prefix: of the names by which values are asked for.
-        seed: mixed with a block's name into the block's seed.
+        skeleton: The whole model on the meta device; no other object may use it.
+        initialize: Initialises the parameters of one module.
+        prefix: Prefix of the names that are passed to :meth:`read`.
+        seed: Combined with the name of a block into the block's seed.
     """
 
     def __init__(self, skeleton: nn.Module, initialize: Callable[[nn.Module], None], prefix: str, seed: int) -> None:
@@ -99,15 +99,15 @@ class InitializedValues:
         self._last: tuple[str, dict[str, Tensor]] | None = None
 
     def open(self) -> str:
-        """Nothing to check: values are made."""
+        """Describe the values. There is nothing to check."""
         return f"random values of seed {self._seed}"
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Give a part of a parameter; see :class:`thinwire.sharding.initial.InitialValues`."""
+        """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
         name = name.removeprefix(self._prefix)
         block = self._block_of[name]
         if self._last is None or self._last[0] != block:
-            self._last = None  # before the next is made
+            self._last = None  # freed before the next one is made
             self._last = block, self._make(block)
         return self._last[1][name][region]
 
@@ -149,7 +149,7 @@ def _children_first(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _unset(parameter: nn.Parameter) -> nn.Parameter:
-    """Real memory for a parameter, which reads as NaN until somebody sets it."""
+    """Real memory for a parameter, filled with NaN until it is set."""
     value = torch.full(parameter.shape, math.nan, dtype=parameter.dtype)
     return nn.Parameter(value, requires_grad=parameter.requires_grad)
 
@@ -158,7 +158,7 @@ def _unset(parameter: nn.Parameter) -> nn.Parameter:
 def _exchanged(
     modules: Sequence[nn.Module], members: Mapping[int, str], real: Mapping[str, nn.Parameter]
 ) -> Iterator[None]:
-    """Put real parameters in the places of some, by identity, and back."""
+    """Replace some parameters by real ones inside the context, by identity."""
     replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
     for module in modules:
         parameters: dict[str, Any] = module._parameters

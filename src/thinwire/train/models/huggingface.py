@@ -35,7 +35,7 @@ PREFIX: Final = "model."
 class HuggingFaceCausal(nn.Module):
     """A ``transformers`` causal language model with our convention for labels and our loss.
 
-    It can be cut over ranks, as a :class:`thinwire.parallel.Divisible`, if its family is one of
+    It is a :class:`thinwire.parallel.Divisible` and can be split over ranks if its family is in
     :data:`thinwire.train.models.divided.FAMILIES`.
 
     ``transformers`` shifts labels inside the model and makes a float32 copy of all logits; here labels are
@@ -47,8 +47,8 @@ class HuggingFaceCausal(nn.Module):
         recompute: whether backward recomputes each block.
 
     Attributes:
-        sequence_ways: 1: hidden states are whole between matrices.
-        cuts_sequences: False, for the same reason.
+        sequence_ways: Always 1, because tokens are not divided between matrices.
+        cuts_sequences: Always ``False``, for the same reason.
     """
 
     sequence_ways = 1
@@ -70,14 +70,14 @@ class HuggingFaceCausal(nn.Module):
 
     @property
     def division(self) -> Division:
-        """How the model is cut."""
+        """Splits the model."""
         if not hasattr(self, "_division"):
             self._division = Division(self.model, PREFIX)
         return self._division
 
     @property
     def num_blocks(self) -> int:
-        """Blocks here."""
+        """Number of blocks of this stage."""
         return len(self.division.blocks)
 
     @property
@@ -92,7 +92,7 @@ class HuggingFaceCausal(nn.Module):
 
     @property
     def tensor_parallel_sizes(self) -> Mapping[str, int]:
-        """What tensor-parallel ranks must divide, by name."""
+        """Sizes that the number of tensor-parallel ranks must divide, by name."""
         return self.division.sizes
 
     @property
@@ -101,20 +101,20 @@ class HuggingFaceCausal(nn.Module):
         return self.division.is_tied
 
     def check_divisible(self, *, tp: int, pp: int) -> None:
-        """Raise unless the model can be cut so."""
+        """Raise unless the model can be split like this."""
         self.division.check(tp=tp, pp=pp)
 
     def tensor_parallel_styles(self, *, sequence: bool) -> dict[str, ParallelStyle]:
-        """Torch's style of each module that is here."""
+        """torch's style of each module of this stage."""
         assert not sequence
         return self.division.styles()
 
     def tie(self) -> None:
-        """Share the embedding's weight with the head, where they are tied."""
+        """Share the embedding's weight with the head, if they are tied."""
         self.division.tie()
 
     def keep(self, blocks: range, *, first: bool, last: bool) -> None:
-        """Keep one stage of a pipeline; blocks keep their names."""
+        """Keep one stage of a pipeline. Blocks keep their names."""
         self.division.keep(blocks, first=first, last=last)
 
     # -- computing ---------------------------------------------------------------------------------------------
@@ -123,12 +123,12 @@ class HuggingFaceCausal(nn.Module):
         """Predict the next tokens.
 
         Args:
-            input_ids: int64, shape ``(B, T)``; of a later stage of a pipeline, hidden states, shape ``(B, T, D)``.
+            input_ids: Token ids, int64, shape ``(B, T)``. In later stages of a pipeline: hidden states, ``(B, T, D)``.
             labels: int64, shape ``(B, T)``: the token that follows each input.
 
         Returns:
             Logits, and with labels the loss, including a mixture-of-experts' balance loss where the
-            configuration sets ``output_router_logits``. Of an earlier stage, hidden states.
+            configuration sets ``output_router_logits``. In earlier stages of a pipeline: hidden states.
         """
         extra = {"token_type_ids": torch.zeros_like(input_ids)} if self.has_token_types else {}
         name = "input_ids" if self.division.first else "inputs_embeds"

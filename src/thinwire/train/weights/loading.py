@@ -1,6 +1,6 @@
 """Initial values from safetensors files: headers are checked first, then each rank reads the parts that it keeps.
 
-Files are mapped into memory, so that reading a part touches no more than the part. Nothing is unpickled.
+Files are mapped into memory, so that only the required parts are read. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from thinwire.train.weights.stored import FileTensor, file_tensors, persistent_b
 __all__ = ["INDEX", "SINGLE", "LoadedValues", "holds_weights"]
 
 SINGLE: Final = "model.safetensors"
-"""The one file of a model that fits in one."""
+"""Name of the weights file of a model that is stored in one file."""
 
 INDEX: Final = "model.safetensors.index.json"
-"""Which file holds which tensor, of a model in several files."""
+"""Name of the index of a model that is stored in several files; it maps tensors to files."""
 
 _FLOATS: Final = ("F64", "F32", "F16", "BF16")
 _MAX_INDEX_BYTES: Final = 64 << 20
 _SAMPLE: Final = 1 << 16
 _OF_NO_USE: Final = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
-"""What older versions of ``transformers`` saved although it is computed."""
+"""Names of computed tensors that older versions of ``transformers`` saved nevertheless."""
 
 
 @final
@@ -51,7 +51,7 @@ def holds_weights(directory: Path) -> bool:
     """Whether a model directory has weights in safetensors files.
 
     Args:
-        directory: of the model.
+        directory: Directory of the model.
     """
     return any((directory / name).is_file() for name in (SINGLE, INDEX))
 
@@ -61,15 +61,15 @@ class LoadedValues:
     """The weights of a Hugging Face model's directory.
 
     Args:
-        directory: with ``model.safetensors``, or the index and its files.
-        model: the ``transformers`` model on the meta device, whole; its persistent buffers are filled when the files
-            are opened.
-        prefix: of the names by which values are asked for.
+        directory: Directory with ``model.safetensors``, or with the index and its files.
+        model: The whole ``transformers`` model on the meta device. Its persistent buffers are filled when the files are
+            opened.
+        prefix: Prefix of the names that are passed to :meth:`read`.
     """
 
     def __init__(self, directory: Path, model: nn.Module, prefix: str) -> None:
         self._directory, self._model, self._prefix = directory, model, prefix
-        self._whole = copy.deepcopy(model)  # what the files hold; the model may be cut before they are opened
+        self._whole = copy.deepcopy(model)  # matches the files even if the model is split before they are opened
         self._sources: dict[str, list[tuple[FileTensor, _StoredTensor]]] = {}
         self._handles: dict[Path, Any] = {}
 
@@ -80,7 +80,7 @@ class LoadedValues:
             A digest of the headers and of the files' last bytes.
 
         Raises:
-            DataError: in one sentence, everything that is missing, of another shape or type, or too much.
+            DataError: Tensors are missing, have another shape or type, or do not belong to the model.
         """
         held = _headers(self._directory)
         self._sources, problems = _matched(self._whole, held)
@@ -92,7 +92,7 @@ class LoadedValues:
         return f"{len(held)} tensors, {_digest(held)}"
 
     def read(self, name: str, region: Region) -> Tensor:
-        """Give a part of a parameter; see :class:`thinwire.sharding.initial.InitialValues`."""
+        """Return a part of a parameter; see :class:`thinwire.sharding.memory.initial.InitialValues`."""
         sources = self._sources[name.removeprefix(self._prefix)]
         whole: Tensor | None = None
         for tensor, held in sources:
@@ -123,7 +123,7 @@ class LoadedValues:
 
 
 def _headers(directory: Path) -> dict[str, _StoredTensor]:
-    """Every tensor of a model's files, from their headers."""
+    """List all tensors of a model's files from their headers."""
     if (directory / INDEX).is_file():
         listed = _read_index(directory / INDEX)
         files = sorted(set(listed.values()))
@@ -182,7 +182,7 @@ def _read_index(file: Path) -> dict[str, str]:
 def _matched(
     model: Any, held: Mapping[str, _StoredTensor]
 ) -> tuple[dict[str, list[tuple[FileTensor, _StoredTensor]]], list[str]]:
-    """Where each parameter is found, and what is wrong, one phrase for each kind of problem."""
+    """Match parameters with tensors of files. Returns the sources, and one phrase for each kind of problem."""
     expected: dict[str, list[FileTensor]] = {}
     for tensor in file_tensors(model):
         expected.setdefault(tensor.source, []).append(tensor)
@@ -227,7 +227,7 @@ def _matched(
 
 
 def _aliases(model: nn.Module) -> dict[str, list[str]]:
-    """Other names of tied parameters, by their first."""
+    """Other names of tied parameters, by their first name."""
     first: dict[int, str] = {}
     found: dict[str, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -240,8 +240,8 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 def _candidates(
     source: str, tensors: Sequence[FileTensor], aliases: Sequence[str], base: str
 ) -> Iterable[Sequence[FileTensor]]:
-    """Under which names a parameter may be stored: as it is saved now; in one piece under its own name or, tied, under
-    another; and all of these in files of the model without its head."""
+    """Names under which a parameter may be stored: as it is saved today, or whole under its own name or a tied one, and
+    each of these without the prefix of the model without head."""
     forms = [list(tensors)]
     shape = tuple(max(t.region[dim].stop for t in tensors) for dim in range(len(tensors[0].region)))
     region = tuple(slice(0, size) for size in shape)
@@ -263,7 +263,7 @@ def _phrase(what: str, names: Sequence[str]) -> list[str]:
 
 
 def _digest(held: Mapping[str, _StoredTensor]) -> str:
-    """Of all headers, and of the last bytes of each file: other weights of the same shapes are noticed."""
+    """Digest of all headers and of the last bytes of each file, which differ for other weights of the same shapes."""
     digest = hashlib.blake2b(digest_size=6)
     digest.update(repr(sorted((name, entry.shape, entry.dtype) for name, entry in held.items())).encode())
     for file in sorted({entry.file for entry in held.values()}):

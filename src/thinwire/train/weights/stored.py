@@ -1,8 +1,8 @@
-"""How a Hugging Face model's parameters lie in its files.
+"""Maps the parameters of a Hugging Face model to the tensors of its files.
 
-In files, a parameter may have another name, or be in parts: a layer of experts is one tensor in memory and one per
-expert and matrix in files. ``transformers`` knows how it splits them; it is asked with tensors of the meta device, and
-the views it answers with say which part of which parameter each tensor of a file is.
+In files, a parameter may have another name or be split: a layer of experts is one tensor in memory, but one per expert
+and matrix in files. ``transformers`` knows how it splits parameters. It is called with tensors on the meta device, and
+the views that it returns show which part of which parameter each tensor of a file is.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class FileTensor:
     """A tensor of a file, as a part of a parameter (or a buffer).
 
     Attributes:
-        name: in the file.
-        shape: in the file.
-        source: name of the parameter.
-        region: which part of the parameter it is; has as many elements as the tensor.
-        dims: for each dimension of the tensor, the parameter's that it is.
+        name: Name in the file.
+        shape: Shape in the file.
+        source: Name of the parameter.
+        region: Part of the parameter that the tensor holds, with as many elements as the tensor.
+        dims: For each dimension of the tensor, the corresponding dimension of the parameter.
     """
 
     name: str
@@ -42,13 +42,13 @@ class FileTensor:
     dims: tuple[int, ...]
 
     def overlap(self, region: Region) -> tuple[Region, Region] | None:
-        """Where a region of the parameter and this tensor meet.
+        """Intersect a region of the parameter with this tensor.
 
         Args:
-            region: of the parameter.
+            region: Region of the parameter.
 
         Returns:
-            That part in coordinates of this tensor, and in coordinates of ``region``; None where there is none.
+            The intersection in coordinates of this tensor and in coordinates of ``region``; ``None`` if it is empty.
         """
         both = [slice(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(self.region, region, strict=True)]
         if any(part.start >= part.stop for part in both):
@@ -59,16 +59,16 @@ class FileTensor:
 
 
 def file_tensors(model: Any) -> list[FileTensor]:
-    """Every tensor that ``save_pretrained`` would write.
+    """List all tensors that ``save_pretrained`` would write.
 
     Args:
-        model: a ``transformers`` model, on any device.
+        model: A ``transformers`` model, on any device.
 
     Returns:
         Tensors that cover each parameter and each persistent buffer once; tied parameters under their first name.
 
     Raises:
-        UsageError: the architecture is stored in a way that is no partition of its parameters.
+        UsageError: The files of this architecture are not a partition of its parameters.
     """
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     shapes |= {name: tuple(b.shape) for name, b in persistent_buffers(model).items()}
@@ -94,7 +94,7 @@ def file_tensors(model: Any) -> list[FileTensor]:
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Buffers that are saved with a model, by name."""
+    """The buffers that are saved with a model, by name."""
     return {
         f"{prefix}.{name}" if prefix else name: value
         for prefix, module in model.named_modules()
@@ -106,7 +106,7 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 def _as_stored(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     try:
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before version 5, what is in memory is what is in files
+    except ImportError:  # before version 5, files hold the parameters unchanged
         return tensors
     with _Views():
         stored: Mapping[str, Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -114,7 +114,7 @@ def _as_stored(model: Any, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor
 
 
 class _Views(TorchFunctionMode):
-    """Copies would forget what they are copies of."""
+    """Returns the tensor itself where a contiguous copy is asked for, because a copy is no view of the original."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.contiguous:
@@ -123,7 +123,7 @@ class _Views(TorchFunctionMode):
 
 
 def _part(name: str, view: Tensor, source: str, shape: Sequence[int]) -> FileTensor | None:
-    """Which region of a contiguous parameter a view is; None where it is no rectangle with its dimensions in order."""
+    """Region of a contiguous parameter that a view shows; ``None`` if it is no rectangle with dimensions in order."""
     offset, region = int(view.storage_offset()), []
     dims: list[int] = []
     for dim in range(len(shape)):
