@@ -21,8 +21,8 @@ class Checkpoint(NamedTuple):
     """A checkpoint on disk.
 
     Attributes:
-        step: updates made.
-        path: its directory.
+        step: Number of updates made.
+        path: Directory of the checkpoint.
     """
 
     step: int
@@ -30,23 +30,23 @@ class Checkpoint(NamedTuple):
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Where a step is saved.
+    """Directory in which a step is saved.
 
     Args:
-        directory: of all checkpoints.
-        step: updates made.
+        directory: Directory of all checkpoints.
+        step: Number of updates made.
     """
     return directory / f"step-{step:08d}"
 
 
 def checkpoints(directory: Path) -> list[Checkpoint]:
-    """All checkpoints by name, valid or not.
+    """List all checkpoints by their names, valid or not.
 
     Args:
-        directory: of all checkpoints; need not exist.
+        directory: Directory of all checkpoints; it need not exist.
 
     Returns:
-        In ascending order of steps.
+        The checkpoints in ascending order of steps.
     """
     if not directory.is_dir():
         return []
@@ -55,20 +55,22 @@ def checkpoints(directory: Path) -> list[Checkpoint]:
 
 
 def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
-    """Find the checkpoint to resume from. Called by one process while none saves.
+    """Find the checkpoint to resume from. One process calls this while none saves.
 
-    A damaged one is not passed over: the run would write over it, and it may be readable again in a minute, or have a
+    A damaged checkpoint is not skipped: the run would overwrite it, although it may soon be readable again, or have a
     copy elsewhere.
 
     Args:
-        directory: of all checkpoints.
-        checksums: read all of it; otherwise the manifest, and the files' presence and sizes, which takes no time.
+        directory: Directory of all checkpoints.
+        checksums: Read the whole checkpoint. Otherwise, only the manifest and the presence and sizes of the files are
+            checked, which is fast.
 
     Returns:
-        The newest, complete and undamaged; None where there is none at all.
+        The newest checkpoint, which is complete and undamaged; ``None`` if there is none at all.
 
     Raises:
-        CheckpointError: it is damaged; names the file, and the newest checkpoint that is not.
+        CheckpointError: The newest checkpoint is damaged; the message names the file and the newest undamaged
+        checkpoint.
     """
     recover(directory)
     known = checkpoints(directory)
@@ -97,11 +99,11 @@ def _is_valid(checkpoint: Checkpoint) -> bool:
 
 
 def delete_old(directory: Path, keep: int) -> None:
-    """Delete all but the newest checkpoints. Called by one process while none saves.
+    """Delete all but the newest checkpoints. One process calls this while none saves.
 
     Args:
-        directory: of all checkpoints.
-        keep: how many stay.
+        directory: Directory of all checkpoints.
+        keep: Number of checkpoints to keep.
     """
     for old in checkpoints(directory)[:-keep]:
         shutil.rmtree(old.path, ignore_errors=True)

@@ -95,7 +95,7 @@ class RunDirectory:
     """Tracebacks, and the output of every rank but rank 0."""
 
     stop_file = _Within("stop")
-    """Exists while someone asks the run to save and stop."""
+    """File that exists while the run is requested to save and stop."""
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

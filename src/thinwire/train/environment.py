@@ -1,4 +1,4 @@
-"""The environment of this process: who started it (torchrun, SLURM or a person), its devices and its cores."""
+"""The environment of this process: its launcher (torchrun, SLURM or none), its devices and its cores."""
 
 from __future__ import annotations
 
@@ -99,10 +99,10 @@ def first_host(node_list: str) -> str:
     """The first host of SLURM's compact notation.
 
     Args:
-        node_list: for example ``node[03-05,9],other``.
+        node_list: List of nodes, for example ``node[03-05,9],other``.
 
     Returns:
-        For example ``node03``.
+        Name of the host, for example ``node03``.
     """
     match = re.match(r"([^\[,]+)(?:\[([^\],-]+))?", node_list)
     return (match[1] + (match[2] or "")) if match else "localhost"
@@ -132,7 +132,7 @@ def device_kind(demand: Demand) -> DeviceKind:
 
 
 def rank_device(demand: Demand, local_rank: int) -> torch.device:
-    """The device of a rank: ranks share GPUs in turn where there are fewer of them.
+    """The device of a rank. If there are more ranks than GPUs, they share GPUs in turn.
 
     Args:
         demand: The user's choice.
@@ -147,7 +147,7 @@ def rank_device(demand: Demand, local_rank: int) -> torch.device:
 
 
 def rank_backend(device: torch.device, local_world: int) -> Literal["gloo", "nccl"]:
-    """NCCL where every rank of this host has a GPU of its own; ranks that share one talk through gloo.
+    """The backend: NCCL if every rank of this host has its own GPU, else gloo.
 
     Args:
         device: The device of this rank.
@@ -174,7 +174,7 @@ def ranks_of_host() -> int:
 
 
 def ranks_of_machine() -> int:
-    """Ranks of the job on this machine: in a lab, those of all its hosts."""
+    """Number of the job's ranks on this machine; in a lab, those of all its hosts."""
     return ranks_of_host() * int(os.environ.get(LAB_HOSTS, "1"))
 
 
@@ -279,13 +279,13 @@ def usable_gpus(recipe: Recipe) -> int:
 
 
 def fast_dtype(num_gpus: int) -> Dtype:
-    """The compute dtype that ``compute_dtype = "auto"`` stands for.
+    """Resolve ``compute_dtype = "auto"``.
 
     Args:
         num_gpus: Number of usable GPUs of this host.
 
     Returns:
-        bfloat16 where the hardware multiplies it itself, else float32.
+        bfloat16 if the hardware multiplies it natively, else float32.
     """
     if num_gpus:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"

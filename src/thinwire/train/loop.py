@@ -95,7 +95,7 @@ def resume(trainer: Trainer) -> list[str]:
     ranks = trainer.ranks
 
     def find() -> Checkpoint | None:
-        # Rank 0's answer is everyone's. While loading, each rank checks a part of what is read.
+        # Rank 0 answers for all. While loading, each rank checks a part of the files.
         return newest(directory, checksums=False) if ranks.rank == 0 else None
 
     checkpoint = ranks.agree(find, lambda problems: CheckpointError(problems[0]))[0]
@@ -171,7 +171,7 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
 
 
 def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
-    """Save. If any rank cannot, end the run or report it and continue, as ``checkpoint.on_failure`` says."""
+    """Save. If a rank fails, end the run or report the failure and continue, depending on ``checkpoint.on_failure``."""
     try:
         trainer.save()
     except CheckpointError as error:

@@ -105,12 +105,12 @@ class Trainer:
         dataset: The run's tokens.
         device: The device of this rank.
         model: This rank's parts of the model, sharded.
-        config: What the ``config.json`` of a Hugging Face model holds; ``None`` for models of our own.
+        config: Content of a Hugging Face model's ``config.json``; ``None`` for thinwire's own models.
         optimizer: The optimizer of this rank's shards.
         train: The training samples.
         validation: The validation samples.
         ranks: The control group of all ranks.
-        pace: Compares the speed of the ranks; ``None`` where a comparison means nothing.
+        pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
         peak_flops: Peak FLOP/s of one device; ``None`` if unknown.
@@ -270,7 +270,7 @@ class Trainer:
             )
         )
         clip = self.run.recipe.optimizer.clip
-        # One host synchronisation per step: nothing may be applied before the norm is known to be finite.
+        # One host synchronisation per step: the norm must be known to be finite before any update.
         norm = self.model.clip_grad_norm_(clip or math.inf)
         update = Update(loss=float(loss), norm=norm, lr=rate, skipped=not math.isfinite(norm))
         if not update.skipped:
@@ -396,8 +396,8 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
 def _is_comparable(plan: Plan, device: torch.device) -> bool:
     """Whether a rank that takes longer than the others is slow.
 
-    Stages of a pipeline have unlike work; how long tensor-parallel ranks wait for each other is known on CPUs alone;
-    where ranks share cores, the scheduler decides who is behind.
+    Pipeline stages have different work, the time that tensor-parallel ranks wait for each other is measured on CPUs
+    only, and the scheduler decides which of the ranks that share cores falls behind.
     """
     waits_are_known = plan.tp == 1 or device.type == "cpu"
     return plan.pp == 1 and waits_are_known and not shares_cores(device)

@@ -1,4 +1,4 @@
-"""The process of one rank: ``python -m thinwire.train.worker`` under our launcher, :func:`train` under other launchers.
+"""The process of one rank: ``python -m thinwire.train.worker`` under thinwire's launcher, :func:`train` under others.
 
 If a rank fails, it writes one sentence to a file for the launcher, and its traceback to the run's ``logs``. It prints
 nothing, because the terminal shows rank 0's progress.
@@ -45,7 +45,7 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
 
     Args:
         run: The run, whose directory rank 0 has opened.
-        launched: Whether our launcher started this process.
+        launched: Whether thinwire's launcher started this process.
 
     Returns:
         How the run ended.
@@ -119,8 +119,8 @@ def _record(error: Exception, log: Path) -> None:
 
 
 def _end_with(launcher: int) -> None:
-    """Have the kernel end this process when its launcher is killed: nobody else would, and the lock of the run's
-    directory goes with the launcher."""
+    """Let the kernel end this process when its launcher is killed. Nothing else would end it, and the launcher's lock
+    on the run's directory would be gone."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
         if os.getppid() != launcher:  # it was killed before

@@ -1,7 +1,7 @@
-"""Documents: where text comes from.
+"""Documents, the sources of text.
 
 A *corpus* is an ordered list of files of one kind; reading it yields *documents*, one ``str`` each, always in
-the same order. Nothing here knows of tokens.
+the same order. This module knows nothing of tokens.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def _files_below(directory: Path, kind: Kind) -> list[Path]:
 def _saved_dataset(directory: Path) -> list[Path]:
     """The files of a directory that ``datasets.Dataset.save_to_disk`` wrote, in their order.
 
-    What ``datasets`` has computed since lies there too (``cache-*.arrow``), and is not part of it.
+    Results that ``datasets`` has cached there since (``cache-*.arrow``) are not part of the data set.
     """
     if (directory / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in directory.glob("*/state.json"))

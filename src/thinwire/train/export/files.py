@@ -1,7 +1,7 @@
-"""From a run's checkpoint to a directory that ``transformers`` loads: one tensor in memory at a time.
+"""Exports a run's checkpoint to a directory that ``transformers`` loads, with one tensor in memory at a time.
 
-Tensors go straight into their files: a header that says where each will lie, then one after the other, read from the
-checkpoint, cast, written. The directory appears under its name when everything is on disk.
+Each file begins with a header that lists the places of its tensors. The tensors follow one by one: each is read from
+the checkpoint, cast and written. The directory gets its name once everything is on disk.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _ALIGNMENT: Final = 8
 @final
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """An exported model.
 
     Attributes:
-        step: of the checkpoint.
-        architecture: class of ``transformers`` that loads it.
-        parameters: elements in all.
-        files: names of the safetensors files.
-        num_bytes: their size.
-        tokenizer: whether the run had one.
+        step: Step of the checkpoint.
+        architecture: Class of ``transformers`` that loads the model.
+        parameters: Total number of elements.
+        files: Names of the safetensors files.
+        num_bytes: Total size of these files.
+        tokenizer: Whether the run had a tokenizer.
     """
 
     step: int
@@ -81,23 +81,23 @@ def export(
     max_shard_bytes: int = 5 * 10**9,
     force: bool = False,
 ) -> Exported:
-    """Write a run's model as ``transformers`` saves one, tokenizer included.
+    """Write a run's model and tokenizer in the format of ``transformers``.
 
     Args:
-        run: its directory.
-        to: the directory to write.
-        step: of the checkpoint; the newest unless said.
-        dtype: of the written weights.
-        max_shard_bytes: no file holds more, unless a single tensor does.
-        force: write into a directory that is not empty, and replace a model in it.
+        run: Directory of the run.
+        to: Directory to write.
+        step: Step of the checkpoint; the newest by default.
+        dtype: Dtype of the written weights.
+        max_shard_bytes: Largest size of a file, unless a single tensor is larger.
+        force: Write into a directory that is not empty, and replace a model in it.
 
     Returns:
-        What was written.
+        The exported model.
 
     Raises:
-        UsageError: there is no such run, or the directory is not empty.
-        CheckpointError: the checkpoint is missing or corrupt, or does not fit the run's model; or the disk is full.
-        DataError: what the run kept of its model is missing.
+        UsageError: There is no such run, or the directory is not empty.
+        CheckpointError: The checkpoint is missing or corrupt, or does not fit the run's model, or the disk is full.
+        DataError: Files that the run keeps of its model are missing.
     """
     if not run.recipe.is_file():
         raise UsageError(f"{run.path} holds no run: it has no {run.recipe.name}")
@@ -171,13 +171,13 @@ def _check_fits(layout: Layout, saved: SavedModel, checkpoint: Checkpoint) -> No
 
 
 def _config(layout: Layout, dtype: Dtype, end: int | None, *, own: bool) -> dict[str, Any]:
-    """The configuration, with the id that ends a text; one that it has already is of a tokenizer that it came with.
+    """The configuration with the end-of-text id. An id that it already has belongs to the model's original tokenizer.
 
     Args:
-        layout: of the model.
-        dtype: of the weights.
-        end: the id, if it is known.
-        own: whether the run has trained its tokenizer itself.
+        layout: Layout of the model.
+        dtype: Dtype of the weights.
+        end: The end-of-text id, if it is known.
+        own: Whether the run has trained its own tokenizer.
     """
     config = {key: value for key, value in layout.config.items() if key not in ("dtype", "torch_dtype")}
     ends = {} if end is None else {"bos_token_id": end, "eos_token_id": end}
@@ -193,10 +193,10 @@ class _Written:
     """A safetensors file.
 
     Attributes:
-        name: of the file.
-        tensors: names of what it holds.
-        elements: in all.
-        num_bytes: of its elements.
+        name: Name of the file.
+        tensors: Names of its tensors.
+        elements: Total number of elements.
+        num_bytes: Size of the elements in bytes.
     """
 
     name: str

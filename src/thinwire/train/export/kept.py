@@ -1,5 +1,5 @@
-"""What a run keeps of where it started: the model's configuration and the tokenizer, so that it can be exported when
-the originals are gone."""
+"""Copies of a model's configuration and tokenizer in the run's directory, so that it can be exported when the originals
+are gone."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENIZER_FILES: Final = (
     "chat_template.jinja",
     "chat_template.json",
 )
-"""What may lie beside a ``tokenizer.json``."""
+"""Files that may accompany a ``tokenizer.json``."""
 
 _GENERATION: Final = "generation_config.json"
 
@@ -60,13 +60,13 @@ def keep_sources(directory: RunDirectory, recipe: Recipe, dataset: Dataset, conf
 
 
 def kept_config(directory: RunDirectory) -> dict[str, Any]:
-    """The configuration that a run's Hugging Face model was built from.
+    """Read the configuration from which a run's Hugging Face model was built.
 
     Args:
-        directory: of the run.
+        directory: Directory of the run.
 
     Raises:
-        DataError: the run has none.
+        DataError: The run has no configuration.
     """
     file = directory.model / "config.json"
     try:
@@ -79,15 +79,15 @@ def kept_config(directory: RunDirectory) -> dict[str, Any]:
 
 
 def write_tokenizer(directory: RunDirectory, to: Path, length: int) -> int | None:
-    """Write a run's tokenizer as ``transformers`` reads it, and how its model came to generate text.
+    """Write a run's tokenizer and its model's generation settings in the format of ``transformers``.
 
     Args:
-        directory: of the run.
-        to: an existing directory.
-        length: of the longest sequence that the model takes.
+        directory: Directory of the run.
+        to: An existing directory.
+        length: Length of the longest sequence that the model takes.
 
     Returns:
-        The id that ends a text; None where the run has no tokenizer.
+        The end-of-text id; ``None`` if the run has no tokenizer.
     """
     _copy(directory.model, to, (_GENERATION,))
     if not directory.tokenizer.is_file():

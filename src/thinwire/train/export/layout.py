@@ -1,7 +1,8 @@
-"""What a trained model is in Hugging Face's terms: a configuration, and the tensors of its files.
+"""A trained model in Hugging Face's terms: a configuration, and the tensors of its files.
 
-Ours become the architecture that computes the same: Llama is ``LlamaForCausalLM``; GPT with rotary positions is
-``GPTNeoXForCausalLM``, and with learned positions and residuals in turn it is ``GPT2LMHeadModel``.
+thinwire's own models are exported as the architecture that computes the same: Llama as ``LlamaForCausalLM``, GPT with
+rotary positions as ``GPTNeoXForCausalLM``, and GPT with learned positions and sequential residuals as
+``GPT2LMHeadModel``.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ class OutTensor:
     """A tensor of an exported file.
 
     Attributes:
-        name: in the file.
-        source: name of the parameter or buffer that it is made of.
-        make: makes it, for a parameter on any device.
+        name: Name in the file.
+        source: Name of the parameter or buffer from which it is made.
+        make: Makes it from that parameter or buffer, on any device.
     """
 
     name: str
@@ -44,9 +45,9 @@ class Layout:
     """An exported model.
 
     Attributes:
-        config: of its ``config.json``, without dtype and token ids.
-        tensors: those of one source one after the other.
-        shapes: of all sources.
+        config: Content of its ``config.json``, without dtype and token ids.
+        tensors: The tensors of its files; those of one source are neighbours.
+        shapes: Shapes of all sources.
     """
 
     config: Mapping[str, Any]
@@ -58,12 +59,12 @@ def layout_of_huggingface(config: Mapping[str, Any], what: str) -> Layout:
     """The layout that ``save_pretrained`` would give a model.
 
     Args:
-        config: with which it was trained.
-        what: where that comes from, for messages.
+        config: Configuration with which it was trained.
+        what: Origin of the configuration, for messages.
 
     Raises:
-        DataError: it describes no causal language model.
-        UsageError: the architecture is stored in a way that is no partition of its parameters.
+        DataError: The configuration does not describe a causal language model.
+        UsageError: The files of this architecture are not a partition of its parameters.
     """
     model = causal_on_meta(config, what)
     found = file_tensors(model)
@@ -75,7 +76,7 @@ def layout_of_huggingface(config: Mapping[str, Any], what: str) -> Layout:
 
     tensors = [OutTensor(part.name, f"{PREFIX}{part.source}", cut(part.region, part.shape)) for part in found]
     tensors.sort(key=lambda tensor: sources[tensor.source])
-    used = {tensor.source for tensor in tensors}  # tied parameters are there once
+    used = {tensor.source for tensor in tensors}  # tied parameters occur once
     return Layout(
         {**config, "architectures": [type(model).__name__]},
         tensors,
@@ -84,13 +85,13 @@ def layout_of_huggingface(config: Mapping[str, Any], what: str) -> Layout:
 
 
 def layout_of_ours(model: Llama | GPT) -> Layout:
-    """The layout of one of our models.
+    """The layout of one of thinwire's own models.
 
     Args:
-        model: on any device.
+        model: The model, on any device.
 
     Raises:
-        UsageError: no architecture of ``transformers`` computes the same.
+        UsageError: No architecture of ``transformers`` computes the same.
     """
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     if isinstance(model, Llama):

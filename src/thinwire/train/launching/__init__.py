@@ -1,1 +1,1 @@
-"""Starting, stopping and restarting the ranks of a run, and what they must have in common."""
+"""Starts, stops and restarts the ranks of a run, and checks that they agree."""

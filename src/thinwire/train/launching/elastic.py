@@ -23,7 +23,7 @@ __all__ = ["Continued", "continued", "global_batch"]
 
 @dataclass(frozen=True)
 class Continued:
-    """A run, fitted to the ranks that there are.
+    """A run, adapted to the available ranks.
 
     Attributes:
         template: The recipe's plan, fitted to these ranks; its recipe has the global batch that the run should have.

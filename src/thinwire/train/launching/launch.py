@@ -71,7 +71,7 @@ class Failure:
 
     @property
     def weight(self) -> int:
-        """Distance from the cause: an error of its own or a killed rank comes before a broken connection."""
+        """Sort key by distance from the cause: a rank's own error or its death comes before a broken connection."""
         if self.error in _CURABLE:
             return 2
         # The launcher ends the survivors itself.
@@ -86,7 +86,7 @@ def launch(run: ResolvedRun, report: Report) -> None:
         report: Called with one line for every restart.
 
     Raises:
-        LostRankError: A rank failed and no restart is left, or none can help; names the rank and the cause.
+        LostRankError: A rank failed and no restart is left, or none can help; the message names the rank and the cause.
         OutOfMemoryError: A rank ran out of memory.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -140,7 +140,7 @@ def _attempt(run: ResolvedRun, *, resume: bool) -> Failure | None:
         rdzv_configs={"store_type": "file", "keep_alive_interval": 3600},
         local_addr="localhost",
         max_restarts=0,
-        # Rank 0 owns the terminal; what the others print is kept.
+        # Rank 0 owns the terminal; the output of the others goes to files.
         logs_specs=DefaultLogsSpecs(log_dir=str(directory.logs), redirects=dict.fromkeys(range(1, num_ranks), Std.ALL)),
         signals_to_handle="SIGHUP,SIGQUIT",
         **{name: value for name, value in patience.items() if name in LaunchConfig.__dataclass_fields__},
@@ -179,14 +179,14 @@ def _failure(rank: int, failure: Any) -> Failure:
 def _worker_environment(num_ranks: int) -> dict[str, str]:
     """Environment variables of the ranks, except those that the user has set."""
     wanted = {
-        # The launcher's store would listen on every interface; rank 0's listens where it is told to.
+        # The launcher's store would listen on every interface; rank 0's store listens only at the given address.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if _LOOPBACK in (name for _, name in socket.if_nameindex()):
-        wanted["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # all ranks are here, and nobody else has to reach them
+        wanted["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # all ranks are on this host
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 

@@ -1,7 +1,7 @@
-"""A run with every decision made: what the command hands to the ranks.
+"""A run with all decisions made, as the command passes it to the ranks.
 
-:func:`resolve_run` is the one place where the command reads the plan file and looks at the machine. The ranks read what
-the command has written into the run's directory, each file once, with :meth:`ResolvedRun.read`.
+Only :func:`resolve_run` reads the plan file and inspects the machine. The ranks read the files that the command has
+written into the run's directory, each file once, with :meth:`ResolvedRun.read`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ResolvedRun:
 def resolve_run(
     recipe: Recipe, directory: RunDirectory, ranks: Started | None, *, resume: bool, stream: Stream
 ) -> ResolvedRun:
-    """Decide everything that the plan file, the machine and an elastic run's past have a say in.
+    """Make all decisions that depend on the plan file, the machine and the past of an elastic run.
 
     Args:
         recipe: What to train, with the changes of the command line.

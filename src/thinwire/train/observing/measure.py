@@ -1,7 +1,7 @@
-"""Each rank's measurements of a step, packed into numbers that one small all-reduce carries.
+"""Each rank's measurements of a step, packed into a vector for one small all-reduce.
 
-The ranks exchange only means. Sums follow from the means, and so do maxima, because each rank writes its memory and its
-working time to a position of its own.
+The ranks exchange only means. Sums follow from means, and so do maxima, because each rank writes its memory and its
+working time to its own position of the vector.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def unpack(means: Sequence[float], world: int) -> StepMeasurements:
 
 
 def share_across(grid: Grid, stages_here: int, node_ranks: int) -> float:
-    """Share of what a rank sends to other stages that leaves its node; all messages are equally large.
+    """Fraction of a rank's messages to other stages that leave its node; all messages have the same size.
 
     Args:
         grid: The rank's position among all ranks.
@@ -135,7 +135,7 @@ def resident_bytes() -> int:
     """Memory of this process.
 
     Returns:
-        Bytes resident now, where the system tells (Linux), else 0.
+        Resident bytes on Linux; 0 on other systems.
     """
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -2,7 +2,7 @@
 
 All ranks finish a step together, so their wall times are equal; the slow rank is the one that waits least. The ranks
 are therefore compared by the time that they spend on their own work: wall time minus the time spent waiting for
-    communication.
+communication.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ class Pace:
         self._slow: int | None = None
 
     def add(self, own: Sequence[float]) -> str | None:
-        """Take a record's measurements.
+        """Add the measurements of a record.
 
         Args:
-            own: seconds of a step that every rank spent on its own work, by rank.
+            own: Seconds of a step that each rank spent on its own work.
 
         Returns:
-            A sentence when a rank has become slow, or keeps up again; else None.
+            A sentence if a rank has become slow or keeps up again; else ``None``.
         """
         self._records.append(tuple(own))
         if len(self._records) < RECORDS or len(own) < 2:
@@ -70,13 +70,13 @@ class Pace:
 
 
 def summarized(own: Sequence[float]) -> dict[str, float]:
-    """What a record keeps of all ranks' times.
+    """Summarise the times of all ranks for a record.
 
     Args:
-        own: seconds of a step that every rank spent on its own work, by rank.
+        own: Seconds of a step that each rank spent on its own work.
 
     Returns:
-        ``median``, and ``slowest``, which is that of ``rank``.
+        ``median``, and ``slowest``, which is the time of ``rank``.
     """
     rank = max(range(len(own)), key=own.__getitem__)
     return {"median": statistics.median(own), "slowest": own[rank], "rank": rank}

@@ -1,4 +1,4 @@
-"""Parts of the built-in models that run by themselves: what a profile times."""
+"""Parts of the built-in models that a profile times one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.units import format_bytes
 __all__ = ["pieces"]
 
 _BLOCKS = 4
-"""Blocks that are timed one after another, where there is memory for so many."""
+"""Number of blocks that are timed one after another, if the memory suffices."""
 
 _ROOM = 0.8
 """Share of a rank's memory that they may take."""
@@ -31,18 +31,18 @@ _ROOM = 0.8
 def pieces(
     shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"], memory: int
 ) -> list[ModelPiece]:
-    """A block, the head with the loss, the embedding, and a model of some blocks as a whole, as the runtime trains it.
+    """The pieces: a block, the head with the loss, the embedding, and a whole sharded model of some blocks.
 
     Args:
-        shape: of the model.
-        mesh: all ranks of the job, which has been joined when they are made.
-        seq: tokens of a sequence.
-        micro_batch: sequences.
-        dtype: in which they compute.
-        memory: bytes that a rank may use.
+        shape: Shape of the model.
+        mesh: Mesh of all ranks of the job, which must have been joined when the pieces are made.
+        seq: Number of tokens in a sequence.
+        micro_batch: Number of sequences.
+        dtype: Compute dtype.
+        memory: Memory in bytes that a rank may use.
 
     Raises:
-        UsageError: one block with embedding and head is too much for that.
+        UsageError: The memory does not suffice for one block with embedding and head.
     """
     plan = Plan.preset("ddp", nodes=mesh.nodes, local=mesh.local, compute_dtype=dtype, micro_batch=micro_batch)
     repeats = _fitting_blocks(shape, plan, seq, memory)
@@ -85,7 +85,7 @@ def _fitting_blocks(shape: ModelSpec, plan: Plan, seq: int, memory: int) -> int:
 def _make_whole(
     shape: ModelSpec, plan: Plan, seq: int, micro_batch: int, blocks: int, device: torch.device
 ) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
-    """One micro-batch after another of a step that never ends, so that nothing is sent."""
+    """Run micro-batches of a step that never ends, so that nothing is sent."""
     model = shard(_model(shape, seq, blocks).to(device), plan, sync_initial=False)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)
     endless = micro_batches(model, itertools.repeat(ids))
@@ -106,7 +106,7 @@ def _make(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[Sequence[nn.Parameter], Callable[[], Tensor]]:
-    # What is not timed is left out: of a large model it is gigabytes.
+    # Parts that are not timed are left out, because they take gigabytes in a large model.
     without = shape.with_(vocab=8) if part == "block" else shape
     model = _model(without, seq, blocks if part == "block" else 0).to(device, dtype)
     ids = torch.randint(0, shape.vocab, (micro_batch, seq), device=device)

@@ -197,7 +197,7 @@ class _Session:
         return f"{which} traced: open {merged} at https://ui.perfetto.dev"
 
     def _collect(self) -> list[Span]:
-        """This rank's spans, of which all ranks together keep a bounded number."""
+        """This rank's spans; the total over all ranks is bounded."""
         self._directory.mkdir(parents=True, exist_ok=True)
         size = self._trainer.ranks.size
         return self._own_spans(MOST_SPANS // size, MOST_OPERATIONS // size)
@@ -262,8 +262,8 @@ def _torch_spans(events: Sequence[dict[str, Any]], marked: Sequence[float]) -> l
     """Complete events of torch's trace, on the host's clock.
 
     Args:
-        events: torch's trace.
-        marked: seconds on the host's clock, read inside each mark. A rank may be preempted between the start of a mark
+        events: Events of torch's trace.
+        marked: Seconds on the host's clock, read inside each mark. A rank may be preempted between the start of a mark
             and its reading, so the mark with the smallest delay aligns the clocks.
     """
     marks = sorted(float(event["ts"]) for event in events if event.get("name") == _MARK and event.get("ph") == "X")
