@@ -258,7 +258,7 @@ def rank_refuses(kind: str, plan: tw.Plan) -> str:
         ("llama", plan_for(1, 1, 4, schedule="interleaved"), "8 stages of 4 blocks"),
         ("llama", plan_for(2, 1, 2, micro_batches=1), "micro_batches = 1 should be at least pp = 2"),
         ("tied", plan_for(2, 1, 2), "they share one weight"),
-        ("linear", plan_for(2, 2, 1), "Linear cannot be cut"),
+        ("linear", plan_for(2, 2, 1), "Linear cannot be split"),
         ("llama", plan_for(2, 1, 4), "has 8 ranks, the job has 4"),
         ("llama", plan_for(2, 1, 2, params={"local": 2}, grads={"local": 2}), "use params = 1x1"),
     ],

@@ -93,7 +93,7 @@ def test_of_a_store_only_the_newest_tensor_is_a_source() -> None:
     leaf = torch.randn(3, requires_grad=True)
     first, second, plain = leaf * 1, leaf * 2, torch.randn(3)
     store = Store(second, plain, first)
-    assert gradient_sources(((plain, [first]), {"cache": store})) == [first, second]
-    assert gradient_sources(((Open(first), {"a": second}), {})) == [first, second]
+    assert gradient_sources((plain, [first]), {"cache": store}) == [first, second]
+    assert gradient_sources((Open(first),), {"a": second}) == [first, second]
     store.held.append(leaf)
-    assert gradient_sources((store,)) == [leaf, second]
+    assert gradient_sources((store,), {}) == [leaf, second]

@@ -158,7 +158,9 @@ class RollCall:
         verdict: Sentence that says where each rank waits, once ranks are found to be stuck; empty before.
         describe: Returns what the computing thread is doing, in words; set by the runtime.
         under_way: Meeting places of exchanges that have begun and not ended, by ``id``.
-        blocked_since: Time since when the computing thread has waited for a lane; ``None`` if it does not wait.
+        blocked_since: time.perf_counter() at which the computing thread began to wait for a lane; ``None`` if it does
+        not
+            wait.
         main: Identifier of the computing thread.
         watching: Whether the watching thread has been started.
     """
@@ -245,9 +247,9 @@ class RollCall:
         store.delete_key(_key(me))
 
     def _report(self, beat: int) -> Report:
-        now = time.monotonic()
         under_way = list(self.under_way.values())
-        blocked = self.blocked_since is not None and now - self.blocked_since > INTERVAL
+        since = self.blocked_since  # the computing thread may clear it at any time
+        blocked = since is not None and time.perf_counter() - since > INTERVAL
         return Report(
             beat,
             blocked or any(one.on_main for one in under_way),

@@ -118,7 +118,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
             leaves = True
             undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
         # Only a sharded unit is freed after its backward.
-        sources[:] = gradient_sources((args, kwargs)) if unit.sharded and torch.is_grad_enabled() else ()
+        sources[:] = gradient_sources(args, kwargs) if unit.sharded and torch.is_grad_enabled() else ()
 
     @_outside_compile
     def leave_alone(_module: nn.Module, _args: Any, _output: Any) -> None:

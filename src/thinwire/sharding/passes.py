@@ -41,6 +41,7 @@ class PassState:
         num_units: Number of units in the model.
 
     Attributes:
+        present: The pass that the model is in. A plain attribute, because every hook reads it; :meth:`enter` sets it.
         inside: Whether modules see the tensors that they compute with rather than shares; follows ``present``.
         before: Pass in which the current backward began.
         at: Last event, for journals.
@@ -51,21 +52,16 @@ class PassState:
 
     def __init__(self, num_units: int) -> None:
         self.inside = False
-        self._present = Pass.IDLE
+        self.present = Pass.IDLE
         self.before = Pass.IDLE
         self.at: Moment = (Phase.STEP, -1)
         self.began: list[Mark] = [None] * num_units
         self.had_backward = False
         self.waits_for_backward = False
 
-    @property
-    def present(self) -> Pass:
-        """The pass that the model is in."""
-        return self._present
-
-    @present.setter
-    def present(self, present: Pass) -> None:
-        self._present, self.inside = present, present is not Pass.IDLE
+    def enter(self, present: Pass) -> None:
+        """Change the pass that the model is in."""
+        self.present, self.inside = present, present is not Pass.IDLE
 
     def end_step(self) -> None:
         """Forget the passes of a step that was taken."""
@@ -145,7 +141,7 @@ class BackwardPass:
         """Clean up after a backward that raised: drop the parameters it gathered and the gradients it collected."""
         if self._state.present is not Pass.BACKWARD or recomputing():
             return
-        self._state.present = self._state.before
+        self._state.enter(self._state.before)
         self._agreements.used.undo_backward()
         self._reducer.abort()
         self._schedule.abandon_micro_batch()
@@ -161,7 +157,8 @@ class BackwardPass:
                 f"wire.schedule = {self._plan.wire.schedule} needs to know how far training is: call "
                 "thinwire.progress(model, share) before each step, with the share of training that is done, 0 to 1"
             )
-        self._state.before, self._state.present = self._state.present, Pass.BACKWARD
+        self._state.before = self._state.present
+        self._state.enter(Pass.BACKWARD)
         self._state.had_backward = True
         self._holds.begin_backward()
         self._agreements.begin_backward()
@@ -169,7 +166,7 @@ class BackwardPass:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        self._state.present = self._state.before
+        self._state.enter(self._state.before)
         self._state.at = Phase.BACKWARD_END, -1
         self._reducer.end()
         self._schedule.end_backward()
@@ -258,12 +255,12 @@ class Passes:
                     "parameters again. Call the transform inside thinwire.full_parameters(model)"
                 )
             self.before_computing()
-            self.state.present = Pass.FORWARD
+            self.state.enter(Pass.FORWARD)
 
     def leave_forward(self) -> None:
         """Handle the end of the model's forward, which may have failed."""
         if self.state.present is Pass.FORWARD:
-            self.state.present = Pass.IDLE
+            self.state.enter(Pass.IDLE)
         elif not recomputing():
             self.state.before = Pass.IDLE  # a backward inside this forward has failed
         if not torch.is_grad_enabled() and not recomputing():

@@ -128,7 +128,7 @@ class _ThreadTicket(Ticket):
         if not self._finished:
             started = time.perf_counter()
             watcher = rollcall()
-            watcher.blocked_since = time.monotonic()
+            watcher.blocked_since = started
             self.finished()
             watcher.blocked_since = None
             self._worker.waited += time.perf_counter() - started

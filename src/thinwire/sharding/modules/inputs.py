@@ -27,7 +27,7 @@ def tensors_in(value: Any) -> Iterable[torch.Tensor]:
     return _search(value, set(), MAX_DEPTH)
 
 
-def gradient_sources(inputs: Any) -> list[torch.Tensor]:
+def gradient_sources(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors through which a backward can leave a unit. Call this before the unit's forward runs.
 
     Every tensor in a container or dataclass counts. Any other object may be a store that every unit reads and extends,
@@ -35,13 +35,16 @@ def gradient_sources(inputs: Any) -> list[torch.Tensor]:
     first. The unit's backward is therefore over when it reaches *any* tensor that is older than the unit's forward.
 
     Args:
-        inputs: Positional and keyword arguments of a forward that is about to run.
+        args: Positional arguments of a forward that is about to run.
+        kwargs: Its keyword arguments.
 
     Returns:
         Tensors that require a gradient.
     """
+    if not kwargs and all(type(value) is torch.Tensor for value in args):  # most units, in a third of the time
+        return [tensor for tensor in args if tensor.requires_grad]
     stores: list[Any] = []
-    sources = [tensor for tensor in _search(inputs, set(), 0, stores) if tensor.requires_grad]
+    sources = [tensor for tensor in _search((args, kwargs), set(), 0, stores) if tensor.requires_grad]
     if stores:
         stored = [tensor for tensor in _search(stores, set(), MAX_DEPTH) if tensor.requires_grad]
         graphs = [tensor for tensor in stored if tensor.grad_fn is not None]
