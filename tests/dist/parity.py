@@ -120,6 +120,7 @@ class Case:
         clip: bound on the gradient norm.
         scale: what gradients are expected to be multiplied with, against means.
         marked: whether ``tw.micro_batches`` says which micro-batch is the last.
+        codec_backend: see ``tw.shard``.
     """
 
     plan: tw.Plan
@@ -127,6 +128,7 @@ class Case:
     clip: float = CLIP
     scale: float = 1.0
     marked: bool = True
+    codec_backend: str | None = None
 
 
 def distinct_presets(nodes: int, local: int, **fields: Any) -> dict[str, tw.Plan]:
@@ -161,7 +163,7 @@ def sharded(case: Case, steps: int = STEPS) -> Curve:
     """Train on this rank's part of the global batch, with thinwire."""
     world, rank = dist.get_world_size(), dist.get_rank()
     # Only rank 0 has the right initial weights: the others must take them over.
-    model = tw.shard(build(seed=rank), case.plan)
+    model = tw.shard(build(seed=rank), case.plan, codec_backend=case.codec_backend)
     optimizer = tw.optimizer(model, torch.optim.AdamW, lr=LR, eps=EPS)
     losses, norms = [], []
     for data in batches(world, case.micro_batches, steps):

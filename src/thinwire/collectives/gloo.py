@@ -42,6 +42,9 @@ class GlooLinks:
         size: Number of ranks.
         device: Device that all links of the process share.
         timeout: Timeout of every send and receive.
+
+    Attributes:
+        index: Index of this rank among them.
     """
 
     def __init__(
@@ -57,7 +60,7 @@ class GlooLinks:
         options._devices = [device]
         options._timeout = timeout
         options._threads = 1  # they run collectives, which are not used here
-        self._index, self._size = index, size
+        self.index, self._size = index, size
         self._upwards, self._downwards = (
             backend(dist.PrefixStore(direction, store), index, size, options) for direction in ("up", "down")
         )
@@ -65,7 +68,7 @@ class GlooLinks:
     def close(self) -> None:
         """Abort every pending exchange, on this rank and thereby on the others."""
         for link in (self._upwards, self._downwards):
-            close_connections(link, self._index, self._size)
+            close_connections(link, self.index, self._size)
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send ``outgoing[i]`` to rank ``i`` and fill ``incoming[i]`` from it. Own and empty pieces are skipped.
@@ -79,13 +82,13 @@ class GlooLinks:
         """
         works = []
         for shift in range(1, self._size):
-            source, target = (self._index - shift) % self._size, (self._index + shift) % self._size
+            source, target = (self.index - shift) % self._size, (self.index + shift) % self._size
             # The message's tag is its size: if two ranks disagreed about it, gloo would abort one of them.
             if incoming[source].numel():
-                link = self._upwards if source < self._index else self._downwards
+                link = self._upwards if source < self.index else self._downwards
                 works.append(link.recv([incoming[source]], source, _tag(incoming[source])))
             if outgoing[target].numel():
-                link = self._upwards if target > self._index else self._downwards
+                link = self._upwards if target > self.index else self._downwards
                 works.append(link.send([outgoing[target]], target, _tag(outgoing[target])))
         for work in works:
             work.wait()

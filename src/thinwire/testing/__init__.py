@@ -2,5 +2,6 @@
 
 from thinwire.testing.codecs import check_codec
 from thinwire.testing.ranks import RankError, RankPool, run_ranks
+from thinwire.testing.streams import check_streams
 
-__all__ = ["RankError", "RankPool", "check_codec", "run_ranks"]
+__all__ = ["RankError", "RankPool", "check_codec", "check_streams", "run_ranks"]

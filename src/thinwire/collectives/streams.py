@@ -1,0 +1,115 @@
+"""The streams of a device, as lanes use them: CUDA's, or a simulation that checks how they are used."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["Event", "Stream", "Streams", "replace_streams", "streams_of"]
+
+
+class Event(Protocol):
+    """A moment of a stream; see ``torch.cuda.Event``."""
+
+    def record(self, stream: Any) -> None:
+        """Mark the current end of a stream."""
+
+    def query(self) -> bool:
+        """Whether the device has reached the event."""
+
+    def synchronize(self) -> None:
+        """Block until the device has reached the event."""
+
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from this event to a later one; both must have been reached."""
+
+
+class Stream(Protocol):
+    """A queue of work on a device; see ``torch.cuda.Stream``."""
+
+    def wait_stream(self, stream: Any) -> None:
+        """Run later work after everything that another stream has queued so far."""
+
+    def wait_event(self, event: Any) -> None:
+        """Run later work after an event."""
+
+    def synchronize(self) -> None:
+        """Block until all queued work has run."""
+
+
+class Streams(Protocol):
+    """The streams of one device."""
+
+    def stream(self) -> Stream:
+        """Make a stream of high priority."""
+
+    def event(self) -> Event:
+        """Make an event that takes the time."""
+
+    def current(self) -> Stream:
+        """The stream that operations of this thread are queued on."""
+
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """Queue operations on a stream inside the context."""
+
+    def synchronize(self) -> None:
+        """Block until the device has done all its work."""
+
+
+class CudaStreams:
+    """CUDA's streams of one device.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stream(self) -> Stream:
+        """Make a stream of high priority."""
+        return torch.cuda.Stream(self._device, priority=-1)
+
+    def event(self) -> Event:
+        """Make an event that takes the time."""
+        return torch.cuda.Event(enable_timing=True)
+
+    def current(self) -> Stream:
+        """The stream that operations of this thread are queued on."""
+        return torch.cuda.current_stream(self._device)
+
+    def use(self, stream: Any) -> contextlib.AbstractContextManager[object]:
+        """Queue operations on a stream inside the context."""
+        return torch.cuda.stream(stream)
+
+    def synchronize(self) -> None:
+        """Block until the device has done all its work."""
+        torch.cuda.synchronize(self._device)
+
+
+_replacement: Callable[[torch.device], Streams] | None = None
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of a device; ``None`` if it has none, as CPUs."""
+    if _replacement is not None:
+        return _replacement(device)
+    return CudaStreams(device) if device.type == "cuda" else None
+
+
+@contextlib.contextmanager
+def replace_streams(make: Callable[[torch.device], Streams]) -> Iterator[None]:
+    """Give every device other streams inside the context, also CPUs; see :mod:`thinwire.testing.streams`.
+
+    Args:
+        make: Makes the streams of a device.
+    """
+    global _replacement
+    before, _replacement = _replacement, make
+    try:
+        yield
+    finally:
+        _replacement = before

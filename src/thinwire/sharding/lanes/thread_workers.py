@@ -1,0 +1,154 @@
+"""Workers on CPU: each stage of a lane has a thread, which all models of the process share."""
+
+from __future__ import annotations
+
+import atexit
+import queue
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import ClassVar, final
+
+import torch
+
+from thinwire.collectives.group import DEFAULT_TIMEOUT, rollcall
+from thinwire.program.timeline import WAITING
+from thinwire.sharding.lanes.recorder import Recorder
+from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
+
+__all__ = ["ThreadWorker"]
+
+
+@final
+class _ThreadTicket(Ticket):
+    def __init__(self, worker: ThreadWorker, body: Body, after: Sequence[Ticket], label: str) -> None:
+        self._worker, self._body, self._after, self._label = worker, body, after, label
+        # A lock that is released once is the cheapest way to wait, and every hop of every collective needs one.
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._finished = False
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            for ticket in self._after:
+                assert isinstance(ticket, _ThreadTicket)
+                ticket.join()
+            started = time.perf_counter()
+            self._body()
+            self._worker.spent += time.perf_counter() - started
+            self._worker.note(self._worker.name, self._label, started)
+        except BaseException as error:
+            self._error = error
+        self._body, self._after = nothing, ()  # drops the references to buffers
+        self._finished = True
+        self._running.release()
+
+    def join(self) -> None:
+        """Wait without counting the time as exposed, because another lane waits rather than computation."""
+        self.finished()
+        self.raise_error()
+
+    def raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        self._worker.waited_for(self)
+        if not self._finished:
+            started = time.perf_counter()
+            watcher = rollcall()
+            watcher.blocked_since = started
+            self.finished()
+            watcher.blocked_since = None
+            self._worker.waited += time.perf_counter() - started
+            self._worker.note(WAITING, f"for {self._label}", started)
+        self.join()
+
+    def done(self) -> bool:
+        return self._finished
+
+    def finished(self, timeout: float = -1) -> bool:
+        """Wait at most ``timeout`` seconds, or without limit if it is negative. Errors are not raised."""
+        if not self._finished and self._running.acquire(timeout=timeout):
+            self._running.release()
+        return self._finished
+
+
+@final
+class _Thread:
+    """A worker's thread, which all models of the process share. They also share the process groups, so their transfers
+    must run in the same order on every rank: the order in which computation submits them."""
+
+    by_name: ClassVar[dict[str, _Thread]] = {}
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[_ThreadTicket] = queue.SimpleQueue()
+        self._newest: _ThreadTicket | None = None
+        # A daemon, so that the process can exit even if a peer is stuck.
+        threading.Thread(target=self._loop, name=f"thinwire-{name}", daemon=True).start()
+
+    def put(self, ticket: _ThreadTicket) -> None:
+        self._newest = ticket
+        self._queue.put(ticket)
+
+    def rest(self, timeout: float) -> None:
+        """Wait at most ``timeout`` seconds until all tickets are done."""
+        if self._newest is not None:
+            self._newest.finished(timeout)
+
+    def _loop(self) -> None:
+        with torch.no_grad():
+            while True:
+                ticket = self._queue.get()
+                ticket.run()
+                del ticket
+
+
+@atexit.register
+def _rest() -> None:
+    """Bring the threads to rest before the interpreter exits: a thread inside the transport's C++ would abort the
+    process at that moment. The wait is limited, because after an error a ticket may never finish."""
+    deadline = time.monotonic() + (1.0 if hasattr(sys, "last_value") else DEFAULT_TIMEOUT.total_seconds())
+    for thread in _Thread.by_name.values():
+        thread.rest(max(0.0, deadline - time.monotonic()))
+
+
+@final
+class ThreadWorker(Worker):
+    """One model's use of a stage of a lane on CPU."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        super().__init__(name, recorder)
+        self.waited = self.spent = 0.0
+        self._last: _ThreadTicket | None = None
+
+    def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket:
+        if self.name not in _Thread.by_name:
+            _Thread.by_name[self.name] = _Thread(self.name)
+        self._last = ticket = _ThreadTicket(self, body, [t for t in after if not t.done()], label)
+        _Thread.by_name[self.name].put(ticket)
+        return ticket
+
+    def note(self, track: str, label: str, started: float) -> None:
+        """Add a span from ``started`` until now to the timeline, if one is recorded."""
+        if (timeline := self._recorder.timeline) is not None:
+            timeline.add(track, label, started, time.perf_counter())
+
+    def exposed(self) -> float:
+        taken, self.waited = self.waited, 0.0
+        return taken
+
+    def worked(self) -> float:
+        taken, self.spent = self.spent, 0.0
+        return taken
+
+    def drain(self) -> None:
+        if self._last is not None:
+            self._last.finished()
+
+    def close(self) -> None:
+        if self._last is not None and not self._last.finished(timeout=1.0):
+            _Thread.by_name.pop(self.name, None)  # the thread is stuck, so the next job gets a new one
+        self._last = None

@@ -1,0 +1,64 @@
+"""What lanes need of a worker, which runs the bodies of one stage, and of the tickets that it returns."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from thinwire.sharding.lanes.recorder import Recorder
+
+__all__ = ["Body", "Ticket", "Worker", "nothing"]
+
+Body: TypeAlias = Callable[[], None]
+
+
+def nothing() -> None:
+    """The body of a ticket whose work is done."""
+
+
+class Ticket(ABC):
+    """A submitted body. The ticket keeps the body's memory alive until the body has finished."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Let computation continue only after the body has finished; re-raises the body's error."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the body has finished; does not wait."""
+
+    @abstractmethod
+    def raise_error(self) -> None:
+        """Raise the body's error, if it has finished with one; does not wait."""
+
+
+class Worker(ABC):
+    """Runs the bodies of one stage of a lane."""
+
+    def __init__(self, name: str, recorder: Recorder) -> None:
+        self.name, self._recorder = name, recorder
+
+    def waited_for(self, ticket: Ticket) -> None:
+        """Record that computation waits for a ticket."""
+        if (journal := self._recorder.journal) is not None:
+            journal.waited(ticket)
+
+    @abstractmethod
+    def submit(self, body: Body, after: Sequence[Ticket], label: str) -> Ticket: ...
+
+    @abstractmethod
+    def exposed(self) -> float:
+        """Seconds that computation waited for this worker since the last call."""
+
+    @abstractmethod
+    def worked(self) -> float:
+        """Seconds that the worker's bodies took since the last call, including waiting for peers."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until everything submitted has run."""
+
+    @abstractmethod
+    def close(self) -> None: ...

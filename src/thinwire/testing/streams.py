@@ -1,0 +1,404 @@
+"""Checks the use of streams without a GPU: lanes on simulated streams, and every access to memory by vector clocks.
+
+Lanes on a GPU queue their work on streams. Two streams run in any order unless an event orders them, and the allocator
+reuses freed memory at once on the stream that allocated it. Code that forgets an event computes the right numbers
+almost always. This module finds such code on a CPU.
+
+Inside :func:`check_streams`, lanes use streams even for CPU tensors. Each operation runs immediately, on the thread
+that queues it, so that numbers are right. It also advances the clock of its stream: a vector that holds, for each
+stream, the number of operations that surely precede the current one. Events carry clocks from one stream to another. An
+operation is reported in three cases:
+
+- It touches bytes that another stream has written, or writes bytes that another stream has read, and no event orders
+  the two.
+- It touches memory whose allocation on another stream no event orders before it.
+- Memory is freed, by its last reference or by ``resize_(0)``, while another stream may still use it.
+
+The host knows what it has waited for. What :meth:`SimulatedEvent.query` answers is free on a real device, so a check
+chooses: never (the device is slow), always (it is fast), or at random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal, final
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from thinwire.collectives import gloo, memory
+from thinwire.collectives.streams import replace_streams
+
+__all__ = ["Answer", "Hazard", "StreamCheck", "check_streams"]
+
+Answer = Literal["never", "always", "random"]
+"""What queries of events that need not have been reached answer."""
+
+_FRAMES: Final = 6
+_SYNCHRONIZING: Final = {"aten::_local_scalar_dense", "aten::equal", "aten::nonzero", "aten::is_nonzero"}
+"""Operations whose result the host reads: it waits for the current stream."""
+
+_SAME_MEMORY: Final = {"aten::set_", "aten::resize_", "aten::detach", "aten::alias"}
+"""Operations that touch no values, beside those that only make views."""
+
+_QUEUE_NOTHING: Final = ("aten::empty", "aten::new_empty", "profiler::")
+"""Beginnings of the names of operations that only allocate memory or mark a range for a profiler."""
+
+Clock = dict[int, int]
+
+
+def _merge(clock: Clock, other: Clock) -> None:
+    for stream, position in other.items():
+        if position > clock.get(stream, 0):
+            clock[stream] = position
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """Two accesses to the same memory that nothing orders.
+
+    Attributes:
+        kind: ``"race"``, ``"use before allocation"`` or ``"freed in use"``.
+        what: The later access, with its stream.
+        other: The earlier access, with its stream.
+        where: Lines of the program that led to the later access.
+    """
+
+    kind: str
+    what: str
+    other: str
+    where: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.what} and {self.other} are not ordered\n{self.where}"
+
+
+@final
+class SimulatedStream:
+    """A stream of a check; has the methods of ``torch.cuda.Stream`` that lanes use."""
+
+    def __init__(self, check: StreamCheck, number: int, name: str) -> None:
+        self._check, self.number, self.name = check, number, name
+        self.clock: Clock = {}
+
+    def wait_stream(self, stream: SimulatedStream) -> None:
+        """Run later work after everything that another stream has queued so far."""
+        self._check.poll()
+        _merge(self.clock, stream.clock)
+
+    def wait_event(self, event: SimulatedEvent) -> None:
+        """Run later work after an event."""
+        self._check.poll()
+        _merge(self.clock, event.clock)
+
+    def synchronize(self) -> None:
+        """Let the host wait for the stream."""
+        self._check.poll()
+        _merge(self._check.host, self.clock)
+
+
+@final
+class SimulatedEvent:
+    """An event of a check; has the methods of ``torch.cuda.Event`` that lanes use."""
+
+    def __init__(self, check: StreamCheck) -> None:
+        self._check = check
+        self.clock: Clock = {}
+        self._is_reached = False
+
+    def record(self, stream: SimulatedStream) -> None:
+        """Mark the current end of a stream."""
+        self._check.poll()
+        self.clock = dict(stream.clock)
+        self._is_reached = False
+
+    def query(self) -> bool:
+        """Whether the device has reached the event: certain if the host knows, else the choice of the check."""
+        self._check.poll()
+        known = all(self._check.host.get(stream, 0) >= position for stream, position in self.clock.items())
+        if known or self._is_reached or self._check.answers():
+            self._is_reached = True
+            _merge(self._check.host, self.clock)
+            return True
+        return False
+
+    def synchronize(self) -> None:
+        """Let the host wait for the event."""
+        self._check.poll()
+        _merge(self._check.host, self.clock)
+
+    def elapsed_time(self, end: SimulatedEvent) -> float:
+        """Always zero milliseconds."""
+        return 0.0
+
+
+@dataclass
+class _Access:
+    """An access to a range of bytes.
+
+    Attributes:
+        begin: First byte.
+        end: Byte after the last one.
+        stream: Number of the stream.
+        position: Number of the operation on that stream.
+        writes: Whether it writes.
+        what: Name of the operation, with its stream.
+    """
+
+    begin: int
+    end: int
+    stream: int
+    position: int
+    writes: bool
+    what: str
+
+
+@dataclass
+class _Memory:
+    """A storage that has been seen.
+
+    Attributes:
+        weak: Weak pointer to the storage.
+        stream: Stream that allocated it.
+        born: Position of that stream at the allocation.
+        accesses: Accesses that a later one may conflict with.
+        is_empty: Whether ``resize_(0)`` has freed its bytes.
+    """
+
+    weak: Any
+    stream: int
+    born: int
+    accesses: list[_Access] = field(default_factory=list)
+    is_empty: bool = False
+
+
+class StreamCheck(TorchDispatchMode):
+    """Follows the accesses of all operations on this thread; made by :func:`check_streams`.
+
+    Args:
+        answers: What queries of events answer.
+        seed: Seed of random answers.
+
+    Attributes:
+        host: Operations that the host knows to have ended, by stream.
+        hazards: The hazards found so far, at most one for each pair of operations.
+        launches: Number of operations by name, without those that queue nothing on a device.
+    """
+
+    def __init__(self, answers: Answer = "never", seed: int = 0) -> None:
+        super().__init__()
+        self._answers, self._random = answers, random.Random(seed)
+        self.host: Clock = {}
+        self.hazards: list[Hazard] = []
+        self.launches: Counter[str] = Counter()
+        self._memories: dict[int, _Memory] = {}
+        self._seen: set[tuple[str, str, str]] = set()
+        self._streams: list[SimulatedStream] = []
+        self._stack = [self._make("compute")]
+
+    # -- the streams of a device, for lanes --------------------------------------------------------------------
+
+    def stream(self) -> SimulatedStream:
+        """Make a stream."""
+        return self._make(f"stream {len(self._streams)}")
+
+    def event(self) -> SimulatedEvent:
+        """Make an event."""
+        return SimulatedEvent(self)
+
+    def current(self) -> SimulatedStream:
+        """The stream that operations of this thread are queued on."""
+        return self._stack[-1]
+
+    @contextlib.contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        """Queue operations on a stream inside the context."""
+        self.poll()
+        self._stack.append(stream)
+        try:
+            yield
+        finally:
+            self.poll()
+            self._stack.pop()
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+        self.poll()
+        for stream in self._streams:
+            _merge(self.host, stream.clock)
+
+    def answers(self) -> bool:
+        """Whether an event that the host knows nothing of counts as reached."""
+        return self._answers == "always" or (self._answers == "random" and self._random.random() < 0.5)
+
+    # -- operations --------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self.poll()
+        result = func(*args, **kwargs)
+        name = func._schema.name
+        if name in _SAME_MEMORY or func.is_view:
+            self._meet(result)
+            return result
+        reads, writes = _arguments(func._schema, args, kwargs)
+        self.touch(name, reads, [*writes, *_tensors(result)])
+        if name in _SYNCHRONIZING:
+            _merge(self.host, self.current().clock)
+        return result
+
+    def touch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
+        """Follow an operation of the current stream.
+
+        Args:
+            name: Name of the operation.
+            reads: Tensors that it reads.
+            writes: Tensors that it writes.
+        """
+        if not name.startswith(_QUEUE_NOTHING):
+            self.launches[name] += 1
+        stream = self.current()
+        _merge(stream.clock, self.host)  # the host queues the operation after what it has waited for
+        position = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
+        what = f"{name} on {stream.name}"
+        for tensors, is_write in ((reads, False), (writes, True)):
+            for tensor in tensors:
+                span = _bytes_of(tensor)
+                if span is not None:
+                    access = _Access(*span, stream.number, position, is_write, what)
+                    self._access(self._memory(tensor), access, stream.clock)
+
+    def poll(self) -> None:
+        """Check the memory that has been freed since the last call."""
+        for key, known in list(self._memories.items()):
+            storage: torch.UntypedStorage | None = torch.UntypedStorage._new_with_weak_ptr(known.weak)
+            if storage is None:
+                self._free(known, "the last reference was dropped")
+                torch.UntypedStorage._free_weak_ref(known.weak)
+                del self._memories[key]
+            elif known.is_empty != (storage.nbytes() == 0):
+                known.is_empty = not known.is_empty
+                if known.is_empty:
+                    self._free(known, "resize_(0)")
+                else:  # allocated again, on the current stream
+                    known.stream, known.born = self._birth()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _make(self, name: str) -> SimulatedStream:
+        made = SimulatedStream(self, len(self._streams), name)
+        self._streams.append(made)
+        return made
+
+    def _birth(self) -> tuple[int, int]:
+        stream = self.current()
+        return stream.number, stream.clock.get(stream.number, 0)
+
+    def _meet(self, result: Any) -> None:
+        for tensor in _tensors(result):
+            if _bytes_of(tensor) is not None:
+                self._memory(tensor)
+
+    def _memory(self, tensor: torch.Tensor) -> _Memory:
+        storage = tensor.untyped_storage()
+        known = self._memories.get(storage._cdata)
+        if known is None:
+            known = _Memory(storage._weak_ref(), *self._birth())
+            self._memories[storage._cdata] = known
+        return known
+
+    def _access(self, known: _Memory, access: _Access, clock: Clock) -> None:
+        if known.stream != access.stream and clock.get(known.stream, 0) < known.born:
+            self._report("use before allocation", access.what, f"the allocation on stream {known.stream}")
+        kept = []
+        for earlier in known.accesses:
+            overlaps = earlier.begin < access.end and access.begin < earlier.end
+            is_ordered = earlier.stream == access.stream or clock.get(earlier.stream, 0) >= earlier.position
+            if overlaps and not is_ordered and (earlier.writes or access.writes):
+                self._report("race", access.what, earlier.what)
+            covered = access.begin <= earlier.begin and earlier.end <= access.end
+            replaces = access.writes or (earlier.stream == access.stream and not earlier.writes)
+            if not (is_ordered and covered and replaces):
+                kept.append(earlier)
+        kept.append(access)
+        known.accesses = kept
+
+    def _free(self, known: _Memory, how: str) -> None:
+        clock = dict(self._streams[known.stream].clock)
+        _merge(clock, self.host)
+        for access in known.accesses:
+            if access.stream != known.stream and clock.get(access.stream, 0) < access.position:
+                self._report("freed in use", f"{how}, memory of stream {known.stream}", access.what)
+        known.accesses = []
+
+    def _report(self, kind: str, what: str, other: str) -> None:
+        key = (kind, what, other)
+        if key not in self._seen:
+            self._seen.add(key)
+            frames = [f for f in traceback.extract_stack() if f.filename != __file__ and "/torch/" not in f.filename]
+            self.hazards.append(Hazard(kind, what, other, "".join(traceback.format_list(frames[-_FRAMES:]))))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_iter(value) if isinstance(leaf, torch.Tensor))
+
+
+def _arguments(schema: Any, args: Any, kwargs: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that a call reads, and those that it writes."""
+    reads: list[torch.Tensor] = []
+    writes: list[torch.Tensor] = []
+    for index, argument in enumerate(schema.arguments):
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        is_write = argument.alias_info is not None and argument.alias_info.is_write
+        (writes if is_write else reads).extend(_tensors(value))
+    return reads, writes
+
+
+def _bytes_of(tensor: torch.Tensor) -> tuple[int, int] | None:
+    """The range of bytes in a tensor's storage that its values lie in; ``None`` if it has no memory of its own."""
+    is_wrapper = bool(is_traceable_wrapper_subclass(tensor))
+    if is_wrapper or tensor.device.type == "meta" or tensor.layout is not torch.strided or not tensor.numel():
+        return None
+    begin = int(tensor.storage_offset()) * tensor.element_size()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.element_size()
+
+
+@contextlib.contextmanager
+def check_streams(answers: Answer = "never", seed: int = 0) -> Iterator[StreamCheck]:
+    """Check the use of streams of everything that runs on this thread. Shard the model inside the context.
+
+    Codecs must be of the backend ``"reference"``, whose operations are torch's: others access memory unseen.
+
+    Args:
+        answers: What queries of events answer if the host knows nothing: ``"never"``, ``"always"`` or ``"random"``.
+        seed: Seed of random answers.
+
+    Yields:
+        The check; read ``hazards`` after the context.
+    """
+    check = StreamCheck(answers, seed)
+    exchange, smallest = gloo.GlooLinks.exchange, memory.SMALLEST
+
+    def watched(links: gloo.GlooLinks, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
+        sent = [piece for index, piece in enumerate(outgoing) if index != links.index]
+        received = [piece for index, piece in enumerate(incoming) if index != links.index]
+        check.poll()
+        exchange(links, outgoing, incoming)
+        check.touch("exchange", sent, received)
+
+    gloo.GlooLinks.exchange = watched  # type: ignore[assignment,method-assign]
+    memory.SMALLEST = sys.maxsize  # blocks that are kept would hide from the allocator's rule
+    try:
+        with replace_streams(lambda _device: check), check:
+            yield check
+            check.poll()
+    finally:
+        gloo.GlooLinks.exchange, memory.SMALLEST = exchange, smallest  # type: ignore[method-assign]

@@ -1,0 +1,295 @@
+"""Lanes on simulated streams: every access to memory is ordered by events, and faults that are planted are found."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.dist.parity import STEPS, Case, Gap, alone, distinct_presets, gap, sharded
+from tests.dist.test_parity_plans import valid_plans
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import thinwire as tw
+from thinwire.sharding.lanes import stream_workers
+from thinwire.testing import run_ranks
+from thinwire.testing.streams import Answer, SimulatedStream, StreamCheck, check_streams
+
+ENCODED = ("zeropp", "zeropp-8bit", "thinwire")
+
+
+def preset(name: str, **fields: object) -> tw.Plan:
+    return tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", **fields)
+
+
+def checked(case: Case, answers: Answer) -> tuple[StreamCheck, Gap]:
+    """Train a case on simulated streams, and compare it with training alone."""
+    with check_streams(answers) as check:
+        curve = sharded(case)
+    return check, gap(curve, alone(dist.get_world_size(), case.micro_batches))
+
+
+def check_cases(cases: dict[str, Case], answers: Answer) -> list[str]:
+    """What is wrong with each case on this rank."""
+    problems = []
+    for name, case in cases.items():
+        check, difference = checked(case, answers)
+        assert check.launches.total() > 50 * STEPS
+        problems += [f"{name}: {hazard}" for hazard in check.hazards]
+        if not difference.closed and name not in ENCODED:
+            problems.append(f"{name}: {difference}")
+    return problems
+
+
+def assert_ordered(cases: dict[str, Case], answers: Answer) -> None:
+    for rank, problems in enumerate(run_ranks(4, check_cases, cases, answers)):
+        assert not problems, f"rank {rank}: {len(problems)} problems\n" + "\n".join(problems[:5])
+
+
+@pytest.mark.parametrize(
+    "answers", ["never", *(pytest.param(answer, marks=pytest.mark.slow) for answer in ("always", "random"))]
+)
+def test_presets_order_every_access(answers: Answer) -> None:
+    plans = distinct_presets(2, 2, compute_dtype="float32") | {name: preset(name) for name in ENCODED}
+    assert_ordered({name: Case(plan, codec_backend="reference") for name, plan in plans.items()}, answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ["never", "random"])
+def test_every_way_of_sharding_orders_every_access(answers: Answer) -> None:
+    plans = {
+        f"{name} {partition}": plan
+        for partition in ("intra", "inter")
+        for name, plan in valid_plans(tw.Factor(local=2, nodes=2), partition).items()
+    }
+    assert len(plans) == 46
+    assert_ordered({name: Case(plan, micro_batches=2) for name, plan in plans.items()}, answers)
+
+
+FIELDS = {
+    "two micro-batches": {},
+    "modules": {"granularity": "module"},
+    "prefetch 3": {"prefetch": 3},
+    "no prefetch": {"prefetch": 0},
+    "small buckets": {"bucket_bytes": 1024},
+    "no overlap": {"overlap": {"gather": False, "reduce": False, "sync": False, "spread": False}},
+    "whole collectives": {"overlap": {"stages": False}},
+    "keep the last": {"keep_gathered": "last"},
+    "bf16 sums": {"accumulate_dtype": "bfloat16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ["never", "random"])
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "hpz", "thinwire", "zeropp"])
+def test_options_order_every_access(name: str, answers: Answer) -> None:
+    for rank, problems in enumerate(run_ranks(4, check_options, name, answers)):
+        assert not problems, f"rank {rank}\n" + "\n".join(problems[:5])
+
+
+def check_options(name: str, answers: Answer) -> list[str]:
+    problems = []
+    for option, fields in FIELDS.items():
+        check, _ = checked(Case(preset(name, **fields), 2, codec_backend="reference"), answers)
+        problems += [f"{option}: {hazard}" for hazard in check.hazards]
+    return problems
+
+
+# -- loops -----------------------------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Its head is its embedding, which the root unit holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, ids: torch.Tensor, *, recompute: bool = False) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x).tanh()
+        return nn.functional.linear(x, self.embedding.weight)
+
+
+def retained(model: nn.Module, ids: torch.Tensor) -> None:
+    loss = model(ids).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def recomputed(model: nn.Module, ids: torch.Tensor) -> None:
+    model(ids, recompute=True).square().mean().backward()
+
+
+def evaluated(model: nn.Module, ids: torch.Tensor) -> None:
+    with torch.no_grad():
+        model(ids)
+    model(ids).square().mean().backward()
+
+
+def inspected(model: nn.Module, ids: torch.Tensor) -> None:
+    model(ids).square().mean().backward()
+    total = sum(parameter.square().sum() for parameter in model.parameters())
+    assert total == total
+    with tw.full_parameters(model):
+        copy.deepcopy([parameter.detach() for parameter in model.parameters()])
+
+
+LOOPS = (retained, recomputed, evaluated, inspected)
+
+
+def check_loops(names: tuple[str, ...], answers: Answer) -> list[str]:
+    problems = []
+    for name, loop in itertools.product(names, LOOPS):
+        with check_streams(answers) as check:
+            torch.manual_seed(0)
+            model = tw.shard(Tied(), preset(name), codec_backend="reference")
+            optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+            for _ in range(3):
+                loop(model, torch.arange(6).view(2, 3))
+                tw.clip_grad_norm_(model, 1.0)
+                optim.step()
+                optim.zero_grad()
+        problems += [f"{name}, {loop.__name__}: {hazard}" for hazard in check.hazards]
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("names", "answers"),
+    [
+        (("zero3",), "never"),
+        *(
+            pytest.param(("zero1", "zero2", "hpz", "thinwire", "zeropp"), answers, marks=pytest.mark.slow)
+            for answers in ("never", "always", "random")
+        ),
+    ],
+)
+def test_loops_order_every_access(names: tuple[str, ...], answers: Answer) -> None:
+    for rank, problems in enumerate(run_ranks(4, check_loops, names, answers)):
+        assert not problems, f"rank {rank}\n" + "\n".join(problems[:5])
+
+
+# -- planted faults --------------------------------------------------------------------------------------------
+
+
+def start_at_once(_stream: SimulatedStream, _other: SimulatedStream) -> None:
+    """Lanes do not wait for what computation has queued."""
+
+
+def go_on(ticket: stream_workers._StreamTicket) -> None:
+    """Computation does not wait for lanes."""
+    ticket._release()
+
+
+submit = stream_workers.StreamWorker.submit
+make_ticket = stream_workers._StreamTicket.__init__
+
+
+def run_ahead(worker, body, after, label):  # type: ignore[no-untyped-def]
+    """Moves do not wait for each other."""
+    return submit(worker, body, (), label)
+
+
+def let_go(ticket, worker, event, body, after, label):  # type: ignore[no-untyped-def]
+    """Tickets keep no memory."""
+    make_ticket(ticket, worker, event, lambda: None, (), label)
+
+
+FAULTS: dict[str, tuple[type, str, Callable[..., object]]] = {
+    "start": (SimulatedStream, "wait_stream", start_at_once),
+    "wait": (stream_workers._StreamTicket, "wait", go_on),
+    "moves": (stream_workers.StreamWorker, "submit", run_ahead),
+    "memory": (stream_workers._StreamTicket, "__init__", let_go),
+}
+
+
+@contextlib.contextmanager
+def planted(fault: str) -> Iterator[None]:
+    owner, name, replacement = FAULTS[fault]
+    with mock.patch.object(owner, name, replacement):
+        yield
+
+
+def check_faults(names: tuple[str, ...]) -> dict[str, set[str]]:
+    """The kinds of hazards that each fault causes."""
+    kinds = {}
+    for name, fault in itertools.product(names, FAULTS):
+        with planted(fault):
+            check, _ = checked(Case(preset(name), codec_backend="reference"), "never")
+        kinds[f"{name} {fault}"] = {hazard.kind for hazard in check.hazards}
+    return kinds
+
+
+@pytest.mark.parametrize(
+    "names", [("zero3", "zero1"), pytest.param(("zero2", "hpz", "thinwire", "zeropp"), marks=pytest.mark.slow)]
+)
+def test_planted_faults_are_found(names: tuple[str, ...]) -> None:
+    for kinds in run_ranks(4, check_faults, names):
+        for name in names:
+            assert "race" in kinds[f"{name} start"]
+            assert {"race", "freed in use"} & kinds[f"{name} wait"]
+            assert {"race", "freed in use"} & kinds[f"{name} moves"]
+            assert "freed in use" in kinds[f"{name} memory"]
+
+
+# -- launches --------------------------------------------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    """A transformer block's nine parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(32) for _ in range(2))
+        self.inside = nn.ModuleList(nn.Linear(32, 32, bias=False) for _ in range(4))
+        self.widen = nn.ModuleList(nn.Linear(32, 96, bias=False) for _ in range(2))
+        self.narrow = nn.Linear(96, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norms[0](x)
+        query, key, value, output = self.inside
+        x = x + output(query(h) * key(h) + value(h))
+        h = self.norms[1](x)
+        return x + self.narrow(self.widen[0](h) * self.widen[1](h))
+
+
+def count_launches(name: str | None, depth: int) -> int:
+    """Launches of the fourth step: with thinwire, or of torch alone in bf16."""
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(*(Layer() for _ in range(depth)))
+    with check_streams() as check:
+        if name is None:
+            model = model.bfloat16()
+            optim: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, foreach=True)
+        else:
+            nodes = 1 if name in ("zero1", "zero3") else 2
+            plan = tw.Plan.preset(name, nodes=nodes, local=4 // nodes)
+            model = tw.shard(model, plan, codec_backend="reference")
+            optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2, foreach=True)
+        for _ in range(4):
+            check.launches.clear()
+            model(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+    return check.launches.total()
+
+
+def launches_of_a_unit(names: tuple[str, ...]) -> dict[str, float]:
+    """Launches for each unit and step beyond those of torch alone; what does not depend on the depth cancels out."""
+    plain = count_launches(None, 5) - count_launches(None, 3)
+    return {name: (count_launches(name, 5) - count_launches(name, 3) - plain) / 2 for name in names}
+
+
+def test_units_launch_little() -> None:
+    budgets = {"zero1": 12, "zero3": 12}
+    for launches in run_ranks(4, launches_of_a_unit, tuple(budgets)):
+        for name, budget in budgets.items():
+            assert 0 < launches[name] <= budget, f"{name}: {launches[name]}"
