@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -63,7 +64,7 @@ def all_gather(
 
 
 def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns: Sequence[range], kind: Kind) -> Moves:
-    starts = [sum(sizes[:i]) for i in range(group.size + 1)]
+    starts = [0, *itertools.accumulate(sizes)]
     row = [whole[starts[i] : starts[i + 1]] for i in columns[group.local_index]]
     wholes = [whole[starts[column.start] : starts[column.stop]] for column in columns]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -50,7 +51,7 @@ class Messages:
         self.codec = codec
         self._sizes, self._dtype = sizes, dtype
         rooms = [codec.slot_bytes(size, dtype) for size in sizes]
-        self._starts = [sum(rooms[:i]) for i in range(len(rooms) + 1)]
+        self._starts = [0, *itertools.accumulate(rooms)]
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
         self._known = [codec.max_wire_bytes(size, dtype) for size in sizes]
         # Only variable lengths are sent, so others need not be copied to a device.

@@ -13,6 +13,7 @@ from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.moves import Move, Moves
+from thinwire.collectives.streams import streams_of
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program.stages import Stage
 
@@ -141,6 +142,10 @@ def _exact_hop(subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], me
     received = allocate(own.numel() * subgroup.size, whole.dtype, whole.device)
     incoming = list(received.split(own.numel())) if own.numel() else [own] * subgroup.size
     subgroup.exchange(outgoing, incoming)
+    if streams_of(whole.device) is not None:
+        incoming[subgroup.index].copy_(own)
+        _add_rows(received.view(subgroup.size, own.numel()), merge)
+        return
     others = [piece for i, piece in enumerate(incoming) if i != subgroup.index]
     # Own piece first: `out` may lie on top of it.
     _add_pieces([own, *others], merge)
@@ -189,12 +194,28 @@ def _encoded_hop(
     return Moves([Move(before, encode), Move(subgroup.stage, transfer), Move(after, add)])
 
 
+def _add_rows(rows: torch.Tensor, merge: _Merge) -> None:
+    """``out (+)= scale * sum of the rows``, added in fp32, in at most three launches however many rows there are."""
+    out, scale = merge.out, merge.scale
+    if out.dtype == torch.float32 and not merge.accumulate:
+        torch.sum(rows, 0, dtype=torch.float32, out=out)
+        if scale != 1.0:
+            out.mul_(scale)
+        return
+    total = torch.sum(rows, 0, dtype=torch.float32, out=allocate(out.numel(), torch.float32, out.device))
+    if merge.accumulate:
+        out.add_(total, alpha=scale)
+    else:
+        out.copy_(total if scale == 1.0 else total.mul_(scale))
+
+
 def _add_pieces(pieces: Sequence[torch.Tensor], merge: _Merge) -> None:
     """``out (+)= scale * sum(pieces)``, added in fp32 and rounded to the dtype of ``out`` once."""
     out, scale, accumulate = merge.out, merge.scale, merge.accumulate
+    chunk = CHUNK if streams_of(out.device) is None else max(1, out.numel())  # there, launches cost more than caches
     if out.dtype == torch.float32:
-        for start in range(0, out.numel(), CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, out.numel(), chunk):
+            part = slice(start, start + chunk)
             _add_up([piece[part] for piece in pieces], out[part], scale, accumulate=accumulate)
         return
     assert not accumulate
@@ -204,16 +225,16 @@ def _add_pieces(pieces: Sequence[torch.Tensor], merge: _Merge) -> None:
         if scale != 1.0:
             out.mul_(scale)
         return
-    total = allocate(min(CHUNK, out.numel()), torch.float32, out.device)
-    for start in range(0, out.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
+    total = allocate(min(chunk, out.numel()), torch.float32, out.device)
+    for start in range(0, out.numel(), chunk):
+        part = slice(start, start + chunk)
         target = out[part]
         _add_up([piece[part] for piece in pieces], total[: target.numel()], scale, accumulate=False)
         target.copy_(total[: target.numel()])
 
 
 CHUNK = 1 << 18
-"""Elements added at a time: 1 MiB of fp32 stays in a core's cache from the first piece to the last."""
+"""Elements that a CPU adds at a time: 1 MiB of fp32 stays in a core's cache from the first piece to the last."""
 
 
 def _add_up(pieces: Sequence[torch.Tensor], total: torch.Tensor, scale: float, *, accumulate: bool) -> None:

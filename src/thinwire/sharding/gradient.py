@@ -21,6 +21,7 @@ import math
 import torch
 
 from thinwire.collectives.memory import allocate
+from thinwire.collectives.streams import streams_of
 from thinwire.program import Axis, axis_shape
 from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.spec import Plan
@@ -99,6 +100,9 @@ class UnitGradient:
         self._seen: set[int] = set()
         self._forgotten: set[int] = set()  # slots forgotten since gradients came last
         self._into_local = False
+        # On a device with streams, a unit's gradients are copied in one launch, once all of them are there.
+        self._copies_together = streams_of(owned.device) is not None
+        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # places and gradients still to be copied there
 
     @property
     def local(self) -> Accumulator:
@@ -137,7 +141,12 @@ class UnitGradient:
         target = self.local.values if self._into_local else self.staging
         assert target is not None
         place = target.as_strided(slot.shape, slot.strides, target.storage_offset() + slot.offset)
-        if index in self._seen or (self._into_local and not self.local.empty):
+        if index in self._seen:
+            self._copy_pending()
+            place.add_(grad)
+        elif self._copies_together:
+            self._pending.append((place, grad))
+        elif self._accumulates:
             place.add_(grad)
         else:
             place.copy_(grad)
@@ -151,6 +160,7 @@ class UnitGradient:
         """
         if not self._seen:
             self._begin(last=last)
+        self._copy_pending()
         if self._into_local:
             local = self.local
             if local.empty:
@@ -172,6 +182,7 @@ class UnitGradient:
             self.local.empty = True
         self.staging = None
         self._seen.clear()
+        self._pending.clear()
 
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
@@ -233,6 +244,21 @@ class UnitGradient:
         self._into_local = at_home and not (last and networked and not self._holds_something())
         if not self._into_local:
             self.staging = allocate(self.layout.numel, topology.wire_dtype, self.owned.values.device)
+
+    @property
+    def _accumulates(self) -> bool:
+        """Whether gradients are added to those of earlier micro-batches."""
+        return self._into_local and not self.local.empty
+
+    def _copy_pending(self) -> None:
+        if not self._pending:
+            return
+        places, grads = map(list, zip(*self._pending, strict=True))
+        self._pending.clear()
+        if self._accumulates:
+            torch._foreach_add_(places, grads)
+        else:
+            torch._foreach_copy_(places, grads)
 
     def _holds_something(self) -> bool:
         return self._local is not None and not self._local.empty
