@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from tests.dist.edge import ADAMW, WIDTH, build, close, parity, plan, samples
+from tests.dist.edge import ADAMW, TOLERANCE, WIDTH, build, close, gap, parity, plan, samples, whole
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -138,3 +139,27 @@ def test_a_program_may_end_without_leaving_the_job(tmp_path: Path) -> None:
     for _ in range(2):
         done = subprocess.run(torchrun, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
+
+
+def train_on_retained_graphs(model: nn.Module, optim: torch.optim.Optimizer, places: list[int]) -> None:
+    for step in range(2):
+        loss = torch.stack([model(samples(step, 1, 4)[0, place]).square().mean() for place in places]).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def check_retained_graphs() -> None:
+    """The second backward begins where the weight was read, before any unit's hook runs."""
+    alone = build(ReadsTwice)
+    train_on_retained_graphs(alone, torch.optim.AdamW(alone.parameters(), **ADAMW), [0, 1, 2, 3])
+    for name in READ:
+        model = tw.shard(build(ReadsTwice), plan(name), units=["table", "layers.0", "layers.1"])
+        train_on_retained_graphs(model, tw.optimizer(model, torch.optim.AdamW, **ADAMW), [dist.get_rank()])
+        assert gap(whole(model), list(alone.parameters())) <= TOLERANCE, name
+        close(model)
+
+
+def test_a_retained_graph_may_begin_with_a_read_weight() -> None:
+    run_ranks(4, check_retained_graphs)

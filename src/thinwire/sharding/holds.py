@@ -35,6 +35,8 @@ class Holds:
         # Units read outside their own forward. No hook runs when such a reader is done, so these units stay whole until
         # the backward ends.
         self._read: set[int] = set()
+        # Those of them that the last backward has released. Another backward over a retained graph needs them again.
+        self._released: set[int] = set()
         # A backward with create_graph leaves nodes that read parameters without a hook. Nothing may be freed until a
         # backward without create_graph or the step has ended.
         self._graphs_of_graphs = False
@@ -55,6 +57,11 @@ class Holds:
         """Hold a unit that is read outside its forward."""
         self._read.add(index)
 
+    @property
+    def has_reads(self) -> bool:
+        """Whether units are held that were read outside their forward."""
+        return bool(self._read)
+
     def release_reads(self, *, free: bool = False) -> None:
         """Release the units that were read outside their forward.
 
@@ -65,19 +72,33 @@ class Holds:
         for index in read if free else ():
             self.free(index)
 
-    def begin_backward(self) -> None:
-        """Begin a backward. Gradients are enabled on its thread if it runs with create_graph."""
+    def begin_forward(self) -> None:
+        """Begin a forward, whose graph is the one that the next backward runs over."""
+        self._released.clear()
+
+    def begin_backward(self) -> Sequence[int]:
+        """Begin a backward. Gradients are enabled on its thread if it runs with create_graph.
+
+        Returns:
+            Units that the backward reads without a hook, and that an earlier one over the same graph has released. They
+            are held again.
+        """
         self._creates_graph = torch.is_grad_enabled()
         self._graphs_of_graphs |= self._creates_graph
+        again = sorted(self._released - self._read)
+        self._read.update(again)
+        return again
 
     def end_backward(self) -> None:
         """End the backward: release its readers and, if it ran without create_graph, earlier graphs."""
         self._graphs_of_graphs &= self._creates_graph
+        self._released = set(self._read)
         self.release_reads()
 
     def end_step(self) -> None:
         """Release all graphs, which are invalid after parameters were updated."""
         self._graphs_of_graphs = False
+        self._released.clear()
 
     def gather_all(self) -> None:
         """Gather every unit without a codec, and keep it gathered until :meth:`release_all`.

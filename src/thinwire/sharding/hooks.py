@@ -93,8 +93,16 @@ def _hook_forward(runtime: Runtime) -> None:
         runtime.passes.enter_forward()
 
     @_outside_compile
-    def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+    def leave(_module: nn.Module, _args: Any, output: Any) -> None:
+        if runtime.holds.has_reads and torch.is_grad_enabled():
+            # A parent that computes with a child's weight is no unit, so no other hook runs before its backward.
+            for tensor in tensors_in(output):
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(begin_backward)
         runtime.passes.leave_forward()
+
+    def begin_backward(_grad: torch.Tensor) -> None:
+        runtime.passes.backward.begin()
 
     runtime.undo.append(runtime.model.register_forward_pre_hook(enter, prepend=True).remove)
     runtime.undo.append(runtime.model.register_forward_hook(leave, always_call=True).remove)

@@ -111,7 +111,7 @@ class BackwardPass:
             index: Number of the unit.
             will_leave: Whether the unit stays open until :meth:`post_backward` or the end of the backward.
         """
-        self._enter_backward()
+        self.begin()
         if will_leave:
             self._open_calls[index] += 1
         self.need(index)
@@ -119,7 +119,7 @@ class BackwardPass:
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
         """Take the gradient of the unit's trained parameter number ``slot``, in the parameter's shape."""
-        self._enter_backward()
+        self.begin()
         self._agreements.used.note(index, slot)
         if not self.gradients_count:
             grad = torch.zeros_like(grad)
@@ -149,7 +149,8 @@ class BackwardPass:
         self._holds.release_reads()
         self._holds.free_all()
 
-    def _enter_backward(self) -> None:
+    def begin(self) -> None:
+        """Handle the first event of a backward; later calls in the same backward do nothing."""
         if self._state.present is Pass.BACKWARD:
             return
         if self.encodes_gradients is None:
@@ -160,7 +161,8 @@ class BackwardPass:
         self._state.before = self._state.present
         self._state.enter(Pass.BACKWARD)
         self._state.had_backward = True
-        self._holds.begin_backward()
+        for index in self._holds.begin_backward():
+            self._units[index].need(from_secondary=True)
         self._agreements.begin_backward()
         self._reducer.begin(self._schedule.turns(), last=self._schedule.last)
         Variable._execution_engine.queue_callback(self._end_backward)
@@ -255,6 +257,7 @@ class Passes:
                     "parameters again. Call the transform inside thinwire.full_parameters(model)"
                 )
             self.before_computing()
+            self._holds.begin_forward()
             self.state.enter(Pass.FORWARD)
 
     def leave_forward(self) -> None:
