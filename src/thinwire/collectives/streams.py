@@ -8,10 +8,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Event", "Stream", "Streams", "replace_streams", "streams_of"]
+__all__ = ["Stream", "StreamEvent", "Streams", "replace_streams", "streams_of"]
 
 
-class Event(Protocol):
+class StreamEvent(Protocol):
     """A moment of a stream; see ``torch.cuda.Event``."""
 
     def record(self, stream: Any) -> None:
@@ -46,7 +46,7 @@ class Streams(Protocol):
     def stream(self) -> Stream:
         """Make a stream of high priority."""
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """Make an event that takes the time."""
 
     def current(self) -> Stream:
@@ -73,7 +73,7 @@ class CudaStreams:
         """Make a stream of high priority."""
         return torch.cuda.Stream(self._device, priority=-1)
 
-    def event(self) -> Event:
+    def event(self) -> StreamEvent:
         """Make an event that takes the time."""
         return torch.cuda.Event(enable_timing=True)
 

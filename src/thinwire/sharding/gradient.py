@@ -63,6 +63,29 @@ class Accumulator:
         return accumulate
 
 
+class _Copies:
+    """Gradients that are still to be copied to their places, all in one launch."""
+
+    def __init__(self) -> None:
+        self._places: list[torch.Tensor] = []
+        self._grads: list[torch.Tensor] = []
+
+    def put(self, place: torch.Tensor, grad: torch.Tensor) -> None:
+        """Copy a gradient to a place of its shape later."""
+        self._places.append(place)
+        self._grads.append(grad)
+
+    def perform(self, *, add: bool) -> None:
+        """Copy the gradients, or add them to what is at their places."""
+        if self._places:
+            (torch._foreach_add_ if add else torch._foreach_copy_)(self._places, self._grads)
+            self.clear()
+
+    def clear(self) -> None:
+        """Drop the gradients."""
+        self._places, self._grads = [], []
+
+
 class UnitGradient:
     """The gradient of one of a unit's trainable buffers.
 
@@ -101,8 +124,7 @@ class UnitGradient:
         self._forgotten: set[int] = set()  # slots forgotten since gradients came last
         self._into_local = False
         # On a device with streams, a unit's gradients are copied in one launch, once all of them are there.
-        self._copies_together = streams_of(owned.device) is not None
-        self._pending: list[tuple[torch.Tensor, torch.Tensor]] = []  # places and gradients still to be copied there
+        self._copies = None if streams_of(owned.device) is None else _Copies()
 
     @property
     def local(self) -> Accumulator:
@@ -141,12 +163,12 @@ class UnitGradient:
         target = self.local.values if self._into_local else self.staging
         assert target is not None
         place = target.as_strided(slot.shape, slot.strides, target.storage_offset() + slot.offset)
-        if index in self._seen:
-            self._copy_pending()
-            place.add_(grad)
-        elif self._copies_together:
-            self._pending.append((place, grad))
-        elif self._accumulates:
+        accumulates = self._into_local and not self.local.empty
+        if self._copies is not None and index in self._seen:
+            self._copies.perform(add=accumulates)
+        if self._copies is not None and index not in self._seen:
+            self._copies.put(place, grad)
+        elif accumulates or index in self._seen:
             place.add_(grad)
         else:
             place.copy_(grad)
@@ -160,7 +182,8 @@ class UnitGradient:
         """
         if not self._seen:
             self._begin(last=last)
-        self._copy_pending()
+        if self._copies is not None:
+            self._copies.perform(add=self._into_local and not self.local.empty)
         if self._into_local:
             local = self.local
             if local.empty:
@@ -182,7 +205,8 @@ class UnitGradient:
             self.local.empty = True
         self.staging = None
         self._seen.clear()
-        self._pending.clear()
+        if self._copies is not None:
+            self._copies.clear()
 
     def reset(self) -> None:
         """Forget every gradient (``zero_grad``)."""
@@ -244,21 +268,6 @@ class UnitGradient:
         self._into_local = at_home and not (last and networked and not self._holds_something())
         if not self._into_local:
             self.staging = allocate(self.layout.numel, topology.wire_dtype, self.owned.values.device)
-
-    @property
-    def _accumulates(self) -> bool:
-        """Whether gradients are added to those of earlier micro-batches."""
-        return self._into_local and not self.local.empty
-
-    def _copy_pending(self) -> None:
-        if not self._pending:
-            return
-        places, grads = map(list, zip(*self._pending, strict=True))
-        self._pending.clear()
-        if self._accumulates:
-            torch._foreach_add_(places, grads)
-        else:
-            torch._foreach_copy_(places, grads)
 
     def _holds_something(self) -> bool:
         return self._local is not None and not self._local.empty

@@ -25,7 +25,7 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
 
@@ -84,59 +84,119 @@ class Hazard:
 class SimulatedStream:
     """A stream of a check; has the methods of ``torch.cuda.Stream`` that lanes use."""
 
-    def __init__(self, check: StreamCheck, number: int, name: str) -> None:
-        self._check, self.number, self.name = check, number, name
+    def __init__(self, streams: SimulatedStreams, number: int, name: str) -> None:
+        self._streams, self.number, self.name = streams, number, name
         self.clock: Clock = {}
 
     def wait_stream(self, stream: SimulatedStream) -> None:
         """Run later work after everything that another stream has queued so far."""
-        self._check.poll()
+        self._streams.poll()
         _merge(self.clock, stream.clock)
 
     def wait_event(self, event: SimulatedEvent) -> None:
         """Run later work after an event."""
-        self._check.poll()
+        self._streams.poll()
         _merge(self.clock, event.clock)
 
     def synchronize(self) -> None:
         """Let the host wait for the stream."""
-        self._check.poll()
-        _merge(self._check.host, self.clock)
+        self._streams.poll()
+        _merge(self._streams.host, self.clock)
 
 
 @final
 class SimulatedEvent:
     """An event of a check; has the methods of ``torch.cuda.Event`` that lanes use."""
 
-    def __init__(self, check: StreamCheck) -> None:
-        self._check = check
+    def __init__(self, streams: SimulatedStreams) -> None:
+        self._streams = streams
         self.clock: Clock = {}
         self._is_reached = False
 
     def record(self, stream: SimulatedStream) -> None:
         """Mark the current end of a stream."""
-        self._check.poll()
+        self._streams.poll()
         self.clock = dict(stream.clock)
         self._is_reached = False
 
     def query(self) -> bool:
         """Whether the device has reached the event: certain if the host knows, else the choice of the check."""
-        self._check.poll()
-        known = all(self._check.host.get(stream, 0) >= position for stream, position in self.clock.items())
-        if known or self._is_reached or self._check.answers():
+        self._streams.poll()
+        known = all(self._streams.host.get(stream, 0) >= position for stream, position in self.clock.items())
+        if known or self._is_reached or self._streams.guesses():
             self._is_reached = True
-            _merge(self._check.host, self.clock)
+            _merge(self._streams.host, self.clock)
             return True
         return False
 
     def synchronize(self) -> None:
         """Let the host wait for the event."""
-        self._check.poll()
-        _merge(self._check.host, self.clock)
+        self._streams.poll()
+        _merge(self._streams.host, self.clock)
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
         """Always zero milliseconds."""
         return 0.0
+
+
+class SimulatedStreams:
+    """The streams of a simulated device, as lanes use them.
+
+    Args:
+        answers: What queries of events answer if the host knows nothing.
+        seed: Seed of random answers.
+        poll: Called before anything that orders streams.
+
+    Attributes:
+        all: The streams by number; the first is that of computation.
+        host: Operations that the host knows to have ended, by stream.
+        poll: See above.
+    """
+
+    def __init__(self, answers: Answer, seed: int, poll: Callable[[], None]) -> None:
+        self._answers, self._random = answers, random.Random(seed)
+        self.poll = poll
+        self.host: Clock = {}
+        self.all: list[SimulatedStream] = []
+        self._stack = [self._make("compute")]
+
+    def stream(self) -> SimulatedStream:
+        """Make a stream."""
+        return self._make(f"stream {len(self.all)}")
+
+    def event(self) -> SimulatedEvent:
+        """Make an event."""
+        return SimulatedEvent(self)
+
+    def current(self) -> SimulatedStream:
+        """The stream that operations of this thread are queued on."""
+        return self._stack[-1]
+
+    @contextlib.contextmanager
+    def use(self, stream: SimulatedStream) -> Iterator[None]:
+        """Queue operations on a stream inside the context."""
+        self.poll()
+        self._stack.append(stream)
+        try:
+            yield
+        finally:
+            self.poll()
+            self._stack.pop()
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams."""
+        self.poll()
+        for stream in self.all:
+            _merge(self.host, stream.clock)
+
+    def guesses(self) -> bool:
+        """Whether an event that the host knows nothing of counts as reached."""
+        return self._answers == "always" or (self._answers == "random" and self._random.random() < 0.5)
+
+    def _make(self, name: str) -> SimulatedStream:
+        made = SimulatedStream(self, len(self.all), name)
+        self.all.append(made)
+        return made
 
 
 @dataclass
@@ -183,60 +243,22 @@ class StreamCheck(TorchDispatchMode):
     """Follows the accesses of all operations on this thread; made by :func:`check_streams`.
 
     Args:
-        answers: What queries of events answer.
+        answers: What queries of events answer if the host knows nothing.
         seed: Seed of random answers.
 
     Attributes:
-        host: Operations that the host knows to have ended, by stream.
+        streams: The streams of the simulated device.
         hazards: The hazards found so far, at most one for each pair of operations.
         launches: Number of operations by name, without those that queue nothing on a device.
     """
 
     def __init__(self, answers: Answer = "never", seed: int = 0) -> None:
         super().__init__()
-        self._answers, self._random = answers, random.Random(seed)
-        self.host: Clock = {}
+        self.streams = SimulatedStreams(answers, seed, self.poll)
         self.hazards: list[Hazard] = []
         self.launches: Counter[str] = Counter()
         self._memories: dict[int, _Memory] = {}
         self._seen: set[tuple[str, str, str]] = set()
-        self._streams: list[SimulatedStream] = []
-        self._stack = [self._make("compute")]
-
-    # -- the streams of a device, for lanes --------------------------------------------------------------------
-
-    def stream(self) -> SimulatedStream:
-        """Make a stream."""
-        return self._make(f"stream {len(self._streams)}")
-
-    def event(self) -> SimulatedEvent:
-        """Make an event."""
-        return SimulatedEvent(self)
-
-    def current(self) -> SimulatedStream:
-        """The stream that operations of this thread are queued on."""
-        return self._stack[-1]
-
-    @contextlib.contextmanager
-    def use(self, stream: SimulatedStream) -> Iterator[None]:
-        """Queue operations on a stream inside the context."""
-        self.poll()
-        self._stack.append(stream)
-        try:
-            yield
-        finally:
-            self.poll()
-            self._stack.pop()
-
-    def synchronize(self) -> None:
-        """Let the host wait for all streams."""
-        self.poll()
-        for stream in self._streams:
-            _merge(self.host, stream.clock)
-
-    def answers(self) -> bool:
-        """Whether an event that the host knows nothing of counts as reached."""
-        return self._answers == "always" or (self._answers == "random" and self._random.random() < 0.5)
 
     # -- operations --------------------------------------------------------------------------------------------
 
@@ -251,7 +273,7 @@ class StreamCheck(TorchDispatchMode):
         reads, writes = _arguments(func._schema, args, kwargs)
         self.touch(name, reads, [*writes, *_tensors(result)])
         if name in _SYNCHRONIZING:
-            _merge(self.host, self.current().clock)
+            _merge(self.streams.host, self.streams.current().clock)
         return result
 
     def touch(self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
@@ -264,8 +286,8 @@ class StreamCheck(TorchDispatchMode):
         """
         if not name.startswith(_QUEUE_NOTHING):
             self.launches[name] += 1
-        stream = self.current()
-        _merge(stream.clock, self.host)  # the host queues the operation after what it has waited for
+        stream = self.streams.current()
+        _merge(stream.clock, self.streams.host)  # the host queues the operation after what it has waited for
         position = stream.clock[stream.number] = stream.clock.get(stream.number, 0) + 1
         what = f"{name} on {stream.name}"
         for tensors, is_write in ((reads, False), (writes, True)):
@@ -292,13 +314,8 @@ class StreamCheck(TorchDispatchMode):
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _make(self, name: str) -> SimulatedStream:
-        made = SimulatedStream(self, len(self._streams), name)
-        self._streams.append(made)
-        return made
-
     def _birth(self) -> tuple[int, int]:
-        stream = self.current()
+        stream = self.streams.current()
         return stream.number, stream.clock.get(stream.number, 0)
 
     def _meet(self, result: Any) -> None:
@@ -331,8 +348,8 @@ class StreamCheck(TorchDispatchMode):
         known.accesses = kept
 
     def _free(self, known: _Memory, how: str) -> None:
-        clock = dict(self._streams[known.stream].clock)
-        _merge(clock, self.host)
+        clock = dict(self.streams.all[known.stream].clock)
+        _merge(clock, self.streams.host)
         for access in known.accesses:
             if access.stream != known.stream and clock.get(access.stream, 0) < access.position:
                 self._report("freed in use", f"{how}, memory of stream {known.stream}", access.what)
@@ -397,7 +414,7 @@ def check_streams(answers: Answer = "never", seed: int = 0) -> Iterator[StreamCh
     gloo.GlooLinks.exchange = watched  # type: ignore[assignment,method-assign]
     memory.SMALLEST = sys.maxsize  # blocks that are kept would hide from the allocator's rule
     try:
-        with replace_streams(lambda _device: check), check:
+        with replace_streams(lambda _device: check.streams), check:
             yield check
             check.poll()
     finally:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from typing import TypeAlias
 
-from thinwire.collectives.streams import Event, Streams
+from thinwire.collectives.streams import StreamEvent, Streams
 from thinwire.program.timeline import COMPUTE, Timeline
 from thinwire.sharding.lanes.journal import Journal
 
 __all__ = ["Mark", "Recorder"]
 
-Mark: TypeAlias = float | Event | None
+Mark: TypeAlias = float | StreamEvent | None
 """A moment of computation: seconds of ``time.perf_counter``, or an event on a stream; ``None`` without a timeline."""
 
 
@@ -26,8 +26,8 @@ class Recorder:
         self.timeline: Timeline | None = None
         self.journal: Journal | None = None
         self._streams = streams
-        self._origin: Event | None = None
-        self._events: list[tuple[str, str, Event, Event]] = []
+        self._origin: StreamEvent | None = None
+        self._events: list[tuple[str, str, StreamEvent, StreamEvent]] = []
 
     def start(self) -> Timeline:
         """Begin a new timeline."""
@@ -55,7 +55,7 @@ class Recorder:
         elif not isinstance(since, float | None) and not isinstance(now, float | None):
             self.measure(COMPUTE, label, since, now)
 
-    def measure(self, track: str, label: str, begun: Event, ended: Event) -> None:
+    def measure(self, track: str, label: str, begun: StreamEvent, ended: StreamEvent) -> None:
         """Keep a pair of events for the timeline."""
         if self.timeline is not None:
             self._events.append((track, label, begun, ended))

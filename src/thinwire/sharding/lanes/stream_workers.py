@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from thinwire.collectives.streams import Event, Streams
+from thinwire.collectives.streams import StreamEvent, Streams
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
@@ -20,7 +20,7 @@ __all__ = ["StreamWorker"]
 @final
 class _StreamTicket(Ticket):
     def __init__(
-        self, worker: StreamWorker, event: Event, body: Body, after: Sequence[_StreamTicket], label: str
+        self, worker: StreamWorker, event: StreamEvent, body: Body, after: Sequence[_StreamTicket], label: str
     ) -> None:
         self._worker, self.event, self._label = worker, event, label
         self._body, self._after = body, tuple(after)
@@ -60,10 +60,10 @@ class _Stopwatch:
     """Adds up the time between pairs of events. Finished pairs are added at once, so that they do not accumulate."""
 
     def __init__(self) -> None:
-        self._pairs: deque[tuple[Event, Event]] = deque()
+        self._pairs: deque[tuple[StreamEvent, StreamEvent]] = deque()
         self._seconds = 0.0
 
-    def add(self, begun: Event, ended: Event) -> None:
+    def add(self, begun: StreamEvent, ended: StreamEvent) -> None:
         """Count the time between two recorded events."""
         while self._pairs and self._pairs[0][1].query():
             first, last = self._pairs.popleft()
@@ -115,7 +115,7 @@ class StreamWorker(Worker):
         self._flying.append(ticket)
         return ticket
 
-    def stalled(self, before: Event, after: Event, label: str) -> None:
+    def stalled(self, before: StreamEvent, after: StreamEvent, label: str) -> None:
         """Record that computation waited between two events."""
         self._recorder.measure(WAITING, f"for {label}", before, after)
         self._stalls.add(before, after)
