@@ -47,6 +47,8 @@ class GlooLinks:
         index: Index of this rank among them.
     """
 
+    is_native = False
+
     def __init__(
         self,
         store: dist.Store,
@@ -65,10 +67,35 @@ class GlooLinks:
             backend(dist.PrefixStore(direction, store), index, size, options) for direction in ("up", "down")
         )
 
-    def close(self) -> None:
+    def abort(self) -> None:
         """Abort every pending exchange, on this rank and thereby on the others."""
         for link in (self._upwards, self._downwards):
             close_connections(link, self.index, self._size)
+
+    def close(self) -> None:
+        """Nothing to do: gloo closes idle connections once nothing refers to them."""
+
+    def gather(self, pieces: Sequence[torch.Tensor]) -> None:
+        """Fill ``pieces[i]`` with the piece of rank ``i``; this rank's own is only read.
+
+        Args:
+            pieces: Contiguous CPU tensors.
+        """
+        self.exchange([pieces[self.index]] * self._size, pieces)
+
+    def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
+        """Not offered: the caller exchanges pieces and adds them in fp32."""
+        raise NotImplementedError
+
+    def send(self, tensor: torch.Tensor, target: int) -> None:
+        """Send a contiguous CPU tensor to one rank."""
+        nothing = [tensor[:0]] * self._size
+        self.exchange([*nothing[:target], tensor, *nothing[target + 1 :]], nothing)
+
+    def receive(self, tensor: torch.Tensor, source: int) -> None:
+        """Fill a contiguous CPU tensor with that of one rank."""
+        nothing = [tensor[:0]] * self._size
+        self.exchange(nothing, [*nothing[:source], tensor, *nothing[source + 1 :]])
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send ``outgoing[i]`` to rank ``i`` and fill ``incoming[i]`` from it. Own and empty pieces are skipped.

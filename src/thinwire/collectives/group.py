@@ -4,7 +4,7 @@ A :class:`Subgroup` is a set of ranks on one lane, all inside a node or all on d
 primitives from which every collective here is built: *gather* pieces from all members, and *exchange* pieces between
 all members. On gloo both are direct sends and receives, so that the bytes counted are the bytes on the links, pieces
 may differ in size, and nothing is copied on the way (gloo's own all-gather costs three times the processor time). On
-NCCL they are its native collectives.
+NCCL they are its native collectives. Pipeline stages also *send* to one member.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.agreement import agree
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
+from thinwire.collectives.links import Links, StagedLinks
 from thinwire.collectives.memory import release_memory
+from thinwire.collectives.nccl import MakeBackend, Meeting, NcclLinks, backend_maker
 from thinwire.collectives.patience import STORE_PATIENCE, within_patience
 from thinwire.collectives.rendezvous import Rendezvous
 from thinwire.collectives.rollcall import MeetingPlace, RollCall
+from thinwire.collectives.torch_groups import named_group
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
@@ -56,8 +59,6 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 _timeout = DEFAULT_TIMEOUT
 _joined_here = False
 _num_jobs = 0  # jobs that this process has left; part of the names in the store, so that jobs do not share entries
-_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 T = TypeVar("T")
 
@@ -121,7 +122,8 @@ def shutdown() -> None:
     for members in _controls.values():
         members.process_group = None
     _controls.clear()
-    _groups.clear()
+    for links in _links.values():
+        links.close()
     _links.clear()
     _device = None
     release_memory()
@@ -135,11 +137,6 @@ def arrived(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.wait() if isinstance(tensor, AsyncCollectiveTensor) else tensor
 
 
-def uses_nccl() -> bool:
-    """Whether CUDA tensors travel over NCCL."""
-    return "nccl" in str(dist.get_backend_config())
-
-
 def mesh_group(ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
     """Make a process group for an axis of torch's mesh, with the job's timeout. Only its members call this.
 
@@ -149,11 +146,7 @@ def mesh_group(ranks: Sequence[int], axis: str) -> dist.ProcessGroup:
         ranks: Global ranks, including this one.
         axis: Name of the axis.
     """
-    group = dist.new_group(
-        list(ranks), timeout=_timeout, use_local_synchronization=True, group_desc=f"thinwire-mesh-{axis}"
-    )
-    assert isinstance(group, dist.ProcessGroup)
-    return group
+    return named_group(f"thinwire/{_num_jobs}/mesh-{axis}", ranks, _timeout)
 
 
 # -- the control group -----------------------------------------------------------------------------------------
@@ -179,14 +172,8 @@ class Control:
         self.process_group: dist.ProcessGroup | None = None
         self._place = MeetingPlace(_rollcall, self.ranks, "control")
         if self.size > 1:
-            everyone = self.size == dist.get_world_size()
-            self.process_group = dist.new_group(
-                list(self.ranks),
-                backend="gloo",
-                timeout=_timeout,
-                group_desc="thinwire-control",
-                use_local_synchronization=not everyone,
-            )
+            name = f"thinwire/{_num_jobs}/control"
+            self.process_group = named_group(name, self.ranks, _timeout, "gloo")
 
     def all_gather_object(self, obj: Any) -> list[Any]:
         """The objects of all ranks, by rank. They travel pickled between the ranks of a job, never to or from disk."""
@@ -351,21 +338,14 @@ class Subgroup:
         self.ranks, self.lane, self.stage, self.scope, self.meter = ranks, lane, stage, stage.scope, meter
         self.size = len(ranks)
         self.index = ranks.index(dist.get_rank())
-        self.native = device.type == "cuda" and uses_nccl() and lane is not Lane.CONTROL
-        key = (ranks, lane, stage, channel)
-        self._group = _process_group(*key) if self.size > 1 and self.native else None
-        # torch numbers the members of its groups by rank, whatever the order of their pieces.
-        self._by_rank = sorted(range(self.size), key=ranks.__getitem__)
-        self._in_order = self._by_rank == list(range(self.size))
-        self._links = _gloo_links(*key) if self.size > 1 and not self.native else None
-        self._staged = device.type == "cuda" and not self.native
+        self._links = _links_of(ranks, lane, stage, channel, device) if self.size > 1 else None
         self._left = False
         self._place = MeetingPlace(_rollcall, ranks, f"{lane}/{stage}/{channel}")
         _subgroups.add(self)
 
     def leave(self) -> None:
         """Release the connections. The subgroup cannot be used afterwards."""
-        self._group = self._links = None
+        self._links = None
         self._left = True
 
     def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
@@ -379,13 +359,8 @@ class Subgroup:
             return
         mine = pieces[self.index]
         self._note(kind, (self.size - 1) * _nbytes(mine))
-        with self._watched(kind, [mine] * self.size, pieces), _explained(kind, self.lane, self.ranks, _nbytes(mine)):
-            if not self.native:
-                self._send_and_receive([mine] * self.size, pieces)
-            elif self._in_order and (whole := _joined(pieces)) is not None:
-                _gather_single(whole, mine, group=self._group)
-            else:
-                dist.all_gather(self._sorted(pieces), mine, group=self._group)
+        with self._performing(kind, [mine] * self.size, pieces) as links:
+            links.gather(pieces)
 
     def exchange(
         self,
@@ -403,12 +378,8 @@ class Subgroup:
         if self._alone():
             return
         self._note(kind, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
-        nbytes = sum(map(_nbytes, outgoing))
-        with self._watched(kind, outgoing, incoming), _explained(kind, self.lane, self.ranks, nbytes):
-            if not self.native:
-                self._send_and_receive(outgoing, incoming)
-            else:
-                dist.all_to_all(self._sorted(incoming), self._sorted(outgoing), group=self._group)
+        with self._performing(kind, outgoing, incoming) as links:
+            links.exchange(outgoing, incoming)
 
     def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
         """NCCL's own reduce-scatter: ``out`` becomes the sum of the members' ``whole`` at this rank's place.
@@ -418,17 +389,45 @@ class Subgroup:
             whole: Contiguous 1-D tensor.
         """
         assert self.native
-        assert self._group is not None
         self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
-        with _explained(Kind.REDUCE_SCATTER, self.lane, self.ranks, _nbytes(whole)):
-            if self._in_order:
-                _scatter_single(out, whole, group=self._group)
-            else:
-                dist.reduce_scatter(out, self._sorted(whole.chunk(self.size)), group=self._group)
+        with self._performing(Kind.REDUCE_SCATTER, [out] * self.size, [out] * self.size) as links:
+            links.sum_scatter(out, whole)
 
-    def _sorted(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Pieces in the order in which torch numbers the members."""
-        return [pieces[i] for i in self._by_rank]
+    def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
+        """Send a tensor from one member to another. Only these two call this.
+
+        Args:
+            tensor: Contiguous 1-D tensor; that of the source is read, that of the target is filled.
+            source: Index of the sending member.
+            target: Index of the receiving member.
+        """
+        if self._alone():
+            return
+        sends = self.index == source
+        peer = target if sends else source
+        nothing = [tensor[:0]] * self.size
+        pieces = [*nothing[:peer], tensor, *nothing[peer + 1 :]]
+        self._note(Kind.SEND, _nbytes(tensor) if sends else 0)
+        with self._performing(Kind.SEND, pieces if sends else nothing, nothing if sends else pieces) as links:
+            if sends:
+                links.send(tensor, target)
+            else:
+                links.receive(tensor, source)
+
+    @property
+    def native(self) -> bool:
+        """Whether the transport works on the device itself, and adds there too."""
+        return self._links is not None and self._links.is_native
+
+    @contextlib.contextmanager
+    def _performing(
+        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> Iterator[Links]:
+        """Context of an exchange: the roll call watches it, and its errors are explained."""
+        assert self._links is not None
+        nbytes = sum(map(_nbytes, outgoing))
+        with self._watched(kind, outgoing, incoming), _explained(kind, self.lane, self.ranks, nbytes):
+            yield self._links
 
     def _watched(
         self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
@@ -448,17 +447,6 @@ class Subgroup:
             raise UsageError("this model's job has been left with thinwire.collectives.group.shutdown(); shard it anew")
         return self.size == 1
 
-    def _send_and_receive(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        assert self._links is not None
-        if not self._staged:
-            self._links.exchange(outgoing, incoming)
-            return
-        received = [torch.empty(piece.shape, dtype=piece.dtype) for piece in incoming]
-        self._links.exchange([piece.cpu() for piece in outgoing], received)
-        for i, piece in enumerate(received):
-            if i != self.index:
-                incoming[i].copy_(piece)
-
     def _note(self, kind: Kind, sent: int) -> None:
         self.meter.add(self.lane, self.scope, sent)
         if _recorders:
@@ -468,45 +456,41 @@ class Subgroup:
 
 
 _subgroups: weakref.WeakSet[Subgroup] = weakref.WeakSet()
-_groups: dict[tuple[tuple[int, ...], Lane, Stage, int], dist.ProcessGroup] = {}
-_links: dict[tuple[tuple[int, ...], Lane, Stage, int], GlooLinks] = {}
+_LinksKey = tuple[tuple[int, ...], Lane, Stage, int, MakeBackend | None]
+_links: dict[_LinksKey, Links] = {}
 _device: dist.ProcessGroupGloo.Device | None = None
 
 
-def _process_group(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) -> dist.ProcessGroup:
-    """NCCL's group for a stage of a lane, made once. Only its members take part, so that a thousand ranks need not
-    visit every group of the mesh."""
-    key = (ranks, lane, stage, channel)
-    if key not in _groups:
-        group = dist.new_group(
-            list(ranks),
-            timeout=_timeout,  # groups do not inherit it, and the default is half an hour
-            backend="nccl",
-            use_local_synchronization=True,
-            group_desc=f"thinwire-{lane}-{stage}-{channel}",
-        )
-        assert isinstance(group, dist.ProcessGroup)
-        _groups[key] = group
-    return _groups[key]
-
-
-def _gloo_links(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int) -> GlooLinks:
-    """gloo's connections for a stage of a lane, made once, by the members alone."""
-    global _device
-    key = (ranks, lane, stage, channel)
+def _links_of(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, device: torch.device) -> Links:
+    """The connections of a stage of a lane, made once, by the members alone: a thousand ranks need not visit every
+    group of the mesh."""
+    make = None if lane is Lane.CONTROL else backend_maker(device)
+    key = (ranks, lane, stage, channel, make)
     if key not in _links:
-        if _device is None:
-            _device = make_device()
-        name = f"thinwire/{_num_jobs}/{channel}/{lane}/{stage}/{'-'.join(map(str, ranks))}"
+        # Distinguishes connections of different transports, which only tests use beside each other.
+        generation = sum(other[:4] == key[:4] for other in _links)
+        name = f"thinwire/{_num_jobs}/{channel}/{lane}/{stage}/{generation}/{'-'.join(map(str, ranks))}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        _links[key] = GlooLinks(store, ranks.index(dist.get_rank()), len(ranks), _device, _timeout)
+        index = ranks.index(dist.get_rank())
+        if make is None:
+            _links[key] = _host_links(store, index, len(ranks), device)
+        else:
+            _links[key] = NcclLinks(make(Meeting(name, ranks, index, store, _timeout, device)), index)
     return _links[key]
+
+
+def _host_links(store: dist.Store, index: int, size: int, device: torch.device) -> Links:
+    global _device
+    if _device is None:
+        _device = make_device()
+    links = GlooLinks(store, index, size, _device, _timeout)
+    return links if device.type == "cpu" else StagedLinks(links, index)
 
 
 def _give_up() -> None:
     """Abort every exchange of this process, because the ranks wait for each other."""
     for links in list(_links.values()):
-        links.close()
+        links.abort()
     for members in list(_controls.values()):
         members.close()
 
@@ -522,16 +506,6 @@ _rollcall = RollCall(_give_up, _store)
 def rollcall() -> RollCall:
     """The roll call of this process, which watches its exchanges."""
     return _rollcall
-
-
-def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The contiguous vector that pieces of equal size form; ``None`` if they do not form one."""
-    first, size = pieces[0], pieces[0].numel()
-    address = first.data_ptr()
-    for i, piece in enumerate(pieces):
-        if piece.numel() != size or piece.data_ptr() != address + i * _nbytes(first):
-            return None
-    return first.as_strided((size * len(pieces),), (1,))
 
 
 def _nbytes(tensor: torch.Tensor) -> int:

@@ -8,7 +8,6 @@ from thinwire.codecs import Codec
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.messages import Messages
 from thinwire.collectives.moves import Move, Moves
-from thinwire.program import Kind
 from thinwire.program.stages import Stage
 
 __all__ = ["point_to_point"]
@@ -44,7 +43,7 @@ def point_to_point(
     me = subgroup.index
     peer = target if me == source else source
     if codec is None:
-        return Moves([Move(subgroup.stage, lambda: _send(subgroup, tensor, source, target))])
+        return Moves([Move(subgroup.stage, lambda: subgroup.send(tensor, source, target))])
     sizes = [tensor.numel() if i == peer else 0 for i in range(subgroup.size)]
     messages = Messages(codec, sizes, tensor.dtype, tensor.device)
 
@@ -53,10 +52,10 @@ def point_to_point(
 
     def transfer() -> None:
         if codec.spec.is_variable_length:
-            _send(subgroup, messages.lengths[peer : peer + 1], source, target)
+            subgroup.send(messages.lengths[peer : peer + 1], source, target)
             if me == target:
                 messages.announce(source)
-        _send(subgroup, messages.message(peer), source, target)
+        subgroup.send(messages.message(peer), source, target)
 
     def decode() -> None:
         messages.decode(source, tensor)
@@ -67,11 +66,3 @@ def point_to_point(
     if me == target:
         moves = [*moves, Move(Stage.DECODE, decode)]
     return Moves(moves)
-
-
-def _send(subgroup: Subgroup, tensor: torch.Tensor, source: int, target: int) -> None:
-    """Send ``tensor`` from the source into ``tensor`` of the target."""
-    nothing = tensor[:0]
-    outgoing = [tensor if subgroup.index == source and i == target else nothing for i in range(subgroup.size)]
-    incoming = [tensor if subgroup.index == target and i == source else nothing for i in range(subgroup.size)]
-    subgroup.exchange(outgoing, incoming, Kind.SEND)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.group import Meter, Subgroup, before_shutdown
+from thinwire.collectives.links import Links
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
 from thinwire.program import Kind, Lane
@@ -51,7 +53,7 @@ class MemberGroup(Subgroup):
         self.ranks, self.index, self.size = ranks, index, len(ranks)
         self.lane, self.stage, self.meter = Lane.CONTROL, Stage.GATHER_INSIDE, Meter()
         self.scope = self.stage.scope
-        self.native = self._staged = self._left = False
+        self._left = False
         self.sent = 0
         """Bytes sent so far."""
         self._axis, self._timeout = axis, timeout
@@ -60,26 +62,18 @@ class MemberGroup(Subgroup):
         except RuntimeError as error:
             raise self._explained("connection", error) from error
 
-    def gather(self, pieces: Sequence[torch.Tensor], kind: Kind = Kind.ALL_GATHER) -> None:
-        """See :meth:`Subgroup.gather`."""
-        self._exchange([pieces[self.index]] * self.size, pieces, kind)
+    def _note(self, kind: Kind, sent: int) -> None:
+        self.sent += sent
 
-    def exchange(
-        self,
-        outgoing: Sequence[torch.Tensor],
-        incoming: Sequence[torch.Tensor],
-        kind: Kind = Kind.REDUCE_SCATTER,
-    ) -> None:
-        """See :meth:`Subgroup.exchange`."""
-        self._exchange(outgoing, incoming, kind)
-
-    def _exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], kind: Kind) -> None:
+    @contextlib.contextmanager
+    def _performing(
+        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+    ) -> Iterator[Links]:
         assert self._links is not None
-        nbytes = sum(t.numel() * t.element_size() for i, t in enumerate(outgoing) if i != self.index)
-        self.sent += nbytes
         try:
-            self._links.exchange(outgoing, incoming)
+            yield self._links
         except RuntimeError as error:
+            nbytes = sum(t.numel() * t.element_size() for i, t in enumerate(outgoing) if i != self.index)
             raise self._explained(f"{kind} of {nbytes} bytes", error) from error
 
     def _explained(self, what: str, error: RuntimeError) -> CollectiveError:

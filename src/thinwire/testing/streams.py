@@ -34,7 +34,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from thinwire.collectives import gloo, memory
+from thinwire.collectives.nccl import Meeting, replace_nccl
 from thinwire.collectives.streams import replace_streams
+from thinwire.testing.nccl import Issue, NcclDouble
 
 __all__ = ["Answer", "Hazard", "StreamCheck", "check_streams"]
 
@@ -250,6 +252,7 @@ class StreamCheck(TorchDispatchMode):
         streams: The streams of the simulated device.
         hazards: The hazards found so far, at most one for each pair of operations.
         launches: Number of operations by name, without those that queue nothing on a device.
+        issues: Calls of NCCL and new communicators, in order.
     """
 
     def __init__(self, answers: Answer = "never", seed: int = 0) -> None:
@@ -257,13 +260,17 @@ class StreamCheck(TorchDispatchMode):
         self.streams = SimulatedStreams(answers, seed, self.poll)
         self.hazards: list[Hazard] = []
         self.launches: Counter[str] = Counter()
+        self.issues: list[Issue] = []
         self._memories: dict[int, _Memory] = {}
         self._seen: set[tuple[str, str, str]] = set()
+        self._is_inside = False  # whether an operation is being performed, whose own operations are not followed
 
     # -- operations --------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if self._is_inside:
+            return func(*args, **kwargs)
         self.poll()
         result = func(*args, **kwargs)
         name = func._schema.name
@@ -296,6 +303,28 @@ class StreamCheck(TorchDispatchMode):
                 if span is not None:
                     access = _Access(*span, stream.number, position, is_write, what)
                     self._access(self._memory(tensor), access, stream.clock)
+
+    def perform(
+        self, name: str, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], body: Callable[[], None]
+    ) -> None:
+        """Perform an operation of the current stream that is one launch, whatever its double does.
+
+        Args:
+            name: Name of the operation.
+            reads: Tensors that it reads.
+            writes: Tensors that it writes.
+            body: The work.
+        """
+        if self._is_inside:
+            body()
+            return
+        self.poll()
+        self._is_inside = True
+        try:
+            body()
+        finally:
+            self._is_inside = False
+        self.touch(name, reads, writes)
 
     def poll(self) -> None:
         """Check the memory that has been freed since the last call."""
@@ -389,7 +418,7 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 
 
 @contextlib.contextmanager
-def check_streams(answers: Answer = "never", seed: int = 0) -> Iterator[StreamCheck]:
+def check_streams(answers: Answer = "never", seed: int = 0, *, nccl: bool = True) -> Iterator[StreamCheck]:
     """Check the use of streams of everything that runs on this thread. Shard the model inside the context.
 
     Codecs must be of the backend ``"reference"``, whose operations are torch's: others access memory unseen.
@@ -397,24 +426,34 @@ def check_streams(answers: Answer = "never", seed: int = 0) -> Iterator[StreamCh
     Args:
         answers: What queries of events answer if the host knows nothing: ``"never"``, ``"always"`` or ``"random"``.
         seed: Seed of random answers.
+        nccl: Whether lanes exchange by a double of NCCL (see :mod:`thinwire.testing.nccl`), as they do on GPUs, or by
+            gloo, as they do where ranks share a GPU.
 
     Yields:
-        The check; read ``hazards`` after the context.
+        The check; read ``hazards`` and ``issues`` after the context.
     """
     check = StreamCheck(answers, seed)
     exchange, smallest = gloo.GlooLinks.exchange, memory.SMALLEST
+    device = gloo.make_device() if nccl else None
 
     def watched(links: gloo.GlooLinks, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         sent = [piece for index, piece in enumerate(outgoing) if index != links.index]
         received = [piece for index, piece in enumerate(incoming) if index != links.index]
-        check.poll()
-        exchange(links, outgoing, incoming)
-        check.touch("exchange", sent, received)
+        check.perform("exchange", sent, received, lambda: exchange(links, outgoing, incoming))
+
+    def make(meeting: Meeting) -> NcclDouble:
+        assert device is not None
+        links = gloo.GlooLinks(meeting.store, meeting.index, len(meeting.ranks), device, meeting.timeout)
+        return NcclDouble(links, meeting, check.issues, check.perform)
 
     gloo.GlooLinks.exchange = watched  # type: ignore[assignment,method-assign]
     memory.SMALLEST = sys.maxsize  # blocks that are kept would hide from the allocator's rule
     try:
-        with replace_streams(lambda _device: check.streams), check:
+        with (
+            replace_nccl(make) if nccl else contextlib.nullcontext(),
+            replace_streams(lambda _device: check.streams),
+            check,
+        ):
             yield check
             check.poll()
     finally:

@@ -1,0 +1,50 @@
+"""Process groups of torch under names of our own.
+
+``torch.distributed.new_group`` names a group after the number of groups that the process has made. If a user has made a
+group on some ranks only, the members of the next one look for each other under different names, and wait until the
+timeout. torch has no public call that takes a name.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections import Counter
+from collections.abc import Sequence
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+__all__ = ["named_group"]
+
+_made: Counter[str] = Counter()
+
+
+def named_group(
+    name: str, ranks: Sequence[int], timeout: datetime.timedelta, backend: str | None = None
+) -> dist.ProcessGroup:
+    """Make a process group. Only its members call this, and they make groups of one name in one order.
+
+    Args:
+        name: Name of the group among those of its ranks.
+        ranks: Global ranks, including this one; the group has them in ascending order.
+        timeout: Timeout of its collectives.
+        backend: Backend of the group; that of the job by default.
+    """
+    ranks = sorted(ranks)
+    name = f"{name}/{'-'.join(map(str, ranks))}"
+    _made[name] += 1
+    name = f"{name}/{_made[name]}"
+    default = c10d._get_default_group()
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        c10d._world.pg_map[default][0] if backend is None else dist.Backend(backend),
+        c10d._get_default_store(),
+        name,  # type: ignore[arg-type]  # a type of its own in some releases
+        timeout=timeout,
+        group_desc=name,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    c10d._world.pg_group_ranks[group] = {rank: index for index, rank in enumerate(ranks)}
+    return group
