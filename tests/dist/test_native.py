@@ -13,8 +13,9 @@ from torch import nn
 import thinwire as tw
 from thinwire.collectives import gloo
 from thinwire.collectives.group import Meter, Subgroup, control, mesh_group
-from thinwire.collectives.nccl import Meeting, NcclLinks
+from thinwire.collectives.nccl import Membership, NcclLinks
 from thinwire.collectives.point_to_point import point_to_point
+from thinwire.collectives.transport import agree_on_transport, choose_transport
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
 from thinwire.testing import RankError, check_streams, run_ranks
@@ -24,22 +25,22 @@ WORLD = 4
 TIMEOUT = datetime.timedelta(seconds=3)
 
 
-def meeting(name: str) -> Meeting:
+def membership(name: str) -> Membership:
     store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
     rank = dist.get_rank()
-    return Meeting(name, tuple(range(WORLD)), rank, store, TIMEOUT, torch.device("cpu"))
+    return Membership(name, tuple(range(WORLD)), rank, store, TIMEOUT, torch.device("cpu"))
 
 
 def double(name: str) -> tuple[NcclDouble, list[Issue]]:
     issues: list[Issue] = []
-    where = meeting(name)
+    where = membership(name)
     links = gloo.GlooLinks(where.store, where.index, WORLD, gloo.make_device(), TIMEOUT)
     return NcclDouble(links, where, issues, lambda _name, _reads, _writes, body: body()), issues
 
 
 def real_backend(name: str) -> dist.ProcessGroupGloo:
     """A backend of torch's own, whose methods have the arguments that those of NCCL's have."""
-    where = meeting(name)
+    where = membership(name)
     return dist.ProcessGroupGloo(where.store, where.index, WORLD, TIMEOUT)
 
 
@@ -200,3 +201,31 @@ def make_a_group_on_some_ranks(rank: int) -> None:
 def test_groups_of_the_user_do_not_disturb_names() -> None:
     results = run_ranks(WORLD, use_groups_after, make_a_group_on_some_ranks, timeout=30)
     assert results == [[1.0, 0.5], [1.0, 0.5], [5.0, 2.5], [5.0, 2.5]]
+
+
+# -- the choice of a transport ---------------------------------------------------------------------------------
+
+
+def choose_together(gpus: list[str]) -> str:
+    rank = dist.get_rank()
+    store = dist.PrefixStore("test", dist.distributed_c10d._get_default_store())
+    return agree_on_transport(store, rank, WORLD, gpus[rank], datetime.timedelta(seconds=10))
+
+
+def test_ranks_with_one_visible_gpu_each_use_nccl() -> None:
+    # A scheduler may show each rank of a host one GPU only: what counts is whether two ranks use the same one.
+    assert set(run_ranks(WORLD, choose_together, ["GPU-a", "GPU-b", "GPU-c", "GPU-d"])) == {"cpu:gloo,cuda:nccl"}
+
+
+def test_ranks_that_share_a_gpu_use_gloo_and_are_told() -> None:
+    assert set(run_ranks(WORLD, choose_together, ["GPU-a", "GPU-b", "GPU-a", "GPU-b"])) == {"gloo"}
+    backend, problem, warning = choose_transport(["GPU-a", "GPU-b", "GPU-a", "GPU-b"])
+    assert (backend, problem) == ("gloo", "")
+    assert "ranks [0, 2] share GPU GPU-a" in warning
+    assert choose_transport([""] * 3) == ("gloo", "", "")
+
+
+def test_ranks_without_a_gpu_among_others_are_named_on_every_rank() -> None:
+    with pytest.raises(RankError) as caught:
+        run_ranks(WORLD, choose_together, ["GPU-a", "GPU-b", "", ""])
+    assert all(text and "ranks [2, 3] have no GPU" in text for text in caught.value.tracebacks)

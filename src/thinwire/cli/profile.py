@@ -168,7 +168,7 @@ def measure_here(measurement: Measurement, ranks: Started) -> Profile:
 
     from thinwire.collectives import group
     from thinwire.profile import Settings, measure
-    from thinwire.train.environment import rank_backend, threads_per_rank
+    from thinwire.train.environment import threads_per_rank
     from thinwire.train.observing.room import rank_memory
 
     device, timeout = measurement.device, measurement.timeout
@@ -176,7 +176,7 @@ def measure_here(measurement: Measurement, ranks: Started) -> Profile:
         torch.cuda.set_device(device)
     torch.set_num_threads(threads_per_rank())
     patience = group.DEFAULT_TIMEOUT if timeout is None else datetime.timedelta(seconds=timeout)
-    group.init(rank_backend(device, ranks.local_world), patience)
+    group.init(timeout=patience, device=device)
     settings = Settings(measurement.mesh, device, measurement.budget, measurement.pieces, rank_memory(device))
     console = wide_console(as_json=True)
     console.quiet = ranks.rank > 0

@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -27,11 +27,12 @@ from thinwire.agreement import agree
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
 from thinwire.collectives.links import Links, StagedLinks
 from thinwire.collectives.memory import release_memory
-from thinwire.collectives.nccl import MakeBackend, Meeting, NcclLinks, backend_maker
+from thinwire.collectives.nccl import MakeBackend, Membership, NcclLinks, backend_maker
 from thinwire.collectives.patience import STORE_PATIENCE, within_patience
 from thinwire.collectives.rendezvous import Rendezvous
 from thinwire.collectives.rollcall import MeetingPlace, RollCall
 from thinwire.collectives.torch_groups import named_group
+from thinwire.collectives.transport import NCCL, agree_on_transport, gpu_of
 from thinwire.errors import CollectiveError, MismatchError, UsageError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import Stage
@@ -66,34 +67,45 @@ T = TypeVar("T")
 # -- life of the process group ---------------------------------------------------------------------------------
 
 
-def init(backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT) -> None:
+def init(
+    backend: str | None = None, timeout: datetime.timedelta = DEFAULT_TIMEOUT, device: torch.device | None = None
+) -> None:
     """Join the job described by torchrun's environment (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
 
     Without ``RANK`` in the environment, this makes a job of one process.
 
     Args:
-        backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``. Default: the last if CUDA is available and each
-            local rank has a device of its own, else gloo.
+        backend: ``"gloo"``, ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``. Default: the last if every rank has a GPU of its
+            own, else gloo.
         timeout: Limit of every collective, in every group made later.
+        device: Device of this rank's tensors; default: the current CUDA device, or the CPU if there is none.
 
     Raises:
-        UsageError: Rank 0 cannot listen at its address, or the ranks do not find each other in time.
+        UsageError: Rank 0 cannot listen at its address, the ranks do not find each other in time, or some have a GPU
+            and others have none.
     """
     global _timeout, _joined_here
     _timeout = timeout
     _joined_here = not dist.is_initialized()
     if not _joined_here:
         return
-    if backend is None or backend == "nccl":
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        own_device = torch.cuda.is_available() and torch.cuda.device_count() >= local_world
-        backend = "cpu:gloo,cuda:nccl" if own_device or backend == "nccl" else "gloo"
+    rank, world, store = 0, 1, cast(dist.Store, dist.HashStore())
     if "RANK" in os.environ:
         place = Rendezvous.of()
-        store = place.store(timeout)
-        dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world, timeout=timeout)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        rank, world, store = place.rank, place.world, place.store(timeout)
+    if backend is None:
+        if device is None:
+            device = torch.device("cuda", _local_gpu()) if torch.cuda.is_available() else torch.device("cpu")
+        backend = agree_on_transport(store, rank, world, gpu_of(device), timeout)
+    elif backend == "nccl":
+        backend = NCCL
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _local_gpu() -> int:
+    """The GPU that a rank is about to use: the one it has chosen, or the one with its number on this host."""
+    chosen = torch.cuda.current_device()
+    return chosen or int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
 
 
 def is_initialized() -> bool:
@@ -475,7 +487,7 @@ def _links_of(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, de
         if make is None:
             _links[key] = _host_links(store, index, len(ranks), device)
         else:
-            _links[key] = NcclLinks(make(Meeting(name, ranks, index, store, _timeout, device)), index)
+            _links[key] = NcclLinks(make(Membership(name, ranks, index, store, _timeout, device)), index)
     return _links[key]
 
 

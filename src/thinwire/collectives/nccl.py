@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 
-__all__ = ["MakeBackend", "Meeting", "NcclLinks", "backend_maker", "joined", "replace_nccl"]
+__all__ = ["MakeBackend", "Membership", "NcclLinks", "backend_maker", "joined", "replace_nccl"]
 
 
 @dataclass(frozen=True)
-class Meeting:
-    """Where the members of a communicator meet to make it.
+class Membership:
+    """The members of a communicator, and where they meet to make it.
 
     Attributes:
         name: Name of the communicator, which no other has.
@@ -41,19 +41,22 @@ class Meeting:
     device: torch.device
 
 
-MakeBackend = Callable[[Meeting], Any]
+MakeBackend = Callable[[Membership], Any]
 """Makes torch's backend of one communicator."""
 
 
-def _make_nccl(meeting: Meeting) -> Any:
+def _make_nccl(membership: Membership) -> Any:
     backend: Any = dist.ProcessGroupNCCL  # absent from builds of torch without NCCL
     options = backend.Options()
-    options._timeout = meeting.timeout
-    options.group_name, options.global_ranks_in_group = meeting.name, list(meeting.ranks)  # for torch's own reports
-    made = backend(meeting.store, meeting.index, len(meeting.ranks), options)
+    options._timeout = membership.timeout
+    options.group_name, options.global_ranks_in_group = (
+        membership.name,
+        list(membership.ranks),
+    )  # for torch's own reports
+    made = backend(membership.store, membership.index, len(membership.ranks), options)
     # Members make communicators in one order. A communicator that is made by its first use may be made in another, and
     # while kernels of others run.
-    index = torch.cuda.current_device() if meeting.device.index is None else meeting.device.index
+    index = torch.cuda.current_device() if membership.device.index is None else membership.device.index
     made.eager_connect_single_device(torch.device("cuda", index))
     return made
 

@@ -11,6 +11,7 @@ import torch
 
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
+from thinwire.collectives.nccl import backend_maker
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
@@ -96,7 +97,7 @@ def measure(
     def profile() -> Profile:
         made = Profile(
             device=_device_name(settings.device),
-            backend="nccl" if settings.device.type == "cuda" else "gloo",
+            backend="gloo" if backend_maker(settings.device) is None else "nccl",
             torch=torch.__version__,
             nodes=settings.mesh.nodes,
             gpus_per_node=settings.mesh.local,

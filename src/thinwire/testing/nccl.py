@@ -25,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from thinwire.collectives.gloo import GlooLinks
-from thinwire.collectives.nccl import Meeting
+from thinwire.collectives.nccl import Membership
 
 __all__ = ["Issue", "NcclDouble", "compare_issues"]
 
@@ -64,13 +64,13 @@ class NcclDouble:
 
     Args:
         links: Connections between its members.
-        meeting: Name and members of the communicator.
+        membership: Name and members of the communicator.
         log: Notes the calls of this rank.
         perform: Performs an operation on the current stream.
     """
 
-    def __init__(self, links: GlooLinks, meeting: Meeting, log: list[Issue], perform: Perform) -> None:
-        self._links, self._name, self._ranks = links, meeting.name, meeting.ranks
+    def __init__(self, links: GlooLinks, membership: Membership, log: list[Issue], perform: Perform) -> None:
+        self._links, self._name, self._ranks = links, membership.name, membership.ranks
         self._index, self._size = links.index, len(self._ranks)
         self._log, self._perform = log, perform
         self._is_usable = True

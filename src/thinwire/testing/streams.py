@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from thinwire.collectives import gloo, memory
-from thinwire.collectives.nccl import Meeting, replace_nccl
+from thinwire.collectives.nccl import Membership, replace_nccl
 from thinwire.collectives.streams import replace_streams
 from thinwire.testing.nccl import Issue, NcclDouble
 
@@ -441,10 +441,10 @@ def check_streams(answers: Answer = "never", seed: int = 0, *, nccl: bool = True
         received = [piece for index, piece in enumerate(incoming) if index != links.index]
         check.perform("exchange", sent, received, lambda: exchange(links, outgoing, incoming))
 
-    def make(meeting: Meeting) -> NcclDouble:
+    def make(membership: Membership) -> NcclDouble:
         assert device is not None
-        links = gloo.GlooLinks(meeting.store, meeting.index, len(meeting.ranks), device, meeting.timeout)
-        return NcclDouble(links, meeting, check.issues, check.perform)
+        links = gloo.GlooLinks(membership.store, membership.index, len(membership.ranks), device, membership.timeout)
+        return NcclDouble(links, membership, check.issues, check.perform)
 
     gloo.GlooLinks.exchange = watched  # type: ignore[assignment,method-assign]
     memory.SMALLEST = sys.maxsize  # blocks that are kept would hide from the allocator's rule

@@ -146,16 +146,6 @@ def rank_device(demand: Demand, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
-def rank_backend(device: torch.device, local_world: int) -> Literal["gloo", "nccl"]:
-    """The backend: NCCL if every rank of this host has its own GPU, else gloo.
-
-    Args:
-        device: The device of this rank.
-        local_world: Number of ranks on this host.
-    """
-    return "nccl" if device.type == "cuda" and local_world <= torch.cuda.device_count() else "gloo"
-
-
 def threads_per_rank() -> int:
     """Cores of this host per rank on it, unless the user has chosen.
 

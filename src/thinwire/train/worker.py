@@ -28,7 +28,7 @@ from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import prepare
 from thinwire.train.directory import RunDirectory
-from thinwire.train.environment import rank_backend, rank_device, threads_per_rank
+from thinwire.train.environment import rank_device, threads_per_rank
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
 from thinwire.train.loop import Result, train_rank
@@ -57,8 +57,7 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
         torch.cuda.set_device(device)
     dataset = prepare(recipe.data)
     torch.set_num_threads(threads_per_rank())
-    backend = rank_backend(device, int(os.environ.get("LOCAL_WORLD_SIZE", run.plan.ranks)))
-    group.init(backend, datetime.timedelta(seconds=recipe.cluster.timeout))
+    group.init(timeout=datetime.timedelta(seconds=recipe.cluster.timeout), device=device)
     try:
         # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
         run = dataclasses.replace(run, resume=bool(group.control().all_gather_object(run.resume)[0]))

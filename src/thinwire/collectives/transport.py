@@ -1,0 +1,101 @@
+"""Chooses the transport of a job: NCCL if every rank has a GPU of its own, else gloo.
+
+How many GPUs a process sees does not tell: a scheduler may show each rank one GPU only. So ranks tell each other which
+GPU they use, by its identifier, and rank 0 decides for all.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from thinwire.errors import UsageError
+
+__all__ = ["agree_on_transport", "choose_transport", "gpu_of"]
+
+log = logging.getLogger("thinwire")
+
+GLOO, NCCL = "gloo", "cpu:gloo,cuda:nccl"
+
+
+def gpu_of(device: torch.device) -> str:
+    """Identifier of a GPU (or of a part of one, with MIG) that no other GPU of any host has; empty for the CPU."""
+    if device.type != "cuda":
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def agree_on_transport(store: dist.Store, rank: int, world: int, gpu: str, timeout: datetime.timedelta) -> str:
+    """Choose the backend of ``init_process_group`` together with all other ranks.
+
+    Args:
+        store: Store of the job.
+        rank: Rank of this process.
+        world: Number of ranks.
+        gpu: See :func:`gpu_of`.
+        timeout: How long to wait for the other ranks.
+
+    Returns:
+        The backend, the same on every rank.
+
+    Raises:
+        UsageError: Some ranks have a GPU and some have none, or a rank does not come in time.
+    """
+    part = dist.PrefixStore("thinwire/transport", store)
+    part.set(str(rank), gpu)
+    try:
+        if rank == 0:
+            names = [str(other) for other in range(world)]
+            part.wait(names, timeout)
+            part.set("choice", json.dumps(choose_transport([part.get(name).decode() for name in names])))
+        part.wait(["choice"], timeout)
+    except RuntimeError as error:
+        raise UsageError(
+            f"rank {rank} has waited {timeout.total_seconds():.0f} s for the other {world - 1} ranks to say which GPU "
+            "they use; see whether all of them were started"
+        ) from error
+    backend, problem, warning = json.loads(part.get("choice"))
+    if problem:
+        raise UsageError(problem)
+    if warning and rank == 0:
+        log.warning(warning)
+    return str(backend)
+
+
+def choose_transport(gpus: Sequence[str]) -> tuple[str, str, str]:
+    """Choose the backend.
+
+    Args:
+        gpus: Identifier of each rank's GPU; empty for ranks that use the CPU.
+
+    Returns:
+        The backend, the sentence of an error and that of a warning; the sentences are empty if all is well.
+    """
+    without = [rank for rank, gpu in enumerate(gpus) if not gpu]
+    if len(without) == len(gpus):
+        return GLOO, "", ""
+    if without:
+        return (
+            GLOO,
+            f"ranks {without} have no GPU, and the others have one: give every rank a GPU, or set cluster.device = "
+            '"cpu" or CUDA_VISIBLE_DEVICES="" for all of them',
+            "",
+        )
+    sharers: dict[str, list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        sharers.setdefault(gpu, []).append(rank)
+    shared = {gpu: ranks for gpu, ranks in sharers.items() if len(ranks) > 1}
+    if not shared:
+        return NCCL, "", ""
+    gpu, ranks = next(iter(shared.items()))
+    return (
+        GLOO,
+        "",
+        f"ranks {ranks} share GPU {gpu}, which NCCL does not allow: all exchanges go through the host over gloo, which "
+        "is slow; start one rank for each GPU",
+    )
