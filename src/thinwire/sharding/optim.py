@@ -179,12 +179,12 @@ def build_optimizer(
     runtime = runtime_of(model)
     fragments = runtime.fragments()
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
-    plan = runtime.plan
+    plan, device = runtime.plan, runtime.sharded.arena.device
     cut = plan.optimizer.ranks > 1 and not (plan.partition == "inter" and plan.params.ranks == 1)
     if plan.world > 1:
-        refuse_unlike_ranks(optimizer_class, options, cut=plan.optimizer.ranks > 1)
+        refuse_unlike_ranks(optimizer_class, options, device, cut=plan.optimizer.ranks > 1)
     if cut or plan.tp > 1:
-        refuse_per_tensor(optimizer_class, options)
+        refuse_per_tensor(optimizer_class, options, device)
     groups = _group(runtime, fragments, list(param_groups or []))
 
     def refused(problems: Mapping[int, str]) -> UsageError:
@@ -203,8 +203,9 @@ def build_optimizer(
     control().agree(make, refused)
     (inner,) = made
     object.__setattr__(inner, INNER, True)
+    by_unit = updates_in_parts(optimizer_class, options, device)
     runtime.optimizer = optimizer = ShardedOptimizer(
-        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=updates_in_parts(optimizer_class, options)
+        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=by_unit
     )
     return optimizer
 

@@ -1,8 +1,12 @@
-"""Tests the properties of an optimizer by running it on small parameters, whatever its name."""
+"""Tests the properties of an optimizer by running it on small parameters, whatever its name.
+
+Trials run on the device of the model, because some optimizers work on GPUs only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,24 +17,42 @@ from thinwire.errors import UsageError
 __all__ = ["refuse_per_tensor", "refuse_unlike_ranks", "updates_in_parts"]
 
 
-def refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
+_REFUSALS = (ValueError, RuntimeError, IndexError, TypeError, AttributeError)
+"""Errors by which an optimizer refuses a trial."""
+
+
+def refuse_per_tensor(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+) -> None:
     """Refuse an optimizer whose update of a tensor differs from the updates of the tensor's parts.
 
+    Args:
+        optimizer_class: Class of the optimizer.
+        options: Options of the optimizer.
+        device: Device of the trial.
+
     Raises:
-        UsageError: The optimizer needs whole tensors.
+        UsageError: The optimizer needs whole tensors, or fails by itself.
     """
     options = _for_trial(options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, grads = torch.randn(8, 6), torch.randn(2, 8, 6)
+    with _seeded(device):
+        start, grads = torch.randn(8, 6).to(device), torch.randn(2, 8, 6).to(device)
     whole = nn.Parameter(start.clone())
     parts = [nn.Parameter(part.clone()) for part in start.view(-1).split([20, 28])]
     try:
         with torch.enable_grad():
             _try(optimizer_class([whole], **options), [whole], [[g] for g in grads])
+    except _REFUSALS as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"{optimizer_class.__name__} does not update a matrix of 8 x 6 on {device}, on which thinwire tries "
+            f"optimizers: {reason}"
+        ) from error
+    try:
+        with torch.enable_grad():
             _try(optimizer_class(parts, **options), parts, [list(g.view(-1).split([20, 28])) for g in grads])
         elementwise = torch.allclose(whole.detach().view(-1), torch.cat([p.detach() for p in parts]), rtol=1e-5)
-    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+    except _REFUSALS:
         elementwise = False
     if not elementwise:
         raise UsageError(
@@ -39,12 +61,15 @@ def refuse_per_tensor(optimizer_class: type[torch.optim.Optimizer], options: Map
         )
 
 
-def refuse_unlike_ranks(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, cut: bool) -> None:
+def refuse_unlike_ranks(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device, *, cut: bool
+) -> None:
     """Refuse an optimizer whose updates would differ from rank to rank.
 
     Args:
         optimizer_class: Class of the optimizer.
         options: Options of the optimizer.
+        device: Device of the trial.
         cut: Whether ranks own different parameters.
 
     Raises:
@@ -54,13 +79,13 @@ def refuse_unlike_ranks(optimizer_class: type[torch.optim.Optimizer], options: M
         f"make it yourself, {optimizer_class.__name__}(model.parameters(), ...): over shares, ranks draw the same "
         "numbers and norms are those of whole tensors"
     )
-    first = _trial(optimizer_class, options, seed=0)
+    first = _trial(optimizer_class, options, device, seed=0)
     if first is None:
         return
-    again = _trial(optimizer_class, options, seed=1)
+    again = _trial(optimizer_class, options, device, seed=1)
     if again is not None and not torch.equal(first, again):
         raise UsageError(f"{optimizer_class.__name__} draws random numbers, which differ from rank to rank; {remedy}")
-    coupled = _trial(optimizer_class, options, seed=0, other=100.0) if cut else None
+    coupled = _trial(optimizer_class, options, device, seed=0, other=100.0) if cut else None
     if coupled is not None and not torch.equal(first, coupled):
         raise UsageError(
             f"{optimizer_class.__name__} updates a parameter by other parameters' gradients, as a norm over all of "
@@ -69,36 +94,42 @@ def refuse_unlike_ranks(optimizer_class: type[torch.optim.Optimizer], options: M
 
 
 def _trial(
-    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], *, seed: int, other: float = 1.0
+    optimizer_class: type[torch.optim.Optimizer],
+    options: Mapping[str, Any],
+    device: torch.device,
+    *,
+    seed: int,
+    other: float = 1.0,
 ) -> torch.Tensor | None:
     """Update two parameters twice and return the first; ``None`` if the optimizer refuses the trial.
 
     Args:
         optimizer_class: Class of the optimizer.
         options: Options of the optimizer.
+        device: Device of the trial.
         seed: Seed of the random numbers that the optimizer may draw.
         other: Factor for the gradients of the second parameter.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, grads = torch.randn(2, 8, 6), torch.randn(2, 2, 8, 6)
+    with _seeded(device):
+        start, grads = torch.randn(2, 8, 6).to(device), torch.randn(2, 2, 8, 6).to(device)
         pair = [nn.Parameter(part.clone()) for part in start]
         torch.manual_seed(seed)
         try:
             with torch.enable_grad():
                 _try(optimizer_class(pair, **_for_trial(options)), pair, [[one, two * other] for one, two in grads])
-        except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+        except _REFUSALS:
             return None
     return pair[0].detach()
 
 
-def updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> bool:
+def updates_in_parts(
+    optimizer_class: type[torch.optim.Optimizer], options: Mapping[str, Any], device: torch.device
+) -> bool:
     """Whether updating some parameters in one ``step`` and the rest in the next equals one update of all. This does not
-    hold for optimizers that count their calls or combine all parameters."""
+    hold for optimizers that count their calls or combine all parameters. The trial runs on ``device``."""
     options = _for_trial(options)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        start, grads = torch.randn(2, 8, 6), torch.randn(3, 2, 8, 6)
+    with _seeded(device):
+        start, grads = torch.randn(2, 8, 6).to(device), torch.randn(3, 2, 8, 6).to(device)
     together = [nn.Parameter(part.clone()) for part in start]
     apart = [nn.Parameter(part.clone()) for part in start]
     try:
@@ -106,9 +137,17 @@ def updates_in_parts(optimizer_class: type[torch.optim.Optimizer], options: Mapp
             _try(optimizer_class(together, **options), together, list(grads))
             optimizer = optimizer_class(apart, **options)
             _try(optimizer, apart, [step for one, other in grads for step in ((one, None), (None, other))])
-    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError):
+    except _REFUSALS:
         return False
     return all(torch.equal(one, other) for one, other in zip(together, apart, strict=True))
+
+
+@contextlib.contextmanager
+def _seeded(device: torch.device) -> Iterator[None]:
+    """Context with random numbers of its own, the same in every trial."""
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(0)
+        yield
 
 
 def _for_trial(options: Mapping[str, Any]) -> dict[str, Any]:

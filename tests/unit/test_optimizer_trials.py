@@ -1,0 +1,38 @@
+"""Trials of optimizers happen where the model is, and errors of their own are shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.sharding.optimizers.trials import refuse_per_tensor, updates_in_parts
+
+CPU = torch.device("cpu")
+
+
+class GpuOnly(torch.optim.SGD):
+    """Refuses tensors of the CPU, as optimizers do whose kernels are written in CUDA."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.device.type == "cpu":
+                    raise RuntimeError("this optimizer works on GPU tensors\nand more lines")
+        return super().step(closure)
+
+
+def test_the_error_of_an_optimizer_is_shown() -> None:
+    with pytest.raises(UsageError, match=r"^GpuOnly does not update .* on cpu.*: this optimizer works on GPU tensors$"):
+        refuse_per_tensor(GpuOnly, {"lr": 0.1}, CPU)
+    refuse_per_tensor(torch.optim.SGD, {"lr": 0.1}, CPU)
+
+
+def test_trials_run_on_the_device_of_the_model() -> None:
+    meta = torch.device("meta")  # the only other device of every machine; it has no values that could be compared
+    with pytest.raises(NotImplementedError, match="Meta"):
+        updates_in_parts(GpuOnly, {"lr": 0.1}, meta)
+    assert not updates_in_parts(GpuOnly, {"lr": 0.1}, CPU)
+    assert updates_in_parts(torch.optim.SGD, {"lr": 0.1}, CPU)
