@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,13 +13,15 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives import gloo
+from thinwire.collectives import group as groups
 from thinwire.collectives.group import Meter, Subgroup, control, mesh_group
 from thinwire.collectives.nccl import Membership, NcclLinks
 from thinwire.collectives.point_to_point import point_to_point
 from thinwire.collectives.transport import agree_on_transport, choose_transport
+from thinwire.errors import CollectiveError
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
-from thinwire.testing import RankError, check_streams, run_ranks
+from thinwire.testing import RankError, RankPool, check_streams, run_ranks
 from thinwire.testing.nccl import Issue, NcclDouble, compare_issues
 
 WORLD = 4
@@ -229,3 +232,48 @@ def test_ranks_without_a_gpu_among_others_are_named_on_every_rank() -> None:
     with pytest.raises(RankError) as caught:
         run_ranks(WORLD, choose_together, ["GPU-a", "GPU-b", "", ""])
     assert all(text and "ranks [2, 3] have no GPU" in text for text in caught.value.tracebacks)
+
+
+# -- errors ----------------------------------------------------------------------------------------------------
+
+
+def fail_in_a_step(kind: str) -> tuple[int, int, str]:
+    """One rank fails. Returns how many communicators this rank has made and aborted, and the error that it raises."""
+    aborted: list[NcclDouble] = []
+    abort, message = NcclDouble.abort, ""
+
+    def note_and_abort(communicator: NcclDouble) -> None:
+        aborted.append(communicator)
+        abort(communicator)
+
+    with check_streams() as check, mock.patch.object(NcclDouble, "abort", note_and_abort):
+        model = tw.shard(nn.Linear(4, 4), tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32"))
+        try:
+            if kind == "user's own":
+                raise ValueError(kind)
+            if kind == "none" or dist.get_rank() > 0:
+                model(torch.ones(1, 4)).sum().backward()
+        except (ValueError, CollectiveError) as error:
+            message = str(error)
+            groups.shutdown()
+        else:
+            groups.shutdown()
+    return sum(issue.what == "create" for issue in check.issues), len(aborted), message
+
+
+def test_errors_abort_what_is_queued() -> None:
+    for made, aborted, _ in run_ranks(WORLD, fail_in_a_step, "user's own", timeout=60):
+        assert made == aborted > 0
+    for made, aborted, message in run_ranks(WORLD, fail_in_a_step, "none", timeout=60):
+        assert (made > 0, aborted, message) == (True, 0, "")
+
+
+def test_an_exchange_that_fails_aborts_the_others() -> None:
+    pool = RankPool(WORLD)
+    try:
+        outcomes = pool.run(fail_in_a_step, "left", timeout=60, group_timeout=3)
+    finally:
+        pool.close()
+    for made, aborted, message in outcomes[1:]:
+        assert aborted >= made > 0
+        assert "on the gather lane with ranks" in message

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
+import sys
 import threading
 import time
 import weakref
@@ -59,6 +60,7 @@ DEFAULT_TIMEOUT = datetime.timedelta(seconds=300)
 
 _timeout = DEFAULT_TIMEOUT
 _joined_here = False
+_has_failed = False  # whether an exchange of this job has failed
 _num_jobs = 0  # jobs that this process has left; part of the names in the store, so that jobs do not share entries
 
 T = TypeVar("T")
@@ -122,10 +124,18 @@ def before_shutdown(close: Callable[[], None]) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job. A second call has no effect."""
-    global _device, _num_jobs, _rollcall
+    """Leave the job. A second call has no effect.
+
+    After an error, or while one is handled (as in a ``finally``), pending operations are aborted: other ranks may never
+    make the calls that they wait for.
+    """
+    global _device, _num_jobs, _rollcall, _has_failed
+    in_error = _has_failed or sys.exc_info()[0] is not None
+    _has_failed = False
     _rollcall.close()
     _rollcall = RollCall(_give_up, _store)
+    if in_error:
+        _abort_native()
     while _closing:
         _closing.pop()()
     # A group that is still referenced keeps its threads and sockets, and models live on in reference cycles.
@@ -134,8 +144,9 @@ def shutdown() -> None:
     for members in _controls.values():
         members.process_group = None
     _controls.clear()
-    for links in _links.values():
-        links.close()
+    if not in_error:
+        for links in _links.values():
+            links.close()
     _links.clear()
     _device = None
     release_memory()
@@ -499,8 +510,17 @@ def _host_links(store: dist.Store, index: int, size: int, device: torch.device) 
     return links if device.type == "cpu" else StagedLinks(links, index)
 
 
+def _abort_native() -> None:
+    """Abort everything that is queued on devices: kernels that wait for other ranks would block the host for good."""
+    for links in list(_links.values()):
+        if links.is_native:
+            links.abort()
+
+
 def _give_up() -> None:
     """Abort every exchange of this process, because the ranks wait for each other."""
+    global _has_failed
+    _has_failed = True
     for links in list(_links.values()):
         links.abort()
     for members in list(_controls.values()):
@@ -530,11 +550,14 @@ def _nbytes(tensor: torch.Tensor) -> int:
 @contextlib.contextmanager
 def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None = None) -> Iterator[None]:
     """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both."""
+    global _has_failed
     size = "" if nbytes is None else f"{nbytes} bytes, "
     started = time.monotonic()
     try:
         yield
     except RuntimeError as error:
+        _has_failed = True
+        _abort_native()
         if verdict := _rollcall.find_verdict():
             raise MismatchError(f"rank {dist.get_rank()}: {verdict}") from error
         waited = time.monotonic() - started
