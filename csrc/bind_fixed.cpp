@@ -9,6 +9,15 @@ namespace thinwire {
 namespace nb = nanobind;
 using namespace nb::literals;
 
+namespace {
+
+Sum sum_of(Address wires, std::int64_t count, std::int64_t stride, std::int64_t numel, Address onto, int onto_dtype,
+           float factor) {
+    return {pointer(wires), count, stride, numel, pointer(onto), dtype_of(onto_dtype), factor};
+}
+
+}  // namespace
+
 void bind_fixed(nb::module_& module) {
     using Released = nb::call_guard<nb::gil_scoped_release>;
     nb::class_<Codec>(module, "Codec")
@@ -45,20 +54,22 @@ void bind_fixed(nb::module_& module) {
         .def(
             "decode_sum",
             [](const Codec& codec, Address wires, std::int64_t count, std::int64_t stride, std::int64_t numel,
-               float factor, Address out, int dtype, int threads) {
-                codec.decode_sum(pointer(wires), count, stride, numel, factor, pointer(out), dtype_of(dtype), threads);
+               Address onto, int onto_dtype, float factor, Address out, int dtype, int threads) {
+                codec.decode_sum(sum_of(wires, count, stride, numel, onto, onto_dtype, factor), pointer(out),
+                                 dtype_of(dtype), threads);
             },
-            "wires_address"_a, "count"_a, "stride"_a, "numel"_a, "factor"_a, "out_address"_a, "dtype"_a, "threads"_a,
-            Released())
+            "wires_address"_a, "count"_a, "stride"_a, "numel"_a, "onto_address"_a, "onto_dtype"_a, "factor"_a,
+            "out_address"_a, "dtype"_a, "threads"_a, Released())
         .def(
             "decode_sum_encode",
             [](const Codec& codec, Address wires, std::int64_t count, std::int64_t stride, std::int64_t numel,
-               float factor, const Codec& to, Address wire, std::int64_t wire_bytes, std::uint32_t seed, int threads) {
-                codec.decode_sum_encode(pointer(wires), count, stride, numel, factor, to, pointer(wire), wire_bytes,
-                                        seed, threads);
+               Address onto, int onto_dtype, float factor, const Codec& to, Address wire, std::int64_t wire_bytes,
+               std::uint32_t seed, int threads) {
+                codec.decode_sum_encode(sum_of(wires, count, stride, numel, onto, onto_dtype, factor), to,
+                                        pointer(wire), wire_bytes, seed, threads);
             },
-            "wires_address"_a, "count"_a, "stride"_a, "numel"_a, "factor"_a, "to"_a, "wire_address"_a, "wire_bytes"_a,
-            "seed"_a, "threads"_a, Released());
+            "wires_address"_a, "count"_a, "stride"_a, "numel"_a, "onto_address"_a, "onto_dtype"_a, "factor"_a, "to"_a,
+            "wire_address"_a, "wire_bytes"_a, "seed"_a, "threads"_a, Released());
 }
 
 }  // namespace thinwire

@@ -32,13 +32,18 @@ void Codec::check(std::int64_t numel, std::int64_t nbytes) const {
     }
 }
 
-void Codec::sum_range(const char* wires, std::int64_t count, std::int64_t stride, std::int64_t first,
-                      std::int64_t values, std::int64_t numel, float factor, float* out) const {
-    for (std::int64_t row = 0; row < count; ++row) {
-        format_->decode_range(wires + row * stride, first, values, numel, out, DType::float32, row > 0);
+void Codec::sum_range(const Sum& sum, std::int64_t first, std::int64_t values, float* out) const {
+    const auto* wires = static_cast<const char*>(sum.wires);
+    if (sum.onto != nullptr) {
+        const auto* onto = static_cast<const char*>(sum.onto) + first * bytes_of(sum.onto_dtype);
+        value_kernels().cast(onto, sum.onto_dtype, values, out, DType::float32, false);
     }
-    if (factor != 1.0F) {
-        value_kernels().multiply(out, values, factor);
+    for (std::int64_t row = 0; row < sum.count; ++row) {
+        format_->decode_range(wires + row * sum.stride, first, values, sum.numel, out, DType::float32,
+                              row > 0 || sum.onto != nullptr);
+    }
+    if (sum.factor != 1.0F) {
+        value_kernels().multiply(out, values, sum.factor);
     }
 }
 
@@ -108,51 +113,48 @@ void Codec::decode(const void* wire, std::int64_t nbytes, std::int64_t numel, vo
     });
 }
 
-void Codec::decode_sum(const void* wires, std::int64_t count, std::int64_t stride, std::int64_t numel, float factor,
-                       void* out, DType dtype, int threads) const {
-    check(numel, wire_bytes(numel));
+void Codec::decode_sum(const Sum& sum, void* out, DType dtype, int threads) const {
+    check(sum.numel, wire_bytes(sum.numel));
     const std::int64_t tile = multiple(format_->granule(), kTile);
     const std::int64_t piece = multiple(tile, kPiece);
-    for_pieces(numel, piece, threads, [&](std::int64_t first, std::int64_t values) {
+    for_pieces(sum.numel, piece, threads, [&](std::int64_t first, std::int64_t values) {
         std::vector<float> total(dtype == DType::float32 ? 0 : static_cast<std::size_t>(std::min(tile, values)));
         for (std::int64_t at = first; at < first + values; at += tile) {
             const std::int64_t here = std::min(tile, first + values - at);
             char* to = static_cast<char*>(out) + at * bytes_of(dtype);
             const bool direct = dtype == DType::float32 && reinterpret_cast<std::uintptr_t>(to) % alignof(float) == 0;
             if (direct) {
-                sum_range(static_cast<const char*>(wires), count, stride, at, here, numel, factor,
-                          reinterpret_cast<float*>(to));
+                sum_range(sum, at, here, reinterpret_cast<float*>(to));
             } else {
                 total.resize(static_cast<std::size_t>(tile));
-                sum_range(static_cast<const char*>(wires), count, stride, at, here, numel, factor, total.data());
+                sum_range(sum, at, here, total.data());
                 value_kernels().cast(total.data(), DType::float32, here, to, dtype, false);
             }
         }
     });
 }
 
-void Codec::decode_sum_encode(const void* wires, std::int64_t count, std::int64_t stride, std::int64_t numel,
-                              float factor, const Codec& to, void* wire, std::int64_t nbytes, std::uint32_t seed,
+void Codec::decode_sum_encode(const Sum& sum, const Codec& to, void* wire, std::int64_t nbytes, std::uint32_t seed,
                               int threads) const {
-    check(numel, wire_bytes(numel));
-    to.check(numel, nbytes);
+    check(sum.numel, wire_bytes(sum.numel));
+    to.check(sum.numel, nbytes);
     const FixedFormat& next = *to.format_;
     if (next.needs_all_values()) {
-        std::vector<float> total(static_cast<std::size_t>(numel));
-        decode_sum(wires, count, stride, numel, factor, total.data(), DType::float32, threads);
-        to.encode(total.data(), DType::float32, numel, wire, nbytes, seed, threads);
+        std::vector<float> total(static_cast<std::size_t>(sum.numel));
+        decode_sum(sum, total.data(), DType::float32, threads);
+        to.encode(total.data(), DType::float32, sum.numel, wire, nbytes, seed, threads);
         return;
     }
     auto* out = static_cast<char*>(wire);
-    next.pad(numel, out);
+    next.pad(sum.numel, out);
     const std::int64_t both = std::lcm(format_->granule(), next.granule());
     const std::int64_t tile = multiple(both, kTile);
-    for_pieces(numel, multiple(tile, kPiece), threads, [&](std::int64_t first, std::int64_t values) {
+    for_pieces(sum.numel, multiple(tile, kPiece), threads, [&](std::int64_t first, std::int64_t values) {
         std::vector<float> total(static_cast<std::size_t>(std::min(tile, values)));
         for (std::int64_t at = first; at < first + values; at += tile) {
             const std::int64_t here = std::min(tile, first + values - at);
-            sum_range(static_cast<const char*>(wires), count, stride, at, here, numel, factor, total.data());
-            next.encode_range(total.data(), DType::float32, at, here, numel, out, seed);
+            sum_range(sum, at, here, total.data());
+            next.encode_range(total.data(), DType::float32, at, here, sum.numel, out, seed);
         }
     });
 }

@@ -10,6 +10,18 @@
 
 namespace thinwire {
 
+// `factor` times the sum of `onto` and of `count` messages of `numel` values that lie `stride` bytes apart. Without
+// `onto`, which holds values of `onto_dtype`, the sum begins with the first message.
+struct Sum {
+    const void* wires;
+    std::int64_t count;
+    std::int64_t stride;
+    std::int64_t numel;
+    const void* onto;
+    DType onto_dtype;
+    float factor;
+};
+
 // A codec of fixed length (docs/wire-format.md). All sizes are checked; what does not fit throws
 // std::invalid_argument. `threads` bounds the threads a call uses, the calling one included.
 class Codec {
@@ -31,20 +43,17 @@ public:
     void decode(const void* wire, std::int64_t wire_bytes, std::int64_t numel, void* out, DType dtype, bool add,
                 int threads) const;
 
-    // `factor` times the sum of `count` messages that lie `stride` bytes apart.
-    void decode_sum(const void* wires, std::int64_t count, std::int64_t stride, std::int64_t numel, float factor,
-                    void* out, DType dtype, int threads) const;
+    void decode_sum(const Sum& sum, void* out, DType dtype, int threads) const;
 
     // The message that `to` makes of such a sum.
-    void decode_sum_encode(const void* wires, std::int64_t count, std::int64_t stride, std::int64_t numel, float factor,
-                           const Codec& to, void* wire, std::int64_t wire_bytes, std::uint32_t seed, int threads) const;
+    void decode_sum_encode(const Sum& sum, const Codec& to, void* wire, std::int64_t wire_bytes, std::uint32_t seed,
+                           int threads) const;
 
 private:
     std::shared_ptr<const FixedFormat> format_;
 
     void check(std::int64_t numel, std::int64_t wire_bytes) const;
-    void sum_range(const char* wires, std::int64_t count, std::int64_t stride, std::int64_t first, std::int64_t values,
-                   std::int64_t numel, float factor, float* out) const;
+    void sum_range(const Sum& sum, std::int64_t first, std::int64_t values, float* out) const;
 };
 
 }  // namespace thinwire

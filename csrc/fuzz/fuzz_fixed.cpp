@@ -189,10 +189,16 @@ void fixed_sum(Input& input) {
         }
     }
 
+    const bool has_onto = input.flag();
+    Buffer onto = has_onto ? call.tensor(input) : Buffer(0);
     Buffer sum(4 * call.numel);
+    if (has_onto) {
+        const Codec widen("cast", std::vector{static_cast<std::int64_t>(DType::float32)});
+        widen.encode(onto.data(), call.dtype, call.numel, sum.data(), sum.size(), 0, 1);
+    }
     for (std::int64_t row = 0; row < count && call.numel > 0; ++row) {
         call.codec.decode(&wires[row * stride], call.codec.wire_bytes(call.numel), call.numel, sum.data(),
-                          DType::float32, row > 0, 1);
+                          DType::float32, row > 0 || has_onto, 1);
     }
     for (std::int64_t i = 0; i < call.numel; ++i) {
         const float scaled = std::bit_cast<float>(bits_at(sum, i, DType::float32)) * factor;
@@ -201,7 +207,8 @@ void fixed_sum(Input& input) {
 
     Buffer fused = call.values(call.dtype);
     Buffer composed(fused.size());
-    call.codec.decode_sum(wires.data(), count, stride, call.numel, factor, fused.data(), call.dtype, call.threads);
+    const Sum total{wires.data(), count, stride, call.numel, has_onto ? onto.data() : nullptr, call.dtype, factor};
+    call.codec.decode_sum(total, fused.data(), call.dtype, call.threads);
     const Codec cast("cast", std::vector{static_cast<std::int64_t>(call.dtype)});
     cast.encode(sum.data(), DType::float32, call.numel, composed.data(), composed.size(), 0, 1);
     require(same_values(fused, composed, call.numel, call.dtype), "a sum of messages is the sum of their values");
@@ -209,8 +216,7 @@ void fixed_sum(Input& input) {
     const Codec to = any_codec(input);
     Buffer between(to.wire_bytes(call.numel), call.misaligned_values);
     Buffer encoded(between.size());
-    call.codec.decode_sum_encode(wires.data(), count, stride, call.numel, factor, to, between.data(), between.size(),
-                                 call.seed, call.threads);
+    call.codec.decode_sum_encode(total, to, between.data(), between.size(), call.seed, call.threads);
     to.encode(sum.data(), DType::float32, call.numel, encoded.data(), encoded.size(), call.seed, 1);
     const bool plain =
         std::all_of(reinterpret_cast<float*>(sum.data()), reinterpret_cast<float*>(sum.data()) + call.numel,
@@ -232,8 +238,9 @@ void fixed_wrong_size(Input& input) {
     Buffer from = call.wire();
     Buffer message(input.number(0, right + 32));
     require(refuses([&] {
-                call.codec.decode_sum_encode(from.data(), 1, from.size(), call.numel, 1.0F, call.codec, message.data(),
-                                             message.size(), call.seed, call.threads);
+                const Sum total{from.data(), 1, from.size(), call.numel, nullptr, DType::float32, 1.0F};
+                call.codec.decode_sum_encode(total, call.codec, message.data(), message.size(), call.seed,
+                                             call.threads);
             }) == (message.size() != right),
             "a sum's message has just one size");
 }

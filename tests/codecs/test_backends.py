@@ -129,6 +129,20 @@ def test_fused_forms_are_their_composition(name: str, threads: int, target: str)
             for dtype in DTYPES:
                 fused = native.decode_sum(rows, numel, dtype, scale=1 / 3)
                 assert same(fused, reference.decode_sum(rows, numel, dtype, scale=1 / 3))
+            for start, out in ((x[:numel].float(), torch.float32), (x[:numel].bfloat16(), torch.bfloat16)):
+                total = codecs.Sum(rows, numel, start, 1 / 3)
+                made, wanted = (
+                    one.decode_sum_into(total, torch.empty(numel, dtype=out)) for one in (native, reference)
+                )
+                assert same(made, wanted)
+                assert torch.equal(
+                    native.encode_sum(total, to[1]), to[0].encode(reference.decode_sum_into(total, torch.empty(numel)))
+                )
+            for add in (False, True):
+                made, wanted = (
+                    one.decode_slices(rows, torch.ones(len(rows), numel), add=add) for one in (native, reference)
+                )
+                assert same(made, wanted)
             between = native.decode_sum_encode(rows, numel, to[1], scale=0.5)
             composed = to[0].encode(reference.decode_sum(rows, numel, scale=0.5))
             assert torch.equal(between, composed)

@@ -197,10 +197,36 @@ def check_fused(name: str, dtype: torch.dtype, numel: int, to: list[str]) -> Non
         for out in wanted:
             fused = codec.decode_sum(wires, numel, out, scale=1 / 3, encoded=dtype)
             assert same(fused, reference.decode_sum(wires, numel, out, scale=1 / 3, encoded=dtype)), (name, numel, out)
+    onto = torch.randn(numel)
+    for start, out in ((onto, torch.float32), (onto.bfloat16(), torch.bfloat16), (onto.half(), torch.float32)):
+        total = codecs.Sum(rows, numel, start, 1 / 3, dtype)
+        made, wanted = (one.decode_sum_into(total, torch.empty(numel, dtype=out)) for one in (codec, reference))
+        assert same(made, wanted), (name, numel, start.dtype, out)
+    check_slices(name, rows, numel, dtype)
     for target in to:
         between = codec.decode_sum_encode(rows, numel, pair(target)[1], scale=0.5, seed=3, encoded=dtype)
         total = reference.decode_sum(rows, numel, scale=0.5, encoded=dtype)
         assert torch.equal(between, pair(target)[0].encode(total, seed=3)), (name, numel, target)
+
+
+def check_slices(name: str, rows: Tensor, numel: int, dtype: torch.dtype) -> None:
+    reference, codec = pair(name)
+    lossless = codec.spec.is_lossless
+    for out in {dtype} if lossless else {dtype, torch.float32, torch.bfloat16}:
+        start = torch.randn(len(rows), numel).to(out)
+        for add in (False, True):
+            made, wanted = (
+                one.decode_slices(rows, start.clone(), encoded=dtype, add=add) for one in (codec, reference)
+            )
+            assert same(made.view(-1), wanted.view(-1)), (name, numel, out, add)
+        assert same(
+            wanted[1],
+            (start[1].float() + reference.decode(message(reference, rows[1], numel, dtype), numel, dtype)).to(out),
+        )
+
+
+def message(codec: Codec, row: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    return row[: codec.max_wire_bytes(numel, dtype)]
 
 
 # ------------------------------------------------------------------------------------------------------ memory

@@ -6,6 +6,7 @@ values = codec.decode(wire, gradient.numel(), torch.float32)
 """
 
 from thinwire.codecs.codec import Codec
+from thinwire.codecs.coder import Sum
 from thinwire.codecs.registry import BACKENDS, default_backend, get
 
-__all__ = ["BACKENDS", "Codec", "default_backend", "get"]
+__all__ = ["BACKENDS", "Codec", "Sum", "default_backend", "get"]

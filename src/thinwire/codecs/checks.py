@@ -5,12 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from thinwire.codecs.coder import Sum
 from thinwire.codecs.seeds import fold_seed
 from thinwire.errors import UsageError, WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["checked_room", "checked_seed", "checked_values", "check_out", "check_rows", "check_wire", "encoded_dtype"]
+__all__ = [
+    "check_out",
+    "check_rows",
+    "check_sum",
+    "check_wire",
+    "checked_room",
+    "checked_seed",
+    "checked_values",
+    "encoded_dtype",
+]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -60,6 +70,20 @@ def check_rows(spec: CodecSpec, wires: Tensor, numel: int, encoded: torch.dtype 
     row = wires[0] if spec.is_variable_length else wires[0, : spec.max_wire_bytes(numel, encoded)]
     check_wire(spec, row, numel, encoded)
     return encoded
+
+
+def check_sum(spec: CodecSpec, total: Sum) -> None:
+    """Check the messages of a sum, and the values that they are added to."""
+    check_rows(spec, total.wires, total.numel, total.encoded)
+    onto, device = total.onto, total.wires.device
+    if onto is None:
+        return
+    fits = onto.numel() == total.numel and onto.dim() == 1 and onto.is_contiguous() and onto.device == device
+    if not fits or onto.dtype not in _FLOATS:
+        raise UsageError(
+            f"onto should be contiguous, 1-D, of {total.numel} values of float32, bfloat16 or float16 on {device}; it "
+            f"is {tuple(onto.shape)} {onto.dtype} on {onto.device}"
+        )
 
 
 def check_wire(spec: CodecSpec, wire: Tensor, numel: int, encoded: torch.dtype) -> None:

@@ -19,13 +19,14 @@ from torch import Tensor
 from thinwire.codecs.checks import (
     check_out,
     check_rows,
+    check_sum,
     check_wire,
     checked_room,
     checked_seed,
     checked_values,
     encoded_dtype,
 )
-from thinwire.codecs.coder import Coder
+from thinwire.codecs.coder import Coder, Sum
 from thinwire.errors import UsageError
 
 __all__ = ["Codec"]
@@ -163,6 +164,32 @@ class Codec(Coder):
             self._encode_slices(x, bounds, wires, checked_seed(self.spec, seed))
         return wires
 
+    def decode_slices(
+        self, wires: Tensor, out: Tensor, *, encoded: torch.dtype | None = None, add: bool = False
+    ) -> Tensor:
+        """Decode messages of equal length side by side, in one pass: message i into row i of ``out``.
+
+        Args:
+            wires: uint8 tensor of shape (k, slot bytes) with contiguous rows, at any distance from each other.
+            out: Contiguous tensor of shape (k, number of values) in fp32, bf16 or fp16; with ``none``, ``mpc`` and
+                ``exp3`` in the dtype that was encoded.
+            encoded: Dtype that was encoded; default: that of ``out``. Only ``none`` and ``mpc`` need it.
+            add: Whether to add the decoded values to those of ``out``, in fp32, rounded once.
+
+        Returns:
+            ``out``.
+        """
+        encoded = out.dtype if encoded is None else encoded_dtype(self.spec, encoded)
+        if out.dim() != 2 or len(out) != len(wires):
+            raise UsageError(f"out should have a row for each of {len(wires)} messages; it is {tuple(out.shape)}")
+        check_out(out, out.numel(), out.dtype, wires.device)
+        check_rows(self.spec, wires, out.shape[1], encoded)
+        if not add and self.spec.is_lossless and out.dtype != encoded:
+            raise UsageError(f"{self.spec}: messages of {encoded} decode to that dtype, not to {out.dtype}")
+        if out.numel():
+            self._decode_slices(wires, out, encoded, add=add)
+        return out
+
     def decode_sum(
         self,
         wires: Tensor,
@@ -187,12 +214,24 @@ class Codec(Coder):
             encoded: See :meth:`decode_add`.
             out: Contiguous tensor of ``numel`` values of ``dtype``.
         """
-        encoded = check_rows(self.spec, wires, numel, encoded)
+        total = Sum(wires, numel, None, scale, encoded_dtype(self.spec, encoded))
         if out is None:
             out = torch.empty(numel, dtype=dtype, device=wires.device)
         check_out(out, numel, dtype, wires.device)
-        if numel:
-            self._decode_sum(wires, out.view(-1), scale, encoded)
+        return self.decode_sum_into(total, out)
+
+    def decode_sum_into(self, total: Sum, out: Tensor) -> Tensor:
+        """Compute a sum of messages and of other values, in one pass.
+
+        Args:
+            total: The sum.
+            out: Contiguous fp32, bf16 or fp16 tensor of ``total.numel`` values, to which the sum is rounded once. May
+                be ``total.onto``.
+        """
+        check_sum(self.spec, total)
+        check_out(out, total.numel, out.dtype, total.wires.device)
+        if total.numel:
+            self._decode_sum(total, out.view(-1))
         return out
 
     def decode_sum_encode(
@@ -222,11 +261,27 @@ class Codec(Coder):
         Returns:
             The message, a 1-D uint8 tensor.
         """
+        return self.encode_sum(
+            Sum(wires, numel, None, scale, encoded_dtype(self.spec, encoded)), to, seed=seed, out=out
+        )
+
+    def encode_sum(self, total: Sum, to: Codec, *, seed: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Compute a sum of messages and of other values, and encode it, in one pass.
+
+        Args:
+            total: The sum, of messages of this codec.
+            to: Codec of the result, of the same backend or of another package.
+            seed: Seed for ``to``; see :meth:`encode`.
+            out: Contiguous uint8 tensor of at least ``to.max_wire_bytes(total.numel, torch.float32)`` bytes.
+
+        Returns:
+            The message, a 1-D uint8 tensor.
+        """
         if to.backend != self.backend and Codec.backend not in (to.backend, self.backend):
             raise UsageError(f"{self!r} cannot go on to {to!r}: take both from one backend")
-        encoded = check_rows(self.spec, wires, numel, encoded)
+        check_sum(self.spec, total)
         to.spec.check_dtype(torch.float32)
-        wire = checked_room(out, to.max_wire_bytes(numel, torch.float32), wires.device)
-        if numel == 0:
+        wire = checked_room(out, to.max_wire_bytes(total.numel, torch.float32), total.wires.device)
+        if total.numel == 0:
             return wire[:0]
-        return wire[: self._decode_sum_encode(wires, numel, to, wire, scale, checked_seed(to.spec, seed), encoded)]
+        return wire[: self._decode_sum_encode(total, to, wire, checked_seed(to.spec, seed))]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -12,7 +13,27 @@ from torch import Tensor
 from thinwire.codecs.seeds import slice_seed
 from thinwire.spec import CodecSpec
 
-__all__ = ["Coder"]
+__all__ = ["Coder", "Sum"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """``scale * (onto + messages)``, added in fp32 in this order.
+
+    Attributes:
+        wires: uint8 tensor of shape (k, slot bytes) with k >= 1 and contiguous rows, at any distance from each other;
+            each row begins with a message.
+        numel: Number of values in each message.
+        onto: Contiguous 1-D fp32, bf16 or fp16 tensor of ``numel`` values; ``None`` starts from the first message.
+        scale: Factor on the sum, in fp32; for example 1 / k for a mean.
+        encoded: Dtype that was encoded. Only ``none`` and ``mpc`` need it; their default is fp32.
+    """
+
+    wires: Tensor
+    numel: int
+    onto: Tensor | None = None
+    scale: float = 1.0
+    encoded: torch.dtype = torch.float32
 
 
 class Coder(ABC):
@@ -64,26 +85,36 @@ class Coder(ABC):
             if stop > start:
                 self._encode(x[start:stop], wires[row], slice_seed(seed, row))
 
-    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
-        # Bytes after a message of fixed length are cut off; a message of variable length contains its length.
-        nbytes = self.max_wire_bytes(out.numel(), encoded)
-        total = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
-        if encoded != torch.float32 and self.spec.is_lossless:
-            first = torch.empty_like(out, dtype=encoded)
-            self._decode(wires[0][:nbytes], first, encoded, add=False)
-            total.copy_(first)
-        else:
-            self._decode(wires[0][:nbytes], total, encoded, add=False)
-        for row in wires[1:]:
-            self._decode(row[:nbytes], total, encoded, add=True)
-        if scale != 1.0:
-            total.mul_(scale)
-        if total is not out:
-            out.copy_(total)
+    def _decode_slices(self, wires: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
+        """Decode message i into row i of ``out``, or add it to that row in fp32."""
+        nbytes = self.max_wire_bytes(out.shape[1], encoded)
+        for wire, row in zip(wires, out, strict=True):
+            if add and row.dtype != torch.float32:
+                self._decode_sum(Sum(wire.view(1, -1), row.numel(), row, encoded=encoded), row)
+            else:
+                self._decode(wire[:nbytes], row, encoded, add=add)
 
-    def _decode_sum_encode(
-        self, wires: Tensor, numel: int, to: Coder, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
-    ) -> int:
-        total = torch.empty(numel, dtype=torch.float32, device=wires.device)
-        self._decode_sum(wires, total, scale, encoded)
-        return to._encode(total, wire, seed)
+    def _decode_sum(self, total: Sum, out: Tensor) -> None:
+        # Bytes after a message of fixed length are cut off; a message of variable length contains its length.
+        nbytes = self.max_wire_bytes(total.numel, total.encoded)
+        rows = [row[:nbytes] for row in total.wires]
+        added = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        if total.onto is not None:
+            added.copy_(total.onto)
+        elif total.encoded != torch.float32 and self.spec.is_lossless:
+            first = torch.empty_like(out, dtype=total.encoded)
+            self._decode(rows.pop(0), first, total.encoded, add=False)
+            added.copy_(first)
+        else:
+            self._decode(rows.pop(0), added, total.encoded, add=False)
+        for row in rows:
+            self._decode(row, added, total.encoded, add=True)
+        if total.scale != 1.0:
+            added.mul_(total.scale)
+        if added is not out:
+            out.copy_(added)
+
+    def _decode_sum_encode(self, total: Sum, to: Coder, wire: Tensor, seed: int) -> int:
+        values = torch.empty(total.numel, dtype=torch.float32, device=total.wires.device)
+        self._decode_sum(total, values)
+        return to._encode(values, wire, seed)

@@ -1,9 +1,11 @@
 """bfloat16 on the wire, by eager torch, with a fault in each class but the first."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Sum
 
 
 class Good(Codec):
@@ -55,8 +57,8 @@ class ChangesInput(Good):
 
 
 class WrongSum(Good):
-    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
-        super()._decode_sum(wires[:1], out, scale, encoded)
+    def _decode_sum(self, total: Sum, out: Tensor) -> None:
+        super()._decode_sum(replace(total, wires=total.wires[:1]), out)
 
 
 class Raises(Good):

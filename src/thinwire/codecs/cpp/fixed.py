@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.coder import Coder
+from thinwire.codecs.coder import Coder, Sum
 from thinwire.codecs.cpp import _native
 from thinwire.codecs.seeds import slice_seed
 from thinwire.errors import UsageError
@@ -79,37 +79,33 @@ class FixedCodec(Codec):
                 threads,
             )
 
-    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
-        self._native[encoded].decode_sum(
-            _address(wires),
-            len(wires),
-            wires.stride(0),
-            out.numel(),
-            scale,
-            out.data_ptr(),
-            _NUMBER[out.dtype],
-            torch.get_num_threads(),
+    def _decode_sum(self, total: Sum, out: Tensor) -> None:
+        self._native[total.encoded].decode_sum(
+            *_summands(total), out.data_ptr(), _NUMBER[out.dtype], torch.get_num_threads()
         )
 
-    def _decode_sum_encode(
-        self, wires: Tensor, numel: int, to: Coder, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
-    ) -> int:
+    def _decode_sum_encode(self, total: Sum, to: Coder, wire: Tensor, seed: int) -> int:
         if not isinstance(to, FixedCodec):
-            return super()._decode_sum_encode(wires, numel, to, wire, scale, seed, encoded)
-        nbytes = to.max_wire_bytes(numel, torch.float32)
-        self._native[encoded].decode_sum_encode(
-            _address(wires),
-            len(wires),
-            wires.stride(0),
-            numel,
-            scale,
-            to._native[torch.float32],
-            wire.data_ptr(),
-            nbytes,
-            seed,
-            torch.get_num_threads(),
+            return super()._decode_sum_encode(total, to, wire, seed)
+        nbytes = to.max_wire_bytes(total.numel, torch.float32)
+        self._native[total.encoded].decode_sum_encode(
+            *_summands(total), to._native[torch.float32], wire.data_ptr(), nbytes, seed, torch.get_num_threads()
         )
         return nbytes
+
+
+def _summands(total: Sum) -> tuple[int, int, int, int, int, int, float]:
+    """A sum as native code takes it."""
+    onto = total.onto
+    return (
+        _address(total.wires),
+        len(total.wires),
+        total.wires.stride(0),
+        total.numel,
+        0 if onto is None else onto.data_ptr(),
+        0 if onto is None else _NUMBER[onto.dtype],
+        total.scale,
+    )
 
 
 def _native_codec(spec: CodecSpec, dtype: torch.dtype) -> _native.Codec:

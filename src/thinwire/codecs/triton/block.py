@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.coder import Coder
+from thinwire.codecs.coder import Coder, Sum
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
 from thinwire.codecs.triton.transcode import Form, Treatment, Values, largest_keys, transcode
 
@@ -53,32 +53,44 @@ class ValueCodec(Codec):
         if Form.of_message(self.spec, encoded) == Form.of_tensor(out.dtype) and not add:
             out.view(torch.uint8).copy_(wire)
             return
-        self._sum(wire.view(1, -1), out, 1.0, encoded, add=add)
+        self._sum(Sum(wire.view(1, -1), out.numel(), out if add else None, encoded=encoded), out)
 
-    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
+    def _decode_slices(self, wires: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         check_device(wires)
-        self._sum(wires, out, scale, encoded, add=False)
+        numel = out.shape[1]
+        rows = aligned_rows(wires, self.max_wire_bytes(numel, encoded))
+        source, target = Form.of_message(self.spec, encoded), Values(out, Form.of_tensor(out.dtype))
+        treatment = Treatment(onto=target if add else None, each=True, raw=source == target.form and not add)
+        transcode(Values(rows, source), target, numel, treatment)
 
-    def _sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype, *, add: bool) -> None:
-        rows = aligned_rows(wires, self.max_wire_bytes(out.numel(), encoded))
-        source, target = Form.of_message(self.spec, encoded), Form.of_tensor(out.dtype)
-        transcode(Values(rows, source), Values(out, target), out.numel(), Treatment(scale=scale, add=add))
+    def _decode_sum(self, total: Sum, out: Tensor) -> None:
+        check_device(total.wires)
+        self._sum(total, out)
 
-    def _decode_sum_encode(
-        self, wires: Tensor, numel: int, to: Coder, wire: Tensor, scale: float, seed: int, encoded: torch.dtype
-    ) -> int:
-        check_device(wires)
-        source, target = Form.of_message(self.spec, encoded), Form.of_message(to.spec, torch.float32)
+    def _sum(self, total: Sum, out: Tensor) -> None:
+        rows = aligned_rows(total.wires, self.max_wire_bytes(total.numel, total.encoded))
+        source, target = Form.of_message(self.spec, total.encoded), Form.of_tensor(out.dtype)
+        treatment = Treatment(scale=total.scale, onto=_onto(total))
+        transcode(Values(rows, source), Values(out, target), out.numel(), treatment)
+
+    def _decode_sum_encode(self, total: Sum, to: Coder, wire: Tensor, seed: int) -> int:
+        check_device(total.wires)
+        source, target = Form.of_message(self.spec, total.encoded), Form.of_message(to.spec, torch.float32)
         blocks_fit = target.block & (target.block - 1) == 0 or not source.hadamard
         if not isinstance(to, ValueCodec) or to.spec.per_tensor or wire.data_ptr() % 16 or not blocks_fit:
             # The sum is written to memory if the target codec has its own kernel, if its scale must be known before the
             # first code, or if one side rotates blocks and the size of the other blocks is not a power of two.
-            return super()._decode_sum_encode(wires, numel, to, wire, scale, seed, encoded)
-        total = to.max_wire_bytes(numel, torch.float32)
-        rows = aligned_rows(wires, self.max_wire_bytes(numel, encoded))
-        made = Values(wire[:total].view(1, -1), target)
-        transcode(Values(rows, source), made, numel, Treatment(scale=scale, seed=seed))
-        return total
+            return super()._decode_sum_encode(total, to, wire, seed)
+        nbytes = to.max_wire_bytes(total.numel, torch.float32)
+        rows = aligned_rows(total.wires, self.max_wire_bytes(total.numel, total.encoded))
+        made = Values(wire[:nbytes].view(1, -1), target)
+        treatment = Treatment(scale=total.scale, seed=seed, onto=_onto(total))
+        transcode(Values(rows, source), made, total.numel, treatment)
+        return nbytes
+
+
+def _onto(total: Sum) -> Values | None:
+    return None if total.onto is None else Values(total.onto, Form.of_tensor(total.onto.dtype))
 
 
 make = ValueCodec

@@ -119,7 +119,8 @@ class Treatment:
         keys: Result of :func:`largest_keys`, for one scale per message.
         scale: Factor on the sum.
         seed: Folded seed of stochastic rounding.
-        add: Whether values are added to those of the target.
+        onto: Values of a tensor that the sum starts from; they may be those of the target.
+        each: Whether each message of the source is decoded into a row of the target, instead of added to the others.
         raw: Whether words of the target's size are copied unchanged.
     """
 
@@ -127,7 +128,8 @@ class Treatment:
     keys: Tensor | None = None
     scale: float = 1.0
     seed: int = 0
-    add: bool = False
+    onto: Values | None = None
+    each: bool = False
     raw: bool = False
 
 
@@ -141,11 +143,13 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         treatment: How values are processed.
     """
     read, written, how = source.memory, target.memory, treatment
-    slices = Slices.of(how.bounds, read)
+    slices = Slices("regular", read, 0, numel) if how.each else Slices.of(how.bounds, read)
+    onto = target if how.onto is None else how.onto
+    rows = len(read) if how.each else len(how.bounds or (None,))
     tile = _tile(source.form, target.form)
     launch(
         _transcode,
-        (ceil_div(numel, tile.rows * tile.block), 1 if how.bounds is None else len(how.bounds)),
+        (ceil_div(numel, tile.rows * tile.block), rows),
         source.elements,
         source.words,
         # Distances between rows are in units of 16 bytes, so that the compiler knows that rows are aligned.
@@ -153,7 +157,8 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         target.elements,
         target.words,
         written,
-        written.stride(0) * written.element_size() // 16 if written.dim() == 2 else 0,
+        written.stride(0) * written.element_size() // 16 if written.dim() == 2 and not how.each else 0,
+        onto.elements,
         written if how.keys is None else how.keys,
         slices.table,
         numel,
@@ -163,11 +168,12 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         how.seed - (1 << 32) if how.seed >= 1 << 31 else how.seed,
         SOURCE=source.form,
         TARGET=target.form,
+        ONTO=None if how.onto is None else onto.form,
         TILE=tile,
-        COUNT=len(read) if read.dim() == 2 else 1,
+        COUNT=len(read) if read.dim() == 2 and not how.each else 1,
+        EACH=how.each,
         SLICES=slices.mode,
         PARTIALS=0 if how.keys is None else PARTIALS,
-        ADD=how.add,
         RAW=how.raw,
         num_warps=8 if tile.rows * tile.columns >= LARGE_TILE else 4,
     )
@@ -196,6 +202,7 @@ def _transcode(
     target_words,
     target_bytes,
     target_step,
+    onto,
     keys,
     table,
     numel,
@@ -205,11 +212,12 @@ def _transcode(
     seed,
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
+    ONTO: tl.constexpr,
     TILE: tl.constexpr,
     COUNT: tl.constexpr,
+    EACH: tl.constexpr,
     SLICES: tl.constexpr,
     PARTIALS: tl.constexpr,
-    ADD: tl.constexpr,
     RAW: tl.constexpr,
 ):
     R: tl.constexpr = TILE.rows
@@ -224,14 +232,30 @@ def _transcode(
     offset, numel = slice_of(table, numel, start, step, row, SLICES)
     if base >= numel:
         return
-    source += offset
-    rem = tl.minimum(numel - base, R * BLOCK).to(tl.int32)
-    target_at = row * target_step
-    if RAW:
-        store(target + target_at * TARGET_UNIT + base, load(source + base, rem, R, V, BLOCK), rem, R, V, BLOCK)
+    if EACH:
+        source_at = row * source_step
+        target_at = row * 0
+        target += offset
+        onto += offset
     else:
-        x_RV = _values(source, source_words, numel, base, rem, SOURCE, TILE)
         source_at = row * 0
+        target_at = row * target_step
+        source += offset
+    rem = tl.minimum(numel - base, R * BLOCK).to(tl.int32)
+    if RAW:
+        store(
+            target + target_at * TARGET_UNIT + base,
+            load(source + source_at * SOURCE_UNIT + base, rem, R, V, BLOCK),
+            rem,
+            R,
+            V,
+            BLOCK,
+        )
+    else:
+        x_RV = _values(source + source_at * SOURCE_UNIT, source_words + source_at * 4, numel, base, rem, SOURCE, TILE)
+        if ONTO is not None:
+            ONTO_KIND: tl.constexpr = ONTO.kind
+            x_RV = widen(load(onto + base, rem, R, V, BLOCK), ONTO_KIND) + x_RV
         for _ in range(1, COUNT):
             source_at += source_step
             x_RV += _values(
@@ -252,8 +276,6 @@ def _transcode(
             if base + rem == numel:
                 _store_padding(target_bytes + target_at * 16, numel, end, BITS)
         else:
-            if ADD:
-                x_RV = load(target + base, rem, R, V, BLOCK) + x_RV
             store(target + base, narrow(x_RV, KIND), rem, R, V, BLOCK)
 
 

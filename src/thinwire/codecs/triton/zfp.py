@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
+from thinwire.codecs.coder import Sum
 from thinwire.codecs.triton.launch import aligned, aligned_rows, ceil_div, check_device, launch, room_for
 from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import narrow, widen
@@ -81,9 +82,13 @@ class TritonZfp(Codec):
         check_device(wire)
         self._launch_decode(aligned(wire).view(1, -1), out, 1.0, add=add)
 
-    def _decode_sum(self, wires: Tensor, out: Tensor, scale: float, encoded: torch.dtype) -> None:
-        check_device(wires)
-        self._launch_decode(aligned_rows(wires, self.max_wire_bytes(out.numel(), encoded)), out, scale, add=False)
+    def _decode_sum(self, total: Sum, out: Tensor) -> None:
+        check_device(total.wires)
+        if total.onto is not None:
+            super()._decode_sum(total, out)
+            return
+        rows = aligned_rows(total.wires, self.max_wire_bytes(total.numel, total.encoded))
+        self._launch_decode(rows, out, total.scale, add=False)
 
     def _launch_decode(self, rows: Tensor, out: Tensor, scale: float, *, add: bool) -> None:
         form, words = Form.of_tensor(out.dtype), rows.view(torch.int32)
