@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         traffic,
         worked,
     )
+    from thinwire.sharding.loss_scale import LossScale
     from thinwire.spec import ClusterSpec, CodecSpec, Factor, ModelSpec, Overlap, Plan, Wire
     from thinwire.spec.policy import HybridPolicy
 
@@ -57,6 +58,7 @@ __all__ = [
     "CompressingGroup",
     "Factor",
     "HybridPolicy",
+    "LossScale",
     "ModelSpec",
     "Overlap",
     "ParallelModel",
@@ -130,6 +132,7 @@ _HOMES = {
         "traffic",
         "worked",
     ),
+    "thinwire.sharding.loss_scale": ("LossScale",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 

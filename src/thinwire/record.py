@@ -56,6 +56,13 @@ class RunRecord:
     profile: Path | None
 
     @property
+    def skipped_steps(self) -> int:
+        """Number of steps that were skipped because a gradient was not finite."""
+        if self.records and "skipped_steps" in self.records[-1]:
+            return int(self.records[-1]["skipped_steps"])
+        return sum(bool(record.get("skipped")) for record in self.records)  # a run of 0.2, which logged no count
+
+    @property
     def status(self) -> Literal["complete", "failed", "unfinished"]:
         """State of the run."""
         if self.summary is not None:

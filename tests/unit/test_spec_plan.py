@@ -106,8 +106,13 @@ def test_values_that_are_not_factors_are_refused(value: Any) -> None:
         (("1x1",) * 4, {"partition": "both"}, "partition = 'both': it should be 'intra' or 'inter'"),
         (
             ("1x1",) * 4,
-            {"compute_dtype": "float16"},
-            "compute_dtype = 'float16': it should be 'bfloat16' or 'float32'",
+            {"compute_dtype": "float64"},
+            "compute_dtype = 'float64': it should be 'bfloat16', 'float16' or 'float32'",
+        ),
+        (
+            ("1x1",) * 4,
+            {"accumulate_dtype": "float16"},
+            "accumulate_dtype = 'float16': it should be 'bfloat16' or 'float32'",
         ),
         (("1x1",) * 4, {"recompute": "yes"}, "recompute = 'yes': it should be a valid boolean"),
         (("1x1",) * 4, {"overlap": {"gather": 1}}, "overlap.gather = 1: it should be a valid boolean"),
@@ -153,7 +158,7 @@ def test_all_broken_rules_are_reported_at_once() -> None:
                 "partition": "x",
                 "secondary": {"local": 0},
                 "wire": {"gather": "int9:3", "error_feedback": True},
-                "units": [{"dtype": "float16"}],
+                "units": [{"dtype": "float8"}],
                 "placement": [1, 2],
                 "bucket_bytes": "1xb",
             }
@@ -275,3 +280,20 @@ def test_a_wrong_dp_is_reported_once_by_its_own_name(codec: object, problem: str
         plan("2x2", "1x1", "1x1", "2x2", wire={"dp": codec})
     assert len(caught.value.problems) == 1
     assert caught.value.problems[0].startswith("wire.dp = ")
+
+
+@pytest.mark.parametrize(
+    ("fields", "scales"),
+    [
+        ({}, False),
+        ({"compute_dtype": "float16"}, True),
+        ({"compute_dtype": "float16", "reduce_dtype": "float32"}, True),
+        ({"compute_dtype": "float32", "reduce_dtype": "float16"}, True),
+        ({"units": [{"match": "head", "dtype": "float16"}]}, True),
+        ({"compute_dtype": "float32", "units": [{"match": "head", "dtype": "bfloat16"}]}, False),
+    ],
+)
+def test_a_plan_with_float16_gradients_scales_the_loss(fields: dict[str, Any], scales: bool) -> None:
+    plan = Plan.preset("zero1", nodes=1, local=2, **fields)
+    assert plan.scales_loss is scales
+    assert Plan.from_toml(plan.to_toml()) == plan

@@ -16,7 +16,7 @@ from thinwire.cli.errors import explained
 from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, expand_options
 from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
-from thinwire.cli.plan_job import ClusterChanges, cluster_of, rates_of, ways_of
+from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
 from thinwire.cli.plan_tables import (
     explanation_json,
     introduce,
@@ -250,6 +250,7 @@ def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob
         micro_batch=options.micro_batch,
         recompute={"auto": None, "on": True, "off": False}[options.recompute],
         codecs=options.codecs or "standard",
+        compute_dtype=compute_dtype_of(machine),
         clip=options.clip,
         rates=rates_of(machine, measured, shape),
         overhead=OVERHEAD if measured is None else measured.base_memory,

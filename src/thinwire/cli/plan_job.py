@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from thinwire.cost import Rates
     from thinwire.spec import ClusterSpec, ModelSpec
+    from thinwire.spec.plan import Dtype
     from thinwire.spec.profile import Profile
 
 
@@ -77,8 +78,15 @@ def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChang
     return cluster.with_(**changes.leaves, **{key: value for key, value in keys.items() if value is not None})
 
 
+def compute_dtype_of(cluster: ClusterSpec) -> Dtype:
+    """The compute dtype of plans for a cluster: float16 if its accelerators multiply that and no bfloat16 (V100)."""
+    peaks = cluster.peak_flops
+    return "float16" if "float16" in peaks and "bfloat16" not in peaks else "bfloat16"
+
+
 def rates_of(cluster: ClusterSpec, measured: Profile | None, shape: ModelSpec) -> Rates:
     """Measured rates where there is a profile, published ones otherwise."""
     from thinwire.cost import NominalRates, ProfiledRates
 
-    return NominalRates(cluster) if measured is None else ProfiledRates(measured, shape, "bfloat16")
+    dtype = compute_dtype_of(cluster)
+    return NominalRates(cluster, dtype) if measured is None else ProfiledRates(measured, shape, dtype)

@@ -33,8 +33,10 @@ def introduce(job: TrainingJob, console: Console) -> None:
     )
     if isinstance(job.rates, NominalRates):
         console.print("times follow from published figures, not from a profile of this cluster", markup=False)
-    if "bfloat16" not in cluster.peak_flops:
-        console.print("the accelerator has no peak for bfloat16: times are those of float16", markup=False)
+    if job.compute_dtype == "float16":
+        console.print(
+            "the accelerator multiplies no bfloat16: plans compute in float16, which needs loss scaling", markup=False
+        )
 
 
 def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:

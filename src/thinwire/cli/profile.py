@@ -43,7 +43,9 @@ class ProfileOptions:
     ] = None
     seq: Annotated[int, typer.Option(min=1, help="Sequence length in tokens.")] = 256
     micro_batch: Annotated[int, typer.Option(min=1, help="Sequences per micro-batch.")] = 1
-    dtype: Annotated[Literal["bfloat16", "float32"], typer.Option(help="Compute dtype of the blocks.")] = "bfloat16"
+    dtype: Annotated[Literal["bfloat16", "float16", "float32"], typer.Option(help="Compute dtype of the blocks.")] = (
+        "bfloat16"
+    )
     device: Annotated[
         Literal["auto", "cpu", "cuda"], typer.Option(help="Device; auto uses CUDA if it is available.")
     ] = "auto"

@@ -147,7 +147,11 @@ class ProfiledRates:
     def _one_way(self, work: Work, way: str, values: float) -> float:
         if not values:
             return 0.0
-        line = self._codecs.get((str(work.codec), work.dtype, way))
+        name = str(work.codec)
+        line = self._codecs.get((name, work.dtype, way))
+        if line is None and work.dtype == "float16":
+            # A profile measures one dtype of two bytes, and codecs widen values of either before anything else.
+            line = self._codecs.get((name, "bfloat16", way))
         if line is None:
             self._outside = True
             if work.codec.plugin is not None:

@@ -35,7 +35,7 @@ class Work:
 
     Attributes:
         codec: The codec.
-        dtype: Dtype of the values, ``"bfloat16"`` or ``"float32"``.
+        dtype: Dtype of the values, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
         encoded: Number of values to encode.
         decoded: Number of values to decode.
         feedback: Whether encoding keeps the rounding errors (error feedback).

@@ -24,9 +24,10 @@ from thinwire.parallel.tensor import cut_matrices, tensor_axis, vocabulary_paral
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import poison, scale_to_norm
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
-from thinwire.sharding.optim import ShardedOptimizer, names_of
+from thinwire.sharding.optim import ShardedOptimizer, adjust, build_optimizer, names_of
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
@@ -74,6 +75,7 @@ class ParallelModel:
         self._pipeline, self._loss = pipeline, loss
         self._whole = groups.control(grid.model_ranks) if grid.size > grid.dp else None
         self._device = next(self.chunks[0].parameters()).device
+        self._loss_scale: LossScale | None = None
 
     @property
     def knows_loss(self) -> bool:
@@ -90,14 +92,15 @@ class ParallelModel:
             Mean loss, fp32, on the device; zero if this rank does not know it.
         """
         with self._exchanging(), step_scope() if self.mesh is not None else contextlib.nullcontext():
+            scale = self._loss_scale
             if self._pipeline is not None:
                 ids = torch.cat([batch.input_ids for batch in batches]).to(self._device)
                 labels = torch.cat([batch.labels for batch in batches]).to(self._device)
-                return self._pipeline.step(ids, labels)
+                return self._pipeline.step(ids, labels, scale)
             total = torch.zeros((), device=self._device)
             for batch in api.micro_batches(self.chunks[0], batches):
                 loss = self._mean_loss(batch) / len(batches)
-                loss.backward()
+                (loss if scale is None else scale.scale(loss)).backward()
                 total += loss.detach()
             return total
 
@@ -119,6 +122,8 @@ class ParallelModel:
         optimizer_class: type[torch.optim.Optimizer],
         *,
         param_groups: Iterable[Mapping[str, Any]] | None = None,
+        skip_nonfinite: bool = False,
+        loss_scale: LossScale | None = None,
         **options: Any,
     ) -> ParallelOptimizer:
         """Make an optimizer over this rank's shares; see :func:`thinwire.optimizer`.
@@ -127,16 +132,29 @@ class ParallelModel:
             optimizer_class: For example ``torch.optim.AdamW``.
             param_groups: Groups of parameters, by names or patterns of the whole model's parameters or as parameters of
                 this rank's parts.
+            skip_nonfinite: Whether to leave all parts unchanged if the gradient norm is NaN or infinite.
+            loss_scale: Scale of the losses, which plans with float16 need; :meth:`step` multiplies losses by it, and
+                returns them without it.
             **options: Options of the optimizer.
 
         Raises:
             UsageError: See :func:`thinwire.optimizer`. A pattern may match in only some parts of the model.
         """
+        if loss_scale is not None:
+            loss_scale.belong_to(self.chunks[0])
         by_part = self._groups_by_part(list(param_groups or ()))
         made = [
-            api.optimizer(chunk, optimizer_class, param_groups=wanted, **options)
+            build_optimizer(
+                chunk,
+                optimizer_class,
+                param_groups=wanted,
+                skip_nonfinite=skip_nonfinite,
+                loss_scale=loss_scale,
+                options=options,
+            )
             for chunk, wanted in zip(self.chunks, by_part, strict=True)
         ]
+        self._loss_scale = loss_scale
         return ParallelOptimizer(made, self._whole)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -221,16 +239,28 @@ class ParallelOptimizer:
         self.parts, self._whole = tuple(parts), whole
 
     @property
+    def loss_scale(self) -> LossScale | None:
+        """Scale of the losses, which all parts share; ``None`` without one."""
+        return self.parts[0].loss_scale
+
+    @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Parameter groups of all parts, with the same options on every rank."""
         return [group for part in self.parts for group in part.param_groups]
 
     def step(self) -> None:
-        """Update all parts and start to spread the changes. With ``skip_nonfinite``, all parts are updated or none."""
+        """Update all parts and start to spread the changes. With ``skip_nonfinite`` or a loss scale, all parts are
+        updated or none.
+
+        Raises:
+            NonFiniteError: The gradient is not finite, and the loss scale is already at its floor.
+        """
+        runtimes = [part.runtime for part in self.parts]
         if self.parts[0].skip_nonfinite and not self._is_finite():
-            poison([part.runtime for part in self.parts])
-        for part in self.parts:
-            part.step()
+            poison(runtimes)
+        updated = [part.update() for part in self.parts]
+        if self.loss_scale is not None:
+            adjust(self.loss_scale, runtimes, finite=all(updated))
 
     def _is_finite(self) -> bool:
         """Whether the gradient of the whole model is finite."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Plan
 
@@ -60,22 +61,28 @@ class Pipeline:
         self._chunks, self._plan, self._group, self._device = tuple(chunks), plan, group, device
         self._shapes, self._loss = shapes, loss
         self._schedules: dict[tuple[int, int, int, bool], Any] = {}
+        self._loss_scale: LossScale | None = None  # of the step under way
         self.holds_last = group.rank() == group.size() - 1
         """Whether this rank has the last stage, which knows the loss."""
 
-    def step(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def step(self, ids: Tensor, labels: Tensor, loss_scale: LossScale | None = None) -> Tensor:
         """Forward and backward of a step's micro-batches.
 
         Args:
             ids: Token ids, int64, ``(M * B, T)``.
             labels: Labels, int64, ``(M * B, T)``.
+            loss_scale: Factor of the losses in the backward; ``None``: 1.
 
         Returns:
             Mean loss, fp32; zero if this rank does not have the last stage.
         """
         count = self._plan.micro_batches
         schedule = self._schedule(count, ids.shape[0] // count, ids.shape[1], training=True)
-        return self._run(schedule.step, ids, labels)
+        self._loss_scale = loss_scale
+        if loss_scale is None:
+            return self._run(schedule.step, ids, labels)
+        loss_scale.applied = True  # on the last stage, whose messages carry the scale to the others
+        return self._run(schedule.step, ids, labels) / loss_scale.value
 
     @torch.no_grad()
     def evaluate(self, ids: Tensor, labels: Tensor) -> Tensor:
@@ -97,7 +104,8 @@ class Pipeline:
             stages = self._stages(sequences, tokens)
 
             def loss(logits: Tensor, labels: Tensor) -> Tensor:
-                return self._loss(logits, labels) / count
+                mean = self._loss(logits, labels) / count
+                return self._loss_scale.scale(mean) if training and self._loss_scale is not None else mean
 
             options: dict[str, Any] = {"n_microbatches": count, "loss_fn": loss, "scale_grads": False}
             if len(stages) > 1:

@@ -21,6 +21,7 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.sim import Workload
 from thinwire.sim.axes import HopCalls, StageLink, TensorParallelRates, idle_seconds, message_seconds, sent_seconds
 from thinwire.spec import CodecSpec, Factor, Plan
+from thinwire.spec.codec import encodable_dtypes
 
 __all__ = ["BatchChoice", "PlanDraft", "Drafts", "axis_rates", "fits", "stage_message"]
 
@@ -249,7 +250,7 @@ class Drafts:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def _all_batches(self) -> Iterator[BatchChoice]:
-        level = CODEC_LEVELS[self.job.codecs]
+        level = _codec_choices(self.job)
         axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self.cut.tp), ("pp", self.cut.pp))]
         for size, count in self.job.batches(self.cut):
             for recompute in self.job.recomputes:
@@ -293,7 +294,7 @@ class Drafts:
 
     def _levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
         """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
-        level = CODEC_LEVELS[self.job.codecs]
+        level = _codec_choices(self.job)
         reductions = [mesh for mesh in (traffic.params, traffic.shard, traffic.replica) if mesh]
         used = (
             traffic.params is not None,
@@ -323,6 +324,14 @@ class Drafts:
                     last.plus(spreading),
                     before + reduced + at_first,
                 )
+
+
+def _codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
+    """Codecs of the job's level that encode its compute dtype, by field of ``wire``."""
+    return {
+        name: tuple(text for text in texts if job.compute_dtype in encodable_dtypes(CodecSpec(text)))
+        for name, texts in CODEC_LEVELS[job.codecs].items()
+    }
 
 
 def fits(states: tuple[int, ...], batch: BatchChoice, room: int) -> bool:

@@ -15,6 +15,7 @@ from thinwire.program import UnitInfo
 from thinwire.sim import Workload
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
 from thinwire.spec.pipeline import keeps_busy
+from thinwire.spec.plan import Dtype
 
 __all__ = ["CODEC_LEVELS", "CodecLevel", "TrainingJob"]
 
@@ -81,7 +82,7 @@ class TrainingJob:
     micro_batch: int | None = None
     recompute: bool | None = None
     codecs: CodecLevel = "standard"
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    compute_dtype: Dtype = "bfloat16"
     clip: bool = True
     rates: Rates = field(kw_only=True)
     overhead: int = OVERHEAD

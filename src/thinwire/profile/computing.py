@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from thinwire.collectives.group import Control
 from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn, timed
 from thinwire.spec import ModelSpec
+from thinwire.spec.plan import Dtype
 from thinwire.spec.profile import ComputeRow
 
 __all__ = ["ModelPiece", "measure_model", "measure_touch", "measure_update"]
@@ -39,7 +40,7 @@ class ModelPiece:
     shape: ModelSpec
     seq: int
     micro_batch: int
-    dtype: Literal["bfloat16", "float32"]
+    dtype: Dtype
     flops: int
     make: Callable[[torch.device], tuple[Sequence[nn.Parameter], Callable[[], Tensor]]]
     repeats: int = 1

@@ -22,7 +22,7 @@ __all__ = [
     "sums_dtype",
 ]
 
-ITEMSIZE = {"bfloat16": 2, "float32": 4}
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float32": 4}
 _LENGTH_BYTES = 8
 """Bytes of the length that precedes a message of variable length."""
 
@@ -39,7 +39,7 @@ class Encoding:
 
     Attributes:
         codec: The codec.
-        dtype: Data type of the values, ``"bfloat16"`` or ``"float32"``.
+        dtype: Data type of the values, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
     """
 
     codec: CodecSpec

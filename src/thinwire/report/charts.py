@@ -156,9 +156,11 @@ def _gradient(run: RunRecord) -> Chart | None:
     right.grid(visible=False)
     lines = [*axes.get_lines(), *right.get_lines()]
     right.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, labelcolor=light("ink"))
-    skipped = sum(bool(record.get("skipped")) for record in run.records)
+    skipped, scales = run.skipped_steps, [record.get("loss_scale") for record in run.records]
     left_out = f" {skipped} updates were skipped, as their gradient was not finite." if skipped else ""
-    caption = f"L2 norm of the whole gradient before clipping (logarithmic), and the learning rate.{left_out}"
+    known = [scale for scale in scales if scale is not None]
+    scaled = f" The loss scale lay between {min(known):g} and {max(known):g}." if known else ""
+    caption = f"L2 norm of the whole gradient before clipping (logarithmic), and the learning rate.{left_out}{scaled}"
     return Chart("gradient", "Gradient norm and learning rate", caption, figure)
 
 

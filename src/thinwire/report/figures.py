@@ -59,7 +59,8 @@ def figures(run: RunRecord, comparison: RunComparison | None = None) -> dict[str
         "bytes_per_step": _bytes(pairs, num_steps),
         "memory": _most(record.get("memory") or {} for record in run.records),
         "memory_by_rank": _memory_by_rank(run.records),
-        "skipped_steps": sum(bool(record.get("skipped")) for record in run.records),
+        "skipped_steps": run.skipped_steps,
+        "loss_scale": run.records[-1].get("loss_scale") if run.records else None,
         "starts": [dict(start) for start in run.starts],
         "predicted": None
         if comparison is None

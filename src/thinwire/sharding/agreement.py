@@ -16,6 +16,7 @@ from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
@@ -41,12 +42,14 @@ class Agreement:
     """The result of the step's exchanges, which is the same on every rank.
 
     Attributes:
-        norm: L2 norm of the whole gradient; NaN unless it was measured.
+        norm: L2 norm of the whole gradient, without the loss scale; NaN unless it was measured.
         measured: Whether the norm was measured.
+        unscaled: Whether the gradients were divided by the loss scale.
     """
 
     norm: float
     measured: bool
+    unscaled: bool = False
 
     @property
     def finite(self) -> bool:
@@ -126,6 +129,7 @@ class Agreements:
         used: Flags of the parameters that have gradients.
         same_order: Whether the last exchange found the same order of units on all ranks. A difference is an error
             unless every rank holds whole parameters.
+        loss_scale: Factor of the losses, and so of all gradients; ``None`` without one.
     """
 
     def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
@@ -133,6 +137,7 @@ class Agreements:
         self._infos = [unit.info for unit in sharded.units]
         self.used = UsedGradients(self._infos)
         self.same_order = True
+        self.loss_scale: LossScale | None = None
         self._present: Agreement | None = None  # the agreement of this step, once there is one
 
     # -- gradients as they come --------------------------------------------------------------------------------
@@ -185,15 +190,26 @@ class Agreements:
             self._reducer.join()
             everyone = self._exchange(struct.pack("<d", self._squared_norm()), NORM_BYTES)
             norm = sum(struct.unpack_from("<d", row)[0] for row in everyone) ** 0.5
-            self._present = Agreement(norm, True)
+            self._present = replace(self._present, norm=norm / self.gradient_scale, measured=True)
             if not self._present.finite:
                 self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
         return self._present
 
     def set_norm(self, norm: float) -> None:
-        """Replace the norm after :meth:`agree`, because gradients were scaled or declared not finite."""
+        """Replace the norm after :meth:`agree`, because gradients were declared not finite."""
         assert self._present is not None
         self._present = replace(self._present, norm=norm)
+
+    @property
+    def gradient_scale(self) -> float:
+        """The loss scale that the gradients still contain; 1 once they were divided by it."""
+        unscaled = self._present is not None and self._present.unscaled
+        return 1.0 if self.loss_scale is None or unscaled else self.loss_scale.value
+
+    def multiplied(self, factor: float) -> None:
+        """Record after :meth:`agree` that gradients were divided by the loss scale and multiplied by a factor."""
+        assert self._present is not None
+        self._present = replace(self._present, norm=self._present.norm * factor, unscaled=True)
 
     def _compare_steps(self, order_hash: int, backwards: int) -> tuple[bool, ...]:
         """Check that all ranks ran the same step.

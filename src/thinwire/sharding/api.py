@@ -17,6 +17,7 @@ from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
 from thinwire.sharding.clip import clip_grad_norm_
 from thinwire.sharding.hooks import as_forward
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
@@ -111,6 +112,7 @@ def optimizer(
     *,
     param_groups: Iterable[Mapping[str, Any]] | None = None,
     skip_nonfinite: bool = False,
+    loss_scale: LossScale | None = None,
     **options: Any,
 ) -> ShardedOptimizer:
     """Make any torch optimizer over this rank's share of the fp32 masters.
@@ -123,13 +125,25 @@ def optimizer(
         param_groups: Parameter groups, as in torch; ``params`` may also be name patterns such as ``"*norm*"``.
             Parameters in no group get the defaults.
         skip_nonfinite: Whether to leave the parameters unchanged if the gradient norm is NaN or infinite.
+        loss_scale: Scale of the losses, which plans with float16 need. The step divides the gradients by it, unless
+            :func:`thinwire.clip_grad_norm_` has done so, skips a gradient that is not finite, and adjusts the scale.
         **options: Options of the class, for example ``lr=3e-4, fused=True``.
 
     Returns:
         An optimizer; its ``step`` updates the share and starts spreading it.
+
+    Raises:
+        UsageError: The class or an option does not suit shares, or a plan with float16 has no loss scale.
     """
+    if loss_scale is not None:
+        loss_scale.belong_to(model)
     return build_optimizer(
-        model, optimizer_class, param_groups=param_groups, skip_nonfinite=skip_nonfinite, options=options
+        model,
+        optimizer_class,
+        param_groups=param_groups,
+        skip_nonfinite=skip_nonfinite,
+        loss_scale=loss_scale,
+        options=options,
     )
 
 

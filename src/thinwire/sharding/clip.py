@@ -11,7 +11,7 @@ from torch import nn
 from thinwire.errors import NonFiniteError, UsageError
 from thinwire.sharding.runtime import Runtime, runtime_of
 
-__all__ = ["clip_grad_norm_", "poison", "scale_to_norm"]
+__all__ = ["clip_grad_norm_", "multiply_gradients", "poison", "scale_to_norm"]
 
 
 @torch.no_grad()
@@ -50,12 +50,13 @@ def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_no
         raise UsageError(f"norm_type = {norm_type}: with tp or pp only the 2-norm is available; use norm_type = 2")
     runtime.agree(measure=False)
     runtime.reducer.join()
-    norm = runtime.outside.norms.total(float(norm_type))
+    norm = runtime.outside.norms.total(float(norm_type)) / runtime.agreements.gradient_scale
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise NonFiniteError(f"the gradient norm is {float(norm)}; lower the learning rate or look at the data")
     coefficient = max_norm / (float(norm) + 1e-6)
-    if not coefficient >= 1.0:  # as in torch, a NaN norm turns the gradients into NaN
-        runtime.arena.mul_(coefficient)
+    # As in torch, a NaN norm turns the gradients into NaN.
+    if not coefficient >= 1.0 or runtime.agreements.gradient_scale != 1.0:
+        multiply_gradients(runtime, 1.0 if coefficient >= 1.0 else coefficient)
         runtime.outside.changed_gradients()
     return norm
 
@@ -70,16 +71,25 @@ def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> 
     """
     coefficient = max_norm / (norm + 1e-6)
     # As in torch, a norm that is not finite spoils the gradients, so that it does not go unnoticed.
-    if coefficient >= 1.0:
-        return
     for runtime in runtimes:
-        runtime.arena.mul_(coefficient)
+        runtime.agree(measure=True)
+        multiply_gradients(runtime, 1.0 if coefficient >= 1.0 else coefficient)
     if not math.isfinite(norm):
         poison(runtimes)
-        return
-    for runtime in runtimes:
-        agreement = runtime.agree(measure=True)
-        runtime.set_norm(agreement.norm * coefficient)
+
+
+def multiply_gradients(runtime: Runtime, factor: float) -> None:
+    """Multiply the combined gradients by a factor, and divide them by the loss scale that they still contain, in one
+    pass.
+
+    Args:
+        runtime: Runtime of a model, whose ranks have agreed on the step.
+        factor: The factor.
+    """
+    total = factor / runtime.agreements.gradient_scale
+    if total != 1.0:
+        runtime.arena.mul_(total)
+    runtime.agreements.multiplied(factor)
 
 
 def poison(runtimes: Sequence[Runtime]) -> None:

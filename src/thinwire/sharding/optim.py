@@ -15,12 +15,14 @@ from torch import nn
 
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
+from thinwire.sharding.clip import multiply_gradients
 from thinwire.sharding.foreign import INNER
 from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.optimizers.trials import refuse_per_tensor, refuse_unlike_ranks, updates_in_parts
 from thinwire.sharding.runtime import Runtime, runtime_of
 
-__all__ = ["ShardedOptimizer", "build_optimizer", "names_of"]
+__all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of", "rescale_lost"]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -36,6 +38,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         skip_nonfinite: Whether a step leaves parameters unchanged if the gradient norm is not finite.
         by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
+        loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
 
     Attributes:
         skipped_steps: Number of steps that were skipped because the gradient norm was not finite.
@@ -49,9 +52,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         skip_nonfinite: bool,
         by_unit: bool,
+        loss_scale: LossScale | None = None,
     ) -> None:
         self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
-        self.skip_nonfinite, self.by_unit = skip_nonfinite, by_unit
+        self.skip_nonfinite, self.by_unit = skip_nonfinite or loss_scale is not None, by_unit
+        self.loss_scale = runtime.agreements.loss_scale = loss_scale
         self._fragments_of: dict[int, list[OwnedFragment]] = {}
         for owned in fragments:
             self._fragments_of.setdefault(owned.unit, []).append(owned)
@@ -85,18 +90,37 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Returns:
             The closure's loss, if one is given.
+
+        Raises:
+            NonFiniteError: The gradient is not finite, and the loss scale is already at its floor.
+            UsageError: There is a loss scale, and no loss was multiplied by it.
         """
         self.runtime.holds.refuse("step()")
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        updated = self.update()
+        if self.loss_scale is not None:
+            adjust(self.loss_scale, [self.runtime], finite=updated)
+        return loss
+
+    def update(self) -> bool:
+        """Make a step, except that the loss scale stays: it may belong to several parts of a model.
+
+        Returns:
+            Whether parameters were updated; if not, the gradient is not finite, and nothing of it is left behind.
+        """
         runtime = self.runtime
+        self._check_scaled()
         agreement = runtime.agree(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not agreement.finite:
             self.skipped_steps += 1
+            runtime.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
             runtime.finish_step(updated=False)
-            return loss
+            return False
+        if self.loss_scale is not None:
+            multiply_gradients(runtime, 1.0)
         runtime.join_spreads()
         began = runtime.lanes.mark()
         if self.by_unit and not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks):
@@ -105,7 +129,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_at_once()
         runtime.lanes.computed("update", "of all units", began)
         runtime.finish_step(updated=True)
-        return loss
+        return True
+
+    def _check_scaled(self) -> None:
+        scale = self.loss_scale
+        if scale is None or scale.applied or all(part.absent for part in self.runtime.reducer.parts):
+            return
+        raise UsageError(
+            "step(): no loss was scaled since the last step, and this step would divide its gradients by "
+            f"{scale.value:g}: write loss_scale.scale(loss).backward()"
+        )
 
     def _update_unit_by_unit(self) -> None:
         """Update each unit as soon as its gradients have arrived, while gradients of later units travel."""
@@ -160,12 +193,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
 
 
+def adjust(loss_scale: LossScale, runtimes: Sequence[Runtime], *, finite: bool) -> None:
+    """End a step of a loss scale, and let the rounding errors that error feedback keeps follow it.
+
+    Args:
+        loss_scale: Scale of all parts of a model.
+        runtimes: Runtimes of this rank's parts.
+        finite: Whether the gradient of the whole model was finite.
+
+    Raises:
+        NonFiniteError: It was not, and the scale is already at its floor.
+    """
+    factor = loss_scale.update(finite=finite)
+    for runtime in runtimes:
+        rescale_lost(runtime, factor)
+
+
+def rescale_lost(runtime: Runtime, factor: float) -> None:
+    """Multiply the rounding errors that error feedback keeps, because later gradients have another loss scale.
+
+    Args:
+        runtime: Runtime of a model.
+        factor: The new loss scale divided by the old one.
+    """
+    lost = list(runtime.reducer.reductions.lost.values())
+    if lost and factor != 1.0:
+        runtime.reducer.join()
+        torch._foreach_mul_(lost, factor)
+
+
 def build_optimizer(
     model: nn.Module,
     optimizer_class: type[torch.optim.Optimizer],
     *,
     param_groups: Iterable[Mapping[str, Any]] | None,
     skip_nonfinite: bool,
+    loss_scale: LossScale | None,
     options: Mapping[str, Any],
 ) -> ShardedOptimizer:
     """Make the wrapped optimizer over this rank's fragments; see :func:`thinwire.optimizer`."""
@@ -177,6 +240,12 @@ def build_optimizer(
     if options.get("differentiable"):
         raise UsageError("differentiable = True: no gradient flows through an update of shares; leave it out")
     runtime = runtime_of(model)
+    if runtime.plan.scales_loss and loss_scale is None:
+        raise UsageError(
+            "the plan's gradients are float16, in which small ones are zero: scale the loss with loss_scale = "
+            "thinwire.LossScale(), in place of torch's GradScaler; GradScaler works with optimizers that are made from "
+            "model.parameters()"
+        )
     fragments = runtime.fragments()
     # Decide from the plan rather than from this rank's fragments, so that all ranks decide alike.
     plan, device = runtime.plan, runtime.sharded.arena.device
@@ -205,7 +274,7 @@ def build_optimizer(
     object.__setattr__(inner, INNER, True)
     by_unit = updates_in_parts(optimizer_class, options, device)
     runtime.optimizer = optimizer = ShardedOptimizer(
-        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=by_unit
+        runtime, inner, fragments, skip_nonfinite=skip_nonfinite, by_unit=by_unit, loss_scale=loss_scale
     )
     return optimizer
 

@@ -310,6 +310,9 @@ class ModelParameter:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""
         self.outside.dirty.add(self.unit.index)
 
+    def overflowed(self) -> None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`."""
+
     def norms(self, order: float) -> torch.Tensor | None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""
         del order
@@ -458,6 +461,11 @@ class _LiveGradient:
     def after_write(self) -> None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""
         self._parameter.outside.changed_gradients()
+
+    def overflowed(self) -> None:
+        """See :class:`~thinwire.sharding.shares.spec.Live`. The scaler skips the step, and next gradients must not
+        contain what codecs have rounded away from these, which is not finite."""
+        self._parameter.outside.runtime.reducer.forget_lost()
 
     def norms(self, order: float) -> torch.Tensor | None:
         """See :class:`~thinwire.sharding.shares.spec.Live`."""

@@ -147,7 +147,7 @@ class Runtime:
         return self.agreements.agree(*steps, measure=True) if measure else agreement
 
     def set_norm(self, norm: float) -> None:
-        """Replace the norm that ranks agreed on, because the gradients were scaled or must not be used."""
+        """Replace the norm that ranks agreed on, because the gradients must not be used."""
         self.agreements.set_norm(norm)
 
     def used_flag(self, index: int, slot: int) -> bool:

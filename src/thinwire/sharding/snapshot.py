@@ -3,7 +3,8 @@
 Everything is stored per parameter, as flat vectors: ``model/NAME`` in fp32, and ``optimizer/NAME/KEY`` for state of the
 parameter's length. State that is one number per parameter (Adam's ``step``) is stored as a value. Two kinds of vectors
 are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the rounding errors of error feedback, rank
-after rank. ``held/NAME`` holds the P-shard values in compute dtype, if the plan spreads differences.
+after rank; they contain the loss scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values
+in compute dtype, if the plan spreads differences.
 
 A parameter that tensor parallelism cuts is stored slice by slice, as ``model/NAME@INDEX``. The value ``slices`` holds
 the dimension and the number of slices. When a rank loads a parameter, it assembles the slice that it needs. Keys of
@@ -29,9 +30,10 @@ from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.loss_scale import checked_state
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
-from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
 from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["SavedModel", "load", "save"]
@@ -101,6 +103,8 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
         name = _of_part(f"feedback/{key}", runtime)
         vectors.add(name, sum(sizes[key]), sum(sizes[key][: runtime.rank]), lost)
     if optim is not None:
+        if optim.loss_scale is not None:
+            values["loss_scale"] = optim.loss_scale.state()
         values["optimizer"] = type(optim.inner).__name__
         values["groups"] = [
             {key: _as_json(value) for key, value in group.items() if key != "params" and _is_json(value)}
@@ -200,13 +204,15 @@ class _Loading:
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
         self._lost: dict[str, torch.Tensor] = {}
+        self._loss_scale: Mapping[str, Json] | None = None
 
     def want(self, vectors: _Vectors) -> None:
         """Register the vectors to read and their targets.
 
         Raises:
-            CheckpointError: The checkpoint lacks state of the optimizer.
+            CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
         """
+        self._loss_scale = checked_state(self._manifest.values.get("loss_scale"))
         stored = _StoredParameters(self._manifest, self._runtime, vectors)
         self._copies = _want_unoptimized(self._model, self._runtime, self._manifest, vectors, stored)
         for owned in self._optim.fragments if self._optim is not None else self._runtime.fragments():
@@ -237,9 +243,18 @@ class _Loading:
             _restore_groups(self._optim, self._manifest.values["groups"])
         runtime = self._runtime
         runtime.reducer.reductions.lost = self._lost
+        self._restore_loss_scale()
         # The spread counts as the update of the last saved step.
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
         runtime.join_spreads()
+
+    def _restore_loss_scale(self) -> None:
+        """Continue with the loss scale of the checkpoint; rounding errors of another scale follow the present one."""
+        saved, scale = self._loss_scale, self._runtime.agreements.loss_scale
+        if saved is not None and self._optim is not None and scale is not None:
+            scale.restore(saved)
+        before, present = 1.0 if saved is None else saved["value"], 1.0 if scale is None else scale.value
+        rescale_lost(self._runtime, present / before)
 
 
 def _everywhere(action: Callable[[], T]) -> T:

@@ -27,7 +27,7 @@ __all__ = ["Dtype", "Factor", "Overlap", "Plan", "Residence", "UnitOverride", "W
 
 MIB = 1 << 20
 
-Dtype = Literal["bfloat16", "float32"]
+Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 class Overlap(Spec):
@@ -211,7 +211,9 @@ class Plan(Spec):
         default=False, description="forwards of later micro-batches gather from the secondary shard"
     )
     compute_dtype: Dtype = Field(default="bfloat16", description="dtype of parameters in forward and backward")
-    accumulate_dtype: Dtype = Field(default="float32", description="dtype of the gradient shard")
+    accumulate_dtype: Literal["bfloat16", "float32"] = Field(
+        default="float32", description="dtype of the gradient shard"
+    )
     reduce_dtype: Dtype | None = Field(
         default=None, description="dtype in which gradients cross the wire; unset: the compute dtype"
     )
@@ -272,6 +274,12 @@ class Plan(Spec):
     def effective_reduce_dtype(self) -> Dtype:
         """The dtype in which gradients cross the wire."""
         return self.reduce_dtype or self.compute_dtype
+
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are float16 somewhere on their way, so that the loss needs a scale: below 6e-8, float16 is
+        zero, and above 65504 it is infinite."""
+        return "float16" in {self.compute_dtype, self.effective_reduce_dtype, *(unit.dtype for unit in self.units)}
 
     @property
     def grads_like_optimizer(self) -> bool:

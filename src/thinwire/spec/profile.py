@@ -11,6 +11,7 @@ from pydantic import Field
 
 from thinwire.errors import SpecError
 from thinwire.spec.base import Bytes, Count, Depth, Positive, Spec
+from thinwire.spec.plan import Dtype
 
 __all__ = ["CodecRow", "CollectiveRow", "ComputeRow", "OverlapRow", "Profile"]
 
@@ -43,7 +44,7 @@ class CodecRow(Spec):
     """Times of a codec on one message while all ranks of a node encode or decode at once."""
 
     codec: str = Field(description="name of the codec, as in a plan")
-    dtype: Literal["bfloat16", "float32"] = Field(description="data type of the values")
+    dtype: Dtype = Field(description="data type of the values")
     work: Literal["encode", "decode", "feedback"] = Field(
         description="direction; feedback: encoding that keeps the rounding errors (error feedback)"
     )
@@ -67,7 +68,7 @@ class ComputeRow(Spec):
     vocab: Count = Field(description="tokens in the vocabulary")
     seq: Count = Field(description="tokens per sequence")
     micro_batch: Count = Field(description="sequences per micro-batch")
-    dtype: Literal["bfloat16", "float32"] = Field(description="compute dtype")
+    dtype: Dtype = Field(description="compute dtype")
     forward: Positive = Field(description="median seconds of the forward")
     backward: Positive = Field(description="median seconds of the backward")
     flops: NonNegative = Field(description="floating-point operations of the forward")

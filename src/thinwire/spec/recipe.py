@@ -300,6 +300,28 @@ class OptimizerRecipe(Spec):
     )
 
 
+class LossScaleRecipe(Spec):
+    """The loss scale of a plan with float16 gradients; other plans have none. It follows the gradients as that of
+    ``torch.amp.GradScaler`` does. With ``growth = 1`` and ``backoff = 1``, it is constant."""
+
+    initial: Positive = Field(default=65536.0, description="scale of the first step")
+    growth: Annotated[float, Field(strict=True, ge=1, allow_inf_nan=False)] = Field(
+        default=2.0, description="factor by which the scale grows"
+    )
+    growth_interval: Count = Field(default=2000, description="finite steps in a row after which the scale grows")
+    backoff: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
+        default=0.5, description="factor by which the scale shrinks after a skipped step, whose gradient overflowed"
+    )
+    floor: Positive = Field(
+        default=1.0, description="smallest scale; a gradient that is not finite with this scale ends the run"
+    )
+
+    @rule("initial", "floor")
+    def _initial_is_above_the_floor(self) -> Iterator[Problem]:
+        if self.initial < self.floor:
+            yield Problem("initial", f"= {self.initial:g} should be at least floor = {self.floor:g}")
+
+
 class CheckpointRecipe(Spec):
     """When to save and how many checkpoints to keep."""
 
@@ -386,6 +408,7 @@ class Recipe(Spec):
     data: DataRecipe = Field(default=DataRecipe(), description="text to train on")
     train: TrainRecipe = Field(description="steps, batch size, validation and logging")
     optimizer: OptimizerRecipe = Field(default=OptimizerRecipe(), description="AdamW and its learning rate schedule")
+    loss_scale: LossScaleRecipe = Field(default=LossScaleRecipe(), description="loss scale of plans with float16")
     checkpoint: CheckpointRecipe = Field(default=CheckpointRecipe(), description="when to save checkpoints")
     cluster: ClusterRecipe = Field(default=ClusterRecipe(), description="ranks to start")
 

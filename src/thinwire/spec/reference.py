@@ -32,6 +32,7 @@ from thinwire.spec.recipe import (
     CheckpointRecipe,
     ClusterRecipe,
     DataRecipe,
+    LossScaleRecipe,
     ModelRecipe,
     OptimizerRecipe,
     Recipe,
@@ -101,6 +102,7 @@ def recipe_reference() -> str:
         "data": DataRecipe,
         "train": TrainRecipe,
         "optimizer": OptimizerRecipe,
+        "loss_scale": LossScaleRecipe,
         "checkpoint": CheckpointRecipe,
         "cluster": ClusterRecipe,
     }

@@ -102,10 +102,10 @@ def resume(trainer: Trainer) -> list[str]:
     if checkpoint is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
     try:
-        trainer.load(checkpoint)
+        note = trainer.load(checkpoint)
     except CheckpointError as error:
         raise CheckpointError(_what_is_usable(trainer, directory) or str(error)) from error
-    return [f"resumed from {checkpoint.path}"]
+    return [f"resumed from {checkpoint.path}", *([] if note is None else [note])]
 
 
 def _what_is_usable(trainer: Trainer, directory: Path) -> str | None:
@@ -183,7 +183,7 @@ def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
 
 
 def _summary(trainer: Trainer) -> dict[str, object]:
-    position, total = trainer.position, trainer.total
+    position, total, scale = trainer.position, trainer.total, trainer.optimizer.loss_scale
     tokens = total.steps * trainer.samples_per_step * trainer.train.seq
     return {
         "final_train_loss": position.loss,
@@ -192,6 +192,8 @@ def _summary(trainer: Trainer) -> dict[str, object]:
         "dataset": trainer.dataset.fingerprint,
         "tokens_per_second": tokens / total.seconds if total.steps else None,
         "steps": position.step,
+        "skipped_steps": position.skipped,
+        "loss_scale": None if scale is None else scale.value,
         "parameters": trainer.num_parameters,
         "plan": trainer.run.plan.to_dict(),
         "versions": versions(),

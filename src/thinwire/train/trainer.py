@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -19,7 +19,9 @@ from torch import nn
 from thinwire.collectives.group import Control, control
 from thinwire.errors import DataError, NonFiniteError
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.spec.plan import Plan
+from thinwire.spec.recipe import LossScaleRecipe
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, checkpoints, delete_old
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Samples, step_batches, validation_batches
@@ -44,16 +46,18 @@ class Position:
     """The progress of a run; every checkpoint holds it.
 
     Attributes:
-        step: Number of updates made.
+        step: Number of updates made, including those that were skipped.
         samples: Number of training sequences consumed, over all ranks.
         loss: Loss of the last update in nats per token; ``None`` before the first.
         val_loss: Loss of the last validation in nats per token; ``None`` before the first.
+        skipped: Number of steps whose updates were skipped because the gradient was not finite.
     """
 
     step: int = 0
     samples: int = 0
     loss: float | None = None
     val_loss: float | None = None
+    skipped: int = 0
 
 
 def _finite(value: float | None) -> float | None:
@@ -84,16 +88,20 @@ class Update:
     """The result of a step on one rank, before the ranks exchange their losses.
 
     Attributes:
+        step: Number of the step, from 1.
         loss: Mean loss of this rank's micro-batches, nats per token; 0 on pipeline stages that do not compute it.
-        norm: Norm of the gradient over all ranks.
+        norm: Norm of the gradient over all ranks, without the loss scale.
         lr: Learning rate.
         skipped: Whether the update was skipped.
+        loss_scale: Factor of the loss in the backward; ``None`` without one.
     """
 
+    step: int
     loss: float
     norm: float
     lr: float
     skipped: bool
+    loss_scale: float | None
 
 
 @dataclass
@@ -174,7 +182,8 @@ class Trainer:
 
         Raises:
             NonFiniteError: On all ranks, if the loss or the gradient is not finite and the recipe does not skip such
-                steps, or skips too many in a row.
+                steps, or skips too many in a row. A gradient that overflows because of the loss scale is skipped
+                until the scale is at its floor.
         """
         started = time.perf_counter()
         update = self._update()
@@ -190,8 +199,8 @@ class Trainer:
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
         shared_loss = update.loss * self.loss_share if self.loss_share else 0.0
         loss, stop, *rest = self.ranks.all_reduce_mean([shared_loss, float(wants_stop), *words])
-        if not math.isfinite(loss) and not update.skipped:
-            self._raise_nonfinite(update)
+        if not math.isfinite(loss) and (not update.skipped or train.on_nonfinite == "stop"):
+            self._raise_nonfinite(update)  # a smaller loss scale does not change the loss
         if not update.skipped:
             self.position.loss = loss
         record = self._record(update, loss, rest) if logged else None
@@ -232,17 +241,23 @@ class Trainer:
         directory = self.run.directory.checkpoints
         path = checkpoint_path(directory, self.position.step)
         position = {name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
-        extra = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
+        scale = self.optimizer.loss_scale
+        extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
+        if scale is not None:
+            extra["loss_scale"] = scale.value
         self.model.save(self.optimizer, path, extra=extra)
         if self.ranks.rank == 0:
             delete_old(directory, self.run.recipe.checkpoint.keep)
         return path
 
-    def load(self, checkpoint: Checkpoint) -> None:
+    def load(self, checkpoint: Checkpoint) -> str | None:
         """Continue from a checkpoint.
 
         Args:
             checkpoint: The checkpoint to load.
+
+        Returns:
+            A sentence about the loss scale if only the checkpoint or only this run has one, otherwise ``None``.
 
         Raises:
             DataError: The checkpoint was trained on other tokens.
@@ -254,6 +269,12 @@ class Trainer:
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
             )
         self.position = Position(**extra["position"])
+        saved, present = extra.get("loss_scale"), self.optimizer.loss_scale
+        if present is not None and saved is None:
+            return f"the checkpoint has no loss scale: it starts from loss_scale.initial = {present.value:g}"
+        if present is None and saved is not None:
+            return f"the checkpoint's loss scale of {saved:g} has no use: the plan has no float16 gradients"
+        return None
 
     def _update(self) -> Update:
         rate = self._set_learning_rate()
@@ -272,18 +293,41 @@ class Trainer:
         clip = self.run.recipe.optimizer.clip
         # One host synchronisation per step: the norm must be known to be finite before any update.
         norm = self.model.clip_grad_norm_(clip or math.inf)
-        update = Update(loss=float(loss), norm=norm, lr=rate, skipped=not math.isfinite(norm))
-        if not update.skipped:
+        scale = self.optimizer.loss_scale
+        update = Update(
+            step=self.position.step + 1,
+            loss=float(loss),
+            norm=norm,
+            lr=rate,
+            skipped=not math.isfinite(norm),
+            loss_scale=None if scale is None else scale.value,
+        )
+        if update.skipped:
+            self._skip(update)
+        else:
             self.optimizer.step()
             self.num_skipped = 0
-        else:
-            self.num_skipped += 1
-            if self.run.recipe.train.on_nonfinite == "stop" or self.num_skipped > MOST_SKIPPED:
-                self._raise_nonfinite(update)
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
         return update
+
+    def _skip(self, update: Update) -> None:
+        """Skip the update, or end the run."""
+        self.num_skipped += 1
+        self.position.skipped += 1
+        scale = self.optimizer.loss_scale
+        ends = self.run.recipe.train.on_nonfinite == "stop" or self.num_skipped > MOST_SKIPPED
+        if scale is None:
+            if ends:
+                self._raise_nonfinite(update)
+            return
+        try:
+            self.optimizer.step()  # which updates nothing, and lowers the scale
+        except NonFiniteError:
+            self._raise_nonfinite(update)
+        if ends and not scale.is_dynamic:
+            self._raise_nonfinite(update)
 
     def _set_learning_rate(self) -> float:
         settings = self.run.recipe.optimizer
@@ -312,6 +356,8 @@ class Trainer:
             grad_norm=update.norm,
             lr=update.lr,
             skipped=update.skipped,
+            skipped_steps=self.position.skipped,
+            loss_scale=update.loss_scale,
             step_seconds=self.recent.seconds / self.recent.steps,
             tokens_per_second=speed,
             tgs=per_device,
@@ -337,8 +383,23 @@ class Trainer:
             else "start again; no checkpoint has been saved yet (checkpoint.every)"
         )
         raise NonFiniteError(
-            f"step {self.position.step + 1}: {what} is not finite (gradient norm {update.norm}); "
-            f'lower optimizer.lr or set train.on_nonfinite = "skip", and {remedy}'
+            f"step {update.step}: {what} is not finite (gradient norm {update.norm}{self._scale_of(update)}); "
+            f"{self._way_out(update, guilty)}, and {remedy}"
+        )
+
+    def _scale_of(self, update: Update) -> str:
+        return "" if update.loss_scale is None else f", loss scale {update.loss_scale:g}"
+
+    def _way_out(self, update: Update, guilty: Sequence[str]) -> str:
+        """What to change after a step that is not finite."""
+        scale = self.optimizer.loss_scale
+        if guilty or scale is None:
+            return 'lower optimizer.lr or set train.on_nonfinite = "skip"'
+        if not scale.is_dynamic:
+            return f"lower loss_scale.initial = {scale.value:g}, or let the scale shrink with loss_scale.backoff = 0.5"
+        return (
+            f"the scale is at loss_scale.floor = {scale.floor:g}: lower optimizer.lr, or set plan.compute_dtype to "
+            '"bfloat16" or "float32"'
         )
 
 
@@ -375,6 +436,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         weight_decay=settings.weight_decay,
         fused=True,
         param_groups=[{"params": undecayed, "weight_decay": 0.0}],
+        loss_scale=_loss_scale(recipe.loss_scale) if plan.scales_loss else None,
     )
     return Trainer(
         run=run,
@@ -390,6 +452,16 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         num_parameters=num_parameters,
         token_flops=token_flops,
         peak_flops=_peak_flops(run, device),
+    )
+
+
+def _loss_scale(settings: LossScaleRecipe) -> LossScale:
+    return LossScale(
+        settings.initial,
+        growth=settings.growth,
+        backoff=settings.backoff,
+        growth_interval=settings.growth_interval,
+        floor=settings.floor,
     )
 
 

@@ -177,7 +177,12 @@ def _list_pieces(cls: Any, value: Any, specs: Sequence[ShareSpec | None]) -> Any
 def _agree_on_overflow(shares: Sequence[Share], found_inf: torch.Tensor) -> None:
     """Combine a gradient scaler's overflow flags: an overflow on any rank counts on all ranks."""
     everyone = shares[0].spec.holders.combined(found_inf.detach().double().cpu().reshape(1))
-    found_inf.fill_(float(everyone.amax()))
+    overflowed = float(everyone.amax())
+    found_inf.fill_(overflowed)
+    if overflowed:
+        for share in shares:
+            if share.live is not None:
+                share.live.overflowed()
 
 
 # -- reductions ------------------------------------------------------------------------------------------------

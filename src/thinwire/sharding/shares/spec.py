@@ -63,6 +63,9 @@ class Live(Protocol):
     def after_write(self) -> None:
         """Take note that the piece has changed."""
 
+    def overflowed(self) -> None:
+        """Take note that a gradient scaler has found the whole tensor, or another one, not to be finite."""
+
     def norms(self, order: float) -> torch.Tensor | None:
         """Norm of the whole tensor from one exchange for many tensors, fp32, 0-D; ``None`` if the runtime has no such
         exchange. Collective."""

@@ -16,7 +16,7 @@ from thinwire.errors import MismatchError
 from thinwire.spec.recipe import Recipe
 from thinwire.train.launching.versions import versions
 
-_SECTIONS: Final = ("train", "optimizer", "checkpoint")
+_SECTIONS: Final = ("train", "optimizer", "loss_scale", "checkpoint")
 """Sections of a recipe that must be equal. Paths of models and data may differ from host to host."""
 
 _PACKAGES: Final = ("thinwire", "torch")

@@ -17,7 +17,7 @@ KINDS: Final = ("gather", "reduce", "sync", "spread", "control")
 """Kinds of communication, in the order in which they are reported."""
 
 _PEAK_TFLOPS: Final[tuple[tuple[str, float, float], ...]] = (
-    # Name in the device's name; dense bfloat16; float32 without TF32. From the makers' data sheets.
+    # Name in the device's name; dense bfloat16 and float16; float32 without TF32. From the makers' data sheets.
     ("B200", 2250.0, 80.0),
     ("H200", 989.0, 67.0),
     ("H100 PCIe", 756.0, 51.0),
@@ -37,14 +37,16 @@ def known_peak_tflops(device_name: str, dtype: str) -> float | None:
 
     Args:
         device_name: Name of the device as the driver reports it.
-        dtype: ``bfloat16`` or ``float32``.
+        dtype: ``bfloat16``, ``float16`` or ``float32``.
 
     Returns:
         TFLOP/s, or ``None`` for a device that is not in the table.
     """
-    for name, bfloat16, float32 in _PEAK_TFLOPS:
+    for name, half, float32 in _PEAK_TFLOPS:
         if name in device_name:
-            return bfloat16 if dtype == "bfloat16" else float32
+            return float32 if dtype == "float32" else half
+    if "V100" in device_name:  # which multiplies no bfloat16
+        return {"float16": 125.0, "float32": 15.7}.get(dtype)
     return None
 
 
@@ -61,6 +63,8 @@ class StepRecord:
         grad_norm: Norm of the mean gradient before clipping.
         lr: Learning rate of this update.
         skipped: Whether the update was skipped because a gradient was not finite.
+        skipped_steps: Number of updates of the run that were skipped, including this one.
+        loss_scale: Factor of the loss in this step's backward; ``None`` if the plan has no float16 gradients.
         step_seconds: Wall time of the step in seconds, without validation and saving.
         tokens_per_second: Tokens per second over all ranks.
         tgs: Tokens per second and device.
@@ -84,6 +88,8 @@ class StepRecord:
     grad_norm: float
     lr: float
     skipped: bool
+    skipped_steps: int = 0
+    loss_scale: float | None = None
     step_seconds: float
     tokens_per_second: float
     tgs: float

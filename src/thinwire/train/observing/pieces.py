@@ -14,6 +14,7 @@ from thinwire.errors import UsageError
 from thinwire.profile import ModelPiece
 from thinwire.sharding.api import micro_batches, shard
 from thinwire.spec import Factor, ModelSpec, Plan
+from thinwire.spec.plan import Dtype
 from thinwire.train.models.common import cross_entropy
 from thinwire.train.models.gpt import GPT, GPTConfig
 from thinwire.train.models.llama import Llama, LlamaConfig
@@ -29,7 +30,7 @@ _ROOM = 0.8
 
 
 def pieces(
-    shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Literal["bfloat16", "float32"], memory: int
+    shape: ModelSpec, mesh: Factor, *, seq: int, micro_batch: int, dtype: Dtype, memory: int
 ) -> list[ModelPiece]:
     """The pieces: a block, the head with the loss, the embedding, and a whole sharded model of some blocks.
 

@@ -98,6 +98,10 @@ class ProgressReport:
         done = record.step - self._start
         left = (time.monotonic() - self._started) / done * (self._steps - record.step)
         parts = [f"loss {record.loss:.3f}"]
+        if record.loss_scale is not None:
+            parts.append(f"scale {record.loss_scale:g}")
+        if record.skipped_steps:
+            parts.append(f"{record.skipped_steps} skipped")
         if self._val_loss is not None:
             parts.append(f"val {self._val_loss:.3f}")
         parts.append(f"{self._speed:,.0f} tokens/s")
