@@ -108,10 +108,12 @@ bench-peers: install ## install what `thinwire bench` can compare with: DeepSpee
 	PATH="$(abspath $(BIN)):$$PATH" DS_ACCELERATOR=cpu $(BIN)/python -c \
 	  'from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder as module; module().load()'
 
-gpu-check: install ## train every preset on a CUDA device, compare with the CPU, measure codecs
+gpu-check: install ## prove the GPU path on this machine's cards, part by part, and write docs/gpu.md
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	  $(BIN)/python -m pytest -m gpu && $(BIN)/python benchmarks/gpu_check.py --out docs/gpu-results.md; \
-	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine"; fi
+	  $(BIN)/python -m benchmarks.gpu run --results docs/results/gpu; status=$$?; \
+	  $(BIN)/python -m benchmarks.gpu render docs/results/gpu --page docs/gpu.md && exit $$status; \
+	else echo "gpu-check: skipped, PyTorch finds no CUDA device on this machine; rehearse it on CPU with" \
+	  "'$(BIN)/python -m benchmarks.gpu run --device cpu --results runs/gpu-rehearsal'"; fi
 
 clean: ## remove caches and build output; keeps .venv and runs
 	rm -rf build dist docs/generated .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from benchmarks.gpu_check import TOLERANCE, compare
+from benchmarks.gpu.training import TOLERANCE, compare
 
 import thinwire as tw
 from thinwire.program import Lane

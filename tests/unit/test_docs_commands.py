@@ -55,6 +55,7 @@ SHORT = {
     r"benchmarks/hooks": "--depth 4 --rounds 2",
     r"benchmarks/intercept_overhead": "--rounds 2 --pairs 4",
     r"benchmarks/fit_engines": "--rounds 1",
+    r"benchmarks\.gpu run": "--part environment",
     r"bench codecs (?!--read)": "--sizes 1MiB --rounds 2 --peers none",
     r"thinwire profile ": "--budget 10s",
 }

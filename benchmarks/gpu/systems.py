@@ -1,0 +1,124 @@
+"""The timed systems: plain PyTorch twice, thinwire, FSDP2. Each trains the same model on the same tokens in bf16."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+import thinwire as tw
+from thinwire.spec import Plan
+from thinwire.train.models.llama import Llama, LlamaConfig
+
+__all__ = ["FSDP2", "OURS", "PLAIN", "Step", "llama", "make_systems", "thinwire_step", "tokens"]
+
+Step = Callable[[], Tensor]
+"""Makes one update and returns the loss, in nats per token, without waiting for the device."""
+
+OURS: Final = "thinwire zero3"
+FSDP2: Final = "FSDP2"
+PLAIN: Final = ("PyTorch, autocast", "PyTorch, fp32 masters")
+_RATE = 1e-4
+
+
+def llama(fields: Mapping[str, Any]) -> Llama:
+    """The model, in fp32 on CPU, with the weights of seed 0."""
+    return Llama(LlamaConfig(**fields), seed=0)
+
+
+def tokens(fields: Mapping[str, Any], batch: int, device: str, seed: int = 0) -> Tensor:
+    """int64 ids of shape [batch, seq + 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, fields["vocab"], (batch, fields["seq"] + 1), generator=generator).to(device)
+
+
+def make_systems(whole: Llama, ids: Tensor) -> dict[str, Step]:
+    """All systems, by label. The caller has joined a job.
+
+    Args:
+        whole: The model in fp32; every system gets a copy.
+        ids: int64 ids of shape [batch, seq + 1], on the device of the systems.
+    """
+    return {
+        PLAIN[0]: _autocast(_moved(whole, ids), ids),
+        PLAIN[1]: _masters(_moved(whole, ids), ids),
+        OURS: thinwire_step(whole, ids, Plan.preset("zero3", nodes=1, local=1))[0],
+        FSDP2: fsdp2_step(whole, ids),
+    }
+
+
+def thinwire_step(whole: Llama, ids: Tensor, plan: Plan) -> tuple[Step, nn.Module]:
+    """A step under a plan, and the sharded model."""
+    model = tw.shard(_moved(whole, ids), plan)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=_RATE, fused=True)
+    return _step(model, optim, ids), model
+
+
+def fsdp2_step(whole: Llama, ids: Tensor) -> Step:
+    """A step of FSDP2 over all ranks; it computes in bf16 from fp32 masters, as thinwire does."""
+    world = torch.distributed.get_world_size()
+    mesh = init_device_mesh(ids.device.type, (world,), mesh_dim_names=("shard",))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    model = _moved(whole, ids)
+    for unit in (model.embed_tokens, *model.layers):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    # What remains, the last norm and the head, is needed again as soon as the backward starts.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return _step(model, torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True), ids)
+
+
+def _moved(whole: Llama, ids: Tensor) -> Llama:
+    return copy.deepcopy(whole).to(ids.device)
+
+
+def _step(model: nn.Module, optim: torch.optim.Optimizer, ids: Tensor) -> Step:
+    def step() -> Tensor:
+        loss: Tensor = model(ids[:, :-1], labels=ids[:, 1:]).loss
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _autocast(model: Llama, ids: Tensor) -> Step:
+    """fp32 parameters, bf16 matrix products by autocast."""
+    optim = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
+
+    def step() -> Tensor:
+        with torch.autocast(ids.device.type, torch.bfloat16):
+            loss: Tensor = model(ids[:, :-1], labels=ids[:, 1:]).loss
+        loss.backward()
+        optim.step()
+        optim.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _masters(model: Llama, ids: Tensor) -> Step:
+    """bf16 parameters and gradients, fp32 masters in the optimizer: what thinwire keeps, written by hand."""
+    masters = [nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()]
+    model.bfloat16()
+    parameters = list(model.parameters())
+    optim = torch.optim.AdamW(masters, lr=_RATE, fused=True)
+
+    def step() -> Tensor:
+        loss: Tensor = model(ids[:, :-1], labels=ids[:, 1:]).loss
+        loss.backward()
+        for master, parameter in zip(masters, parameters, strict=True):
+            assert parameter.grad is not None
+            master.grad = parameter.grad.float()
+        optim.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list[Tensor](parameters), list[Tensor](masters))
+        model.zero_grad()
+        return loss.detach()
+
+    return step

@@ -1,0 +1,193 @@
+"""Small trainings whose results must agree between devices; rank functions, importable by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from benchmarks.gpu.outcome import Check, Outcome
+from benchmarks.gpu.scale import Scale
+from torch import nn
+
+import thinwire as tw
+from thinwire.collectives import group
+from thinwire.report.sheet import Sheet
+from thinwire.spec import Plan
+from thinwire.testing import RankPool
+from thinwire.train.models.llama import Llama, LlamaConfig
+
+__all__ = [
+    "ENCODED_TOLERANCE",
+    "TOLERANCE",
+    "Row",
+    "compare",
+    "encoded_losses",
+    "exact_plan",
+    "global_batches",
+    "presets_on_one_card",
+    "relative_error",
+    "small_llama",
+    "train",
+]
+
+TOLERANCE = 2e-5
+"""Largest relative parameter difference after three AdamW steps: fp32 kernels of two devices round differently."""
+
+ENCODED_TOLERANCE = 2e-3
+"""Largest relative difference of a loss under codecs: a value that two devices round differently may move by a whole
+level of INT4."""
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        preset: Name of the preset.
+        way: How the ranks were connected.
+        error: Largest relative parameter difference.
+    """
+
+    preset: str
+    way: str
+    error: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the device agrees with the CPU."""
+        return self.error <= TOLERANCE
+
+
+def small_llama() -> nn.Module:
+    """A model of a few units, fast on any device."""
+    return Llama(LlamaConfig(vocab=128, hidden=64, layers=3, heads=4, kv_heads=2, ffn=128, seq=32), seed=0)
+
+
+def global_batches(world: int, steps: int) -> torch.Tensor:
+    """Tokens ``[steps, micro-batch, rank, sequence, token]``, int64, the same on every rank."""
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(0, 128, (steps, 2, world, 2, 33), generator=generator)
+
+
+def train(toml: str, device: str, steps: int = STEPS) -> tuple[list[torch.Tensor], list[float]]:
+    """Train on this rank.
+
+    Args:
+        toml: the plan.
+        device: ``"cpu"`` or ``"cuda"``.
+        steps: updates of two micro-batches each.
+
+    Returns:
+        Whole parameters on the CPU, and this rank's loss of every step in nats per token.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = False
+    plan = Plan.from_toml(toml)
+    model = tw.shard(small_llama().to(device), plan)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2, eps=1e-1)
+    rank = group.control().rank
+    losses = []
+    for step in global_batches(plan.world, steps):
+        total = 0.0
+        for ids in tw.micro_batches(model, list(step[:, rank].to(device))):
+            loss = model(ids[:, :-1], labels=ids[:, 1:]).loss / 2
+            loss.backward()
+            total += float(loss.detach())
+        tw.clip_grad_norm_(model, 1.0)
+        optim.step()
+        optim.zero_grad()
+        losses.append(total)
+    with tw.full_parameters(model):
+        return [parameter.detach().cpu().clone() for parameter in model.parameters()], losses
+
+
+def relative_error(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    """Largest relative difference over the parameters."""
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(ours, theirs, strict=True))
+
+
+def exact_plan(preset: str, nodes: int, local: int) -> str:
+    """The preset in fp32 without codecs, as TOML."""
+    return Plan.preset(preset, nodes=nodes, local=local, compute_dtype="float32").uncompressed().to_toml()
+
+
+def train_alone(toml: str, device: str) -> tuple[list[torch.Tensor], list[float]]:
+    """Train in a world of one (NCCL on CUDA); the caller is one process of a pool, outside any job."""
+    group.init("cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    try:
+        return train(toml, device)
+    finally:
+        group.shutdown()
+
+
+def compare(device: str, presets: tuple[str, ...], report: Callable[[str], None] = lambda line: None) -> list[Row]:
+    """Compare every preset on ``device`` with the CPU, on one rank and on four ranks that share the device."""
+    alone, four = RankPool(1), RankPool(4)
+    ways = (
+        ("NCCL, 1 rank" if device == "cuda" else "gloo, 1 rank", (1, 1), partial(alone.run, train_alone, init=False)),
+        ("gloo, 4 ranks share the device", (2, 2), partial(four.run, train)),
+    )
+    rows = []
+    try:
+        for preset in presets:
+            report(preset)
+            for way, mesh, run in ways:
+                toml = exact_plan(preset, *mesh)
+                ours, theirs = (run(toml, where) for where in (device, "cpu"))
+                rows.append(Row(preset, way, relative_error(ours[0][0], theirs[0][0])))
+    finally:
+        alone.close()
+        four.close()
+    return rows
+
+
+def presets_on_one_card(scale: Scale, report: Callable[[str], None]) -> Outcome:
+    """Part: every preset in fp32 without codecs, in a world of one and on four ranks that share the card over gloo."""
+    rows = compare(scale.device, scale.presets, report)
+    cells = [[row.preset, row.way, f"{row.error:.1e}", "ok" if row.passed else "red"] for row in rows]
+    title = "largest relative difference of parameters to the CPU after 3 AdamW steps in fp32"
+    return Outcome(
+        sheets=(Sheet(title, ("preset", "ranks", "difference", ""), 2, cells),),
+        checks=tuple(
+            Check(f"{row.preset}, {row.way}", f"{row.error:.1e}", f"at most {TOLERANCE:.0e}", row.passed)
+            for row in rows
+        ),
+        notes=(
+            "NCCL refuses two ranks on one card. torch.distributed allows one job in a process, so ranks cannot be "
+            "threads either: the four ranks are processes that share the card, and gloo carries their messages through "
+            "the host.",
+        ),
+    )
+
+
+def encoded_losses(scale: Scale, report: Callable[[str], None]) -> Outcome:
+    """Part: presets with codecs on four ranks that share the card; losses against the same ranks on CPU."""
+    four = RankPool(4)
+    rows, checks, data = [], [], {}
+    try:
+        for preset in scale.encoded:
+            toml = Plan.preset(preset, nodes=2, local=2, compute_dtype="float32").to_toml()
+            curves = {}
+            for device in (scale.device, "cpu"):
+                report(f"{preset} on {device}")
+                ranks = four.run(train, toml, device, scale.steps)
+                curves[device] = [sum(losses) / len(losses) for losses in zip(*(run[1] for run in ranks), strict=True)]
+            ours, theirs = curves[scale.device], curves["cpu"]
+            worst = largest_difference(ours, theirs)
+            rows.append([preset, f"{ours[0]:.4f}", f"{ours[-1]:.4f}", f"{theirs[-1]:.4f}", f"{worst:.1e}"])
+            bound = f"at most {ENCODED_TOLERANCE:.0e}"
+            checks.append(Check(f"{preset}, losses", f"{worst:.1e}", bound, worst <= ENCODED_TOLERANCE))
+            data[preset] = {"device": ours, "cpu": theirs}
+    finally:
+        four.close()
+    columns = ("preset", "first loss", "last loss", "last loss on CPU", "largest relative difference")
+    title = f"codecs in training, 4 ranks as 2x2, {scale.steps} steps, fp32"
+    return Outcome((Sheet(title, columns, 1, rows),), tuple(checks), data=data)
+
+
+def largest_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Largest relative difference of two curves."""
+    return max(abs(a - b) / abs(b) for a, b in zip(ours, theirs, strict=True))
