@@ -97,6 +97,15 @@ class GlooLinks:
         nothing = [tensor[:0]] * self._size
         self.exchange(nothing, [*nothing[:source], tensor, *nothing[source + 1 :]])
 
+    def post(self, tensor: torch.Tensor, target: int) -> Any:
+        """Start to send a contiguous CPU tensor to one rank; the caller keeps it until the work has ended.
+
+        Returns:
+            The work, which ends once the rank has received the tensor.
+        """
+        link = self._upwards if target > self.index else self._downwards
+        return link.send([tensor], target, _tag(tensor))
+
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
         """Send ``outgoing[i]`` to rank ``i`` and fill ``incoming[i]`` from it. Own and empty pieces are skipped.
 

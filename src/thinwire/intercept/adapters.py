@@ -25,8 +25,8 @@ __all__ = ["CompressedAllGather", "CompressedReduceScatter", "compress_ddp", "co
 class _Groups:
     """The compressing group of each of FSDP's groups, made on first use."""
 
-    def __init__(self, codecs: AxisCodecs, min_numel: int) -> None:
-        self._codecs, self._min_numel = codecs, min_numel
+    def __init__(self, codecs: AxisCodecs, min_numel: int, nodes: int | None) -> None:
+        self._codecs, self._min_numel, self._nodes = codecs, min_numel, nodes
         self._made: dict[dist.ProcessGroup, CompressingGroup] = {}
 
     def of(self, group: dist.ProcessGroup) -> CompressingGroup:
@@ -35,10 +35,8 @@ class _Groups:
                 f"axis {group.axis} is compressed already: leave out compress_fsdp(), or do not compress the axis"
             )
         if group not in self._made:
-            codecs = self._codecs
-            self._made[group] = compress_group(
-                group, codecs.reduce, gather=codecs.gather, axis="fsdp", min_numel=self._min_numel
-            )
+            made = self._made[group] = compress_group(group, self._codecs.reduce, axis="fsdp")
+            made.configure(self._codecs, min_numel=self._min_numel, nodes=self._nodes)
         return self._made[group]
 
 
@@ -92,6 +90,8 @@ def compress_fsdp(
     codec: str | CodecSpec,
     *,
     gather: str | CodecSpec | None = None,
+    inside: str | CodecSpec | None = None,
+    nodes: int | None = None,
     min_numel: int = MIN_NUMEL,
 ) -> StepMarks:
     """Encode what FSDP2 sends: gradients with ``codec``, parameters with ``gather``. Call it after ``fully_shard``.
@@ -99,19 +99,26 @@ def compress_fsdp(
     Outside training steps, parameters are gathered exactly: in ``full_tensor()``, checkpoints and evaluation. With a
     hybrid mesh, FSDP does not let the all-reduce between replicas be replaced; compress that axis of the mesh instead.
 
+    On several nodes, reductions take one hop inside the node and then one across nodes, and gathers the reverse, so
+    that a byte crosses nodes once.
+
     Args:
         model: Model on which ``fully_shard`` has been called.
         codec: Codec of reduce-scatters.
-        gather: Codec of all-gathers; ``codec`` by default.
+        gather: Codec of all-gathers; ``codec`` by default. Its messages take both hops unchanged.
+        inside: Codec of reduce-scatters inside a node, for example ``"none"``; ``codec`` by default.
+        nodes: Number of nodes that the ranks span, consecutive ranks on each; 1 for a single hop. By default it follows
+            from ``LOCAL_WORLD_SIZE``, which torchrun sets.
         min_numel: Tensors with fewer values are sent unencoded.
 
     Returns:
         Marks of the training steps, which are set on ``model``.
 
     Raises:
-        UsageError: ``fully_shard`` has not been called on the model or any of its modules.
+        UsageError: ``fully_shard`` has not been called on the model or any of its modules. Or, in the first step, nodes
+            have different numbers of ranks.
     """
-    groups = _Groups(AxisCodecs.of(codec, gather=gather), min_numel)
+    groups = _Groups(AxisCodecs.of(codec, gather=gather, inside=inside), min_numel, nodes)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise UsageError("compress_fsdp() comes after fully_shard(): no module of this model is sharded")
@@ -122,23 +129,39 @@ def compress_fsdp(
 
 
 def compress_ddp(
-    model: DistributedDataParallel, codec: str | CodecSpec, *, min_numel: int = MIN_NUMEL
+    model: DistributedDataParallel,
+    codec: str | CodecSpec,
+    *,
+    inside: str | CodecSpec | None = None,
+    nodes: int | None = None,
+    min_numel: int = MIN_NUMEL,
 ) -> CompressingGroup:
     """Encode the gradients that DDP reduces. Call it after ``DistributedDataParallel(module)``.
+
+    On several nodes, an all-reduce adds inside the node first and across nodes second, and its sums come back the
+    reverse way, so that a byte crosses nodes once in each direction.
 
     Args:
         model: Model wrapped by DDP.
         codec: Codec of the all-reduces. Gradients are still means.
+        inside: Codec of the first hop, inside a node, for example ``"none"``; ``codec`` by default. The sums take both
+            hops back as messages of ``codec``.
+        nodes: Number of nodes that the ranks span, consecutive ranks on each; 1 for a single hop. By default it follows
+            from ``LOCAL_WORLD_SIZE``, which torchrun sets.
         min_numel: Buckets with fewer values are sent unencoded.
 
     Returns:
         The group of the communication hook. :meth:`CompressingGroup.traffic` reports what it sent.
+
+    Raises:
+        UsageError: The process group is compressed already, or nodes have different numbers of ranks.
     """
     if isinstance(model.process_group, CompressingGroup):
         raise UsageError(
             f"axis {model.process_group.axis} is compressed already: leave out compress_ddp(), or do not compress it"
         )
-    group = compress_group(model.process_group, codec, axis="ddp", min_numel=min_numel)
+    group = compress_group(model.process_group, codec, axis="ddp")
+    group.configure(AxisCodecs.of(codec, inside=inside), min_numel=min_numel, nodes=nodes)
     model.register_comm_hook(group, _reduce_bucket)
     return group
 

@@ -18,35 +18,36 @@ from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.collectives.reduce_scatter import reduce_scatter as scattering
 from thinwire.intercept.members import MembersAxis
 
-__all__ = ["all_gather", "all_reduce", "decode", "is_plain", "ready", "reduce_scatter"]
+__all__ = ["all_gather", "all_reduce", "decode", "deliver", "flat", "is_plain", "ready", "reduce_scatter"]
 
 
-def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codec: Codec, seed: int | None) -> None:
+def all_reduce(axis: MembersAxis, tensor: torch.Tensor, scale: float, codecs: HopCodecs, seed: int | None) -> None:
     """``tensor = scale * sum over members``, added in fp32 and bitwise equal on all members.
 
     Lossy codecs encode the sums from fp32; lossless ones encode them in the tensor's dtype, or they would send zeros.
     """
-    flat = _flat(tensor)
-    numel = flat.numel()
+    codec = codecs.across
+    assert codec is not None
+    values = flat(tensor)
+    numel = values.numel()
     padded = -(-numel // axis.size) * axis.size
-    vector = flat
+    vector = values
     if padded != numel:
-        vector = allocate(padded, flat.dtype, flat.device)
-        vector[:numel].copy_(flat)
+        vector = allocate(padded, values.dtype, values.device)
+        vector[:numel].copy_(values)
         vector[numel:].zero_()
-    codecs = HopCodecs(inside=codec)
-    if flat.dtype == torch.float32:
+    if values.dtype == torch.float32:
         result = vector
         reducing.all_reduce(axis, vector, result, scale=scale, codecs=codecs, seed=seed).perform()
     elif codec.spec.is_lossless and axis.size > 2:
         result, piece = vector, padded // axis.size
         own = vector[axis.index * piece : (axis.index + 1) * piece]
-        scattering(axis, vector, own, scale=scale, codecs=codecs, seed=seed).perform()
+        _scatter(axis, vector, own, scale, codecs, seed)
         gathering.all_gather(axis, vector, codec=codec, seed=seed).perform()
     else:
-        result = allocate(padded, torch.float32, flat.device)
+        result = allocate(padded, torch.float32, values.device)
         reducing.all_reduce(axis, vector, result, scale=scale, codecs=codecs, seed=seed).perform()
-    _deliver(result[:numel], tensor)
+    deliver(result[:numel], tensor)
 
 
 def all_gather(
@@ -61,19 +62,22 @@ def all_gather(
         codec: Codec of the messages.
         seed: Seed for codecs that round at random.
     """
-    mine = _flat(tensor)
+    mine = flat(tensor)
     numel = mine.numel()
     in_place = len(outputs) == 1 and outputs[0].is_contiguous()
-    whole = _flat(outputs[0]) if in_place else allocate(axis.size * numel, mine.dtype, mine.device)
-    place = whole[axis.index * numel : (axis.index + 1) * numel]
+    whole = flat(outputs[0]) if in_place else allocate(axis.size * numel, mine.dtype, mine.device)
+    gathered = allocate(whole.numel(), whole.dtype, whole.device) if axis.has_two_hops else whole
+    place = gathered[axis.index * numel : (axis.index + 1) * numel]
     if place.data_ptr() != mine.data_ptr():
         place.copy_(mine)
-    gathering.all_gather(axis, whole, codec=codec, seed=seed).perform()
+    gathering.all_gather(axis, gathered, codec=codec, seed=seed).perform()
+    if axis.has_two_hops:
+        _by_rank(axis, whole).copy_(_by_place(axis, gathered).transpose(0, 1))
     if in_place:
         return
     pieces = [whole] if len(outputs) == 1 else whole.split(numel)
     for piece, output in zip(pieces, outputs, strict=True):
-        _deliver(piece, output)
+        deliver(piece, output)
 
 
 def reduce_scatter(
@@ -81,7 +85,7 @@ def reduce_scatter(
     output: torch.Tensor,
     inputs: Sequence[torch.Tensor],
     scale: float,
-    codec: Codec,
+    codecs: HopCodecs,
     seed: int | None,
 ) -> None:
     """``output = scale * sum over members of their input for this rank``, added in fp32 and rounded once.
@@ -91,21 +95,49 @@ def reduce_scatter(
         output: This rank's result.
         inputs: One tensor of ``size`` times as many values, or ``size`` tensors.
         scale: Factor on the sum.
-        codec: Codec of the messages.
+        codecs: Codecs of the hops.
         seed: Seed for codecs that round at random.
     """
-    whole = _flat(inputs[0]) if len(inputs) == 1 else torch.cat([_flat(tensor) for tensor in inputs])
-    result = _flat(output) if output.is_contiguous() else allocate(output.numel(), output.dtype, output.device)
-    scattering(axis, whole, result, scale=scale, codecs=HopCodecs(inside=codec), seed=seed).perform()
-    _deliver(result, output)
+    whole = flat(inputs[0]) if len(inputs) == 1 else torch.cat([flat(tensor) for tensor in inputs])
+    result = flat(output) if output.is_contiguous() else allocate(output.numel(), output.dtype, output.device)
+    if axis.has_two_hops:
+        ordered = allocate(whole.numel(), whole.dtype, whole.device)
+        _by_place(axis, ordered).copy_(_by_rank(axis, whole).transpose(0, 1))
+        whole = ordered
+    _scatter(axis, whole, result, scale, codecs, seed)
+    deliver(result, output)
+
+
+def _scatter(
+    axis: MembersAxis, whole: torch.Tensor, out: torch.Tensor, scale: float, codecs: HopCodecs, seed: int | None
+) -> None:
+    """Reduce pieces in the order of places. Between hops, lossless codecs encode sums in the dtype of ``whole``."""
+    is_lossless = codecs.across is not None and codecs.across.spec.is_lossless
+    if not axis.has_two_hops or not is_lossless or whole.dtype == torch.float32:
+        scattering(axis, whole, out, scale=scale, codecs=codecs, seed=seed).perform()
+        return
+    inside, across = axis.hops
+    column = allocate(whole.numel() // axis.local, whole.dtype, whole.device)
+    scattering(inside, whole, column, codecs=codecs, seed=seed).perform()
+    scattering(across, column, out, scale=scale, codecs=codecs, seed=seed).perform()
+
+
+def _by_rank(axis: MembersAxis, whole: torch.Tensor) -> torch.Tensor:
+    """A vector of pieces in the order of ranks, as ``(nodes, local, values)``."""
+    return whole.view(axis.nodes, axis.local, -1)
+
+
+def _by_place(axis: MembersAxis, whole: torch.Tensor) -> torch.Tensor:
+    """A vector of pieces in the order of places, which two hops need, as ``(local, nodes, values)``."""
+    return whole.view(axis.local, axis.nodes, -1)
 
 
 def decode(codec: Codec, message: torch.Tensor, tensor: torch.Tensor) -> None:
     """Decode a message into a tensor."""
     target = ready(tensor).detach()
-    result = target if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype)
+    result = target if target.is_contiguous() else torch.empty(target.numel(), dtype=target.dtype, device=target.device)
     codec.decode(message, target.numel(), target.dtype, out=result)
-    _deliver(result, tensor)
+    deliver(result, tensor)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -124,12 +156,12 @@ def ready(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat(tensor: torch.Tensor) -> torch.Tensor:
     """The values as a contiguous vector, which shares the tensor's memory if that is contiguous."""
     return ready(tensor).detach().contiguous().view(-1)
 
 
-def _deliver(result: torch.Tensor, tensor: torch.Tensor) -> None:
+def deliver(result: torch.Tensor, tensor: torch.Tensor) -> None:
     """Copy the result to its tensor, unless it is already there."""
     target = ready(tensor).detach()
     if not target.is_contiguous() or result.data_ptr() != target.data_ptr():

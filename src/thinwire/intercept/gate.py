@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
 from thinwire import codecs
 from thinwire.codecs import Codec
+from thinwire.collectives.reduce_scatter import HopCodecs
+from thinwire.collectives.streams import streams_of
+from thinwire.errors import UsageError
 from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["MIN_NUMEL", "AxisCodecs", "EncodingGate", "scale_of"]
+__all__ = ["DEVICES", "MIN_NUMEL", "AxisCodecs", "EncodingGate", "Operation", "check_length", "scale_of"]
 
 MIN_NUMEL = 1024
 """Tensors with fewer values are sent unencoded: losses, norms, counters."""
 
 KNOWN = 4096
 """Number of decisions that are cached."""
+
+DEVICES = ("cpu", "cuda")
+"""Types of devices whose tensors can be encoded."""
+
+Operation = Literal["reduce", "gather", "send"]
+"""All-reduces and reduce-scatters, all-gathers, point-to-point messages."""
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -33,11 +42,14 @@ class AxisCodecs:
         reduce: Codec of all-reduces and reduce-scatters.
         gather: Codec of all-gathers.
         send: Codec of point-to-point messages.
+        inside: Codec of the hop of all-reduces and reduce-scatters inside a node; ``None`` for that of ``reduce``. The
+            sums of an all-reduce are gathered with the codec of ``reduce``.
     """
 
     reduce: CodecSpec = field(default_factory=CodecSpec)
     gather: CodecSpec = field(default_factory=CodecSpec)
     send: CodecSpec = field(default_factory=CodecSpec)
+    inside: CodecSpec | None = None
 
     @classmethod
     def of(
@@ -46,9 +58,11 @@ class AxisCodecs:
         *,
         gather: str | CodecSpec | None = None,
         send: str | CodecSpec | None = None,
+        inside: str | CodecSpec | None = None,
     ) -> AxisCodecs:
         """One codec for all operations, except those for which another one is given."""
-        return cls(*(CodecSpec(str(codec if spec is None else spec)) for spec in (codec, gather, send)))
+        reduce, gather, send = (CodecSpec(str(codec if spec is None else spec)) for spec in (codec, gather, send))
+        return cls(reduce, gather, send, None if inside is None else CodecSpec(str(inside)))
 
 
 class EncodingGate:
@@ -59,65 +73,113 @@ class EncodingGate:
         codecs_of_axis: Codecs by operation.
         min_numel: Tensors with fewer values are not encoded.
         always: Encode outside training steps too.
+        nodes: Number of nodes that a reduction or gather crosses in a hop of its own; 1 for a single hop.
+
+    Attributes:
+        codecs: See above.
+        nodes: See above.
+        missed_step: Whether a tensor was sent unencoded only because no training step was marked.
     """
 
-    def __init__(self, size: int, codecs_of_axis: AxisCodecs, min_numel: int, *, always: bool) -> None:
-        specs = (codecs_of_axis.reduce, codecs_of_axis.gather, codecs_of_axis.send)
-        self.reduce, self.gather, self.send = (None if spec.is_none else codecs.get(spec) for spec in specs)
-        self.codecs, self.always = codecs_of_axis, always
+    def __init__(
+        self, size: int, codecs_of_axis: AxisCodecs, min_numel: int, *, always: bool = False, nodes: int = 1
+    ) -> None:
+        self.codecs, self.nodes = codecs_of_axis, nodes
         self.missed_step = False
-        """Whether a tensor was sent unencoded only because no training step was marked."""
-        self._size, self._min_numel = size, min_numel
-        self._known: dict[tuple[Codec, torch.dtype, int], str] = {}
+        self._size, self._min_numel, self._always = size, min_numel, always
+        self._inside = codecs_of_axis.reduce if codecs_of_axis.inside is None else codecs_of_axis.inside
+        self._specs: dict[Operation, CodecSpec] = {
+            "reduce": self._inside if nodes == 1 else codecs_of_axis.reduce,
+            "gather": codecs_of_axis.gather,
+            "send": codecs_of_axis.send,
+        }
+        self._known: dict[tuple[CodecSpec, torch.dtype, int, torch.device], tuple[Codec | None, str]] = {}
+
+    def encodes(self, operation: Operation) -> bool:
+        """Whether an operation has a codec."""
+        return not self._specs[operation].is_none
 
     def choose(
-        self, codec: Codec | None, tensor: torch.Tensor, numel: int, opts: Any = None
+        self, operation: Operation, tensor: torch.Tensor, numel: int, opts: Any = None
     ) -> tuple[Codec | None, str]:
         """Choose the codec of a tensor.
 
         Args:
-            codec: Codec of the operation.
+            operation: What is done with the tensor.
             tensor: Tensor that is sent or received.
             numel: Number of values in the operation.
             opts: Options of a reduction.
 
         Returns:
             The codec and an empty string, or ``None`` and the reason.
+
+        Raises:
+            UsageError: The codec does not work on the tensor's device.
         """
-        if codec is None:
+        spec = self._specs[operation]
+        if spec.is_none:
             return None, ""
-        key = (codec, tensor.dtype, numel)
-        why = self._known.get(key)
-        if why is None:
-            if len(self._known) > KNOWN:
-                self._known.clear()
-            why = self._known[key] = self._why_not(*key)
-        if not why and (tensor.device.type != "cpu" or tensor.layout != torch.strided):
+        codec, why = self._codec(spec, tensor, numel)
+        if not why and tensor.layout != torch.strided:
             why = f"{tensor.device.type} {tensor.layout}"
         if not why and is_exact():
             why = "exact scope"
-        if not why and not self.always and not in_step():
+        if not why and not self._always and not in_step():
             why = "outside a step"
             self.missed_step = self.missed_step or self._adds(opts)
         if not why and not self._adds(opts):
             why = "operation"
         return (None, why) if why else (codec, "")
 
+    def hops(self, codec: Codec, tensor: torch.Tensor, numel: int) -> HopCodecs:
+        """The codecs of a reduction's hops, if ``codec`` is that of the last hop."""
+        if self.nodes in (1, self._size):
+            return HopCodecs(inside=codec, across=codec)
+        return HopCodecs(inside=self._codec(self._inside, tensor, numel)[0], across=codec)
+
+    def _codec(self, spec: CodecSpec, tensor: torch.Tensor, numel: int) -> tuple[Codec | None, str]:
+        """The codec for ``numel`` values like those of a tensor, or ``None`` and why they are never encoded."""
+        key = (spec, tensor.dtype, numel, tensor.device)
+        known = self._known.get(key)
+        if known is None:
+            if len(self._known) > KNOWN:
+                self._known.clear()
+            known = self._known[key] = self._examine(*key)
+        return known
+
     def _adds(self, opts: Any) -> bool:
         """Whether the operation is a sum or a mean, or has no reduction."""
         return opts is None or scale_of(opts.reduceOp, self._size) is not None
 
-    def _why_not(self, codec: Codec, dtype: torch.dtype, numel: int) -> str:
-        """Why ``numel`` values of this dtype are never encoded; empty if they can be."""
+    def _examine(
+        self, spec: CodecSpec, dtype: torch.dtype, numel: int, device: torch.device
+    ) -> tuple[Codec | None, str]:
         if self._size == 1:
-            return "alone"
-        if dtype not in _FLOATS or str(dtype).removeprefix("torch.") not in encodable_dtypes(codec.spec):
-            return str(dtype).removeprefix("torch.")
+            return None, "alone"
+        if spec.is_none:
+            return None, "none"
+        if device.type not in DEVICES:
+            return None, device.type
+        name = str(dtype).removeprefix("torch.")
+        if dtype not in _FLOATS or name not in encodable_dtypes(spec):
+            return None, name
         if numel < self._min_numel:
-            return "tiny"
-        if not codec.spec.is_variable_length and codec.max_wire_bytes(numel, dtype) >= numel * dtype.itemsize:
-            return "no smaller"
-        return ""
+            return None, "tiny"
+        if streams_of(device) is not None:
+            check_length(spec)
+        codec = codecs.get(spec, device=device)
+        if not spec.is_variable_length and codec.max_wire_bytes(numel, dtype) >= numel * dtype.itemsize:
+            return None, "no smaller"
+        return codec, ""
+
+
+def check_length(spec: CodecSpec) -> None:
+    """Raise :class:`UsageError` if messages of a codec differ in length, which a GPU cannot send without the host."""
+    if spec.is_variable_length:
+        raise UsageError(
+            f"codec {spec} is not possible on GPUs: the length of its messages depends on their values, so the host "
+            "would wait for every one of them; valid are bf16, fp16, intN:BLOCK, intN:tensor and zfp:RATE, or 'none'"
+        )
 
 
 def scale_of(op: Any, size: int) -> float | None:

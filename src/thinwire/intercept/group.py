@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,11 +21,16 @@ from torch._C._distributed_c10d import (
 
 from thinwire.codecs import Codec
 from thinwire.collectives.group import before_shutdown
+from thinwire.collectives.nccl import Membership
+from thinwire.collectives.streams import streams_of
 from thinwire.errors import UsageError, WireError
 from thinwire.intercept import encoded
-from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, scale_of
-from thinwire.intercept.members import MemberGroup, MembersAxis
+from thinwire.intercept.channels import Channels
+from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs, EncodingGate, Operation, check_length, scale_of
+from thinwire.intercept.members import MembersAxis
+from thinwire.intercept.nodes import check_nodes, count_nodes
 from thinwire.intercept.plain import PlainGroup
+from thinwire.intercept.queued import StreamQueue
 from thinwire.intercept.scope import in_backward, is_marked
 from thinwire.intercept.works import AllOf, Courier, Promise
 
@@ -75,18 +82,37 @@ class CompressingGroup(PlainGroup):
     ) -> None:
         super().__init__(inner, axis=axis, ranks=ranks, owns_inner=owns_inner)
         self.order = next(self._order)
-        self._members: MembersAxis | None = None
+        self._members: dict[tuple[torch.device, int], MembersAxis] = {}
         self._courier = Courier(f"thinwire-{axis}")
-        self._channels: dict[tuple[int, int], Courier] = {}
+        self._receivers: dict[tuple[int, int], Courier] = {}
+        self._queues: dict[torch.device, StreamQueue] = {}
+        self._channels: dict[torch.device, Channels] = {}
         self._seeds = itertools.count(inner.rank(), inner.size())
         self.configure(codecs, min_numel=min_numel, always=always)
         _groups.add(self)
         itself = weakref.ref(self)
         before_shutdown(lambda: _shut_down(itself))
 
-    def configure(self, codecs: AxisCodecs, *, min_numel: int = MIN_NUMEL, always: bool = False) -> None:
-        """Change the codecs. All ranks must call this at the same point of their program."""
-        self._gate = EncodingGate(len(self._ranks), codecs, min_numel, always=always)
+    def configure(
+        self, codecs: AxisCodecs, *, min_numel: int = MIN_NUMEL, always: bool = False, nodes: int | None = 1
+    ) -> None:
+        """Change the codecs. All ranks must call this at the same point of their program.
+
+        Args:
+            codecs: Codecs by operation.
+            min_numel: Tensors with fewer values are sent unencoded.
+            always: Encode outside training steps too.
+            nodes: Number of nodes that the group spans. Encoded reductions and gathers take one hop inside nodes and
+                one across, so that a byte crosses nodes once. ``None`` derives the number from ``LOCAL_WORLD_SIZE``.
+
+        Raises:
+            UsageError: Nodes have different numbers of members, or a codec does not work on the group's device.
+        """
+        counted = count_nodes(self._ranks, nodes, self.axis)
+        if not any(device.type == "cpu" for device in self._inner._device_types):
+            for spec in (codecs.reduce, codecs.gather, codecs.send, codecs.inside or codecs.reduce):
+                check_length(spec)
+        self._gate = EncodingGate(len(self._ranks), codecs, min_numel, always=always, nodes=counted)
 
     @property
     def codecs(self) -> AxisCodecs:
@@ -95,13 +121,14 @@ class CompressingGroup(PlainGroup):
 
     def shutdown(self) -> None:
         """Finish pending operations and close the connections."""
-        for courier in (self._courier, *self._channels.values()):
+        for courier in (self._courier, *self._receivers.values()):
             courier.close()
-        self._channels = {}
+        for axis in self._members.values():
+            axis.leave()
+        for channels in self._channels.values():
+            channels.leave()
+        self._receivers, self._queues, self._members, self._channels = {}, {}, {}, {}
         _groups.discard(self)
-        if self._members is not None:
-            self._members.members.leave()
-            self._members = None
         super().shutdown()
 
     # ------------------------------------------------------------------------------------------------ reductions
@@ -112,7 +139,7 @@ class CompressingGroup(PlainGroup):
         opts = _with_op(AllreduceOptions, opts, timeout)
         if len(tensors) != 1:
             return self._all_reduce_many(tensors, opts, self._inner.allreduce)
-        codec, why = self._choose(self._gate.reduce, tensors[0], opts=opts)
+        codec, why = self._choose("reduce", tensors[0], opts=opts)
         if codec is None:
             return self._pass_one_on("all_reduce", tensors[0], why, self._inner.allreduce, tensors, opts)
         return self._encoded_reduce(tensors[0], codec, opts)
@@ -131,13 +158,13 @@ class CompressingGroup(PlainGroup):
             rest = [tensors[i] for i in chosen]
             return self._pass_on("all_reduce", rest, call, rest, opts, why=why)
 
-        choices = [self._choose(self._gate.reduce, tensor, opts=opts) for tensor in tensors]
+        choices = [self._choose("reduce", tensor, opts=opts) for tensor in tensors]
         return _each(choices, encode, pass_on, tensors)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """See :func:`torch.distributed.reduce_scatter_single`."""
         opts = _with_op(ReduceScatterOptions, opts)
-        codec, why = self._choose(self._gate.reduce, tensor, opts=opts)
+        codec, why = self._choose("reduce", tensor, opts=opts)
         if codec is None:
             call = self._inner_call("reduce_scatter_single")
             return self._pass_one_on("reduce_scatter", tensor, why, call, output, tensor, opts)
@@ -157,7 +184,7 @@ class CompressingGroup(PlainGroup):
             call = self._inner_call("reduce_scatter_single_coalesced")
             return self._pass_on("reduce_scatter", ins, call, outs, ins, opts, why=why)
 
-        choices = [self._choose(self._gate.reduce, tensor, opts=opts) for tensor in tensors]
+        choices = [self._choose("reduce", tensor, opts=opts) for tensor in tensors]
         return _each(choices, encode, pass_on, outputs)
 
     def reduce_scatter(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:
@@ -166,7 +193,7 @@ class CompressingGroup(PlainGroup):
             outputs, tensors = [outputs], [tensors]
         opts = _with_op(ReduceScatterOptions, opts, timeout)
         even = all(tensor.numel() == outputs[0].numel() for tensor in tensors[0])
-        codec, why = self._choose(self._gate.reduce, outputs[0], len(self._ranks), opts=opts)
+        codec, why = self._choose("reduce", outputs[0], len(self._ranks), opts=opts)
         if codec is None or len(outputs) != 1 or not even:
             return self._pass_on(
                 "reduce_scatter", tensors, self._inner.reduce_scatter, outputs, tensors, opts, why=[why]
@@ -178,7 +205,7 @@ class CompressingGroup(PlainGroup):
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> dist.Work:
         """See :func:`torch.distributed.all_gather_single`."""
         opts = _options(AllgatherOptions, opts)
-        codec, why = self._choose(self._gate.gather, tensor)
+        codec, why = self._choose("gather", tensor)
         if codec is None:
             call = self._inner_call("all_gather_single")
             return self._pass_one_on("all_gather", tensor, why, call, output, tensor, opts)
@@ -199,7 +226,7 @@ class CompressingGroup(PlainGroup):
                 "all_gather", ins, self._inner_call("all_gather_single_coalesced"), outs, ins, opts, why=why
             )
 
-        choices = [self._choose(self._gate.gather, tensor) for tensor in tensors]
+        choices = [self._choose("gather", tensor) for tensor in tensors]
         return _each(choices, encode, pass_on, outputs)
 
     def allgather(self, outputs: Any, tensors: Any, opts: Any = None, timeout: Any = None) -> dist.Work:  # type: ignore[override]
@@ -208,7 +235,7 @@ class CompressingGroup(PlainGroup):
             outputs, tensors = [outputs], [tensors]
         opts = _options(AllgatherOptions, opts, timeout)
         even = all(output.numel() == tensors[0].numel() for output in outputs[0])
-        codec, why = self._choose(self._gate.gather, tensors[0])
+        codec, why = self._choose("gather", tensors[0])
         if codec is None or len(tensors) != 1 or not even:
             return self._pass_on("all_gather", tensors, self._inner.allgather, outputs, tensors, opts, why=[why])
         return self._encoded_gather(outputs[0], tensors[0], codec, opts)
@@ -234,10 +261,16 @@ class CompressingGroup(PlainGroup):
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
         """See :func:`torch.distributed.isend`; ``dst`` is a rank of the group."""
         (tensor,) = tensors
-        codec, why = self._choose(self._gate.send, tensor, tag=tag)
+        codec, why = self._choose("send", tensor, tag=tag)
+        if encoded.is_plain(tensor) and streams_of(tensor.device) is not None:
+            channels, seed = self._channels_of(tensor.device), None if codec is None else self._seed(codec)
+            plain = self._plain_bytes("send", tensor.nbytes)
+            sent = plain if codec is None else codec.max_wire_bytes(tensor.numel(), tensor.dtype)
+            self._report("send", _name(codec), plain, sent, why=why)
+            return self._noted(channels.send(tensor, dst, codec, seed), tensor.device)
         if codec is None:
             return self._pass_one_on("send", tensor, why, self._inner.send, tensors, dst, tag)
-        with self._waiting():
+        with self._waiting(tensor.device):
             message = codec.encode(encoded.ready(tensor), seed=self._seed(codec))
         works = []
         sent = message.numel()
@@ -247,15 +280,22 @@ class CompressingGroup(PlainGroup):
             sent += length.nbytes
         works.append(self._counted(self._inner.send, [message], dst, tag + MESSAGE_TAG))
         self._report("send", str(codec.spec), tensor.nbytes, sent)
-        return self._noted(AllOf(works, tensors, held=message))
+        return self._noted(AllOf(works, tensors, held=message), tensor.device)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
         """See :func:`torch.distributed.irecv`; ``src`` is a rank of the group."""
         (tensor,) = tensors
-        codec, why = self._choose(self._gate.send, tensor, tag=tag)
+        codec, why = self._choose("send", tensor, tag=tag)
+        if encoded.is_plain(tensor) and streams_of(tensor.device) is not None:
+            self._report("recv", _name(codec), 0, 0, why=why)
+            return self._noted(self._channels_of(tensor.device).receive(tensor, src, codec), tensor.device)
         if codec is None:
             return self._pass_one_on("recv", tensor, why, self._inner.recv, tensors, src, tag)
         self._report("recv", str(codec.spec), 0, 0)
+        return self._noted(self._receive(tensor, src, tag, codec), tensor.device)
+
+    def _receive(self, tensor: torch.Tensor, src: int, tag: int, codec: Codec) -> dist.Work:
+        """Receive an encoded message over the inner group, and decode it on a thread."""
         room = torch.empty(codec.max_wire_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
         if codec.spec.is_variable_length:
             length = torch.empty(1, dtype=torch.int64)
@@ -274,12 +314,12 @@ class CompressingGroup(PlainGroup):
             encoded.decode(codec, message, tensor)
 
         # Each pair of ranks and tag has a thread, so that waiting for one message does not delay other channels.
-        channel = self._channels.get((src, tag))
-        if channel is None:
-            channel = self._channels[src, tag] = Courier(f"thinwire-{self.axis}-from-{src}")
-        promise = Promise(tensors)
-        channel.perform(receive, promise, wait=False)
-        return self._noted(promise)
+        receiver = self._receivers.get((src, tag))
+        if receiver is None:
+            receiver = self._receivers[src, tag] = Courier(f"thinwire-{self.axis}-from-{src}")
+        promise = Promise([tensor])
+        receiver.perform(receive, promise, wait=False)
+        return promise
 
     def recv_anysource(self, tensors: Sequence[torch.Tensor], tag: int = 0) -> dist.Work:
         """See :func:`torch.distributed.irecv` without a source.
@@ -287,7 +327,7 @@ class CompressingGroup(PlainGroup):
         Raises:
             UsageError: The message would be encoded. Its length depends on the sender, which is unknown.
         """
-        codec, why = self._choose(self._gate.send, tensors[0], tag=tag)
+        codec, why = self._choose("send", tensors[0], tag=tag)
         if codec is not None:
             raise UsageError(
                 f"axis {self.axis} receives with codec {codec.spec}: name the rank that sends, or send and receive "
@@ -303,21 +343,21 @@ class CompressingGroup(PlainGroup):
 
     def _end_coalescing(self, device: torch.device) -> dist.Work:
         works, self._coalesced = self._coalesced or [], None
-        return self._noted(AllOf(works))
+        return self._noted(AllOf(works), device)
 
     # ------------------------------------------------------------------------------------------------ encoded
 
     def _choose(
-        self, codec: Codec | None, tensor: torch.Tensor, times: int = 1, opts: Any = None, tag: int = 0
+        self, operation: Operation, tensor: torch.Tensor, times: int = 1, opts: Any = None, tag: int = 0
     ) -> tuple[Codec | None, str]:
         """The codec of ``times`` tensors like this one and an empty string, or ``None`` and the reason."""
-        if codec is None:
+        if not self._gate.encodes(operation):
             return None, ""
         if tag >= MESSAGE_TAG:
             return None, "tag"
         if not encoded.is_plain(tensor):
             return None, type(tensor).__name__
-        choice = self._gate.choose(codec, tensor, times * tensor.numel(), opts)
+        choice = self._gate.choose(operation, tensor, times * tensor.numel(), opts)
         if choice[0] is not None and self._gate.missed_step and in_backward() and not is_marked():
             self._warn_once(
                 "encodes what it sends in the backward pass and nothing in the forward pass, because no training step "
@@ -326,12 +366,13 @@ class CompressingGroup(PlainGroup):
         return choice
 
     def _encoded_reduce(self, tensor: torch.Tensor, codec: Codec, opts: Any) -> dist.Work:
-        scale = self._scale(opts)
+        scale, codecs = self._scale(opts), self._gate.hops(codec, tensor, tensor.numel())
 
         def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.all_reduce(axis, tensor, scale, codec, seed)
+            encoded.all_reduce(axis, tensor, scale, codecs, seed)
 
-        return self._perform("all_reduce", codec, body, [tensor], tensor.nbytes, opts)
+        (tensor,) = _arrived([tensor])
+        return self._perform(_Task("all_reduce", codec, body, [tensor], [], tensor.nbytes), opts)
 
     def _encoded_gather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, codec: Codec, opts: Any
@@ -339,51 +380,67 @@ class CompressingGroup(PlainGroup):
         def body(axis: MembersAxis, seed: int | None) -> None:
             encoded.all_gather(axis, outputs, tensor, codec, seed)
 
-        return self._perform("all_gather", codec, body, outputs, tensor.nbytes, opts)
+        outputs, (tensor,) = _arrived(outputs), _arrived([tensor])
+        return self._perform(_Task("all_gather", codec, body, outputs, [tensor], tensor.nbytes), opts)
 
     def _encoded_scatter(
         self, output: torch.Tensor, inputs: Sequence[torch.Tensor], codec: Codec, opts: Any
     ) -> dist.Work:
-        scale = self._scale(opts)
+        nbytes = output.nbytes * len(self._ranks)
+        scale, codecs = self._scale(opts), self._gate.hops(codec, output, output.numel() * len(self._ranks))
 
         def body(axis: MembersAxis, seed: int | None) -> None:
-            encoded.reduce_scatter(axis, output, inputs, scale, codec, seed)
+            encoded.reduce_scatter(axis, output, inputs, scale, codecs, seed)
 
-        return self._perform("reduce_scatter", codec, body, [output], output.nbytes * len(self._ranks), opts)
+        (output,), inputs = _arrived([output]), _arrived(inputs)
+        return self._perform(_Task("reduce_scatter", codec, body, [output], inputs, nbytes), opts)
 
-    def _perform(
-        self,
-        op: str,
-        codec: Codec,
-        body: Callable[[MembersAxis, int | None], None],
-        results: Sequence[torch.Tensor],
-        nbytes: int,
-        opts: Any,
-    ) -> dist.Work:
-        """Run an encoded operation on the group's thread, or on this one if the caller waits for it anyway."""
-        seed = self._seed(codec)
+    def _perform(self, task: _Task, opts: Any) -> dist.Work:
+        """Perform an encoded operation: on a stream of the group; or without streams on its thread, or on this one if
+        the caller waits for it anyway."""
+        seed, device = self._seed(task.codec), task.results[0].device
+        nodes, streams = self._gate.nodes, streams_of(device)
 
-        def task() -> None:
-            axis = self._joined_members()
-            before = axis.members.sent
-            body(axis, seed)
-            self._report(op, str(codec.spec), self._plain_bytes(op, nbytes), axis.members.sent - before)
+        def body() -> None:
+            axis = self._joined_members(device, nodes)
+            inside, across = axis.inside.sent, axis.across.sent
+            task.body(axis, seed)
+            inside, across = axis.inside.sent - inside, axis.across.sent - across
+            plain = self._plain_bytes(task.operation, task.nbytes)
+            self._report(task.operation, str(task.codec.spec), plain, inside + across, across=across)
 
-        promise = Promise(results)
+        if streams is not None:
+            if device not in self._queues:
+                self._queues[device] = StreamQueue(streams, device)
+            with contextlib.nullcontext() if opts.asyncOp else self._waiting(device):
+                work = self._queues[device].perform(body, task.results, task.inputs, wait=not opts.asyncOp)
+            return self._noted(work, device)
+        promise = Promise(task.results)
         if opts.asyncOp:
-            self._courier.perform(task, promise, wait=False)
+            self._courier.perform(body, promise, wait=False)
         else:
-            with self._waiting():
-                self._courier.perform(task, promise, wait=True)
-        return self._noted(promise)
+            with self._waiting(device):
+                self._courier.perform(body, promise, wait=True)
+        return self._noted(promise, device)
 
-    def _joined_members(self) -> MembersAxis:
-        if self._members is None:
-            options = getattr(self._backend, "options", None)
-            timeout = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
-            store = dist.PrefixStore(f"thinwire/encoded/{self.number}", self._store)
-            self._members = MembersAxis(MemberGroup(self._ranks, self.rank(), self.axis, store, timeout))
-        return self._members
+    def _joined_members(self, device: torch.device, nodes: int) -> MembersAxis:
+        if (device, nodes) not in self._members:
+            membership = self._membership(device, f"encoded/{nodes}")
+            check_nodes(dist.PrefixStore(f"thinwire/{self.number}", self._store), nodes, self.axis)
+            self._members[device, nodes] = MembersAxis.join(membership, self.axis, nodes)
+        return self._members[device, nodes]
+
+    def _channels_of(self, device: torch.device) -> Channels:
+        if device not in self._channels:
+            self._channels[device] = Channels(self._membership(device, "channels"), self.axis)
+        return self._channels[device]
+
+    def _membership(self, device: torch.device, what: str) -> Membership:
+        """The members of this group, with a part of the store for one use of them."""
+        options = getattr(self._inner._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", _DEFAULT_TIMEOUT)
+        name = f"thinwire/{what}/{device.type}/{self.number}"
+        return Membership(name, self._ranks, self.rank(), dist.PrefixStore(name, self._store), timeout, device)
 
     def _scale(self, opts: Any) -> float:
         scale = scale_of(opts.reduceOp, len(self._ranks))
@@ -393,6 +450,39 @@ class CompressingGroup(PlainGroup):
     def _seed(self, codec: Codec) -> int | None:
         """A seed that no other message of any rank has; ``None`` if the codec needs none."""
         return next(self._seeds) if codec.spec.needs_seed else None
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """An encoded operation.
+
+    Attributes:
+        operation: Its name in reports.
+        codec: Its codec.
+        body: Performs it, with the members and a seed.
+        results: Tensors that it fills, at least one.
+        inputs: Other tensors that it reads.
+        nbytes: Bytes of its tensor, for :meth:`PlainGroup._plain_bytes`.
+    """
+
+    operation: str
+    codec: Codec
+    body: Callable[[MembersAxis, int | None], None]
+    results: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
+    nbytes: int
+
+
+def _arrived(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Tensors of a device with streams, once the caller's stream is ordered after functional collectives that fill
+    them. Others are waited for on the thread that uses them."""
+    if streams_of(tensors[0].device) is None:
+        return tensors
+    return [encoded.ready(tensor) for tensor in tensors]
+
+
+def _name(codec: Codec | None) -> str:
+    return "none" if codec is None else str(codec.spec)
 
 
 def _each(

@@ -1,9 +1,13 @@
-"""The members of a process group as thinwire's collectives need them: one axis with a single hop."""
+"""The members of a process group as thinwire's collectives need them: one axis with a hop inside nodes and one across.
+
+On gloo, members have connections of their own. On NCCL, they have communicators of their own, whose operations are
+queued on the current stream.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import datetime
+import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,13 +15,14 @@ import torch.distributed as dist
 
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.group import Meter, Subgroup, before_shutdown
-from thinwire.collectives.links import Links
+from thinwire.collectives.links import Links, StagedLinks
+from thinwire.collectives.nccl import Membership, NcclLinks, backend_maker
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
-from thinwire.program import Kind, Lane
+from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import TRANSFERS, Stage
 
-__all__ = ["MemberGroup", "MembersAxis"]
+__all__ = ["MemberGroup", "MembersAxis", "part_of"]
 
 _device: dist.ProcessGroupGloo.Device | None = None
 
@@ -36,31 +41,61 @@ def _forget_device() -> None:
     _device = None
 
 
-class MemberGroup(Subgroup):
-    """All members of a process group, with connections of their own, so that no other traffic comes in between.
+def part_of(membership: Membership, part: str, members: Sequence[int]) -> Membership:
+    """Some of the members, who meet at a place of their own.
 
     Args:
-        ranks: Global ranks, in the group's order.
-        index: Position of this rank among them.
+        membership: All members.
+        part: Name of the part, the same for all of its members.
+        members: Indices of the part's members, including this rank's.
+    """
+    return Membership(
+        f"{membership.name}/{part}",
+        tuple(membership.ranks[i] for i in members),
+        list(members).index(membership.index),
+        dist.PrefixStore(part, membership.store),
+        membership.timeout,
+        membership.device,
+    )
+
+
+class MemberGroup(Subgroup):
+    """Members of a process group, with connections of their own, so that no other traffic comes in between.
+
+    Args:
+        membership: The members. Nothing else uses its store.
         axis: Name of the axis, for error messages.
-        store: Store for the rendezvous, used by nothing else.
-        timeout: Timeout of each exchange.
+        stage: A stage whose scope is that of the group: inside a node or across nodes.
     """
 
-    def __init__(
-        self, ranks: tuple[int, ...], index: int, axis: str, store: dist.Store, timeout: datetime.timedelta
-    ) -> None:
-        self.ranks, self.index, self.size = ranks, index, len(ranks)
-        self.lane, self.stage, self.meter = Lane.CONTROL, Stage.GATHER_INSIDE, Meter()
-        self.scope = self.stage.scope
-        self._left = False
+    def __init__(self, membership: Membership, axis: str, stage: Stage = Stage.GATHER_INSIDE) -> None:
+        self.ranks, self.index, self.size = membership.ranks, membership.index, len(membership.ranks)
+        self.lane, self.stage, self.meter = Lane.CONTROL, stage, Meter()
+        self.scope = stage.scope
+        self._left = self._has_failed = False
         self.sent = 0
         """Bytes sent so far."""
-        self._axis, self._timeout = axis, timeout
+        self._axis, self._membership = axis, membership
         try:
-            self._links = GlooLinks(store, index, len(ranks), _shared_device(), timeout)
+            self._links = _connect(membership) if self.size > 1 else None
         except RuntimeError as error:
             raise self._explained("connection", error) from error
+
+    def alone(self) -> MemberGroup:
+        """This rank as the only member of a group."""
+        return MemberGroup(part_of(self._membership, "alone", [self.index]), self._axis, self.stage)
+
+    def leave(self) -> None:
+        """Release the connections. The group cannot be used afterwards.
+
+        After an error, or while one is handled, pending operations are aborted: the others may never make their part.
+        """
+        if self._links is not None and self._links.is_native:
+            if self._has_failed or sys.exc_info()[0] is not None:
+                self._links.abort()
+            else:
+                self._links.close()
+        super().leave()
 
     def _note(self, kind: Kind, sent: int) -> None:
         self.sent += sent
@@ -73,24 +108,77 @@ class MemberGroup(Subgroup):
         try:
             yield self._links
         except RuntimeError as error:
+            self._has_failed = True
             nbytes = sum(t.numel() * t.element_size() for i, t in enumerate(outgoing) if i != self.index)
             raise self._explained(f"{kind} of {nbytes} bytes", error) from error
 
     def _explained(self, what: str, error: RuntimeError) -> CollectiveError:
+        timeout = self._membership.timeout.total_seconds()
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return CollectiveError(
             f"axis {self._axis}: an encoded {what} between ranks {list(self.ranks)} failed (timeout "
-            f"{self._timeout.total_seconds():.0f} s): {reason}. If all of them are alive, one of them did not encode: "
+            f"{timeout:.0f} s): {reason}. If all of them are alive, one of them did not encode: "
             "all ranks of an axis must enter step_scope() at the same point and have the same codecs"
         )
 
 
-class MembersAxis(AxisGroup):
-    """A :class:`MemberGroup` as an axis inside one node."""
+def _connect(membership: Membership) -> Links:
+    make = backend_maker(membership.device)
+    if make is not None:
+        return NcclLinks(make(membership), membership.index)
+    size = len(membership.ranks)
+    links = GlooLinks(membership.store, membership.index, size, _shared_device(), membership.timeout)
+    return links if membership.device.type == "cpu" else StagedLinks(links, membership.index)
 
-    def __init__(self, members: MemberGroup) -> None:
-        self.size = self.local = members.size
-        self.index = self.local_index = members.index
-        self.nodes = 1
-        self.members = members
-        self._subgroups = dict.fromkeys(TRANSFERS, members)
+
+class MembersAxis(AxisGroup):
+    """Members of a process group as an axis.
+
+    Args:
+        inside: This rank's neighbours in its node.
+        across: This rank's peers on the other nodes.
+
+    Attributes:
+        inside: See above.
+        across: See above.
+    """
+
+    def __init__(self, inside: MemberGroup, across: MemberGroup) -> None:
+        self.inside, self.across = inside, across
+        self.local, self.nodes = inside.size, across.size
+        self.size, self.local_index = inside.size * across.size, inside.index
+        self.index = inside.index * across.size + across.index
+        self._subgroups = {stage: inside if stage.scope is Scope.INSIDE else across for stage in TRANSFERS}
+
+    @classmethod
+    def join(cls, membership: Membership, axis: str, nodes: int) -> MembersAxis:
+        """Connect all members; each of them calls this.
+
+        Args:
+            membership: The members, those of one node next to each other.
+            axis: Name of the axis, for error messages.
+            nodes: Number of nodes.
+        """
+        size = len(membership.ranks)
+        local = size // nodes
+        node, place = divmod(membership.index, local)
+        neighbours = range(node * local, (node + 1) * local)
+        return cls(
+            MemberGroup(part_of(membership, f"inside/{node}", neighbours), axis, Stage.GATHER_INSIDE),
+            MemberGroup(part_of(membership, f"across/{place}", range(place, size, local)), axis, Stage.GATHER_ACROSS),
+        )
+
+    @property
+    def has_two_hops(self) -> bool:
+        """Whether the members are on several nodes, several of them on each."""
+        return self.local > 1 and self.nodes > 1
+
+    @property
+    def hops(self) -> tuple[MembersAxis, MembersAxis]:
+        """Each hop as an axis of its own: inside the node, and across nodes."""
+        return MembersAxis(self.inside, self.across.alone()), MembersAxis(self.inside.alone(), self.across)
+
+    def leave(self) -> None:
+        """Release the connections."""
+        self.inside.leave()
+        self.across.leave()

@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from thinwire.errors import UsageError
-from thinwire.intercept.gate import MIN_NUMEL, AxisCodecs
+from thinwire.intercept.gate import DEVICES, MIN_NUMEL, AxisCodecs
 from thinwire.intercept.group import CompressingGroup, all_groups
 from thinwire.intercept.scope import on_entry
 from thinwire.intercept.traffic import AxisTraffic
@@ -106,7 +106,7 @@ def compress_axis(
     process.
 
     Args:
-        mesh: Mesh of CPU devices.
+        mesh: Mesh of CPU or CUDA devices.
         axis: Name of one of its dimensions.
         codec: Codec of all operations except those given below, for example ``"zfp:24"`` or ``"int8:256"``; see
             :data:`thinwire.spec.codec.NOTATION`.
@@ -119,14 +119,15 @@ def compress_axis(
         The group of the axis. :meth:`CompressingGroup.traffic` reports what it sent.
 
     Raises:
-        UsageError: The mesh has no such axis, or is not of CPU devices.
+        UsageError: The mesh has no such axis, or is of other devices; or a codec has messages of variable length, which
+            GPUs cannot send.
         SpecError: A codec is misspelt.
     """
     if axis not in (mesh.mesh_dim_names or ()):
         raise UsageError(f"the mesh has no axis {axis!r}, valid are {', '.join(mesh.mesh_dim_names or ()) or 'none'}")
-    if mesh.device_type != "cpu":
+    if mesh.device_type not in DEVICES:
         raise UsageError(
-            f"the mesh is of {mesh.device_type} devices: only tensors on the CPU can be encoded on their way so far"
+            f"axis {axis!r} cannot be compressed on {mesh.device_type} devices, valid are {' and '.join(DEVICES)}"
         )
     codecs = AxisCodecs.of(codec, gather=gather, send=send)
     group = mesh.get_group(axis)
@@ -152,7 +153,7 @@ def compress_mesh(
     A data axis takes the policy's ``dp`` for reductions of gradients and its ``gather`` for parameters.
 
     Args:
-        mesh: Mesh of CPU devices.
+        mesh: Mesh of CPU or CUDA devices.
         policy: For example ``"zhybrid:24-8"`` or ``"hybrid"``; see :data:`thinwire.spec.policy.POLICIES`.
         roles: ``"dp"``, ``"tp"`` or ``"pp"`` by axis; :data:`ROLES` by default.
 
@@ -257,7 +258,7 @@ def _take_over(group: dist.ProcessGroup, compressed: CompressingGroup, *, keep: 
 
 def _register(compressed: CompressingGroup, group: dist.ProcessGroup, name: str) -> None:
     world, known_as = c10d._world, c10d.GroupName(name)
-    compressed._set_group_name(known_as)
+    compressed.register_as(known_as)
     world.pg_map[compressed] = world.pg_map[group]
     world.pg_names[compressed] = known_as
     world.pg_backend_config[compressed] = world.pg_backend_config[group]

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BarrierOptions
 
+from thinwire.collectives.streams import streams_of
 from thinwire.intercept.traffic import AxisTraffic, Ledger
 from thinwire.intercept.works import Stopwatch, Watched
 
@@ -43,6 +44,7 @@ class PlainGroup(dist.ProcessGroup):
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self._inner, self._owns_inner = inner, owns_inner
         self._axis_name, self._ranks = axis, tuple(ranks)
+        self._registered_as = ""
         self._store = inner.get_group_store()
         self.number: int = self._store.add(f"thinwire/groups/{inner.rank()}", 1)
         """Number of this group among those that have wrapped ``inner`` in this job; the same on all ranks."""
@@ -53,9 +55,10 @@ class PlainGroup(dist.ProcessGroup):
             kind = kinds.__members__.get(backend.name().upper(), kinds.CUSTOM)
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
-        transport: Any = inner._get_backend(torch.device("cpu"))
-        self._backend = transport
-        self._transport_count: Callable[[], int] = transport._get_sequence_number_for_group
+        transports: list[Any] = [inner._get_backend(device) for device in inner._device_types]
+        self._backend = transports[0]
+        counts = [transport._get_sequence_number_for_group for transport in dict.fromkeys(transports)]
+        self._transport_count: Callable[[], int] = counts[0] if len(counts) == 1 else lambda: sum(f() for f in counts)
         self._sequence = self._transport_count()
         self._bypassed = 0
         self._lock = threading.Lock()
@@ -83,6 +86,16 @@ class PlainGroup(dist.ProcessGroup):
     @axis.setter
     def axis(self, name: str) -> None:
         self._axis_name = name
+
+    @property
+    def group_name(self) -> Any:
+        """Name of the group in torch's tables. torch keeps names in the backend, which the inner group shares."""
+        inherited: Any = dist.ProcessGroup.group_name
+        return self._registered_as or inherited.fget(self)
+
+    def register_as(self, name: str) -> None:
+        """Take note of the name under which torch's tables list this group."""
+        self._registered_as = name
 
     def time_waits(self) -> None:
         """Measure from now on how long computation waits for the axis. This costs a few microseconds per call."""
@@ -175,9 +188,10 @@ class PlainGroup(dist.ProcessGroup):
         """
         parts = [tensors] if isinstance(tensors, torch.Tensor) else tensors
         for i, tensor in enumerate(parts):
-            for part in tensor if isinstance(tensor, list) else (tensor,):
+            for part in _tensors([tensor]):
                 self._count_plain(op, part, why[i] if why else "")
-        return self._noted(self._counted(call, *args))
+        device = next((tensor.device for tensor in _tensors(parts)), None)
+        return self._noted(self._counted(call, *args), device)
 
     def _pass_one_on(
         self, op: str, tensor: torch.Tensor, why: str, call: Callable[..., dist.Work], *args: Any
@@ -191,18 +205,20 @@ class PlainGroup(dist.ProcessGroup):
                 self._note_bypass()
             work = call(*args)
             self._sequence = self._transport_count()
-        return self._noted(work)
+        return self._noted(work, tensor.device)
 
-    def _noted(self, work: dist.Work) -> dist.Work:
+    def _noted(self, work: dist.Work, device: torch.device | None) -> dist.Work:
         """The work that the caller waits for. Inside a coalescing block, works are collected until its end."""
         if self._coalesced is not None:
             self._coalesced.append(work)
             return work
-        return work if self._watch is None else Watched(work, self._watch)
+        if self._watch is None or work is None:
+            return work
+        return Watched(work, self._watch, None if device is None else streams_of(device))
 
-    def _waiting(self) -> contextlib.AbstractContextManager[None]:
-        """Context of work on the caller's thread, which counts as waiting."""
-        return contextlib.nullcontext() if self._watch is None else self._watch.running()
+    def _waiting(self, device: torch.device) -> contextlib.AbstractContextManager[None]:
+        """Context of work of the caller, which counts as waiting."""
+        return contextlib.nullcontext() if self._watch is None else self._watch.running(streams_of(device))
 
     def _count_plain(self, op: str, tensor: torch.Tensor, why: str) -> None:
         """Count a tensor that is not encoded."""
@@ -210,10 +226,10 @@ class PlainGroup(dist.ProcessGroup):
         with self._lock:
             self._ledger.add(op, "none", why, plain, plain)
 
-    def _report(self, op: str, codec: str, plain: int, sent: int) -> None:
-        """Count an encoded tensor."""
+    def _report(self, op: str, codec: str, plain: int, sent: int, *, across: int = 0, why: str = "") -> None:
+        """Count a tensor that this class did not forward."""
         with self._lock:
-            self._ledger.add(op, codec, "", plain, sent)
+            self._ledger.add(op, codec, why, plain, sent, across)
 
     def _counted(self, call: Callable[..., dist.Work], *args: Any) -> dist.Work:
         """Start an operation of the transport that is counted elsewhere."""
@@ -243,3 +259,8 @@ class PlainGroup(dist.ProcessGroup):
     def _plain_bytes(self, op: str, nbytes: int) -> int:
         """Bytes that a rank sends of a tensor that is not encoded; see :class:`TrafficRow`."""
         return nbytes * self._sent_times.get(op, self._size) // self._size
+
+
+def _tensors(parts: Any) -> list[torch.Tensor]:
+    """The tensors of a list that may contain lists of tensors."""
+    return [tensor for part in parts for tensor in (part if isinstance(part, list) else (part,))]

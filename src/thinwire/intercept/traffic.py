@@ -29,6 +29,7 @@ class TrafficRow:
     calls: int
     plain: int
     sent: int
+    across: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +60,11 @@ class AxisTraffic:
         return sum(row.plain for row in self.rows)
 
     @property
+    def across(self) -> int:
+        """Bytes sent to other nodes in hops of their own."""
+        return sum(row.across for row in self.rows)
+
+    @property
     def codecs(self) -> frozenset[str]:
         """Names of the codecs that encoded something."""
         return frozenset(row.codec for row in self.rows if row.codec != "none")
@@ -71,6 +77,7 @@ class AxisTraffic:
         lines = [f"{self.axis}: {self.sent} bytes sent, {self.plain} without codecs"]
         lines += [
             f"  {row.op:15} {row.codec:18} {row.calls:7} calls {row.plain:14} -> {row.sent:14} bytes"
+            + (f", {row.across} of them across nodes" if row.across else "")
             + (f"  ({row.why})" if row.why else "")
             for row in self.rows
         ]
@@ -85,15 +92,16 @@ class Ledger:
     def __init__(self) -> None:
         self._rows: dict[tuple[str, str, str], list[int]] = {}
 
-    def add(self, op: str, codec: str, why: str, plain: int, sent: int) -> None:
+    def add(self, op: str, codec: str, why: str, plain: int, sent: int, across: int = 0) -> None:
         """One tensor."""
         key = (op, codec, why)
         row = self._rows.get(key)
         if row is None:
-            row = self._rows[key] = [0, 0, 0]
+            row = self._rows[key] = [0, 0, 0, 0]
         row[0] += 1
         row[1] += plain
         row[2] += sent
+        row[3] += across
 
     def rows(self, *, reset: bool) -> tuple[TrafficRow, ...]:
         """In the order in which they first came."""

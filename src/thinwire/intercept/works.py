@@ -6,12 +6,15 @@ import datetime
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from thinwire.collectives.streams import StreamEvent, Streams
 
 __all__ = ["AllOf", "Courier", "Promise", "Stopwatch", "Watched", "done"]
 
@@ -140,10 +143,25 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds = 0.0
+        self._pairs: deque[tuple[StreamEvent, StreamEvent]] = deque()
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the time inside this context."""
+    def running(self, streams: Streams | None = None) -> Iterator[None]:
+        """Count the time inside this context.
+
+        Args:
+            streams: Streams of a device, whose current one waits; without them, the host waits.
+        """
+        if streams is not None:
+            current, before, after = streams.current(), streams.event(), streams.event()
+            before.record(current)
+            try:
+                yield
+            finally:
+                after.record(current)
+                self._take_ended()
+                self._pairs.append((before, after))
+            return
         started = time.perf_counter()
         try:
             yield
@@ -151,11 +169,20 @@ class Stopwatch:
             self._seconds += time.perf_counter() - started
 
     def read(self, *, reset: bool) -> float:
-        """Seconds counted so far."""
+        """Seconds counted so far. The host waits for streams that still wait."""
+        for _, after in self._pairs:
+            after.synchronize()
+        self._take_ended()
         seconds = self._seconds
         if reset:
             self._seconds = 0.0
         return seconds
+
+    def _take_ended(self) -> None:
+        """Add up the pairs of events that the device has reached, so that they do not accumulate."""
+        while self._pairs and self._pairs[0][1].query():
+            before, after = self._pairs.popleft()
+            self._seconds += before.elapsed_time(after) / 1e3
 
 
 class Watched(dist.Work):
@@ -164,20 +191,21 @@ class Watched(dist.Work):
     Args:
         work: Work of the transport.
         watch: Stopwatch of the axis.
+        streams: Streams of the tensors' device, if it has some.
     """
 
-    def __init__(self, work: dist.Work, watch: Stopwatch) -> None:
+    def __init__(self, work: dist.Work, watch: Stopwatch, streams: Streams | None = None) -> None:
         super().__init__()
-        self._work, self._watch = work, watch
+        self._work, self._watch, self._streams = work, watch, streams
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         """Block until the work is complete."""
-        with self._watch.running():
+        with self._watch.running(self._streams):
             return self._work.wait() if timeout is None else self._work.wait(timeout)
 
     def synchronize(self) -> None:
         """:meth:`wait`, as torch also calls it."""
-        with self._watch.running():
+        with self._watch.running(self._streams):
             self._work.synchronize()
 
     def get_future(self) -> Any:

@@ -104,11 +104,10 @@ class Grid:
             plan: Plan with the codecs of ``tp`` and ``pp``.
             device: Device of the tensors.
             encoded: Whether the axes ``tp`` and ``pp`` send through their codecs, and count their bytes and the time
-            that
-                computation waits for them.
+                that computation waits for them. On CUDA devices, axes without a codec keep torch's own groups.
 
         Raises:
-            UsageError: The plan has a codec that does not support the device.
+            UsageError: The plan has a codec for ``tp`` or ``pp`` that does not support the device.
         """
         ranks = torch.arange(self.size).view(self.pp, self.dp, self.tp)
         axes = {

@@ -76,6 +76,7 @@ class NcclDouble:
         self._is_usable = True
         self._calls = 0
         self._messages = dict.fromkeys(range(self._size), 0)  # sent to or received from each member
+        self._posted: list[tuple[Any, torch.Tensor]] = []  # messages on their way
         log.append(Issue(self._ranks, self._name, "create"))
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, options: Any) -> None:
@@ -133,8 +134,10 @@ class NcclDouble:
         (tensor,) = tensors
 
         def body() -> None:
-            self._links.send(self._header("send", tensor, self._next_message(target)), target)
-            self._links.send(tensor, target)
+            # The host goes on while a kernel waits for the receiver. The values are those of now, as a stream's are.
+            self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]
+            for sent in (self._header("send", tensor, self._next_message(target)), tensor.clone()):
+                self._posted.append((self._links.post(sent, target), sent))
 
         self._issue("send", [tensor], [], None, body, peer=target)
 
@@ -156,6 +159,8 @@ class NcclDouble:
         self._links.abort()
 
     def shutdown(self) -> None:
+        for work, _ in self._posted:
+            work.wait()
         self._is_usable = False
 
     # -- NCCL's rules ------------------------------------------------------------------------------------------

@@ -1,0 +1,226 @@
+"""Compressed groups on devices with streams: every access is ordered, and ranks call NCCL in one order.
+
+No GPU is needed: streams are simulated, and a double of NCCL carries the messages.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from examples import intercept_ddp, intercept_fsdp, intercept_tp_pp
+from tests.dist.test_intercept import LIMITS, every_operation, mesh_of, strictly, values, whole_numbers
+from tests.dist.test_intercept_hops import group_of
+from tests.dist.test_intercept_stock import Losses, close, interleaved_job, without
+from tests.dist.test_parallel import batches, plan_for, start, train
+
+import thinwire as tw
+from thinwire.codecs import registry
+from thinwire.errors import UsageError
+from thinwire.intercept import queued
+from thinwire.testing import run_ranks
+from thinwire.testing.nccl import Issue, compare_issues
+from thinwire.testing.streams import Answer, SimulatedStream, StreamCheck, check_streams
+
+Outcome = tuple[list[str], list[Issue]]
+"""Accesses that nothing orders, and calls of NCCL."""
+
+
+@contextlib.contextmanager
+def on_streams(answers: Answer = "never") -> Iterator[StreamCheck]:
+    """Simulated streams, with codecs whose operations are torch's."""
+    with mock.patch.object(registry, "default_backend", return_value="reference"), check_streams(answers) as check:
+        yield check
+
+
+def outcome(check: StreamCheck) -> Outcome:
+    return [str(hazard) for hazard in check.hazards], check.issues
+
+
+def assert_ordered(outcomes: list[Outcome]) -> None:
+    """Every access is ordered, and ranks call NCCL in one order. Each direction of a pair has a stream of its own."""
+    for rank, (hazards, _) in enumerate(outcomes):
+        assert not hazards, f"rank {rank}: {len(hazards)}\n" + "\n".join(hazards[:5])
+    logs = [issues for _, issues in outcomes]
+    assert any(issue.what not in ("create", "send") for issue in logs[0])
+    assert compare_issues([[issue for issue in log if issue.what != "send"] for log in logs]) == []
+    for way in {issue.communicator for log in logs for issue in log if issue.what == "send"}:
+        assert compare_issues([[issue for issue in log if issue.communicator == way] for log in logs]) == []
+
+
+# -------------------------------------------------------------------------------------------------- every operation
+
+
+def operations_job(names: tuple[str, ...], answers: Answer) -> Outcome:
+    with on_streams(answers) as check:
+        for codec in names:
+            groups = {
+                "axis of two": (tw.compress_axis(mesh_of(), "tp", codec), 0.0),
+                "two hops": (group_of(codec), 0.02 if LIMITS[codec] else 0.0),
+            }
+            for name, (group, slack) in groups.items():
+                with tw.step_scope():
+                    errors = every_operation(group, values if LIMITS[codec] else whole_numbers, torch.float32)
+                for operation, relative in errors.items():
+                    assert relative <= LIMITS[codec] + slack, (name, codec, operation, relative)
+                assert group.traffic().codecs == {codec}
+                assert not group.traffic().bypassed
+    return outcome(check)
+
+
+def test_every_operation_on_streams() -> None:
+    assert_ordered(run_ranks(4, strictly, operations_job, ("int8:256",), "never", timeout=60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", ["never", "always", "random"])
+def test_every_operation_on_streams_with_other_codecs(answers: Answer) -> None:
+    names = ("bf16", "int4:256,hadamard", "int8:256,stochastic")
+    assert_ordered(run_ranks(4, strictly, operations_job, names, answers, timeout=200))
+
+
+# -------------------------------------------------------------------------------------------------- stock torch
+
+
+def trained(job: Callable[..., Losses], answers: Answer, *args: Any) -> tuple[Losses, dict[str, set[str]], Outcome]:
+    """Losses, what was encoded on each axis, and what the check says."""
+    with on_streams(answers) as check:
+        losses = job(*args)
+    traffic = tw.axis_traffic()
+    encoded = {axis: {row.op for row in sent.rows if row.codec != "none"} for axis, sent in traffic.items()}
+    return losses, encoded, outcome(check)
+
+
+@pytest.mark.parametrize("answers", ["never", pytest.param("random", marks=pytest.mark.slow)])
+def test_ddp_and_fsdp_on_streams(answers: Answer) -> None:
+    for example, line, operations in (
+        (intercept_ddp.train, "compress_ddp", {"all_reduce"}),
+        (intercept_fsdp.train, "compress_fsdp", {"all_gather", "reduce_scatter"}),
+    ):
+        results = run_ranks(4, strictly, trained, example, answers, "int8:256", 4)
+        expected = run_ranks(4, strictly, without, line, example, "", 4)
+        assert_ordered([checked for _, _, checked in results])
+        for (losses, encoded, _), exact in zip(results, expected, strict=True):
+            assert close(losses, exact, 0.05)
+            assert list(encoded.values()) == [operations]
+
+
+@pytest.mark.parametrize(
+    ("job", "args", "answers"),
+    [
+        (intercept_tp_pp.train, ("hybrid", 2), "never"),
+        pytest.param(intercept_tp_pp.train, ("hybrid", 2), "random", marks=pytest.mark.slow),
+        pytest.param(interleaved_job, ("hybrid",), "never", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_and_pipeline_parallelism_on_streams(job: Any, args: Any, answers: Answer) -> None:
+    results = run_ranks(4, strictly, trained, job, answers, *args)
+    expected = run_ranks(4, strictly, job, "none", *args[1:])
+    assert_ordered([checked for _, _, checked in results])
+    assert close(results[3][0], expected[3], 0.05)
+    for _, encoded, _ in results:
+        assert "all_reduce" in encoded["tp"] or "all_gather" in encoded["tp"]
+        assert encoded["pp"] == {"send", "recv"}
+
+
+OTHER_GRIDS = ((2, 2, 1), (2, 1, 2))
+
+
+def parallel_job(plan: tw.Plan) -> tuple[list[float], dict[str, set[str]], Outcome]:
+    """A model that is divided by tensor and pipeline parallelism and sharded, with codecs on every axis."""
+    with on_streams() as check:
+        model, optimizer = start("llama", plan, codec_backend="reference")
+        losses = train(model, optimizer, batches(plan, model.grid.data, sequences=16))[0]
+        traffic = model.axis_traffic()
+    return losses, {axis: set(sent.codecs) for axis, sent in traffic.items()}, outcome(check)
+
+
+def exact_job(plan: tw.Plan) -> list[float]:
+    model, optimizer = start("llama", plan)
+    return train(model, optimizer, batches(plan, model.grid.data, sequences=16))[0]
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [(1, 2, 2), pytest.param((2, 2, 1), marks=pytest.mark.slow), pytest.param((2, 1, 2), marks=pytest.mark.slow)],
+)
+def test_parallel_models_on_streams(grid: tuple[int, int, int]) -> None:
+    encoded = {"tp": "int8:256", "pp": "int8:256"}
+    results = run_ranks(4, parallel_job, plan_for(*grid, wire=encoded))
+    expected = run_ranks(4, exact_job, plan_for(*grid))
+    assert_ordered([checked for _, _, checked in results])
+    for (losses, codecs, _), exact in zip(results, expected, strict=True):
+        assert close(losses, exact, 0.02)
+        assert codecs == {axis: {"int8:256"} for axis, ways in (("tp", grid[1]), ("pp", grid[2])) if ways > 1}
+
+
+# -------------------------------------------------------------------------------------------------- planted faults
+
+
+def forget(*_: object) -> bool:
+    return True
+
+
+FAULTS: dict[str, tuple[object, str, Callable[..., object]]] = {
+    "begin": (SimulatedStream, "wait_stream", forget),
+    "wait": (queued.QueuedWork, "wait", forget),
+}
+
+
+def faults_job() -> dict[str, set[str]]:
+    """Kinds of hazards that each fault causes."""
+    kinds = {}
+    for fault, (owner, name, replacement) in FAULTS.items():
+        with on_streams() as check, mock.patch.object(owner, name, replacement):
+            group = group_of("int8:256")
+            with tw.step_scope():
+                tensor = torch.ones(4096)
+                dist.all_reduce(tensor.mul_(2), group=group)
+                tensor.add_(1)
+        kinds[fault] = {hazard.kind for hazard in check.hazards}
+    return kinds
+
+
+def test_planted_faults_are_found() -> None:
+    for kinds in run_ranks(4, strictly, faults_job):
+        assert all("race" in found for found in kinds.values()), kinds
+
+
+# -------------------------------------------------------------------------------------------------- rules of works
+
+
+def works_job() -> Outcome:
+    with on_streams() as check:
+        group = group_of("int8:256")
+        group.time_waits()
+        with tw.step_scope():
+            tensor = torch.randn(4096)
+            work = dist.all_reduce(tensor, group=group, async_op=True)
+            assert not work.is_completed()  # the device is slow
+            work.wait()
+            assert not work.is_completed()  # the host has not waited
+            assert work.result()[0] is tensor
+            tensor.add_(1)
+            check.streams.synchronize()
+            assert work.is_completed()
+            assert work.is_success()
+            for codec in ("mpc", "exp3"):
+                sender = tw.compress_group(dist.group.WORLD, "none", gather=codec, send=codec, min_numel=1)
+                values = torch.ones(64, dtype=torch.bfloat16)
+                with pytest.raises(UsageError, match=f"codec {codec} is not possible on GPUs.*valid are bf16"):
+                    dist.send(values, group=sender, group_dst=(dist.get_rank() + 1) % 4)
+                with pytest.raises(UsageError, match=f"codec {codec} is not possible on GPUs"):
+                    dist.all_gather([values] * 4, values, group=sender)
+            with pytest.raises(UsageError, match=r"to its member 7 is not possible; valid are two different members"):
+                group.send([values], 7)
+        assert group.traffic().waited == 0.0  # of simulated time
+    return outcome(check)
+
+
+def test_works_wait_on_streams_only() -> None:
+    assert_ordered(run_ranks(4, strictly, works_job))
