@@ -88,15 +88,15 @@ def _encoded(
     update: torch.Tensor | None,
     seed: int | None,
 ) -> Moves:
-    pieces = whole.split(list(sizes))
+    own = whole.split(list(sizes))[group.index]
     in_fp32 = residual is not None or update is not None
     messages = Messages(codec, sizes, torch.float32 if in_fp32 else whole.dtype, whole.device)
     peers = [range(i, i + 1) for i in columns[group.local_index]]
 
     def encode() -> None:
-        piece = pieces[group.index]
+        piece = own
         if update is not None:
-            piece = torch.sub(update, piece, out=allocate(piece.numel(), torch.float32, whole.device))
+            piece = torch.sub(update, own, out=allocate(own.numel(), torch.float32, whole.device))
         messages.encode(group.index, piece, seed, residual)
 
     def across() -> None:
@@ -106,13 +106,7 @@ def _encoded(
         messages.gather(group.at(Stage.GATHER_INSIDE), columns, kind)
 
     def decode() -> None:
-        for i, piece in enumerate(pieces):
-            if update is None:
-                messages.decode(i, piece)
-            else:
-                updated = allocate(piece.numel(), torch.float32, whole.device).copy_(piece)
-                messages.decode_add(i, updated)
-                piece.copy_(updated)
+        messages.decode_side_by_side(whole, add=update is not None)
 
     return Moves(
         [

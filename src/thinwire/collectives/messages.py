@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Sum
+from thinwire.codecs.seeds import fold_seed, slice_seed
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.errors import WireError
@@ -30,15 +31,13 @@ class Residual:
     lost: torch.Tensor
     gain: float = 1.0
 
-    def split(self, sizes: Sequence[int]) -> list[Residual]:
-        """The residual of each piece."""
-        return [Residual(part, self.gain) for part in self.lost.split(list(sizes))]
-
 
 class Messages:
     """A buffer with room for one message of each piece, one after the other.
 
-    Messages of a codec of variable length take two exchanges: first their lengths, then their bytes.
+    Pieces of one size have messages in the rows of a matrix, which a codec of fixed length encodes and decodes in one
+    pass. Messages of a codec of variable length are made one by one, and take two exchanges: first their lengths, then
+    their bytes.
 
     Args:
         codec: Codec of the messages.
@@ -54,10 +53,13 @@ class Messages:
         self._starts = [0, *itertools.accumulate(rooms)]
         self.buffer = allocate(self._starts[-1], torch.uint8, device)
         self._known = [codec.max_wire_bytes(size, dtype) for size in sizes]
+        self._has_rows = len(set(sizes)) == 1 and not codec.spec.is_variable_length
         # Only variable lengths are sent, so others need not be copied to a device.
         lengths = self._known if codec.spec.is_variable_length else []
         self._lengths = allocate(len(lengths), torch.int64, device)
         self._lengths.copy_(torch.tensor(lengths, dtype=torch.int64))
+
+    # -- encoding and decoding ---------------------------------------------------------------------------------
 
     def encode(self, index: int, piece: torch.Tensor, seed: int | None, residual: Residual | None = None) -> None:
         """Encode a piece.
@@ -78,24 +80,76 @@ class Messages:
             self._known[index] = message.numel()
             self._lengths[index] = message.numel()
 
+    def encode_slices(
+        self,
+        whole: torch.Tensor,
+        bounds: Sequence[tuple[int, int]],
+        seed: int | None,
+        residual: Residual | None = None,
+    ) -> None:
+        """Encode a slice of a vector as each of the messages.
+
+        Args:
+            whole: Contiguous 1-D tensor in the dtype of the messages, or in any dtype if there is a residual.
+            bounds: (start, stop) of each message's values.
+            seed: Seed for the codec, if it needs one.
+            residual: Error feedback of the size of ``whole``; see :meth:`encode`.
+        """
+        if self._has_rows and residual is None:
+            self.codec.encode_slices(whole, bounds, seed=seed, out=self.buffer)
+            return
+        for index, (start, stop) in enumerate(bounds):
+            lost = None if residual is None else Residual(residual.lost[start:stop], residual.gain)
+            own_seed = None if seed is None else slice_seed(fold_seed(seed), index)
+            self.encode(index, whole[start:stop], own_seed, lost)
+
     def decode(self, index: int, out: torch.Tensor) -> None:
         """Decode a message into ``out``."""
         self.codec.decode(self.message(index), self._sizes[index], out.dtype, out=out)
 
-    def decode_add(self, index: int, out: torch.Tensor) -> None:
-        """Decode a message and add it to ``out``, which is fp32."""
-        self.codec.decode_add(self.message(index), out, encoded=self._dtype)
+    def decode_side_by_side(self, whole: torch.Tensor, *, add: bool = False) -> None:
+        """Decode all messages into a vector, one after the other.
 
-    def decode_sum(self, out: torch.Tensor, scale: float) -> None:
-        """Write ``scale`` times the sum of all messages, whose pieces have the same size, to ``out``, which is fp32."""
-        if not self.codec.spec.is_variable_length:
-            wires = self.buffer.view(len(self._sizes), -1)
-            self.codec.decode_sum(wires, out.numel(), scale=scale, encoded=self._dtype, out=out)
+        Args:
+            whole: Contiguous 1-D tensor of all pieces.
+            add: Whether to add decoded values to those of ``whole``, in fp32, rounded once.
+        """
+        if self._has_rows and (add or whole.dtype == self._dtype or not self.codec.spec.is_lossless):
+            out = whole.view(len(self._sizes), self._sizes[0])
+            self.codec.decode_slices(self._rows(), out, encoded=self._dtype, add=add)
             return
-        out.zero_()
+        for index, piece in enumerate(whole.split(list(self._sizes))):
+            if not add:
+                self.decode(index, piece)
+                continue
+            updated = allocate(piece.numel(), torch.float32, whole.device).copy_(piece)
+            self.codec.decode_add(self.message(index), updated, encoded=self._dtype)
+            piece.copy_(updated)
+
+    def decode_sum(self, out: torch.Tensor, scale: float = 1.0, onto: torch.Tensor | None = None) -> None:
+        """Write ``scale * (onto + all messages)`` to ``out``, added in fp32 and rounded once. The pieces have one size.
+
+        Args:
+            out: Contiguous 1-D fp32, bf16 or fp16 tensor; may be ``onto``.
+            scale: Factor on the sum.
+            onto: Contiguous 1-D tensor; ``None`` begins with the first message.
+        """
+        if self._has_rows:
+            self.codec.decode_sum_into(Sum(self._rows(), out.numel(), onto, scale, self._dtype), out)
+            return
+        total = out if out.dtype == torch.float32 else allocate(out.numel(), torch.float32, out.device)
+        if onto is None:
+            total.zero_()
+        elif onto is not total:
+            total.copy_(onto)
         for index in range(len(self._sizes)):
-            self.decode_add(index, out)
-        out.mul_(scale)
+            self.codec.decode_add(self.message(index), total, encoded=self._dtype)
+        if scale != 1.0:
+            total.mul_(scale)
+        if total is not out:
+            out.copy_(total)
+
+    # -- exchanges ---------------------------------------------------------------------------------------------
 
     def gather(self, subgroup: Subgroup, columns: Sequence[range], kind: Kind) -> None:
         """Fill the messages ``columns[i]`` with those of member i. This rank's own column is sent."""
@@ -107,34 +161,32 @@ class Messages:
         for row in zip(*columns, strict=True):
             subgroup.gather([self.message(index) for index in row], kind)
 
-    @property
-    def lengths(self) -> torch.Tensor:
-        """Lengths of the messages, int64, for codecs of variable length; empty for others."""
-        return self._lengths
+    def exchange(self, subgroup: Subgroup, incoming: Messages) -> None:
+        """Send one message to each other member and receive one from each, both in the order of the members."""
+        numbers = range(subgroup.size - 1)
+        if self.codec.spec.is_variable_length:
+            sent, received = ([messages._lengths[i : i + 1] for i in numbers] for messages in (self, incoming))
+            subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
+            incoming._known = incoming._announced()
+        sent, received = ([messages.message(i) for i in numbers] for messages in (self, incoming))
+        subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
 
-    def announce(self, index: int) -> None:
-        """Take note of a length that has been received into :attr:`lengths`.
+    def send(self, subgroup: Subgroup, source: int, target: int) -> None:
+        """Send the only message from one member to another, which receives it into its own."""
+        if self.codec.spec.is_variable_length:
+            subgroup.send(self._lengths, source, target)
+            if subgroup.index == target:
+                self._known = self._announced()
+        subgroup.send(self.message(0), source, target)
 
-        Raises:
-            WireError: No message can have that length.
-        """
-        self._known[index] = self._possible(index, int(self._lengths[index]))
+    # -- inside ------------------------------------------------------------------------------------------------
 
     def message(self, index: int) -> torch.Tensor:
         """The bytes of a message; all of its room while its length is unknown."""
         return self._room(index)[: self._known[index]]
 
-    def exchange(self, subgroup: Subgroup, incoming: Messages) -> None:
-        """Send message i to member i and receive message i of ``incoming`` from it. This rank's own are not touched."""
-        others = range(subgroup.size)
-        if self.codec.spec.is_variable_length:
-            subgroup.exchange(
-                [self._lengths[i : i + 1] for i in others], [incoming._lengths[i : i + 1] for i in others]
-            )
-            incoming._known = incoming._announced()
-        subgroup.exchange([self.message(i) for i in others], [incoming.message(i) for i in others])
-
     def _announced(self) -> list[int]:
+        """Lengths of the messages, as they have been received."""
         return [self._possible(index, length) for index, length in enumerate(self._lengths.tolist())]
 
     def _possible(self, index: int, length: int) -> int:
@@ -147,5 +199,13 @@ class Messages:
             )
         return length
 
+    def _rows(self) -> torch.Tensor:
+        return self.buffer.view(len(self._sizes), self._starts[1])
+
     def _room(self, index: int) -> torch.Tensor:
         return self.buffer[self._starts[index] : self._starts[index + 1]]
+
+
+def _with_own(pieces: Sequence[torch.Tensor], subgroup: Subgroup) -> list[torch.Tensor]:
+    """Pieces of the other members, with an empty one at this rank's own place."""
+    return [*pieces[: subgroup.index], pieces[0][:0], *pieces[subgroup.index :]]

@@ -41,24 +41,18 @@ def point_to_point(
         The moves.
     """
     me = subgroup.index
-    peer = target if me == source else source
     if codec is None:
         return Moves([Move(subgroup.stage, lambda: subgroup.send(tensor, source, target))])
-    sizes = [tensor.numel() if i == peer else 0 for i in range(subgroup.size)]
-    messages = Messages(codec, sizes, tensor.dtype, tensor.device)
+    messages = Messages(codec, [tensor.numel()], tensor.dtype, tensor.device)
 
     def encode() -> None:
-        messages.encode(target, tensor, seed)
+        messages.encode(0, tensor, seed)
 
     def transfer() -> None:
-        if codec.spec.is_variable_length:
-            subgroup.send(messages.lengths[peer : peer + 1], source, target)
-            if me == target:
-                messages.announce(source)
-        subgroup.send(messages.message(peer), source, target)
+        messages.send(subgroup, source, target)
 
     def decode() -> None:
-        messages.decode(source, tensor)
+        messages.decode(0, tensor)
 
     moves = [Move(subgroup.stage, transfer)]
     if me == source:

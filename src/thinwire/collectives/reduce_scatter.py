@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -163,32 +164,24 @@ def _encoded_hop(
 ) -> Moves:
     """Encode, exchange, decode and add, in three queues: the transfer of one collective hides the codec of another."""
     me, device = subgroup.index, whole.device
-    pieces = whole.split(list(sizes))
-    own, own_size = pieces[me], sizes[me]
+    ends = list(itertools.accumulate(sizes))
+    bounds = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    own = whole[slice(*bounds.pop(me))]
     encoded_dtype = whole.dtype if residual is None else torch.float32
-    outgoing = Messages(codec, sizes, encoded_dtype, device)
-    incoming = Messages(codec, [own_size] * subgroup.size, encoded_dtype, device)
-    others = [i for i in range(subgroup.size) if i != me]
-    total = merge.out
-    if merge.accumulate or merge.out.dtype != torch.float32:
-        total = allocate(own_size, torch.float32, device)
+    outgoing = Messages(codec, [stop - start for start, stop in bounds], encoded_dtype, device)
+    incoming = Messages(codec, [own.numel()] * len(bounds), encoded_dtype, device)
+    total = allocate(own.numel(), torch.float32, device) if merge.accumulate else merge.out
 
     def encode() -> None:
-        lost = [None] * subgroup.size if residual is None else residual.split(sizes)
-        for i in others:
-            outgoing.encode(i, pieces[i], None if seed is None else seed * subgroup.size + i, lost[i])
+        outgoing.encode_slices(whole, bounds, seed, residual)
 
     def transfer() -> None:
         outgoing.exchange(subgroup, incoming)
 
     def add() -> None:
-        total.copy_(own)
-        for i in others:
-            incoming.decode_add(i, total)
-        if total is not merge.out:
+        incoming.decode_sum(total, 1.0 if merge.accumulate else merge.scale, own)
+        if merge.accumulate:
             _add_pieces([total], merge)
-        elif merge.scale != 1.0:
-            total.mul_(merge.scale)
 
     before, after = stages
     return Moves([Move(before, encode), Move(subgroup.stage, transfer), Move(after, add)])

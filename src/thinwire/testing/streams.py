@@ -21,6 +21,7 @@ chooses: never (the device is slow), always (it is fast), or at random.
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 import sys
 import traceback
@@ -28,11 +29,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal, final
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
+from thinwire.codecs.cpp.fixed import FixedCodec
 from thinwire.collectives import gloo, memory
 from thinwire.collectives.nccl import Membership, replace_nccl
 from thinwire.collectives.streams import replace_streams
@@ -421,7 +424,9 @@ def _bytes_of(tensor: torch.Tensor) -> tuple[int, int] | None:
 def check_streams(answers: Answer = "never", seed: int = 0, *, nccl: bool = True) -> Iterator[StreamCheck]:
     """Check the use of streams of everything that runs on this thread. Shard the model inside the context.
 
-    Codecs must be of the backend ``"reference"``, whose operations are torch's: others access memory unseen.
+    Each operation of a codec of the backend ``"cpp"`` counts as one launch, like the kernels of ``"triton"``. Codecs of
+    the backend ``"reference"`` consist of operations of torch, which are followed one by one. Others access memory
+    unseen.
 
     Args:
         answers: What queries of events answer if the host knows nothing: ``"never"``, ``"always"`` or ``"random"``.
@@ -452,9 +457,51 @@ def check_streams(answers: Answer = "never", seed: int = 0, *, nccl: bool = True
         with (
             replace_nccl(make) if nccl else contextlib.nullcontext(),
             replace_streams(lambda _device: check.streams),
+            _followed_codecs(check),
             check,
         ):
             yield check
             check.poll()
     finally:
         gloo.GlooLinks.exchange, memory.SMALLEST = exchange, smallest  # type: ignore[method-assign]
+
+
+_CODEC_OPERATIONS: Final[dict[str, Callable[..., tuple[list[Any], list[Any]]]]] = {
+    "_encode": lambda x, wire, seed: ([x], [wire]),
+    "_encode_feedback": lambda x, lost, gain, wire, seed: ([x, lost], [lost, wire]),
+    "_encode_slices": lambda x, bounds, wires, seed: ([x[start:stop] for start, stop in bounds], [wires]),
+    "_decode": lambda wire, out, encoded, *, add: ([wire, *([out] if add else [])], [out]),
+    "_decode_slices": lambda wires, out, encoded, *, add: ([wires, *([out] if add else [])], [out]),
+    "_decode_sum": lambda total, out: ([total.wires, total.onto], [out]),
+    "_decode_sum_encode": lambda total, to, wire, seed: ([total.wires, total.onto], [wire]),
+}
+"""What a codec's operations read and write, given their arguments."""
+
+
+@contextlib.contextmanager
+def _followed_codecs(check: StreamCheck) -> Iterator[None]:
+    """Follow the operations of native codecs, which access memory by address."""
+    with contextlib.ExitStack() as stack:
+        for name, accesses in _CODEC_OPERATIONS.items():
+            stack.enter_context(mock.patch.object(FixedCodec, name, _followed(check, name, accesses)))
+        yield
+
+
+def _followed(
+    check: StreamCheck, name: str, accesses: Callable[..., tuple[list[Any], list[Any]]]
+) -> Callable[..., Any]:
+    operation = getattr(FixedCodec, name)
+
+    @functools.wraps(operation)
+    def perform(codec: FixedCodec, *args: Any, **kwargs: Any) -> Any:
+        reads, writes = accesses(*args, **kwargs)
+        results: list[Any] = []
+        check.perform(
+            f"codec {name.removeprefix('_')}",
+            [tensor for tensor in reads if tensor is not None],
+            writes,
+            lambda: results.append(operation(codec, *args, **kwargs)),
+        )
+        return results[0]
+
+    return perform
