@@ -6,7 +6,7 @@ from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledRates
 from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, kept_activations, memory, working_memory
-from thinwire.cost.operations import PricedStage, moves
+from thinwire.cost.operations import PricedStage, moves, one_chunk
 from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "kept_activations",
     "memory",
     "moves",
+    "one_chunk",
     "parts",
     "units",
     "working_memory",

@@ -15,7 +15,7 @@ from thinwire.program.mesh import (
     hops,
     node_order,
 )
-from thinwire.program.shares import Even, deal, flat_numel, padded, together
+from thinwire.program.shares import Even, chunk_sizes, deal, flat_numel, padded, together
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.step import (
     BufferInfo,
@@ -67,6 +67,7 @@ __all__ = [
     "idle_codecs",
     "lower",
     "node_order",
+    "chunk_sizes",
     "padded",
     "reduction_turns",
     "together",

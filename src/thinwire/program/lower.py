@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, axis_stride, hops
-from thinwire.program.shares import Even, padded, together
+from thinwire.program.shares import Even, chunk_sizes, padded, together
 from thinwire.program.step import BufferInfo, Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
@@ -141,6 +141,7 @@ class _Draft:
         self._frees: dict[Event, list[int]] = {}
         self._waited: set[int] = set()
         self._first_gathers: dict[int, list[int]] = {}  # unit -> the operations of its first gather in the step
+        self._chunks = plan.bucket_chunks
         self._shapes = {axis: axis_shape(plan, axis) for axis in Axis}
         self._strides = {axis: axis_stride(plan, axis) for axis in Axis}
         self.places = {axis: axis_index(plan, axis, position) for axis in Axis}
@@ -158,10 +159,13 @@ class _Draft:
             Its index.
         """
         axis = call.axis
-        sent = hops(call.kind, *self._shapes[axis], pieces, self.places[axis], sizes, self._strides[axis])
+        cut = chunk_sizes(pieces, self._chunks if call.lane in (Lane.REDUCE, Lane.SYNC) else 1)
+        shape, place, stride = self._shapes[axis], self.places[axis], self._strides[axis]
+        by_chunk = [hops(call.kind, *shape, parts, place, sizes, stride) for parts in cut]
+        sent = tuple(replace(hop[0], sent=sum(part.sent for part in hop)) for hop in zip(*by_chunk, strict=True))
         index = len(self.operations)
         self.operations.append(
-            Operation(index, call.kind, call.lane, axis, call.units, sent, start, after, call.encoded)
+            Operation(index, call.kind, call.lane, axis, call.units, sent, start, after, call.encoded, len(cut))
         )
         if call.lane is Lane.GATHER:
             first = self._first_gathers.setdefault(call.units[0], [index])

@@ -9,9 +9,24 @@ from typing import overload
 
 from thinwire.spec import Plan
 
-__all__ = ["ALIGNMENT_BYTES", "LARGE_LEAF", "Even", "compact", "deal", "flat_numel", "padded", "summed", "together"]
+__all__ = [
+    "ALIGNMENT_BYTES",
+    "CHUNK_MULTIPLE",
+    "LARGE_LEAF",
+    "Even",
+    "chunk_sizes",
+    "compact",
+    "deal",
+    "flat_numel",
+    "padded",
+    "summed",
+    "together",
+]
 
 ALIGNMENT_BYTES = 16
+
+CHUNK_MULTIPLE = 8192
+"""Elements that the part of a piece in a chunk has a multiple of, unless it is the last: codecs' blocks stay whole."""
 
 LARGE_LEAF = 100
 """A leaf outside the blocks (embedding, head) becomes a unit if it holds at least 1/LARGE_LEAF of all parameters."""
@@ -57,6 +72,27 @@ def together(shares: Sequence[Sequence[int]]) -> Sequence[int]:
     if all(isinstance(of_buffer, Even) for of_buffer in shares):
         return Even(sum(of_buffer[0] for of_buffer in shares), len(shares[0]))
     return tuple(sum(column) for column in zip(*shares, strict=True))
+
+
+def chunk_sizes(pieces: Sequence[int], chunks: int) -> list[Sequence[int]]:
+    """Cut a vector into chunks, each with a part of every piece.
+
+    Args:
+        pieces: Number of elements in each piece.
+        chunks: Largest number of chunks. Small pieces have fewer, so that no chunk but the last is smaller than
+            ``CHUNK_MULTIPLE`` elements for each piece.
+
+    Returns:
+        For each chunk, the number of elements of each piece; at least one chunk.
+    """
+    if chunks == 1:
+        return [pieces]
+    longest = pieces.size if isinstance(pieces, Even) else max(pieces, default=0)
+    step = padded(-(-longest // chunks), CHUNK_MULTIPLE)
+    begins = range(0, max(longest, 1), max(step, 1))
+    if isinstance(pieces, Even):
+        return [Even(min(step, longest - begin), pieces.number) for begin in begins]
+    return [tuple(max(0, min(step, piece - begin)) for piece in pieces) for begin in begins]
 
 
 def padded(numel: int, multiple: int) -> int:

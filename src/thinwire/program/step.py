@@ -183,6 +183,7 @@ class Operation:
         after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
             previous step.
         encoded: Whether the plan's codecs apply to the data.
+        chunks: Number of chunks, each of which takes all hops; ``hops`` adds up their bytes.
     """
 
     index: int
@@ -194,6 +195,7 @@ class Operation:
     start: Event
     after: tuple[int, ...] = ()
     encoded: bool = False
+    chunks: int = 1
 
     def sent(self, scope: Scope) -> int:
         """Bytes that this rank sends inside its node or across nodes."""

@@ -6,11 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
+from thinwire.collectives.all_reduce import Feedback, feedback_numels
+from thinwire.collectives.chunks import all_reduce_chunks, reduce_scatter_chunks
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Residual
-from thinwire.collectives.moves import Moves
-from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.moves import Chunks
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
 from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
@@ -67,7 +68,7 @@ class Reductions:
         for part in parts:
             self._sources[part] = part.finish(last=last)
 
-    def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:
+    def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Chunks, Load]:
         """Build the moves of an operation, and the description of its data.
 
         Args:
@@ -81,13 +82,13 @@ class Reductions:
             if part.layout.encoded is operation.encoded
         ]
         if operation.axis is Axis.PARAMS:
-            moves = self._over_params(*bucket[0])
+            moves = self._over_params(*bucket[0], operation.chunks)
         elif operation.axis is Axis.REPLICA:
-            moves = self._synchronise(bucket)
+            moves = self._synchronise(bucket, operation.chunks)
         elif goes_on and not self._topology.scatter_always:
-            moves = self._scatter(bucket)
+            moves = self._scatter(bucket, operation.chunks)
         else:
-            moves = self._scatter_into_owned(bucket)
+            moves = self._scatter_into_owned(bucket, operation.chunks)
         return moves, self._load(operation.axis, tuple(part for part, _ in bucket))
 
     def settle(self, units: Sequence[int], *, last: bool) -> None:
@@ -116,7 +117,7 @@ class Reductions:
 
     # -- the three axes ----------------------------------------------------------------------------------------
 
-    def _over_params(self, part: UnitGradient, staging: torch.Tensor) -> Moves:
+    def _over_params(self, part: UnitGradient, staging: torch.Tensor, chunks: int) -> Chunks:
         """Reduce-scatter the micro-batch's gradient over the ranks that share P, into the P-shard gradient."""
         topology, group = self._topology, self._groups[Axis.PARAMS]
         if topology.scatter_always:
@@ -128,19 +129,21 @@ class Reductions:
         direct = shard.dtype == torch.float32
         out = shard if direct else allocate(shard.numel(), torch.float32, shard.device)
         even_sizes = [out.numel()] * group.size
-        moves = reduce_scatter(
+        moves = reduce_scatter_chunks(
             group,
             staging,
             out,
+            chunks,
             scale=topology.scale(group.size),
             accumulate=direct and add,
+            sizes=even_sizes,
             codecs=self._codecs_of([(part, staging)]),
             residual=self._lost_by_scatter(Axis.PARAMS, [(part, staging)], even_sizes),
             seed=self._seeds.next(),
         )
         return moves if direct else moves.then(lambda: _deliver(out, shard, add=add))
 
-    def _scatter(self, bucket: Bucket) -> Moves:
+    def _scatter(self, bucket: Bucket, chunks: int) -> Chunks:
         """Reduce-scatter a bucket over the shard axis, into a vector that goes on to the replicas in wire dtype."""
         topology, group = self._topology, self._groups[Axis.SHARD]
         sizes = _share_sizes(bucket)
@@ -149,11 +152,13 @@ class Reductions:
         vector = allocate(padded(mine, replicas), topology.wire_dtype, bucket[0][1].device)
         self._vectors[tuple(part for part, _ in bucket)] = vector
         whole, pack = _packing(bucket, sizes, topology.wire_dtype)
-        moves = reduce_scatter(
+        moves = reduce_scatter_chunks(
             group,
             whole,
             vector[:mine],
+            chunks,
             scale=topology.scale(group.size),
+            accumulate=False,
             sizes=sizes,
             codecs=self._codecs_of(bucket),
             residual=self._lost_by_scatter(Axis.SHARD, bucket, sizes),
@@ -161,7 +166,7 @@ class Reductions:
         )
         return moves.after(pack).then(lambda: _zero(vector[mine:]))
 
-    def _scatter_into_owned(self, bucket: Bucket) -> Moves:
+    def _scatter_into_owned(self, bucket: Bucket, chunks: int) -> Chunks:
         """Reduce-scatter a bucket over the shard axis, into the gradients of the optimizer shares."""
         topology, group = self._topology, self._groups[Axis.SHARD]
         sizes = _share_sizes(bucket)
@@ -171,10 +176,11 @@ class Reductions:
         out = bucket[0][0].owned.values if alone else allocate(sizes[group.index], torch.float32, whole.device)
         for part, _ in bucket:
             self._sources[part] = part.owned.values
-        moves = reduce_scatter(
+        moves = reduce_scatter_chunks(
             group,
             whole,
             out,
+            chunks,
             scale=topology.scale(group.size),
             accumulate=alone and adds[0],
             sizes=sizes,
@@ -184,7 +190,7 @@ class Reductions:
         ).after(pack)
         return moves if alone else moves.then(lambda: _distribute(bucket, out, adds))
 
-    def _synchronise(self, bucket: Bucket) -> Moves:
+    def _synchronise(self, bucket: Bucket, chunks: int) -> Chunks:
         """All-reduce a bucket's optimizer shares over their replicas.
 
         The shares come from the vector of a previous scatter (in wire dtype), which may be overwritten, or from the
@@ -205,10 +211,11 @@ class Reductions:
         total = sum(part.owned.values.numel() for part, _ in bucket)
         summed = bucket[0][0].owned.values if alone else allocate(total, torch.float32, whole.device)
         scattered, gathered = feedback_numels(group, whole.numel())
-        moves = all_reduce(
+        moves = all_reduce_chunks(
             group,
             whole,
             summed,
+            chunks,
             scale=topology.scale(group.size),
             accumulate=alone and adds[0],
             codecs=self._codecs_of(bucket),
