@@ -298,9 +298,11 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 def _scattered(plan: Plan, numel: int) -> int:
-    """Bytes of gradients in a reduce-scatter, and of the messages or values that it receives."""
+    """Bytes of gradients in a reduce-scatter, of their copies in chunks, and of the messages or values that it
+    receives."""
     values = ITEMSIZE[plan.effective_reduce_dtype] * numel
-    return values + (_message_bytes(plan, numel) or values)
+    copies = values if plan.bucket_chunks > 1 else 0
+    return values + copies + (_message_bytes(plan, numel) or values)
 
 
 def _reduced(plan: Plan, numel: int) -> int:

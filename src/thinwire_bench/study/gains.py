@@ -32,6 +32,9 @@ BACKENDS: Final = ("reference", "unfused", "cpp")
 BUCKETS: Final = {"one bucket": 1 << 30, "4 MiB": 4 << 20, "1 MiB": 1 << 20}
 """Sizes of buckets by name: a reduction has as many stages to overlap as there are buckets."""
 
+WAYS: Final = (("serial", False, 1), ("whole", True, 1), ("stages", True, 8))
+"""Ways to perform collectives: name, whether stages overlap, chunks of each."""
+
 
 @dataclass(frozen=True)
 class Gain:
@@ -76,10 +79,15 @@ def backend_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]
 
 
 def stage_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
-    """One plan with its collectives one at a time, and with their stages side by side, in buckets of several sizes."""
+    """One plan with its collectives one at a time, with their stages side by side, and with these in chunks too, in
+    buckets of several sizes."""
     return [
-        plan_system(f"{label}, {name}", plan.with_(bucket_bytes=size, overlap={"stages": stages}), workload)
-        for label, stages in (("serial", False), ("stages", True))
+        plan_system(
+            f"{label}, {name}",
+            plan.with_(bucket_bytes=size, bucket_chunks=chunks, overlap={"stages": stages}),
+            workload,
+        )
+        for label, stages, chunks in WAYS
         for name, size in BUCKETS.items()
     ]
 
