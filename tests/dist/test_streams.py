@@ -303,3 +303,27 @@ def test_units_launch_little() -> None:
     for launches in run_ranks(4, launches_of_a_unit, tuple(budgets)):
         for name, budget in budgets.items():
             assert 0 < launches[name] <= budget, f"{name}: {launches[name]}"
+
+
+def events_of_steps() -> list[int]:
+    """Events of a step before anybody asks for times, and of one after."""
+    counts = []
+    with check_streams("random") as check:
+        model = tw.shard(nn.Sequential(*(Layer() for _ in range(3))), tw.Plan.preset("zero3", nodes=1, local=4))
+        optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+        for _ in range(4):
+            before = check.streams.events
+            model(torch.randn(4, 32, dtype=torch.bfloat16)).sum().backward()
+            optim.step()
+            optim.zero_grad()
+            counts.append(check.streams.events - before)
+            if len(counts) > 2:
+                assert set(tw.exposed(model).values()) == {0.0}  # what simulated events say
+                assert tw.worked(model)["gather"] == {"transfer": 0.0, "codec": 0.0}
+    return counts[-2:]
+
+
+def test_times_are_taken_once_somebody_asks() -> None:
+    for before, after in run_ranks(4, events_of_steps):
+        assert before < after
+        assert before <= 4 * 5  # one for each collective: two gathers, a reduction and some to spare for four units

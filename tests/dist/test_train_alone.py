@@ -19,7 +19,6 @@ from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.data.packing import Dataset
-from thinwire.train.data.samples import Batch
 from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
@@ -66,8 +65,8 @@ def poison(trainer: Trainer, monkeypatch: pytest.MonkeyPatch, *steps: int) -> No
     """Make the loss of some steps infinite, gradients included."""
     honest = trainer.model._mean_loss
 
-    def loss(batch: Batch) -> torch.Tensor:
-        return honest(batch) * (math.inf if trainer.position.step in steps else 1.0)
+    def loss(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return honest(ids, labels) * (math.inf if trainer.position.step in steps else 1.0)
 
     monkeypatch.setattr(trainer.model, "_mean_loss", loss)
 
@@ -144,7 +143,8 @@ def test_validation_is_a_mean_over_tokens_and_repeats(tmp_path: Path) -> None:
     assert first == trainer.validate() == trainer.position.val_loss
     indices = np.arange(5) * trainer.validation.count // 5
     with torch.no_grad():
-        expected = float(trainer.model._mean_loss(trainer.validation.batch(indices)))
+        batch = trainer.validation.batch(indices)
+        expected = float(trainer.model._mean_loss(batch.input_ids, batch.labels))
     assert first == pytest.approx(expected, rel=1e-5)
     assert all(chunk.training for chunk in trainer.model.chunks)
 

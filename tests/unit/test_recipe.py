@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import ModelRecipe, Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.environment import (
+    CUDA_VARIABLES,
     Started,
     device_kind,
     first_host,
+    prepare_cuda,
     rank_device,
     resolve_mesh,
     started,
@@ -363,6 +366,16 @@ def test_a_demand_for_the_cpu_holds_where_there_are_gpus(monkeypatch: pytest.Mon
     devices = [rank_device("auto", local_rank) for local_rank in range(4)]
     assert [device.index for device in devices] == [0, 1, 0, 1]
     assert rank_device("cpu", 0).type == "cpu"
+
+
+def test_cuda_variables_of_the_user_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in CUDA_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    prepare_cuda()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert os.environ["PYTORCH_CUDA_ALLOC_CONF"] == "expandable_segments:True"
+    assert os.environ["NCCL_LAUNCH_ORDER_IMPLICIT"] == "1"
 
 
 def test_the_quickstart_shards_parameters_and_optimizer_differently() -> None:

@@ -24,7 +24,7 @@ class StreamEvent(Protocol):
         """Block until the device has reached the event."""
 
     def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from this event to a later one; both must have been reached."""
+        """Milliseconds from this event to a later one; both must take the time and have been reached."""
 
 
 class Stream(Protocol):
@@ -46,8 +46,8 @@ class Streams(Protocol):
     def stream(self) -> Stream:
         """Make a stream of high priority."""
 
-    def event(self) -> StreamEvent:
-        """Make an event that takes the time."""
+    def event(self, *, timed: bool = False) -> StreamEvent:
+        """Make an event. Events that take the time cost more."""
 
     def current(self) -> Stream:
         """The stream that operations of this thread are queued on."""
@@ -73,9 +73,9 @@ class CudaStreams:
         """Make a stream of high priority."""
         return torch.cuda.Stream(self._device, priority=-1)
 
-    def event(self) -> StreamEvent:
-        """Make an event that takes the time."""
-        return torch.cuda.Event(enable_timing=True)
+    def event(self, *, timed: bool = False) -> StreamEvent:
+        """Make an event. Events that take the time cost more."""
+        return torch.cuda.Event(enable_timing=timed)
 
     def current(self) -> Stream:
         """The stream that operations of this thread are queued on."""

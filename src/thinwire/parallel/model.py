@@ -94,12 +94,11 @@ class ParallelModel:
         with self._exchanging(), step_scope() if self.mesh is not None else contextlib.nullcontext():
             scale = self._loss_scale
             if self._pipeline is not None:
-                ids = torch.cat([batch.input_ids for batch in batches]).to(self._device)
-                labels = torch.cat([batch.labels for batch in batches]).to(self._device)
-                return self._pipeline.step(ids, labels, scale)
+                return self._pipeline.step(*self._on_device(batches), scale)
             total = torch.zeros((), device=self._device)
-            for batch in api.micro_batches(self.chunks[0], batches):
-                loss = self._mean_loss(batch) / len(batches)
+            tokens = zip(*(part.chunk(len(batches)) for part in self._on_device(batches)), strict=True)
+            for ids, labels in api.micro_batches(self.chunks[0], list(tokens)):
+                loss = self._mean_loss(ids, labels) / len(batches)
                 (loss if scale is None else scale.scale(loss)).backward()
                 total += loss.detach()
             return total
@@ -109,8 +108,8 @@ class ParallelModel:
         """Mean loss of a micro-batch, without gradients; zero if this rank does not know it."""
         with self._exchanging():
             if self._pipeline is not None:
-                return self._pipeline.evaluate(batch.input_ids.to(self._device), batch.labels.to(self._device))
-            return self._mean_loss(batch)
+                return self._pipeline.evaluate(*self._on_device([batch]))
+            return self._mean_loss(*self._on_device([batch]))
 
     def train(self, mode: bool = True) -> None:
         """Switch all parts between training and evaluation mode."""
@@ -205,8 +204,18 @@ class ParallelModel:
                 of_part.append({**group, "params": [name for name in part.values() if name in chosen]})
         return cut
 
-    def _mean_loss(self, batch: TokenBatch) -> Tensor:
-        ids, labels = batch.input_ids.to(self._device), batch.labels.to(self._device)
+    def _on_device(self, batches: Sequence[TokenBatch]) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of micro-batches of one size, one after the other, on the device.
+
+        On a GPU they arrive in one copy that neither the host nor computation waits for.
+        """
+        tokens = torch.cat([*(batch.input_ids for batch in batches), *(batch.labels for batch in batches)])
+        if self._device.type != "cpu":
+            tokens = tokens.pin_memory().to(self._device, non_blocking=True)
+        ids, labels = tokens.chunk(2)
+        return ids, labels
+
+    def _mean_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.grid.tp > 1:
             return self._loss(self.chunks[0](ids).logits, labels)
         loss: Tensor = self.chunks[0](input_ids=ids, labels=labels).loss

@@ -323,13 +323,15 @@ def traffic(model: nn.Module) -> dict[str, dict[str, int]]:
 
 def exposed(model: nn.Module) -> dict[str, float]:
     """Seconds that computation waited for each lane since the last call: ``{"gather": ..., "reduce": ...,
-    "sync": ..., "spread": ...}``."""
+    "sync": ..., "spread": ...}``. On GPUs, times are taken from the first call on, and waits that the device has not
+    reached yet are counted by the next call."""
     return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.exposed().items()}
 
 
 def worked(model: nn.Module) -> dict[str, dict[str, float]]:
     """Seconds that each lane worked since the last call: ``{"gather": {"transfer": ..., "codec": ...}, ...}``.
-    Transfers include waiting for peers. A lane may transfer and encode at the same time."""
+    Transfers include waiting for peers. A lane may transfer and encode at the same time. On GPUs, see
+    :func:`exposed`."""
     return {str(lane): seconds for lane, seconds in runtime_of(model).lanes.worked().items()}
 
 

@@ -113,8 +113,8 @@ class SimulatedStream:
 class SimulatedEvent:
     """An event of a check; has the methods of ``torch.cuda.Event`` that lanes use."""
 
-    def __init__(self, streams: SimulatedStreams) -> None:
-        self._streams = streams
+    def __init__(self, streams: SimulatedStreams, *, is_timed: bool) -> None:
+        self._streams, self._is_timed = streams, is_timed
         self.clock: Clock = {}
         self._is_reached = False
 
@@ -140,7 +140,15 @@ class SimulatedEvent:
         _merge(self._streams.host, self.clock)
 
     def elapsed_time(self, end: SimulatedEvent) -> float:
-        """Always zero milliseconds."""
+        """Always zero milliseconds; as on CUDA, both events must take the time and have been reached.
+
+        Raises:
+            RuntimeError: They do not, or have not.
+        """
+        if not (self._is_timed and end._is_timed):
+            raise RuntimeError("both events must be made with timed=True")
+        if not (self.query() and end.query()):
+            raise RuntimeError("both events must have been reached")
         return 0.0
 
 
@@ -155,6 +163,7 @@ class SimulatedStreams:
     Attributes:
         all: The streams by number; the first is that of computation.
         host: Operations that the host knows to have ended, by stream.
+        events: Number of events made so far.
         poll: See above.
     """
 
@@ -162,6 +171,7 @@ class SimulatedStreams:
         self._answers, self._random = answers, random.Random(seed)
         self.poll = poll
         self.host: Clock = {}
+        self.events = 0
         self.all: list[SimulatedStream] = []
         self._stack = [self._make("compute")]
 
@@ -169,9 +179,10 @@ class SimulatedStreams:
         """Make a stream."""
         return self._make(f"stream {len(self.all)}")
 
-    def event(self) -> SimulatedEvent:
+    def event(self, *, timed: bool = False) -> SimulatedEvent:
         """Make an event."""
-        return SimulatedEvent(self)
+        self.events += 1
+        return SimulatedEvent(self, is_timed=timed)
 
     def current(self) -> SimulatedStream:
         """The stream that operations of this thread are queued on."""

@@ -32,7 +32,7 @@ class Recorder:
     def start(self) -> Timeline:
         """Begin a new timeline."""
         if self._streams is not None:
-            self._origin = self._streams.event()
+            self._origin = self._streams.event(timed=True)
             self._origin.record(self._streams.current())
         self.timeline = Timeline()
         return self.timeline
@@ -41,7 +41,7 @@ class Recorder:
         """The current time of computation, for :meth:`computed`; ``None`` while no timeline is recorded."""
         if self.timeline is None or self._streams is None:
             return None if self.timeline is None else time.perf_counter()
-        event = self._streams.event()
+        event = self._streams.event(timed=True)
         event.record(self._streams.current())
         return event
 

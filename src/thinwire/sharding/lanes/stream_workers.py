@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from thinwire.collectives.streams import StreamEvent, Streams
+from thinwire.collectives.streams import Stream, StreamEvent, Streams
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
@@ -27,14 +27,12 @@ class _StreamTicket(Ticket):
 
     def wait(self) -> None:
         self._worker.waited_for(self)
-        streams = self._worker.streams
-        compute = streams.current()
+        compute = self._worker.streams.current()
         if not self.done():
-            before, after = streams.event(), streams.event()
-            before.record(compute)
+            before = self._worker.time_of(compute)
             compute.wait_event(self.event)
-            after.record(compute)
-            self._worker.stalled(before, after, self._label)
+            if before is not None and (after := self._worker.time_of(compute)) is not None:
+                self._worker.stalled(before, after, self._label)
         # The compute stream is now ordered after the body, so memory freed from now on is reused only after the body.
         self._release()
 
@@ -57,32 +55,31 @@ class _StreamTicket(Ticket):
 
 
 class _Stopwatch:
-    """Adds up the time between pairs of events. Finished pairs are added at once, so that they do not accumulate."""
+    """Adds up the time between pairs of events."""
 
     def __init__(self) -> None:
         self._pairs: deque[tuple[StreamEvent, StreamEvent]] = deque()
-        self._seconds = 0.0
 
     def add(self, begun: StreamEvent, ended: StreamEvent) -> None:
         """Count the time between two recorded events."""
-        while self._pairs and self._pairs[0][1].query():
-            first, last = self._pairs.popleft()
-            self._seconds += first.elapsed_time(last) / 1e3
         self._pairs.append((begun, ended))
 
     def take(self) -> float:
-        """Seconds counted since the last call; waits for pairs that have not finished."""
-        while self._pairs:
+        """Seconds since the last call, of the pairs that the device has reached: the host does not wait for others,
+        which the next call counts."""
+        seconds = 0.0
+        while self._pairs and self._pairs[0][1].query():
             begun, ended = self._pairs.popleft()
-            ended.synchronize()
-            self._seconds += begun.elapsed_time(ended) / 1e3
-        taken, self._seconds = self._seconds, 0.0
-        return taken
+            seconds += begun.elapsed_time(ended) / 1e3
+        return seconds
 
 
 @final
 class StreamWorker(Worker):
     """One model's use of a stage of a lane: one stream of high priority, fed by the computing thread.
+
+    Times are taken once somebody has asked for them, and while a timeline is recorded: an event that takes the time
+    costs microseconds on every body.
 
     Attributes:
         streams: Streams of the device.
@@ -92,6 +89,7 @@ class StreamWorker(Worker):
         super().__init__(name, recorder)
         self.streams = streams
         self._stalls, self._bodies = _Stopwatch(), _Stopwatch()
+        self._is_asked = False  # whether somebody reads the stopwatches
         self._stream = streams.stream()
         self._flying: deque[_StreamTicket] = deque()
 
@@ -105,15 +103,28 @@ class StreamWorker(Worker):
             self._stream.wait_event(other.event)
             before.append(other)
         with self.streams.use(self._stream), torch.no_grad():
-            begun, event = self.streams.event(), self.streams.event()
-            begun.record(self._stream)
+            begun = self.time_of(self._stream)
             body()
-            event.record(self._stream)
-        self._bodies.add(begun, event)
-        self._recorder.measure(self.name, label, begun, event)
+            event = self.time_of(self._stream) or self._mark()
+        if begun is not None:
+            self._bodies.add(begun, event)
+            self._recorder.measure(self.name, label, begun, event)
         ticket = _StreamTicket(self, event, body, before, label)
         self._flying.append(ticket)
         return ticket
+
+    def time_of(self, stream: Stream) -> StreamEvent | None:
+        """The time at the current end of a stream; ``None`` if nobody has asked for times."""
+        if not self._is_asked and self._recorder.timeline is None:
+            return None
+        event = self.streams.event(timed=True)
+        event.record(stream)
+        return event
+
+    def _mark(self) -> StreamEvent:
+        event = self.streams.event()
+        event.record(self._stream)
+        return event
 
     def stalled(self, before: StreamEvent, after: StreamEvent, label: str) -> None:
         """Record that computation waited between two events."""
@@ -121,9 +132,11 @@ class StreamWorker(Worker):
         self._stalls.add(before, after)
 
     def exposed(self) -> float:
+        self._is_asked = True
         return self._stalls.take()
 
     def worked(self) -> float:
+        self._is_asked = True
         return self._bodies.take()
 
     def drain(self) -> None:
