@@ -215,6 +215,6 @@ def test_techniques_add_up_to_zeropp() -> None:
 def test_stages_are_compared_in_buckets_of_all_sizes() -> None:
     systems = stage_systems(Plan.preset("zeropp", nodes=2, local=2), {})
     plans = [Plan.from_toml(system.options["plan"]) for system in systems]
-    assert [(plan.overlap.stages, plan.bucket_bytes) for plan in plans] == [
-        (stages, size) for stages in (False, True) for size in BUCKETS.values()
+    assert [(plan.overlap.stages, plan.bucket_chunks, plan.bucket_bytes) for plan in plans] == [
+        (stages, chunks, size) for stages, chunks in ((False, 1), (True, 1), (True, 8)) for size in BUCKETS.values()
     ]
