@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -21,21 +23,41 @@ from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import chunk_sizes
 
-__all__ = ["all_reduce_chunks", "reduce_scatter_chunks"]
+__all__ = ["Summing", "all_reduce_chunks", "reduce_scatter_chunks"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summing:
+    """How a reduction adds; see :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`.
+
+    Attributes:
+        scale: Factor on the sum.
+        accumulate: Whether the sum is added to the output, instead of overwriting it.
+        codecs: Codecs of the hops.
+        seed: Seed for codecs that round at random.
+    """
+
+    scale: float = 1.0
+    accumulate: bool = False
+    codecs: HopCodecs = EXACT
+    seed: int | None = None
+
+    def of_chunk(self, number: int, chunks: int) -> dict[str, Any]:
+        """Arguments of one chunk's collective."""
+        seed = self.seed
+        if seed is not None and chunks > 1:
+            seed = slice_seed(fold_seed(seed), number)
+        return {"scale": self.scale, "accumulate": self.accumulate, "codecs": self.codecs, "seed": seed}
 
 
 def reduce_scatter_chunks(
     group: AxisGroup,
     whole: torch.Tensor,
     out: torch.Tensor,
-    chunks: int,
-    *,
-    scale: float,
-    accumulate: bool,
     sizes: Sequence[int],
-    codecs: HopCodecs = EXACT,
+    chunks: int,
+    summing: Summing,
     residual: Residual | None = None,
-    seed: int | None = None,
 ) -> Chunks:
     """A reduce-scatter in chunks; see :func:`~thinwire.collectives.reduce_scatter.reduce_scatter`.
 
@@ -43,13 +65,10 @@ def reduce_scatter_chunks(
         group: The axis.
         whole: See ``reduce_scatter``. With several chunks, the parts of its pieces are copied.
         out: See ``reduce_scatter``.
-        chunks: Number of chunks; fewer if the pieces are small.
-        scale: See ``reduce_scatter``.
-        accumulate: See ``reduce_scatter``.
         sizes: Number of elements of each member's piece.
-        codecs: See ``reduce_scatter``.
+        chunks: Number of chunks; fewer if the pieces are small.
+        summing: How the reduction adds.
         residual: Error feedback of ``residual_numel(group, sizes)`` elements, which follow each other chunk by chunk.
-        seed: See ``reduce_scatter``.
     """
     cut = chunk_sizes(sizes, chunks)
     moves = []
@@ -62,12 +81,9 @@ def reduce_scatter_chunks(
             group,
             part_of_whole,
             out[mine : mine + parts[group.index]],
-            scale=scale,
-            accumulate=accumulate,
             sizes=list(parts),
-            codecs=codecs,
             residual=_part(residual, lost_at, numel),
-            seed=_seed_of(seed, number, len(cut)),
+            **summing.of_chunk(number, len(cut)),
         )
         moves.append(chunk if fill is None else chunk.after(fill))
         begins = [begin + part for begin, part in zip(begins, parts, strict=True)]
@@ -80,12 +96,8 @@ def all_reduce_chunks(
     vector: torch.Tensor,
     out: torch.Tensor,
     chunks: int,
-    *,
-    scale: float,
-    accumulate: bool,
-    codecs: HopCodecs = EXACT,
+    summing: Summing,
     feedback: Feedback | None = None,
-    seed: int | None = None,
 ) -> Chunks:
     """An all-reduce in chunks of its vector; see :func:`~thinwire.collectives.all_reduce.all_reduce`.
 
@@ -94,12 +106,9 @@ def all_reduce_chunks(
         vector: See ``all_reduce``.
         out: See ``all_reduce``.
         chunks: Number of chunks; fewer if the vector is small.
-        scale: See ``all_reduce``.
-        accumulate: See ``all_reduce``.
-        codecs: See ``all_reduce``.
+        summing: How the reduction adds.
         feedback: Error feedback of ``feedback_numels(group, vector.numel())`` elements, which follow each other chunk
             by chunk.
-        seed: See ``all_reduce``.
     """
     cut = chunk_sizes([vector.numel() // group.size] * group.size, chunks)
     feedback = feedback or Feedback()
@@ -113,13 +122,10 @@ def all_reduce_chunks(
                 group,
                 vector[begin:end],
                 out[begin:end],
-                scale=scale,
-                accumulate=accumulate,
-                codecs=codecs,
                 feedback=Feedback(
                     _part(feedback.scatter, scatter_at, scattered), _part(feedback.gather, gather_at, gathered)
                 ),
-                seed=_seed_of(seed, number, len(cut)),
+                **summing.of_chunk(number, len(cut)),
             )
         )
         begin, scatter_at, gather_at = end, scatter_at + scattered, gather_at + gathered
@@ -148,7 +154,3 @@ def _taken(
 
 def _part(residual: Residual | None, start: int, numel: int) -> Residual | None:
     return None if residual is None or not numel else Residual(residual.lost[start : start + numel], residual.gain)
-
-
-def _seed_of(seed: int | None, number: int, chunks: int) -> int | None:
-    return seed if seed is None or chunks == 1 else slice_seed(fold_seed(seed), number)

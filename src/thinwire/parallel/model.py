@@ -94,9 +94,9 @@ class ParallelModel:
         with self._exchanging(), step_scope() if self.mesh is not None else contextlib.nullcontext():
             scale = self._loss_scale
             if self._pipeline is not None:
-                return self._pipeline.step(*self._on_device(batches), scale)
+                return self._pipeline.step(*_on_device(batches, self._device), scale)
             total = torch.zeros((), device=self._device)
-            tokens = zip(*(part.chunk(len(batches)) for part in self._on_device(batches)), strict=True)
+            tokens = zip(*(part.chunk(len(batches)) for part in _on_device(batches, self._device)), strict=True)
             for ids, labels in api.micro_batches(self.chunks[0], list(tokens)):
                 loss = self._mean_loss(ids, labels) / len(batches)
                 (loss if scale is None else scale.scale(loss)).backward()
@@ -108,8 +108,8 @@ class ParallelModel:
         """Mean loss of a micro-batch, without gradients; zero if this rank does not know it."""
         with self._exchanging():
             if self._pipeline is not None:
-                return self._pipeline.evaluate(*self._on_device([batch]))
-            return self._mean_loss(*self._on_device([batch]))
+                return self._pipeline.evaluate(*_on_device([batch], self._device))
+            return self._mean_loss(*_on_device([batch], self._device))
 
     def train(self, mode: bool = True) -> None:
         """Switch all parts between training and evaluation mode."""
@@ -203,17 +203,6 @@ class ParallelModel:
             for part, of_part in zip(by_part, cut, strict=True):
                 of_part.append({**group, "params": [name for name in part.values() if name in chosen]})
         return cut
-
-    def _on_device(self, batches: Sequence[TokenBatch]) -> tuple[Tensor, Tensor]:
-        """Inputs and labels of micro-batches of one size, one after the other, on the device.
-
-        On a GPU they arrive in one copy that neither the host nor computation waits for.
-        """
-        tokens = torch.cat([*(batch.input_ids for batch in batches), *(batch.labels for batch in batches)])
-        if self._device.type != "cpu":
-            tokens = tokens.pin_memory().to(self._device, non_blocking=True)
-        ids, labels = tokens.chunk(2)
-        return ids, labels
 
     def _mean_loss(self, ids: Tensor, labels: Tensor) -> Tensor:
         if self.grid.tp > 1:
@@ -367,3 +356,15 @@ def _loss_of(grid: Grid, axis: DeviceMesh, loss: Loss | None) -> Loss:
 
 def _unknown_loss(logits: Tensor, labels: Tensor) -> Tensor:
     raise SpecError("loss", ["a pipeline needs one: thinwire.parallelize(model, plan, loss=...)"])
+
+
+def _on_device(batches: Sequence[TokenBatch], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of micro-batches of one size, one after the other, on the device.
+
+    On a GPU they arrive in one copy that neither the host nor computation waits for.
+    """
+    tokens = torch.cat([*(batch.input_ids for batch in batches), *(batch.labels for batch in batches)])
+    if device.type != "cpu":
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    ids, labels = tokens.chunk(2)
+    return ids, labels

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from thinwire.collectives.all_reduce import Feedback, feedback_numels
-from thinwire.collectives.chunks import all_reduce_chunks, reduce_scatter_chunks
+from thinwire.collectives.chunks import Summing, all_reduce_chunks, reduce_scatter_chunks
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Chunks
@@ -133,13 +133,10 @@ class Reductions:
             group,
             staging,
             out,
+            even_sizes,
             chunks,
-            scale=topology.scale(group.size),
-            accumulate=direct and add,
-            sizes=even_sizes,
-            codecs=self._codecs_of([(part, staging)]),
-            residual=self._lost_by_scatter(Axis.PARAMS, [(part, staging)], even_sizes),
-            seed=self._seeds.next(),
+            self._summing(group, [(part, staging)], accumulate=direct and add),
+            self._lost_by_scatter(Axis.PARAMS, [(part, staging)], even_sizes),
         )
         return moves if direct else moves.then(lambda: _deliver(out, shard, add=add))
 
@@ -156,13 +153,10 @@ class Reductions:
             group,
             whole,
             vector[:mine],
+            sizes,
             chunks,
-            scale=topology.scale(group.size),
-            accumulate=False,
-            sizes=sizes,
-            codecs=self._codecs_of(bucket),
-            residual=self._lost_by_scatter(Axis.SHARD, bucket, sizes),
-            seed=self._seeds.next(),
+            self._summing(group, bucket, accumulate=False),
+            self._lost_by_scatter(Axis.SHARD, bucket, sizes),
         )
         return moves.after(pack).then(lambda: _zero(vector[mine:]))
 
@@ -180,13 +174,10 @@ class Reductions:
             group,
             whole,
             out,
+            sizes,
             chunks,
-            scale=topology.scale(group.size),
-            accumulate=alone and adds[0],
-            sizes=sizes,
-            codecs=self._codecs_of(bucket),
-            residual=self._lost_by_scatter(Axis.SHARD, bucket, sizes),
-            seed=self._seeds.next(),
+            self._summing(group, bucket, accumulate=alone and adds[0]),
+            self._lost_by_scatter(Axis.SHARD, bucket, sizes),
         ).after(pack)
         return moves if alone else moves.then(lambda: _distribute(bucket, out, adds))
 
@@ -216,18 +207,19 @@ class Reductions:
             whole,
             summed,
             chunks,
-            scale=topology.scale(group.size),
-            accumulate=alone and adds[0],
-            codecs=self._codecs_of(bucket),
-            feedback=Feedback(
+            self._summing(group, bucket, accumulate=alone and adds[0]),
+            Feedback(
                 self._lost_of("replica", group, bucket, scattered),
                 self._lost_of("replica-sum", group, bucket, gathered) if gathered else None,
             ),
-            seed=self._seeds.next(),
         )
         if not alone:
             moves = moves.then(lambda: _distribute(bucket, summed, adds))
         return moves.after(pack)
+
+    def _summing(self, group: AxisGroup, bucket: Bucket, *, accumulate: bool) -> Summing:
+        """How the next reduction of a bucket adds."""
+        return Summing(self._topology.scale(group.size), accumulate, self._codecs_of(bucket), self._seeds.next())
 
     # -- error feedback ----------------------------------------------------------------------------------------
 
