@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,6 +200,30 @@ def test_all_presets_train_in_fp16_like_one_process(nodes: int, reduce_dtype: st
     assert_parity(plans, tolerance, "LossScale", "GradScaler")
 
 
+def detours(plans: dict[str, tw.Plan]) -> dict[str, tuple[list[float], float]]:
+    """Scales, and how far parameters end from those of training alone, relative to the way that they went."""
+    want, begin = alone(dist.get_world_size()).curve.parameters, list(build().parameters())
+    way = sum(float((a - b).square().sum()) for a, b in zip(want, begin, strict=True))
+    results = {}
+    for name, plan in plans.items():
+        got = with_loss_scale(plan)
+        off = sum(float((a - b).square().sum()) for a, b in zip(got.curve.parameters, want, strict=True))
+        results[name] = got.scales, math.sqrt(off / way)
+    return results
+
+
+@pytest.mark.slow
+def test_codecs_of_presets_train_in_fp16() -> None:
+    names = ("zeropp", "zeropp-8bit", "thinwire")
+    plans = {name: tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float16") for name in names}
+    assert not any(plan.wire.is_none for plan in plans.values())
+    for by_name in run_ranks(4, detours, plans):
+        assert len(by_name) == 3
+        for name, (scales, detour) in by_name.items():
+            assert scales == alone(4).scales, name
+            assert 0 < detour < 0.15, (name, detour)
+
+
 # -- what is not finite ----------------------------------------------------------------------------------------
 
 
@@ -349,6 +374,43 @@ def test_error_feedback_follows_the_scale(name: str) -> None:
     wire = {"reduce_intra": "int4:64", "reduce_inter": "int4:64", "error_feedback": True, "feedback_gain": 0.5}
     plan = tw.Plan.preset(name, nodes=2, local=2, compute_dtype="float32", wire=wire)
     for problems in run_ranks(4, feedback_over_changes, plan):
+        assert not problems, problems
+
+
+def resumed(plan: tw.Plan, path: Path) -> list[str]:
+    """What differs after a resumption, where the scale has grown and gradients were rounded."""
+    scaling = {"growth": 4.0, "growth_interval": 2}
+    first, second = Spoiled(plan, **scaling), Spoiled(plan, **scaling)
+    for number in range(3):
+        first.step(number, spoil=math.inf if number == 0 else None)
+    tw.save(first.model, first.optimizer, path)
+    second.step(3)
+    tw.load(second.model, second.optimizer, path)
+    problems = [] if second.scale.state() == first.scale.state() else [f"{second.scale} instead of {first.scale}"]
+    for number in range(4):
+        for training in (first, second):
+            training.step(number)
+    if second.scale.value != 1024.0 / 2 * 4**3 or second.scale.skipped_steps != 1:
+        problems.append(f"{second.scale} in the end")
+    if not all(map(torch.equal, first.masters(), second.masters())):
+        problems.append("the resumed training differs")
+    # A scale without the state of the checkpoint: rounding errors are those of the present scale.
+    third = Spoiled(plan)
+    tw.load(third.model, None, path)
+    reductions = [runtime(training.model).reducer.reductions for training in (first, third)]
+    tw.load(first.model, first.optimizer, path)
+    for key, lost in reductions[0].lost.items():
+        if not torch.equal(lost / first.scale.value, reductions[1].lost[key] / third.scale.value) or not lost.any():
+            problems.append(f"{key} has another unit")
+    for training in (first, second, third):
+        runtime(training.model).lanes.close()
+    return problems
+
+
+def test_a_checkpoint_keeps_the_scale_and_its_rounding_errors(tmp_path: Path) -> None:
+    wire = {"reduce_intra": "int4:64", "error_feedback": True}
+    plan = tw.Plan.preset("zero3", nodes=1, local=2, compute_dtype="float32", wire=wire)
+    for problems in run_ranks(2, resumed, plan, tmp_path / "saved"):
         assert not problems, problems
 
 

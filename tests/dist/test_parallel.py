@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any, Literal
 
@@ -153,6 +154,52 @@ def test_bf16_keeps_fp32_masters() -> None:
     torch.testing.assert_close(torch.tensor(trained[0]), torch.tensor(exact[0]), rtol=2e-3, atol=0)
 
 
+FP16 = {"compute_dtype": "float16", "reduce_dtype": "float32"}
+
+
+def rank_fp16(plan: tw.Plan) -> tuple[list[float], list[float], list[float], bool]:
+    """Losses, norms (0 for skipped steps) and scales of steps of which every other one overflows, and whether a
+    skipped step left the parameters as they were."""
+    model = tw.parallelize(build("llama"), plan, loss=cross_entropy)
+    scale = tw.LossScale(2.0**28, growth=2.0**14, backoff=2.0**-14, growth_interval=1)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=LR, eps=EPS, loss_scale=scale)
+    scales, losses, norms, kept = [], [], [], True
+    for step in 2 * batches(plan, model.grid.data):
+        scales.append(scale.value)
+        before = whole_parameters(model)
+        (loss,), (norm,) = train(model, optimizer, [step])
+        skipped = not math.isfinite(norm)
+        kept &= (gap(whole_parameters(model), before) == 0.0) == skipped
+        losses.append(loss)
+        norms.append(0.0 if skipped else norm)
+    assert [part.skipped_steps for part in optimizer.parts] == [3] * len(optimizer.parts)
+    return losses, norms, scales, kept
+
+
+@pytest.mark.parametrize(
+    ("grid", "fields"),
+    [
+        ((1, 1, 2), {}),
+        pytest.param((2, 1, 2), {"schedule": "interleaved"}, marks=pytest.mark.slow),
+        pytest.param((1, 2, 2), {"wire": {"pp": "int8:64", "tp": "none"}}, marks=pytest.mark.slow),
+        pytest.param((2, 2, 1), {}, marks=pytest.mark.slow),
+    ],
+    ids=["pp2", "interleaved", "tp2pp2", "dp2tp2"],
+)
+def test_all_stages_follow_one_loss_scale(grid: tuple[int, int, int], fields: dict[str, Any]) -> None:
+    plan = plan_for(*grid, **FP16, **fields)
+    one = plan_for(1, 1, 1, **FP16, micro_batches=plan.micro_batches * plan.world)
+    ((losses, norms, scales, kept),) = run_ranks(1, rank_fp16, one)
+    assert kept
+    assert scales == [2.0**28, 2.0**14] * 3
+    assert [norm > 0 for norm in norms] == [False, True] * 3
+    tolerance = 2e-2 if "wire" in fields else 2e-3
+    for others in run_ranks(plan.ranks, rank_fp16, plan):
+        assert others[2:] == (scales, True)
+        torch.testing.assert_close(torch.tensor(others[0]), torch.tensor(losses), rtol=tolerance, atol=0)
+        torch.testing.assert_close(torch.tensor(others[1]), torch.tensor(norms), rtol=tolerance, atol=0)
+
+
 def rank_saves(plan: tw.Plan, path: Path) -> list[float]:
     model, optimizer = start("llama", plan)
     steps = batches(plan, model.grid.data)
@@ -296,11 +343,14 @@ def test_groups_of_a_pipeline_take_patterns_as_others_do() -> None:
     run_ranks(2, refuse_groups)
 
 
-def skip_together(clip: bool) -> tuple[list[int], float]:
+def skip_together(clip: bool, scaled: bool) -> tuple[list[int], float]:
     """Steps that parts skipped, and how far parameters moved, where the first stage's gradient is infinite."""
     plan = plan_for(1, 1, 2)
     model = tw.parallelize(build("llama"), plan, loss=cross_entropy)
-    optimizer = model.optimizer(torch.optim.AdamW, lr=LR, eps=EPS, weight_decay=0.1, skip_nonfinite=True)
+    scale = tw.LossScale(64.0) if scaled else None
+    optimizer = model.optimizer(
+        torch.optim.AdamW, lr=LR, eps=EPS, weight_decay=0.1, skip_nonfinite=not scaled, loss_scale=scale
+    )
     steps = batches(plan, 0)
     model.step(steps[0])
     optimizer.step()
@@ -314,9 +364,11 @@ def skip_together(clip: bool) -> tuple[list[int], float]:
     if clip:
         model.clip_grad_norm_(CLIP)
     optimizer.step()
+    assert scale is None or (scale.value, scale.skipped_steps) == (32.0, 1)
     return [part.skipped_steps for part in optimizer.parts], gap(whole_parameters(model), before)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("clip", [False, True])
-def test_all_stages_skip_a_step_or_none(clip: bool) -> None:
-    assert run_ranks(2, skip_together, clip) == [([1], 0.0), ([1], 0.0)]
+def test_all_stages_skip_a_step_or_none(clip: bool, scaled: bool) -> None:
+    assert run_ranks(2, skip_together, clip, scaled) == [([1], 0.0), ([1], 0.0)]

@@ -22,6 +22,8 @@ from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokens import TokenBin
 from thinwire.train.directory import RunDirectory
 from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.observing.metrics import MetricsLog, _scalars, read
+from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.trainer import Trainer, make_trainer
 
 RECIPE = """
@@ -169,3 +171,110 @@ def test_a_checkpoint_continues_exactly_and_only_on_the_same_tokens(tmp_path: Pa
     other = make(tmp_path, fingerprint="y")
     with pytest.raises(DataError, match="trained on other tokens"):
         other.load(Checkpoint(2, path))
+
+
+# -- float16 ---------------------------------------------------------------------------------------------------
+
+FP16 = ("plan.compute_dtype=float16", "train.log_every=1", "train.steps=8")
+TOO_LARGE = 2.0**30
+"""A loss scale with which every gradient overflows."""
+
+
+def test_a_gradient_that_overflows_lowers_the_scale_and_is_reported(tmp_path: Path) -> None:
+    trainer = make(tmp_path, *FP16, f"loss_scale.initial={TOO_LARGE}", "loss_scale.backoff=0.0001220703125")
+    before = weights(trainer)
+    first, _ = trainer.step(wants_stop=False)
+    assert first is not None
+    assert math.isfinite(first.loss)
+    assert (first.skipped, first.skipped_steps, first.loss_scale) == (True, 1, TOO_LARGE)
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+    second, _ = trainer.step(wants_stop=False)
+    assert second is not None
+    assert (second.skipped, second.skipped_steps, second.loss_scale) == (False, 1, 2.0**17)
+    assert 0 < second.grad_norm < 100, "the norm contains the scale"
+    assert not torch.equal(before[0], weights(trainer)[0])
+    log = MetricsLog(tmp_path / "metrics.jsonl", None, 0)
+    log.write(first)
+    log.close()
+    (line,) = read(tmp_path / "metrics.jsonl")
+    assert (line["skipped"], line["skipped_steps"], line["loss_scale"], line["grad_norm"]) == (True, 1, TOO_LARGE, None)
+    assert {"skipped_steps": 1.0, "loss_scale": TOO_LARGE}.items() <= dict(_scalars(line)).items()
+
+
+def test_progress_shows_the_scale_and_the_skipped_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = make(tmp_path, *FP16, f"loss_scale.initial={TOO_LARGE}")
+    with ProgressReport(8, 0, "stdout") as progress:
+        for _ in range(2):
+            record, _ = trainer.step(wants_stop=False)
+            assert record is not None
+            progress.step(record)
+    first, second = capsys.readouterr().out.splitlines()
+    assert "scale 1.07374e+09  1 skipped" in first
+    assert "scale 5.36871e+08  2 skipped" in second
+
+
+def test_other_plans_have_no_scale(tmp_path: Path) -> None:
+    trainer = make(tmp_path, "plan.compute_dtype=bfloat16", "train.log_every=1", "loss_scale.initial=2.0")
+    record, _ = trainer.step(wants_stop=False)
+    assert record is not None
+    assert (record.loss_scale, record.skipped_steps, trainer.optimizer.loss_scale) == (None, 0, None)
+    assert "loss_scale" not in trainer.model.load(trainer.optimizer, trainer.save())
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        (
+            (f"loss_scale.floor={TOO_LARGE}",),
+            r"the scale is at loss_scale.floor = 1.07374e\+09: lower optimizer.lr, or set plan.compute_dtype to "
+            '"bfloat16" or "float32", and start again',
+        ),
+        (
+            ("loss_scale.backoff=1.0",),
+            r"lower loss_scale.initial = 1.07374e\+09, or let the scale shrink with loss_scale.backoff = 0.5, and",
+        ),
+    ],
+)
+def test_a_scale_that_cannot_shrink_ends_the_run(tmp_path: Path, settings: tuple[str, ...], remedy: str) -> None:
+    trainer = make(tmp_path, *FP16, f"loss_scale.initial={TOO_LARGE}", *settings)
+    what = r"step 1: the gradient is not finite \(gradient norm nan, loss scale 1.07374e\+09\); "
+    with pytest.raises(NonFiniteError, match=what.replace("nan", "(nan|inf)") + remedy):
+        trainer.step(wants_stop=False)
+
+
+def test_a_smaller_scale_does_not_excuse_the_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(tmp_path, *FP16)
+    poison(trainer, monkeypatch, 1)
+    trainer.step(wants_stop=False)
+    with pytest.raises(NonFiniteError, match=r'step 2: the loss of rank 0 .* or set train.on_nonfinite = "skip"'):
+        trainer.step(wants_stop=False)
+
+
+def test_a_run_with_a_loss_scale_continues_exactly(tmp_path: Path) -> None:
+    settings = (*FP16, f"loss_scale.initial={TOO_LARGE}", "loss_scale.growth_interval=2", "loss_scale.growth=16384.0")
+    settings = (*settings, "loss_scale.backoff=0.00006103515625")
+    trainer = make(tmp_path, *settings)
+    losses(trainer, 3)
+    path = trainer.save()
+    expected = losses(trainer, 4)
+    again = make(tmp_path, *settings, "train.seed=1")  # other initial weights
+    again.train = dataclasses.replace(again.train, seed=0)
+    assert again.load(Checkpoint(3, path)) is None
+    assert again.position.skipped == 1
+    assert losses(again, 4) == expected
+    scales = [run.optimizer.loss_scale for run in (trainer, again)]
+    assert all(scale is not None for scale in scales)
+    assert scales[0].state() == scales[1].state()  # type: ignore[union-attr]
+    assert trainer.position == again.position
+    assert trainer.position.skipped == 3
+
+
+def test_a_run_may_change_to_float16_and_back(tmp_path: Path) -> None:
+    scaled, plain = make(tmp_path, *FP16), make(tmp_path, "plan.compute_dtype=bfloat16")
+    losses(scaled, 1)
+    note = plain.load(Checkpoint(1, scaled.save()))
+    assert note == "the checkpoint's loss scale of 65536 has no use: the plan has no float16 gradients"
+    losses(plain, 1)
+    note = scaled.load(Checkpoint(2, plain.save()))
+    assert note == "the checkpoint has no loss scale: it starts from loss_scale.initial = 65536"
+    losses(scaled, 1)
