@@ -40,7 +40,7 @@ def run_code(code: str, directory: str) -> list[float]:
     os.chdir(directory)
     torch.manual_seed(0)
     micro_batches = [{"x": torch.randn(2, 6)} for _ in range(2)]
-    names: dict[str, Any] = {"model": Toy(), "batches": [micro_batches], "micro_batches": micro_batches}
+    names: dict[str, Any] = {"model": Toy(), "batches": 4 * [micro_batches], "micro_batches": micro_batches}
     before = names["model"].layers[0].weight.detach().clone()
     exec(compile(code, "page", "exec"), names)
     names["optim"].runtime.join_spreads()
@@ -49,7 +49,7 @@ def run_code(code: str, directory: str) -> list[float]:
     return [float(value) for value in after.flatten()]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/recipes.md"])
 def test_the_library_code_of_a_page_trains(page: str, tmp_path: Path) -> None:
     [code] = blocks(page, "python")
     [plan] = blocks("docs/quickstart.md", "toml")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from thinwire.cost import NominalRates
+from thinwire.cost import NominalRates, memory, units
 from thinwire.errors import SpecError
 from thinwire.plan import (
     Search,
@@ -27,6 +27,7 @@ from thinwire.plan import (
     search,
     shortage,
 )
+from thinwire.plan.drafts import codec_choices
 from thinwire.plan.rules import chain_ends, factors, knobs, secondaries
 from thinwire.plan.search import RESOLUTION
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
@@ -268,3 +269,28 @@ def test_the_command_names_what_is_wrong(arguments: list[str], complaint: str) -
     assert result.returncode == 1
     assert complaint in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_plans_for_accelerators_without_bfloat16_compute_in_float16() -> None:
+    result = run_command(
+        "--model", "llama-7b", "--cluster", "v100-32g:2x8", "--tokens-per-step", "128k", "--codecs", "lossless",
+        "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert "plans compute in float16, which needs loss scaling" in result.stderr
+    plans = [Plan.parse(row["plan"]) for row in json.loads(result.stdout)["plans"]]
+    assert {plan.compute_dtype for plan in plans} == {"float16"}
+    assert not any("exp3" in str(plan.wire) for plan in plans), "exp3 encodes bfloat16 only"
+
+
+@pytest.mark.parametrize(("dtype", "proposes"), [("bfloat16", True), ("float16", False)])
+def test_the_search_leaves_out_codecs_of_other_dtypes(dtype: str, proposes: bool) -> None:
+    choices = codec_choices(job(codecs="lossless", compute_dtype=dtype))
+    assert ("exp3" in choices["gather"]) is ("exp3" in choices["spread"]) is proposes
+    assert choices["reduce_inter"] == ("none", "mpc")
+
+
+def test_float16_takes_the_memory_of_bfloat16() -> None:
+    halves = [Plan.preset("zero3", nodes=2, local=2, compute_dtype=dtype) for dtype in ("bfloat16", "float16")]
+    first, second = (memory(SMALL, plan, units(SMALL, plan), seq=SMALL.seq).by_part() for plan in halves)
+    assert first == second

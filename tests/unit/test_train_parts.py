@@ -103,6 +103,9 @@ def test_peaks() -> None:
     assert known_peak_tflops("NVIDIA H200", "bfloat16") == 989.0
     assert known_peak_tflops("NVIDIA H100 PCIe", "bfloat16") == 756.0
     assert known_peak_tflops("NVIDIA A100-SXM4-80GB", "float32") == 19.5
+    assert known_peak_tflops("NVIDIA A100-SXM4-80GB", "float16") == 312.0
+    assert known_peak_tflops("Tesla V100-SXM2-32GB", "float16") == 125.0
+    assert known_peak_tflops("Tesla V100-SXM2-32GB", "bfloat16") is None
     assert known_peak_tflops("Some CPU", "bfloat16") is None
 
 

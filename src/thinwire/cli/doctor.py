@@ -125,6 +125,8 @@ def _show(findings: dict[str, Any], checks: Sequence[Check], console: Console) -
     )
     if findings["fast_dtype"]:
         console.print(f'compute_dtype = "auto" is {findings["fast_dtype"]} here', markup=False)
+    if findings["devices"] and findings["fast_dtype"] == "float32":
+        console.print('these GPUs multiply no bfloat16; "float16" is fast, and scales the loss', markup=False)
     table = Table(box=None, pad_edge=False)
     for name in ("check", "found", "verdict", "needed for"):
         table.add_column(name)

@@ -23,7 +23,7 @@ from thinwire.sim.axes import HopCalls, StageLink, TensorParallelRates, idle_sec
 from thinwire.spec import CodecSpec, Factor, Plan
 from thinwire.spec.codec import encodable_dtypes
 
-__all__ = ["BatchChoice", "PlanDraft", "Drafts", "axis_rates", "fits", "stage_message"]
+__all__ = ["BatchChoice", "PlanDraft", "Drafts", "axis_rates", "codec_choices", "fits", "stage_message"]
 
 _SMALLEST_BUCKET, _LARGEST_BUCKET = 4 << 20, 256 << 20
 
@@ -250,7 +250,7 @@ class Drafts:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def _all_batches(self) -> Iterator[BatchChoice]:
-        level = _codec_choices(self.job)
+        level = codec_choices(self.job)
         axes = [level[axis] if ways > 1 else ("none",) for axis, ways in (("tp", self.cut.tp), ("pp", self.cut.pp))]
         for size, count in self.job.batches(self.cut):
             for recompute in self.job.recomputes:
@@ -294,7 +294,7 @@ class Drafts:
 
     def _levels(self, traffic: Traffic) -> list[tuple[str, ...]]:
         """Codecs that make a difference, by field of ``wire``; those of activations are left out."""
-        level = _codec_choices(self.job)
+        level = codec_choices(self.job)
         reductions = [mesh for mesh in (traffic.params, traffic.shard, traffic.replica) if mesh]
         used = (
             traffic.params is not None,
@@ -326,7 +326,7 @@ class Drafts:
                 )
 
 
-def _codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
+def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
     """Codecs of the job's level that encode its compute dtype, by field of ``wire``."""
     return {
         name: tuple(text for text in texts if job.compute_dtype in encodable_dtypes(CodecSpec(text)))

@@ -256,7 +256,7 @@ def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) ->
         "recompute": case.recompute,
         "tp": case.tp,
         "pp": case.pp,
-        "compute_dtype": "float32" if "float32" in (case.dtype, engine.messages) else "bfloat16",
+        "compute_dtype": "float32" if engine.messages == "float32" else case.dtype,
         "partition": engine.partition,
         "bucket_bytes": engine.bucket_bytes,
     }
