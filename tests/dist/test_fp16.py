@@ -224,6 +224,31 @@ def test_codecs_of_presets_train_in_fp16() -> None:
             assert 0 < detour < 0.15, (name, detour)
 
 
+def traffic(plans: list[tw.Plan]) -> list[dict[str, dict[str, int]]]:
+    sent = []
+    for plan in plans:
+        model = tw.shard(build(), plan)
+        scale = tw.LossScale(1024.0)
+        optimizer = tw.optimizer(model, torch.optim.SGD, lr=LR, loss_scale=scale)
+        tw.traffic(model)
+        for data in batches(dist.get_world_size(), 1, 2):
+            scale.scale(loss_of(model, data[0, dist.get_rank()])).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        runtime(model).join_spreads()
+        sent.append(tw.traffic(model))
+        runtime(model).lanes.close()
+    return sent
+
+
+@pytest.mark.parametrize("name", ["zeropp", pytest.param("zero1", marks=pytest.mark.slow)])
+def test_fp16_sends_as_many_bytes_as_bf16(name: str) -> None:
+    plans = [tw.Plan.preset(name, nodes=2, local=2, compute_dtype=dtype) for dtype in ("bfloat16", "float16")]
+    for half, other in run_ranks(4, traffic, plans):
+        assert half == other
+        assert sum(half["reduce"].values()) > 0
+
+
 # -- what is not finite ----------------------------------------------------------------------------------------
 
 

@@ -277,7 +277,7 @@ def test_plans_for_accelerators_without_bfloat16_compute_in_float16() -> None:
         "--json",
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
-    assert "plans compute in float16, which needs loss scaling" in result.stderr
+    assert "plans compute in float16, with loss scaling" in result.stderr
     plans = [Plan.parse(row["plan"]) for row in json.loads(result.stdout)["plans"]]
     assert {plan.compute_dtype for plan in plans} == {"float16"}
     assert not any("exp3" in str(plan.wire) for plan in plans), "exp3 encodes bfloat16 only"

@@ -79,7 +79,7 @@ def cluster_of(text: str | None, measured: Profile | None, changes: ClusterChang
 
 
 def compute_dtype_of(cluster: ClusterSpec) -> Dtype:
-    """The compute dtype of plans for a cluster: float16 if its accelerators multiply that and no bfloat16 (V100)."""
+    """The compute dtype of plans for a cluster: float16 if it has a peak for that and none for bfloat16, as a V100."""
     peaks = cluster.peak_flops
     return "float16" if "float16" in peaks and "bfloat16" not in peaks else "bfloat16"
 

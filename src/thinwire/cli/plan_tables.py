@@ -35,7 +35,8 @@ def introduce(job: TrainingJob, console: Console) -> None:
         console.print("times follow from published figures, not from a profile of this cluster", markup=False)
     if job.compute_dtype == "float16":
         console.print(
-            "the accelerator multiplies no bfloat16: plans compute in float16, which needs loss scaling", markup=False
+            "the accelerator has a peak for float16 and none for bfloat16: plans compute in float16, with loss scaling",
+            markup=False,
         )
 
 
