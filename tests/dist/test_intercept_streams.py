@@ -21,10 +21,14 @@ from tests.dist.test_parallel import batches, plan_for, start, train
 
 import thinwire as tw
 from thinwire.codecs import registry
+from thinwire.collectives import group as groups
+from thinwire.collectives.gloo import GlooLinks, make_device
+from thinwire.collectives.links import StagedLinks
+from thinwire.collectives.nccl import Membership
 from thinwire.errors import UsageError
-from thinwire.intercept import queued
+from thinwire.intercept import adapters, members, queued
 from thinwire.testing import run_ranks
-from thinwire.testing.nccl import Issue, compare_issues
+from thinwire.testing.nccl import Issue, NcclDouble, compare_issues
 from thinwire.testing.streams import Answer, SimulatedStream, StreamCheck, check_streams
 
 Outcome = tuple[list[str], list[Issue]]
@@ -224,3 +228,98 @@ def works_job() -> Outcome:
 
 def test_works_wait_on_streams_only() -> None:
     assert_ordered(run_ranks(4, strictly, works_job))
+
+
+def side_streams_job() -> tuple[Outcome, set[str]]:
+    """FSDP2's hooks as FSDP2 calls them on a GPU: copies, gathers and reductions on streams of their own."""
+    size, problems = 4096, set()
+    with on_streams() as check:
+        hooks = adapters._Groups(tw.AxisCodecs.of("int8:256"), 1024, 2)
+        gather, scatter = adapters.CompressedAllGather(hooks), adapters.CompressedReduceScatter(hooks)
+        world, streams = dist.group.WORLD, check.streams
+        copying, gathering, reducing = (streams.stream() for _ in range(3))
+        device = torch.device("cpu")
+        for async_op in (False, True):
+            with tw.step_scope():
+                copying.wait_stream(streams.current())
+                with streams.use(copying):
+                    whole = gather.allocate((4 * size,), dtype=torch.float32, device=device)
+                    own = whole[dist.get_rank() * size :][:size].fill_(1 + dist.get_rank())
+                gathering.wait_stream(copying)
+                with streams.use(gathering):
+                    work = gather(whole, own, world, async_op)
+                if work is None:
+                    streams.current().wait_stream(gathering)
+                else:
+                    work.wait()
+                means = whole.view(4, size).mean(1)
+                reducing.wait_stream(streams.current())
+                with streams.use(reducing):
+                    part = scatter.allocate((size,), dtype=torch.float32, device=device)
+                    scatter(part, whole, world, dist.ReduceOp.AVG)
+                    part.mul_(2)
+                streams.current().wait_stream(reducing)
+                if not torch.allclose(means, torch.arange(1.0, 5.0), rtol=0.01):
+                    problems.add("gather")
+                if not torch.allclose(part, torch.full((size,), 2.0 * (1 + dist.get_rank())), rtol=0.02):
+                    problems.add("reduce-scatter")
+                copying.wait_stream(streams.current())  # before its memory is freed
+                reducing.wait_stream(streams.current())
+                del whole, own, part, work
+    return outcome(check), problems
+
+
+def test_hooks_of_fsdp_on_side_streams() -> None:
+    results = run_ranks(4, strictly, side_streams_job)
+    assert_ordered([checked for checked, _ in results])
+    assert not any(problems for _, problems in results)
+
+
+# -------------------------------------------------------------------------------------------------- a shared GPU
+
+
+def staged_job() -> list[str]:
+    """Messages of ranks that share a GPU are staged by the host. Here its tensors are on the CPU, too."""
+
+    def connect(membership: Membership) -> StagedLinks:
+        links = GlooLinks(membership.store, membership.index, len(membership.ranks), make_device(), membership.timeout)
+        return StagedLinks(links, membership.index)
+
+    with mock.patch.object(members, "_connect", connect), on_streams() as check:
+        group = group_of("int8:256")
+        with tw.step_scope():
+            errors = every_operation(group, values, torch.float32)
+        assert max(errors.values()) < 0.04, errors
+    return [str(hazard) for hazard in check.hazards]
+
+
+def test_ranks_that_share_a_gpu_exchange_everything() -> None:
+    assert run_ranks(4, strictly, staged_job, timeout=60) == [[]] * 4
+
+
+# -------------------------------------------------------------------------------------------------- errors
+
+
+def failing_job() -> tuple[int, int]:
+    """How many communicators this rank has made and aborted when its own code fails in a step."""
+    aborted: list[NcclDouble] = []
+    abort = NcclDouble.abort
+
+    def note_and_abort(communicator: NcclDouble) -> None:
+        aborted.append(communicator)
+        abort(communicator)
+
+    with on_streams() as check, mock.patch.object(NcclDouble, "abort", note_and_abort):
+        group = group_of("int8:256")
+        with tw.step_scope():
+            dist.all_reduce(torch.ones(4096), group=group)
+        try:
+            raise ZeroDivisionError
+        except ZeroDivisionError:
+            groups.shutdown()
+    return sum(issue.what == "create" for issue in check.issues), len(aborted)
+
+
+def test_an_error_aborts_what_is_queued() -> None:
+    for made, aborted in run_ranks(4, failing_job):
+        assert made == aborted == 2

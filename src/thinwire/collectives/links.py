@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Links", "StagedLinks"]
+__all__ = ["HostLinks", "Links", "StagedLinks"]
 
 
 class Links(Protocol):
@@ -42,8 +42,17 @@ class Links(Protocol):
         """Release the connections, which are idle."""
 
 
+class HostLinks(Links, Protocol):
+    """Connections for tensors of the host."""
+
+    def post(self, tensor: torch.Tensor, target: int) -> Any:
+        """Start to send a tensor to one member; returns torch's work. The caller keeps the tensor until its end."""
+
+
 class StagedLinks:
     """Connections of the host for tensors of a device: what is sent is copied to the host, and the host waits.
+
+    The host does not wait until a message to one member has been received, because that member may send one first.
 
     Args:
         links: Connections for tensors of the host.
@@ -52,8 +61,9 @@ class StagedLinks:
 
     is_native = False
 
-    def __init__(self, links: Links, index: int) -> None:
+    def __init__(self, links: HostLinks, index: int) -> None:
         self._links, self._index = links, index
+        self._posted: list[tuple[Any, torch.Tensor]] = []  # messages on their way
         self.abort: Callable[[], None] = links.abort
         self.close: Callable[[], None] = links.close
 
@@ -77,7 +87,9 @@ class StagedLinks:
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
         """See :meth:`Links.send`."""
-        self._links.send(tensor.cpu(), target)
+        self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]
+        staged = tensor.cpu()
+        self._posted.append((self._links.post(staged, target), staged))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
         """See :meth:`Links.receive`."""

@@ -56,7 +56,6 @@ class PlainGroup(dist.ProcessGroup):
             self._register_backend(device, kind, backend)
             self._set_default_backend(kind)
         transports: list[Any] = [inner._get_backend(device) for device in inner._device_types]
-        self._backend = transports[0]
         counts = [transport._get_sequence_number_for_group for transport in dict.fromkeys(transports)]
         self._transport_count: Callable[[], int] = counts[0] if len(counts) == 1 else lambda: sum(f() for f in counts)
         self._sequence = self._transport_count()

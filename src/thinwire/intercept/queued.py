@@ -138,8 +138,3 @@ class StreamQueue:
         with self.streams.use(self._stream):
             future.set_result(work.result())
         return future
-
-    def close(self) -> None:
-        """Let the host wait for all tasks."""
-        self._stream.synchronize()
-        self._flying.clear()

@@ -4,7 +4,8 @@ Code that exchanges by NCCL makes calls that gloo would forgive. The double has 
 :class:`~thinwire.collectives.nccl.NcclLinks` calls, and holds it to what NCCL demands:
 
 - Every member of a communicator makes every call, in one order, even those that send nothing. ``send`` and ``recv``
-  concern two members only. A member that stays away lets the others wait until the timeout.
+  concern two members only. A member that stays away lets the others wait until the timeout. The host does not wait for
+  a message that it sends; unlike with NCCL, later operations of the same stream do not wait either.
 - Calls that meet are of one kind and dtype, and agree on sizes. NCCL would hang or mix up bytes; the double raises.
 - A gather in place has its piece at its own place. Pieces are contiguous and of a dtype that NCCL knows.
 - A sum is made in the dtype that is sent, in the order of the ring.
