@@ -37,7 +37,11 @@ Outcome = tuple[list[str], list[Issue]]
 
 @contextlib.contextmanager
 def on_streams(answers: Answer = "never") -> Iterator[StreamCheck]:
-    """Simulated streams, with codecs whose operations are torch's."""
+    """Simulated streams, with codecs whose operations are torch's.
+
+    torch calls the body of a functional collective from C++, where the check sees no operation of torch. It would see
+    those of native codecs, and miss the copies that order them.
+    """
     with mock.patch.object(registry, "default_backend", return_value="reference"), check_streams(answers) as check:
         yield check
 

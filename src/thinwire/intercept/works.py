@@ -153,7 +153,8 @@ class Stopwatch:
             streams: Streams of a device, whose current one waits; without them, the host waits.
         """
         if streams is not None:
-            current, before, after = streams.current(), streams.event(), streams.event()
+            current = streams.current()
+            before, after = streams.event(timed=True), streams.event(timed=True)
             before.record(current)
             try:
                 yield
