@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -20,7 +21,7 @@ import thinwire as tw
 from thinwire.sharding.lanes import stream_workers
 from thinwire.testing import run_ranks
 from thinwire.testing.nccl import Issue, compare_issues
-from thinwire.testing.streams import Answer, SimulatedStream, StreamCheck, check_streams
+from thinwire.testing.streams import Answer, SimulatedStream, SimulatedStreams, StreamCheck, check_streams
 
 ENCODED = ("zeropp", "zeropp-8bit", "thinwire")
 
@@ -185,6 +186,92 @@ def check_loops(names: tuple[str, ...], answers: Answer) -> Outcome:
 )
 def test_loops_order_every_access(names: tuple[str, ...], answers: Answer) -> None:
     assert_ordered(run_ranks(4, check_loops, names, answers))
+
+
+# -- streams of the user's own ---------------------------------------------------------------------------------
+
+
+class _LeaveInBackward(torch.autograd.Function):
+    """Backward begins to run on a stream, as autograd on GPUs does for operations whose forward ran there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, streams: SimulatedStreams, side: SimulatedStream) -> torch.Tensor:
+        ctx.streams, ctx.side = streams, side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.side.wait_stream(ctx.streams.current())
+        ctx.side.inside = ctx.streams.use(ctx.side)
+        ctx.side.inside.__enter__()
+        return grads[0], None, None
+
+
+class _ReturnInBackward(torch.autograd.Function):
+    """Backward goes on where it ran before."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, streams: SimulatedStreams, side: SimulatedStream) -> torch.Tensor:
+        ctx.streams, ctx.side = streams, side
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.side.inside.__exit__(None, None, None)
+        ctx.streams.current().wait_stream(ctx.side)
+        return grads[0], None, None
+
+
+class OnTwoStreams(nn.Module):
+    """Its middle block runs on a stream of its own."""
+
+    def __init__(self, streams: SimulatedStreams) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+        self._streams, self._side = streams, streams.stream()
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        streams, side = self._streams, self._side
+        x = self.blocks[0](self.embedding(ids)).tanh()
+        side.wait_stream(streams.current())
+        with streams.use(side):
+            x = self.blocks[1](_ReturnInBackward.apply(x, streams, side)).tanh()
+        streams.current().wait_stream(side)
+        return self.blocks[2](_LeaveInBackward.apply(x, streams, side))
+
+
+def check_two_streams(name: str, answers: Answer) -> Outcome:
+    """Hazards that the model alone does not have: autograd frees what it has saved while other streams may read it."""
+    own = {(hazard.kind, hazard.other) for hazard in train_on_two_streams(None, answers).hazards}
+    check = train_on_two_streams(name, answers)
+    return [str(h) for h in check.hazards if (h.kind, h.other) not in own], {name: check.issues}
+
+
+def train_on_two_streams(name: str | None, answers: Answer) -> StreamCheck:
+    with check_streams(answers) as check:
+        torch.manual_seed(0)
+        model: nn.Module = OnTwoStreams(check.streams)
+        optim: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if name is not None:
+            model = tw.shard(model, preset(name, bucket_bytes=1))
+            optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-2)
+        for _ in range(3):
+            model(torch.arange(6).view(2, 3)).square().mean().backward()
+            optim.step()
+            optim.zero_grad()
+    return check
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("zero3", "never"),
+        *(pytest.param(name, "random", marks=pytest.mark.slow) for name in ("ddp", "zero1", "zero2", "zero3", "hpz")),
+    ],
+)
+def test_a_model_may_use_streams_of_its_own(name: str, answers: Answer) -> None:
+    assert_ordered(run_ranks(4, check_two_streams, name, answers))
 
 
 # -- planted faults --------------------------------------------------------------------------------------------

@@ -88,11 +88,15 @@ def _outside_compile(hook: Hook) -> Hook:
 
 
 def _hook_forward(runtime: Runtime) -> None:
+    from_any_stream = runtime.lanes.home.visited_by
+
     @_outside_compile
+    @from_any_stream
     def enter(_module: nn.Module, _args: Any) -> None:
         runtime.passes.enter_forward()
 
     @_outside_compile
+    @from_any_stream
     def leave(_module: nn.Module, _args: Any, output: Any) -> None:
         if runtime.holds.has_reads and torch.is_grad_enabled():
             # A parent that computes with a child's weight is no unit, so no other hook runs before its backward.
@@ -101,6 +105,7 @@ def _hook_forward(runtime: Runtime) -> None:
                     tensor.register_hook(begin_backward)
         runtime.passes.leave_forward()
 
+    @from_any_stream
     def begin_backward(_grad: torch.Tensor) -> None:
         runtime.passes.backward.begin()
 
@@ -110,6 +115,7 @@ def _hook_forward(runtime: Runtime) -> None:
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     index, undo, audit = unit.index, runtime.undo, runtime.audit
+    from_any_stream = runtime.lanes.home.visited_by
 
     leaves = False  # whether ``leave_alone`` is registered, which ends a pass that the unit's own forward began
 
@@ -117,6 +123,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     sources: list[torch.Tensor] = []
 
     @_outside_compile
+    @from_any_stream
     def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
         nonlocal leaves
         runtime.passes.pre_forward(index)
@@ -129,10 +136,12 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         sources[:] = gradient_sources(args, kwargs) if unit.sharded and torch.is_grad_enabled() else ()
 
     @_outside_compile
+    @from_any_stream
     def leave_alone(_module: nn.Module, _args: Any, _output: Any) -> None:
         runtime.passes.leave_alone(index)
 
     @_outside_compile
+    @from_any_stream
     def post_forward(_module: nn.Module, _args: Any, output: Any) -> Any:
         if audit.compares_values:
             audit.after_forward(unit)
@@ -168,7 +177,13 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
             parameter.grad = None
             # A backward with create_graph delivers gradients that require gradients.
             grad = local_gradient(parameter, grad.detach())
-            runtime.passes.backward.gradient(index, slot, grad if grad.layout is torch.strided else grad.to_dense())
+            grad = grad if grad.layout is torch.strided else grad.to_dense()
+            if not runtime.lanes.home.exists:
+                runtime.passes.backward.gradient(index, slot, grad)
+                return
+            with runtime.lanes.home.visit() as is_away:
+                # The runtime drops what it is given when it likes.
+                runtime.passes.backward.gradient(index, slot, grad.clone() if is_away else grad)
 
     return hook
 
@@ -190,7 +205,9 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
     # Hooks hold no tensors: an input held by an output's hook would live until the next garbage collection.
     will_leave = bool(inner) or stays
     announced_in = left_in = -1  # ids of backwards, because a retained graph may run several
+    from_any_stream = runtime.lanes.home.visited_by
 
+    @from_any_stream
     def pre_backward(_grad: torch.Tensor, followers: list[Callable[[Any], None]]) -> None:
         nonlocal announced_in
         for leave in followers:
@@ -199,6 +216,7 @@ def _announce_backward(runtime: Runtime, unit: Unit, sources: Sequence[torch.Ten
             announced_in = task
             runtime.passes.backward.pre_backward(unit.index, will_leave=will_leave)
 
+    @from_any_stream
     def post_backward(_grad: Any) -> None:
         nonlocal left_in
         task = torch._C._current_graph_task_id()

@@ -23,6 +23,7 @@ from thinwire.program import Axis, Event
 from thinwire.program import Lane as LaneName
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import Timeline
+from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.lanes.journal import Journal, Load
 from thinwire.sharding.lanes.recorder import Mark, Recorder
 from thinwire.sharding.lanes.stream_workers import StreamWorker
@@ -40,10 +41,14 @@ class Lanes:
     Args:
         device: Device of the model's tensors; CUDA uses streams, the CPU uses threads.
         stages: Whether stages of different collectives of a lane run at the same time.
+
+    Attributes:
+        home: The stream that the memory of units and gradients belongs to.
     """
 
     def __init__(self, device: torch.device, *, stages: bool = True) -> None:
         self._streams, self._stages = streams_of(device), stages
+        self.home = HomeStream(self._streams)
         self._newest: dict[LaneName, Ticket] = {}
         self._recorder = Recorder(self._streams)
         self._workers: dict[tuple[LaneName, Stage], Worker] = {}
