@@ -277,3 +277,17 @@ def test_an_exchange_that_fails_aborts_the_others() -> None:
     for made, aborted, message in outcomes[1:]:
         assert aborted >= made > 0
         assert "on the gather lane with ranks" in message
+
+
+# -- codecs ----------------------------------------------------------------------------------------------------
+
+
+def shard_with_lengths() -> None:
+    plan = tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32", wire={"reduce_inter": "mpc"})
+    with check_streams():
+        tw.shard(nn.Linear(4, 4), plan)
+
+
+def test_codecs_of_variable_length_are_refused_where_the_host_would_wait() -> None:
+    with pytest.raises(RankError, match=r"wire.reduce_inter = 'mpc' has messages of variable length.*use a codec of"):
+        run_ranks(WORLD, shard_with_lengths)

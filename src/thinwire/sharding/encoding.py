@@ -10,6 +10,7 @@ import torch
 
 from thinwire import codecs
 from thinwire.codecs import Codec
+from thinwire.collectives.nccl import backend_maker
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
 from thinwire.program import Axis
@@ -37,12 +38,33 @@ class PlanCodecs:
     def of(cls, plan: Plan, device: torch.device, backend: str | None = None) -> PlanCodecs:
         """Create the codecs of a plan, with the given backend or the device's default."""
 
+        _refuse_lengths_on_devices(plan, device)
+
         def made(spec: CodecSpec) -> Codec | None:
             return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
 
         wire = plan.wire
         hops = HopCodecs(made(wire.reduce_intra), made(wire.reduce_inter))
         return cls(made(wire.gather), hops, made(wire.spread))
+
+
+def _refuse_lengths_on_devices(plan: Plan, device: torch.device) -> None:
+    """Refuse codecs of variable length where exchanges are queued on a device: the host would wait for the length of
+    every message, and computation with it.
+
+    Raises:
+        SpecError: The plan has such a codec.
+    """
+    if backend_maker(device) is None:
+        return
+    problems = [
+        f"wire.{name} = {str(spec)!r} has messages of variable length, for which the host would wait in every exchange "
+        f"over NCCL: use a codec of fixed length, such as none, bf16, int8:256, int4:256 or zfp:16"
+        for name, spec in plan.wire.codecs().items()
+        if spec.is_variable_length
+    ]
+    if problems:
+        raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)
 
 
 def agreed_codecs(plan: Plan) -> tuple[str, ...]:
