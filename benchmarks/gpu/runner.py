@@ -47,7 +47,9 @@ def run(parts: Sequence[Part], device: str, results: Path, *, again: bool) -> li
         task = progress.add_task("", total=len(parts))
         for part in parts:
             record = read(part.name, results)
-            if again or record is None or record.device != device or record.status not in {DONE, MISSED}:
+            kept = record is not None and record.device == device and record.status in {DONE, MISSED}
+            # Only torchrun makes the record of several nodes again.
+            if record is None or not kept or (again and part.nodes == 1):
                 record = _record(part, device, results, lambda line: progress.update(task, description=line))
             records.append(record)
             progress.console.print(f"{part.name}: {record.status}{_why(record)}", highlight=False, markup=False)
@@ -110,8 +112,10 @@ def _in_a_process(part: Part, device: str, results: Path, report: Callable[[str]
     """Run a part in a process of its own; how it ended, should it leave no record."""
     command = [sys.executable, "-m", "benchmarks.gpu", "part", part.name]
     command += ["--device", device, "--results", str(results)]
+    # Tiny tensors gain nothing from threads, which on a busy machine wait for each other.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"} if device == "cpu" else None
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
     ended_late = threading.Event()
 

@@ -173,7 +173,7 @@ def encoded_losses(scale: Scale, report: Callable[[str], None]) -> Outcome:
             curves = {}
             for device in (scale.device, "cpu"):
                 report(f"{preset} on {device}")
-                ranks = four.run(train, toml, device, scale.steps)
+                ranks = four.run(train, toml, device, scale.steps, timeout=240.0)  # Triton compiles on each
                 curves[device] = [sum(losses) / len(losses) for losses in zip(*(run[1] for run in ranks), strict=True)]
             ours, theirs = curves[scale.device], curves["cpu"]
             worst = largest_difference(ours, theirs)
