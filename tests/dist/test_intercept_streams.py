@@ -22,8 +22,8 @@ from tests.dist.test_parallel import batches, plan_for, start, train
 import thinwire as tw
 from thinwire.codecs import registry
 from thinwire.collectives import group as groups
+from thinwire.collectives.connections import StagedLinks
 from thinwire.collectives.gloo import GlooLinks, make_device
-from thinwire.collectives.links import StagedLinks
 from thinwire.collectives.nccl import Membership
 from thinwire.errors import UsageError
 from thinwire.intercept import adapters, members, queued

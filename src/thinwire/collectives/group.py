@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 from thinwire.agreement import agree
+from thinwire.collectives.connections import Connections, StagedLinks
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
-from thinwire.collectives.links import Links, StagedLinks
 from thinwire.collectives.memory import release_memory
 from thinwire.collectives.nccl import MakeBackend, Membership, NcclLinks, backend_maker
 from thinwire.collectives.patience import STORE_PATIENCE, within_patience
@@ -445,7 +445,7 @@ class Subgroup:
     @contextlib.contextmanager
     def _performing(
         self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
-    ) -> Iterator[Links]:
+    ) -> Iterator[Connections]:
         """Context of an exchange: the roll call watches it, and its errors are explained."""
         assert self._links is not None
         nbytes = sum(map(_nbytes, outgoing))
@@ -480,11 +480,11 @@ class Subgroup:
 
 _subgroups: weakref.WeakSet[Subgroup] = weakref.WeakSet()
 _LinksKey = tuple[tuple[int, ...], Lane, Stage, int, MakeBackend | None]
-_links: dict[_LinksKey, Links] = {}
+_links: dict[_LinksKey, Connections] = {}
 _device: dist.ProcessGroupGloo.Device | None = None
 
 
-def _links_of(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, device: torch.device) -> Links:
+def _links_of(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, device: torch.device) -> Connections:
     """The connections of a stage of a lane, made once, by the members alone: a thousand ranks need not visit every
     group of the mesh."""
     make = None if lane is Lane.CONTROL else backend_maker(device)
@@ -502,7 +502,7 @@ def _links_of(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, de
     return _links[key]
 
 
-def _host_links(store: dist.Store, index: int, size: int, device: torch.device) -> Links:
+def _host_links(store: dist.Store, index: int, size: int, device: torch.device) -> Connections:
     global _device
     if _device is None:
         _device = make_device()

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from thinwire.collectives.connections import Connections, StagedLinks
 from thinwire.collectives.gloo import GlooLinks, make_device
 from thinwire.collectives.group import Meter, Subgroup, before_shutdown
-from thinwire.collectives.links import Links, StagedLinks
 from thinwire.collectives.nccl import Membership, NcclLinks, backend_maker
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
@@ -103,7 +103,7 @@ class MemberGroup(Subgroup):
     @contextlib.contextmanager
     def _performing(
         self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
-    ) -> Iterator[Links]:
+    ) -> Iterator[Connections]:
         assert self._links is not None
         try:
             yield self._links
@@ -122,7 +122,7 @@ class MemberGroup(Subgroup):
         )
 
 
-def _connect(membership: Membership) -> Links:
+def _connect(membership: Membership) -> Connections:
     make = backend_maker(membership.device)
     if make is not None:
         return NcclLinks(make(membership), membership.index)

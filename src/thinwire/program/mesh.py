@@ -227,17 +227,20 @@ def hops(
         # Each of two members sends the whole vector, which costs as much as gathering two pieces of that size.
         return hops(Kind.ALL_GATHER, local, nodes, Even(summed(pieces), 2), index, messages, stride)
     spread = Kind.BROADCAST if kind is Kind.BROADCAST else Kind.ALL_GATHER
-    gather: tuple[Hop, ...] = (
-        Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(own[node]), stride),
-        Hop(spread, Scope.INSIDE, local, (local - 1) * summed(own, messages.gather)),
-    )
+
+    def gather() -> tuple[Hop, ...]:  # a codec of reductions need not be able to encode sums
+        return (
+            Hop(spread, Scope.ACROSS, nodes, (nodes - 1) * messages.gather(own[node]), stride),
+            Hop(spread, Scope.INSIDE, local, (local - 1) * summed(own, messages.gather)),
+        )
+
     match kind:
         case Kind.ALL_GATHER | Kind.BROADCAST:
-            steps = gather
+            steps = gather()
         case Kind.REDUCE_SCATTER:
             steps = scatter
         case Kind.ALL_REDUCE:
-            steps = scatter + gather
+            steps = scatter + gather()
         case Kind.SEND:
             raise ValueError("a message from one member to another has no hops of a collective")
     return tuple(hop for hop in steps if hop.ranks > 1)

@@ -109,6 +109,10 @@ def codec_problems(plan: Plan) -> Iterator[str]:
         "reduce_inter": {plan.effective_reduce_dtype, sums_dtype(plan.wire.reduce_inter, plan.effective_reduce_dtype)},
     }
     codecs_by_name = plan.wire.codecs()
+    local, nodes = axis_shape(plan, Axis.REPLICA)
+    if local * nodes > 2:  # two replicas exchange whole vectors; more of them gather sums, which are fp32
+        farthest = "reduce_inter" if nodes > 1 else "reduce_intra"
+        dtypes[farthest].add("float32")
     for name, needed in dtypes.items():
         for dtype in sorted(needed):
             try:

@@ -7,10 +7,10 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["HostLinks", "Links", "StagedLinks"]
+__all__ = ["HostLinks", "Connections", "StagedLinks"]
 
 
-class Links(Protocol):
+class Connections(Protocol):
     """Connections between the members of a subgroup, which are numbered in the order of their pieces.
 
     All tensors are contiguous and 1-D. On a device with streams, operations are queued on the current stream.
@@ -42,7 +42,7 @@ class Links(Protocol):
         """Release the connections, which are idle."""
 
 
-class HostLinks(Links, Protocol):
+class HostLinks(Connections, Protocol):
     """Connections for tensors of the host."""
 
     def post(self, tensor: torch.Tensor, target: int) -> Any:
@@ -68,7 +68,7 @@ class StagedLinks:
         self.close: Callable[[], None] = links.close
 
     def gather(self, pieces: Sequence[torch.Tensor]) -> None:
-        """See :meth:`Links.gather`."""
+        """See :meth:`Connections.gather`."""
         staged = [
             piece.cpu() if i == self._index else torch.empty_like(piece, device="cpu") for i, piece in enumerate(pieces)
         ]
@@ -76,7 +76,7 @@ class StagedLinks:
         self._deliver(staged, pieces)
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
-        """See :meth:`Links.exchange`."""
+        """See :meth:`Connections.exchange`."""
         received = [torch.empty_like(piece, device="cpu") for piece in incoming]
         self._links.exchange([piece.cpu() for piece in outgoing], received)
         self._deliver(received, incoming)
@@ -86,13 +86,13 @@ class StagedLinks:
         raise NotImplementedError
 
     def send(self, tensor: torch.Tensor, target: int) -> None:
-        """See :meth:`Links.send`."""
+        """See :meth:`Connections.send`."""
         self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]
         staged = tensor.cpu()
         self._posted.append((self._links.post(staged, target), staged))
 
     def receive(self, tensor: torch.Tensor, source: int) -> None:
-        """See :meth:`Links.receive`."""
+        """See :meth:`Connections.receive`."""
         staged = torch.empty_like(tensor, device="cpu")
         self._links.receive(staged, source)
         tensor.copy_(staged)
