@@ -116,6 +116,19 @@ def check_fixed(name: str, dtypes: list[torch.dtype], lengths: list[int]) -> Non
         assert same(codec.decode_add(wire, total, encoded=dtype), wanted), case
 
 
+@pytest.mark.parametrize("name", ["int2:2048", "int3:2048", "int4:2048", "int5:4096"])
+def test_errors_of_long_blocks_do_not_overflow(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_one_sided, name, 4096)
+
+
+def check_one_sided(name: str, numel: int) -> None:
+    reference, codec = pair(name)
+    for share in (-1.0, -0.99, 0.74):
+        x = torch.full((numel,), share)  # the codes of most values are limited, so their errors are the largest
+        x[:: CodecSpec(name).block] = 1.0
+        assert torch.equal(encode(codec, x), reference.encode(x, seed=5)), (name, share)
+
+
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_lossless_messages_are_the_references(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
     interpreter(check_lossless, name, dtype, [33, 2345 if dtype == torch.bfloat16 else 1100])

@@ -18,6 +18,10 @@ INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
 """Whether TRITON_INTERPRET was set when this backend was imported, which decides how kernels run."""
 
 
+WARP = 64 if torch.version.hip else 32
+"""Threads per warp."""
+
+
 def check_device(x: Tensor) -> None:
     """Raise :class:`UsageError` for a tensor on a device where kernels do not run."""
     if x.device.type == "cpu" and not INTERPRETED:
@@ -27,8 +31,8 @@ def check_device(x: Tensor) -> None:
         )
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Run a kernel on the device of its first argument.
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, threads: int = 128, **constants: Any) -> None:
+    """Run a kernel on the device of its first argument, with a number of threads per program.
 
     Multiplications and additions are never fused, because messages must have the same bits on every backend.
     """
@@ -37,7 +41,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, *
     # under the interpreter, numpy would warn.
     context = torch.cuda.device(device) if device.type == "cuda" else np.errstate(all="ignore")
     with context if INTERPRETED or device.type == "cuda" else contextlib.nullcontext():
-        kernel[grid](*args, **constants, num_warps=num_warps, enable_fp_fusion=False)
+        kernel[grid](*args, **constants, num_warps=max(threads // WARP, 1), enable_fp_fusion=False)
 
 
 def aligned(wire: Tensor) -> Tensor:

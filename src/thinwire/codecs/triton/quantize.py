@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.codecs.triton.tiles import MAGIC, MAGIC_BITS, butterflies, eighths, flip_signs
+from thinwire.codecs.triton.tiles import MAGIC, MAGIC_BITS, butterflies, flip_signs
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -22,6 +22,15 @@ def key_of(x):
     thus gives both the maximum and its sign, which rule 2 needs."""
     bits = x.to(tl.uint32, bitcast=True)
     return ((bits << 1) | (bits >> 31)) ^ 1
+
+
+@triton.jit
+def largest_key(x_RV):
+    """The largest key of every row, from the largest positive and the largest negative value: two maxima of the bits
+    are cheaper than a key for every value."""
+    above_R = tl.max(x_RV.to(tl.int32, bitcast=True), axis=1)
+    below_R = tl.max(x_RV.to(tl.uint32, bitcast=True), axis=1)
+    return tl.maximum(key_of(above_R), key_of(below_R))
 
 
 @triton.jit
@@ -54,94 +63,88 @@ def quantize(
     bounded_R = tl.maximum(largest_R, SMALLEST_MAX)
     max_R = tl.where((key_R & 1) == 1, bounded_R, -bounded_R)
     if STOCHASTIC:
-        f_RV, scale_R = round_at_random(x_RV, bounded_R, position_RV, seed, R, BITS)
+        code_RV, scale_R = round_at_random(x_RV, bounded_R, position_RV, seed, R, BITS)
     elif SEARCH:
-        f_RV, scale_R = search(x_RV, max_R, poisoned_R, R, V, BITS)
+        code_RV, scale_R = search(x_RV, max_R, R, V, BITS)
     else:
         levels: tl.constexpr = 1 << (BITS - 1)
-        f_RV = to_codes(x_RV, max_R, R, levels)
+        code_RV = to_codes(x_RV, max_R, R, levels)
         scale_R = max_R * (-1.0 / levels)
-    f_RV = tl.where(poisoned_R[:, None], MAGIC, f_RV)
     bits_R = tl.where(largest_R == 0.0, 0, scale_R.to(tl.int32, bitcast=True))
-    return f_RV, tl.where(poisoned_R, NAN_BITS, bits_R)
+    return code_RV, tl.where(poisoned_R, NAN_BITS, bits_R)
 
 
 @triton.jit
 def to_codes(x_RV, max_R, R: tl.constexpr, LEVELS: tl.constexpr):
-    """Codes of rule 3. None is below -LEVELS, because no value exceeds the maximum."""
+    """Codes of rule 3, plus MAGIC_BITS. None is below -LEVELS, because no value exceeds the maximum."""
     factor_R = tl.div_rn(tl.full((R,), -LEVELS, tl.float32), max_R)
-    return tl.minimum(x_RV * factor_R[:, None] + MAGIC, MAGIC + (LEVELS - 1))
+    return tl.minimum(x_RV * factor_R[:, None] + MAGIC, MAGIC + (LEVELS - 1)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def search(x_RV, max_R, poisoned_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr):
-    """Rule 4. Its sums are in fp32, but of integers below 2^24, and therefore exact in any order."""
+def search(x_RV, max_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr):
+    """Rule 4. All sums are of integers, and therefore exact in any order."""
     LEVELS: tl.constexpr = 1 << (BITS - 1)
     UNIT: tl.constexpr = 256 >> (BITS - 1)
     START: tl.constexpr = 84 if BITS == 2 else 46 if BITS == 3 else 27 if BITS == 4 else 15
-    fine_RV = tl.where(poisoned_R[:, None], MAGIC, to_codes(x_RV, max_R, R, 1 << 15)).to(tl.int32, bitcast=True)
-    fine_RV -= MAGIC_BITS
-    a_RV = tl.minimum((fine_RV + 128) >> 8, 127)
-    m = eighths((4 * (a_RV >> 1) + (1 + MAGIC_BITS)).to(tl.float32, bitcast=True) - MAGIC, R, V)
-    best_R = tl.full((R,), START, tl.float32)
-    error_R = error_of(m, best_R, LEVELS)
+    # w + 128 in the lowest bits. Adding the even number 128 to MAGIC changes no rounding.
+    factor_R = tl.div_rn(tl.full((R,), -32768, tl.float32), max_R)
+    fine_RV = tl.minimum(x_RV * factor_R[:, None] + (MAGIC + 128), MAGIC + (128 + 32767))
+    # Values of a = 127 and more count as the smallest of them, so that neither a nor v needs another limit.
+    below_RV = tl.minimum(fine_RV, MAGIC + 32767).to(tl.int32, bitcast=True)
+    fine_RV = fine_RV.to(tl.int32, bitcast=True)
+    bits_RV = (below_RV >> 9) * 4 + (1 + MAGIC_BITS - 4 * (MAGIC_BITS >> 9))
+    middle_RV = bits_RV.to(tl.float32, bitcast=True) - MAGIC
+    best_R = tl.full((R,), START, tl.int32)
+    error_R = error_of(middle_RV, bits_RV, best_R, R, V, LEVELS)
     for part in tl.static_range(3):
         if UNIT >> (3 + part) >= 1:
             centre_R = best_R
             for sign in tl.static_range(2):
                 tried_R = centre_R + (2 * sign - 1) * (UNIT >> (3 + part))
-                tried_error_R = error_of(m, tried_R, LEVELS)
+                tried_error_R = error_of(middle_RV, bits_RV, tried_R, R, V, LEVELS)
                 better_R = tried_error_R < error_R
                 best_R = tl.where(better_R, tried_R, best_R)
                 error_R = tl.where(better_R, tried_error_R, error_R)
-    step_R = best_R.to(tl.int32)
-    reciprocal_R = ((1 << (18 - BITS)) + step_R) // (2 * step_R)
-    finer_RV = (fine_RV * reciprocal_R[:, None]) >> 16
-    code_RV = (finer_RV + (1 << (7 - BITS))) >> (8 - BITS)
+    # r is 2^(17-N) / S rounded, with halves upwards. A quarter more in the numerator gives the same in any rounding mode.
+    reciprocal_R = (((1 << (17 - BITS)) + 0.25) / best_R.to(tl.float32) + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
+    half_R = (1 << (23 - BITS)) - (MAGIC_BITS + 128) * reciprocal_R
+    code_RV = (fine_RV * reciprocal_R[:, None] + half_R[:, None]) >> (24 - BITS)
     code_RV = tl.maximum(tl.minimum(code_RV, LEVELS - 1), -LEVELS)
+    a_RV = (below_RV >> 8) - (MAGIC_BITS >> 8)
     num_R = tl.sum(a_RV * code_RV, axis=1)
     den_R = tl.sum(code_RV * code_RV, axis=1)
     ratio_R = tl.div_rn(num_R.to(tl.float32), tl.maximum(den_R, 1).to(tl.float32))
     scale_R = max_R * (-1.0 / 128) * ratio_R
-    return (code_RV + MAGIC_BITS).to(tl.float32, bitcast=True), tl.where(den_R == 0, 0.0, scale_R)
+    return code_RV + MAGIC_BITS, tl.where(den_R == 0, 0.0, scale_R)
 
 
 @triton.jit
-def error_of(m, step_R, LEVELS: tl.constexpr):
-    """error(S) of each row, computed from the midpoints of its values in eighths."""
-    error_RG = add_error(tl.zeros(m[0].shape, tl.float32), m[0], step_R, LEVELS)
-    error_RG = add_error(error_RG, m[1], step_R, LEVELS)
-    error_RG = add_error(error_RG, m[2], step_R, LEVELS)
-    error_RG = add_error(error_RG, m[3], step_R, LEVELS)
-    error_RG = add_error(error_RG, m[4], step_R, LEVELS)
-    error_RG = add_error(error_RG, m[5], step_R, LEVELS)
-    error_RG = add_error(error_RG, m[6], step_R, LEVELS)
-    error_RG = add_error(error_RG, m[7], step_R, LEVELS)
-    return row_sums(error_RG)
-
-
-@triton.jit
-def add_error(error_RG, m_RG, step_R, LEVELS: tl.constexpr):
-    # q is m / S rounded, with halves upwards. (m + 1/4) / S gives the same in any rounding mode: for integers m and S,
-    # it is at least 1 / 4S, more than 2^-9, away from every half, and the error of fp32 is below 2^-14. This also holds
-    # for a fused multiply-add, so the compiler may fuse here or not.
-    inverse_R = tl.div_rn(tl.full(step_R.shape, 1.0, tl.float32), step_R)
-    inverse_RG = tl.broadcast_to(inverse_R[:, None], m_RG.shape)
-    f_RG = tl.fma(m_RG + 0.25, inverse_RG, tl.full(m_RG.shape, MAGIC, tl.float32))
-    q_RG = tl.maximum(tl.minimum(f_RG, MAGIC + (LEVELS - 1)), MAGIC - LEVELS) - MAGIC
-    difference_RG = tl.fma(q_RG, tl.broadcast_to(-step_R[:, None], m_RG.shape), m_RG)
+def error_of(middle_RV, bits_RV, step_R, R: tl.constexpr, V: tl.constexpr, LEVELS: tl.constexpr):
+    """error(S) of each row, from the middles of its values (fp32) and MAGIC_BITS plus them (int32): two products and two
+    fused products with sums for each value."""
+    # q is v / S rounded and limited. The limits are those of saturation to [0, 1], which costs no instruction. Rounding
+    # may take halves to either side, because both multiples of S are then at the same distance. Other quotients are at
+    # least 1 / 2S away from every half, and the error of fp32 is far below that, fused or not.
+    inverse_R = (1.0 / step_R.to(tl.float32)) * (1.0 / (2 * LEVELS - 1))
+    inverse_RV = tl.broadcast_to(inverse_R[:, None], middle_RV.shape)
+    at_RV = tl.fma(middle_RV, inverse_RV, tl.full(middle_RV.shape, LEVELS / (2 * LEVELS - 1), tl.float32))
+    at_RV = tl.minimum(tl.maximum(at_RV, 0.0), 1.0)
+    steps_RV = tl.full(middle_RV.shape, 2 * LEVELS - 1, tl.float32)
+    q_RV = tl.fma(at_RV, steps_RV, tl.full(middle_RV.shape, MAGIC - LEVELS, tl.float32)).to(tl.int32, bitcast=True)
+    difference_RV = bits_RV - q_RV * step_R[:, None]
     if LEVELS < 8:
-        # With 4 bits, 20 <= S <= 34, so a difference is at most 34, or 253 - 7 * 20 = 113 at the ends. With 5 bits, it
-        # is at most 253 - 15 * 12 = 73. The limit matters only for fewer bits.
-        difference_RG = tl.minimum(tl.abs(difference_RG), 127.0)
-    return tl.fma(difference_RG, difference_RG, error_RG)
-
-
-@triton.jit
-def row_sums(group_RG):
-    """Sum integers of magnitude up to 2^17 in int32. The sum of a long row may not fit in fp32, and a GPU adds integers
-    across lanes in one instruction."""
-    return tl.sum((group_RG + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS, axis=1)
+        difference_RV = (difference_RV << 10) >> 10
+        difference_RV = tl.minimum(tl.abs(difference_RV), 127)
+        error_R = tl.sum(difference_RV * difference_RV, axis=1)
+    else:
+        # MAGIC_BITS is a multiple of 2^22. So this is the difference modulo 2^22, and its square is the square of the
+        # difference modulo 2^23. With 4 bits, 20 <= S <= 34, so a difference is at most 34, or 253 - 7 * 20 = 113 at
+        # the ends; with 5 bits, it is at most 253 - 15 * 12 = 73. The sum of 512 squares is below 2^23.
+        PART: tl.constexpr = 512 if V > 512 else V
+        squares_RPV = tl.reshape(difference_RV * difference_RV, (R, V // PART, PART))
+        error_R = tl.sum(tl.sum(squares_RPV, axis=2) & 0x7FFFFF, axis=1)
+    return error_R
 
 
 @triton.jit
@@ -155,7 +158,7 @@ def round_at_random(x_RV, bounded_R, position_RV, seed, R: tl.constexpr, BITS: t
     factor_R = tl.div_rn(levels_R, bounded_R)
     code_RV = _floor(x_RV * factor_R[:, None] + uniform_RV)
     code_RV = tl.minimum(tl.maximum(code_RV, -1.0 * LEVELS), 1.0 * LEVELS)
-    return code_RV + MAGIC, tl.div_rn(bounded_R, levels_R)
+    return (code_RV + MAGIC).to(tl.int32, bitcast=True), tl.div_rn(bounded_R, levels_R)
 
 
 @triton.jit

@@ -30,11 +30,13 @@ class Tile:
         rows: Number of rows, R.
         columns: Number of columns, V, a power of two.
         block: Number of values of a row that are used.
+        lanes: Number of threads that share a row.
     """
 
     rows: int
     columns: int
     block: int
+    lanes: int
 
 
 @triton.jit
@@ -63,6 +65,30 @@ def load(ptr, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr):
     else:
         x_RV = tl.load(ptr + local_RV, mask=column_RV < BLOCK, other=0)
     return x_RV
+
+
+@triton.jit
+def load_rows(ptr, rem, KIND: tl.constexpr, TILE: tl.constexpr, UNIT: tl.constexpr):
+    """Load a tile as ``load``, converted to fp32, with each row inside a warp unless rows are too long.
+
+    Reductions over a row then need no shared memory and no barrier. The compiler assigns threads by the shape that is
+    loaded: first UNIT values, which are 16 bytes, to each of C / UNIT lanes, then rows, and K last.
+    """
+    R: tl.constexpr = TILE.rows
+    V: tl.constexpr = TILE.columns
+    BLOCK: tl.constexpr = TILE.block
+    RUN: tl.constexpr = UNIT * (TILE.lanes if TILE.lanes < 32 else 32)
+    C: tl.constexpr = RUN if RUN < V else V
+    K: tl.constexpr = V // C
+    column_KRC = tl.broadcast_to(tl.arange(0, K)[:, None, None] * C + tl.arange(0, C)[None, None, :], (K, R, C))
+    local_KRC = tl.arange(0, R)[None, :, None] * BLOCK + column_KRC
+    if rem < R * BLOCK:
+        x_KRC = widen(tl.load(ptr + local_KRC, mask=(column_KRC < BLOCK) & (local_KRC < rem), other=0), KIND)
+    elif V == BLOCK:
+        x_KRC = widen(tl.load(ptr + local_KRC), KIND)
+    else:
+        x_KRC = widen(tl.load(ptr + local_KRC, mask=column_KRC < BLOCK, other=0), KIND)
+    return tl.reshape(tl.permute(x_KRC, (1, 0, 2)), (R, V))
 
 
 @triton.jit
@@ -126,32 +152,56 @@ def load_codes(codes, base, rem, R: tl.constexpr, V: tl.constexpr, BLOCK: tl.con
 
 
 @triton.jit
-def store_codes(codes, base, f_RV, rem, TILE: tl.constexpr, BITS: tl.constexpr):
-    """Pack codes, given as MAGIC + code. Those beyond the end of the message are 0 and complete the last group."""
+def store_codes(codes, base, code_RV, poisoned_R, rem, TILE: tl.constexpr, BITS: tl.constexpr):
+    """Pack codes, given as MAGIC_BITS + code; those of poisoned rows become 0. Codes beyond the end of the message must
+    be 0, and complete the last group."""
     R: tl.constexpr = TILE.rows
     V: tl.constexpr = TILE.columns
     BLOCK: tl.constexpr = TILE.block
-    code_RV = f_RV.to(tl.int32, bitcast=True)
     if BITS == 8:
-        store(codes + base, code_RV.to(tl.int8), rem, R, V, BLOCK)
+        store(codes + base, tl.where(poisoned_R[:, None], 0, code_RV).to(tl.int8), rem, R, V, BLOCK)
+    elif BITS == 4 or BITS == 2:
+        # Four codes at a time: a thread that loads fp32 values holds that many neighbours.
+        u0, u1, u2, u3 = quarters(code_RV, R, V)
+        word_RQ = tl.where(poisoned_R[:, None], 0, packed(u0, u1, u2, u3, BITS))
+        WORD: tl.constexpr = tl.int16 if BITS == 4 else tl.int8
+        column_RQ = tl.broadcast_to(tl.arange(0, V // 4)[None, :], (R, V // 4))
+        at_RQ = tl.arange(0, R)[:, None] * (BLOCK // 4) + column_RQ
+        words = codes.to(tl.pointer_type(WORD), bitcast=True) + base // 4
+        tl.store(words + at_RQ, word_RQ.to(WORD), mask=(column_RQ < BLOCK // 4) & (at_RQ * 4 < rem))
     else:
-        u = eighths(code_RV & ((1 << BITS) - 1), R, V)
+        u = eighths(code_RV, R, V)
         group_RG, inside_RG = groups(rem, R, V, BLOCK)
-        low_RG = u[0] | (u[1] << BITS) | (u[2] << (2 * BITS)) | (u[3] << (3 * BITS))
-        high_RG = u[4] | (u[5] << BITS) | (u[6] << (2 * BITS)) | (u[7] << (3 * BITS))
-        if BITS == 4 or BITS == 2:
-            word_RG = low_RG | (high_RG << (4 * BITS))
-            if BITS == 2:
-                word_RG = word_RG.to(tl.int16)
-            tl.store(codes + base // 8 + group_RG, word_RG, mask=inside_RG)
-        else:
-            word_RG = low_RG.to(tl.int64) | (high_RG.to(tl.int64) << (4 * BITS))
-            codes += base // 8 * BITS
-            num_bytes = (rem * BITS + 7) // 8
-            for byte in tl.static_range(BITS):
-                at_RG = group_RG * BITS + byte
-                part_RG = (word_RG >> (8 * byte)).to(tl.int8)
-                tl.store(codes + at_RG, part_RG, mask=inside_RG & (at_RG < num_bytes))
+        low_RG = packed(u[0], u[1], u[2], u[3], BITS).to(tl.int64)
+        word_RG = low_RG | (packed(u[4], u[5], u[6], u[7], BITS).to(tl.int64) << (4 * BITS))
+        word_RG = tl.where(poisoned_R[:, None], 0, word_RG)
+        codes += base // 8 * BITS
+        num_bytes = (rem * BITS + 7) // 8
+        for byte in tl.static_range(BITS):
+            at_RG = group_RG * BITS + byte
+            part_RG = (word_RG >> (8 * byte)).to(tl.int8)
+            tl.store(codes + at_RG, part_RG, mask=inside_RG & (at_RG < num_bytes))
+
+
+@triton.jit
+def packed(u0, u1, u2, u3, BITS: tl.constexpr):
+    """The lowest BITS bits of four codes, given as MAGIC_BITS + code, one after the other."""
+    # code + LEVELS is not negative, so the sum has no carries; the exclusive or makes it two's complement again.
+    LEVELS: tl.constexpr = 1 << (BITS - 1)
+    ONES: tl.constexpr = 1 | (1 << BITS) | (1 << (2 * BITS)) | (1 << (3 * BITS))
+    # MAGIC_BITS * ONES modulo 2^32, between -2^31 and 2^31
+    OFFSET: tl.constexpr = (LEVELS * ONES - MAGIC_BITS * ONES + (1 << 31)) % (1 << 32) - (1 << 31)
+    word = ((u3 * (1 << BITS) + u2) * (1 << BITS) + u1) * (1 << BITS) + u0
+    return (word + OFFSET) ^ (LEVELS * ONES)
+
+
+@triton.jit
+def quarters(x_RV, R: tl.constexpr, V: tl.constexpr):
+    """Split a tile into four tiles (R, V / 4): the first, second, third and fourth value of every group of four."""
+    even, odd = tl.split(tl.reshape(x_RV, (R, V // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
 
 
 @triton.jit

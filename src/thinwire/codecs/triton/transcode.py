@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.codecs.triton.launch import ceil_div, launch, power_of_two
-from thinwire.codecs.triton.quantize import INF_BITS, key_of, quantize, rotated, slice_seed
+from thinwire.codecs.triton.quantize import INF_BITS, key_of, largest_key, quantize, rotated, slice_seed
 from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import (
     Tile,
@@ -25,6 +25,7 @@ from thinwire.codecs.triton.tiles import (
     groups,
     load,
     load_codes,
+    load_rows,
     narrow,
     places,
     store,
@@ -35,10 +36,12 @@ from thinwire.spec import CodecSpec
 
 __all__ = ["Form", "Treatment", "Values", "largest_keys", "transcode"]
 
-TILE = 2048
-"""Values per tile, unless a block is longer: 16 for each of 128 threads."""
-LARGE_TILE = 4096
-"""Tiles of this size use twice as many threads."""
+THREADS = 128
+"""Threads of a program, unless a block is so long that they would hold too many values."""
+VALUES = 16
+"""Values per thread."""
+SEARCHED_VALUES = 32
+"""Values per thread where scales are searched, because all threads that share a block repeat the work for the block."""
 PARTIALS = 256
 """Number of partial maxima of a message with a single scale."""
 
@@ -172,20 +175,27 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         TILE=tile,
         COUNT=len(read) if read.dim() == 2 and not how.each else 1,
         EACH=how.each,
+        SCALED=how.scale != 1.0,
         SLICES=slices.mode,
         PARTIALS=0 if how.keys is None else PARTIALS,
         RAW=how.raw,
-        num_warps=8 if tile.rows * tile.columns >= LARGE_TILE else 4,
+        threads=min(max(tile.rows * tile.columns // _values_of(target.form), THREADS), 2 * THREADS),
     )
 
 
 def _tile(source: Form, target: Form) -> Tile:
     """The tile of a program. A rotated source needs whole blocks, with all columns in use."""
-    least = max(TILE, source.block if source.hadamard else 0)
+    values = _values_of(target)
+    least = max(THREADS * values, source.block if source.hadamard else 0)
     block = target.block or least
     columns = power_of_two(block)
     assert block == columns or not source.hadamard
-    return Tile(max(least // columns, 1), columns, block)
+    return Tile(max(least // columns, 1), columns, block, max(columns // values, 1))
+
+
+def _values_of(target: Form) -> int:
+    """Values per thread."""
+    return SEARCHED_VALUES if target.searches else VALUES
 
 
 # ------------------------------------------------------------------------------------------------------ device
@@ -216,6 +226,7 @@ def _transcode(
     TILE: tl.constexpr,
     COUNT: tl.constexpr,
     EACH: tl.constexpr,
+    SCALED: tl.constexpr,
     SLICES: tl.constexpr,
     PARTIALS: tl.constexpr,
     RAW: tl.constexpr,
@@ -261,7 +272,8 @@ def _transcode(
             x_RV += _values(
                 source + source_at * SOURCE_UNIT, source_words + source_at * 4, numel, base, rem, SOURCE, TILE
             )
-        x_RV *= scale
+        if SCALED:
+            x_RV *= scale
         target += target_at * TARGET_UNIT
         if KIND == "int":
             if SLICES != "same":
@@ -269,9 +281,9 @@ def _transcode(
             poisoned_R, key_R, x_RV = _largest(x_RV, keys, rem, TARGET, TILE, PARTIALS)
             local_RV, _ = places(R, V, BLOCK)
             position_RV = local_RV.to(tl.uint32) + base.to(tl.uint32)
-            f_RV, scale_R = quantize(x_RV, key_R, poisoned_R, position_RV, seed, TARGET, TILE)
+            code_RV, scale_R = quantize(x_RV, key_R, poisoned_R, position_RV, seed, TARGET, TILE)
             BITS: tl.constexpr = TARGET.bits
-            store_codes(target, base, f_RV, rem, TILE, BITS)
+            store_codes(target, base, code_RV, poisoned_R, rem, TILE, BITS)
             end = _store_scales(target_words + target_at * 4, scale_R, numel, base, rem, TARGET, TILE)
             if base + rem == numel:
                 _store_padding(target_bytes + target_at * 16, numel, end, BITS)
@@ -316,7 +328,8 @@ def _values(
             scale_RG = tl.load(words + scale_RG, mask=inside_RG, other=0).to(tl.float32, bitcast=True)
             x_RV = tl.reshape(code * scale_RG[:, :, None], (R, V))
     else:
-        x_RV = widen(load(source + base, rem, R, V, BLOCK), KIND)
+        UNIT: tl.constexpr = FORM.unit
+        x_RV = load_rows(source + base, rem, KIND, TILE, UNIT)
     return x_RV
 
 
@@ -334,7 +347,7 @@ def _largest(x_RV, keys, rem, FORM: tl.constexpr, TILE: tl.constexpr, PARTIALS: 
             partial = tl.load(keys + tl.arange(0, PARTIALS)).to(tl.uint32, bitcast=True)
             key_R = tl.max(partial[None, :], axis=1)
         else:
-            key_R = tl.max(key_of(x_RV), axis=1)
+            key_R = largest_key(x_RV)
         poisoned_R = (key_R >> 1) >= INF_BITS
     return poisoned_R, key_R, x_RV
 
@@ -392,6 +405,7 @@ def largest_keys(x: Tensor) -> Tensor:
     form = Form.of_tensor(x.dtype)
     # Programs without a tile write 0, the smallest key.
     keys = torch.zeros(PARTIALS, dtype=torch.int32, device=x.device)
-    grid = (min(PARTIALS, ceil_div(x.numel(), LARGE_TILE)),)
-    launch(_largest_keys, grid, form.view(x), keys, x.numel(), KIND=form.kind, SIZE=LARGE_TILE)
+    size = 2 * THREADS * VALUES
+    grid = (min(PARTIALS, ceil_div(x.numel(), size)),)
+    launch(_largest_keys, grid, form.view(x), keys, x.numel(), KIND=form.kind, SIZE=size)
     return keys
