@@ -102,37 +102,67 @@ class _Line:
 
 def _path(lines: list[_Line], trips: tuple[int, ...]) -> Counter[str]:
     labels = {line.label: at for at, line in enumerate(lines) if line.label}
-    follows: list[list[int]] = [[] if line.ends or at + 1 == len(lines) else [at + 1] for at, line in enumerate(lines)]
-    loops: dict[int, int] = {}
+    follows = [[] if line.ends or at + 1 == len(lines) else [at + 1] for at, line in enumerate(lines)]
     for at, line in enumerate(lines):
-        if not line.jumps:
-            continue
-        to = labels[line.jumps]
-        if to > at:
-            follows[at].append(to)
-        elif to + 1 < at:  # the compilers place an endless jump after the last instruction
-            loops[to] = max(loops.get(to, 0), at)
-            follows[at] = follows[at] or [at + 1]
+        if line.jumps:
+            follows[at].append(labels[line.jumps])
+    order, loops = _walk(follows)
     if len(loops) != len(trips):
         raise ValueError(f"the code has {len(loops)} loops, and {len(trips)} numbers of trips were given")
     weights = [1 if line.opcode else 0 for line in lines]
-    for (start, stop), count in zip(sorted(loops.items()), trips, strict=True):
-        for at in range(start, stop + 1):
+    for (_, body), count in zip(sorted(loops.items()), trips, strict=True):
+        for at in body:
             weights[at] *= count
-    # All remaining edges lead forward, so one pass from the end finds the best way out of each line. Tiles at the end
-    # of a tensor take other ways: they leave early, or access the same bytes by narrower instructions.
-    best, choice = [(0, 0)] * len(lines), [-1] * len(lines)
-    for at in reversed(range(len(lines))):
-        choice[at] = max(follows[at], key=lambda to: best[to], default=-1)
-        nbytes, instructions = best[choice[at]] if choice[at] >= 0 else (0, 0)
+    # Tiles at the end of a tensor take other ways: they leave early, or access the same bytes by narrower instructions.
+    best: dict[int, tuple[int, int]] = {}
+    choice: dict[int, int | None] = {}
+    for at in order:
+        ways = [to for to in follows[at] if to in best]  # a jump back to the start of a loop is no way out
+        choice[at] = max(ways, key=lambda to: best[to], default=None)
+        nbytes, instructions = max((best[to] for to in ways), default=(0, 0))
         best[at] = nbytes + weights[at] * _num_bytes(lines[at].opcode), instructions - weights[at]
     path: Counter[str] = Counter()
-    at = 0
-    while at >= 0:
-        path[lines[at].opcode] += weights[at]
-        at = choice[at]
+    step: int | None = 0
+    while step is not None:
+        path[lines[step].opcode] += weights[step]
+        step = choice[step]
     del path[""]
     return path
+
+
+def _walk(follows: list[list[int]]) -> tuple[list[int], dict[int, set[int]]]:
+    """All reachable lines, each after those that follow it, and the lines of each loop by the loop's first line."""
+    order: list[int] = []
+    open_lines: dict[int, int] = {0: 0}  # lines whose followers are being visited, and how many of them were
+    done: set[int] = set()
+    tails: dict[int, list[int]] = {}
+    while open_lines:
+        at, visited = next(reversed(open_lines.items()))
+        if visited == len(follows[at]):
+            del open_lines[at]
+            done.add(at)
+            order.append(at)
+            continue
+        open_lines[at] = visited + 1
+        to = follows[at][visited]
+        if to in open_lines:
+            tails.setdefault(to, []).append(at)
+        elif to not in done:
+            open_lines[to] = 0
+    comes_from: dict[int, list[int]] = {}
+    for at in order:
+        for to in follows[at]:
+            comes_from.setdefault(to, []).append(at)
+    loops: dict[int, set[int]] = {}
+    for head, ends in tails.items():
+        body, left = {head}, list(ends)
+        while left:
+            at = left.pop()
+            if at not in body:
+                body.add(at)
+                left += comes_from.get(at, [])
+        loops[head] = body
+    return order, loops
 
 
 def _num_bytes(opcode: str) -> int:

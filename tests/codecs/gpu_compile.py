@@ -5,6 +5,7 @@ Kernels are compiled as calls of a codec launch them, with the types, alignments
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,14 +24,14 @@ TARGETS = {
 
 
 @contextmanager
-def compile_only(target: str, compiled: Callable[[str, Any], None]) -> Iterator[None]:
+def compile_only(target: str, compiled: Callable[[str, Any, int], None]) -> Iterator[None]:
     """Compile each kernel that is launched inside, and run none of them.
 
     Use this in a process whose environment lacks ``TRITON_INTERPRET``; see ``process.py``.
 
     Args:
         target: A key of ``TARGETS``.
-        compiled: Receives the name of each kernel and what Triton compiled, in the order of the launches.
+        compiled: Receives the name of each kernel, what Triton compiled, and the number of programs, launch by launch.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -40,7 +41,7 @@ def compile_only(target: str, compiled: Callable[[str, Any], None]) -> Iterator[
     run = triton.runtime.jit.JITFunction.run
 
     def compile_kernel(self: Any, *args: Any, warmup: bool, **kwargs: Any) -> None:
-        compiled(self.__name__, run(self, *args, warmup=True, **kwargs))
+        compiled(self.__name__, run(self, *args, warmup=True, **kwargs), math.prod(kwargs["grid"]))
 
     triton.runtime.driver.set_active(_Driver(GPUTarget(*TARGETS[target])))
     with pytest.MonkeyPatch.context() as patch:

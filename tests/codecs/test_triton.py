@@ -30,6 +30,7 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.codecs.codec import Codec
+from thinwire.codecs.triton import warm_up
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
 
@@ -240,6 +241,15 @@ def check_slices(name: str, rows: Tensor, numel: int, dtype: torch.dtype) -> Non
 
 def message(codec: Codec, row: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
     return row[: codec.max_wire_bytes(numel, dtype)]
+
+
+def test_a_warm_up_runs_codecs(interpreter: Interpreter) -> None:
+    interpreter(check_warm_up)
+
+
+def check_warm_up() -> None:
+    every = [codecs.get(name, backend="triton") for name in ("bf16", "int8:256", "int8:tensor", "mpc", "exp3")]
+    warm_up(every, [torch.bfloat16], "cpu")
 
 
 # ------------------------------------------------------------------------------------------------------ memory

@@ -188,8 +188,9 @@ def _restore(message, out, offsets, num_words):
     at_GC = start + tl.load(offsets + chunk) + _ranks(bitmap_G, bit_GC)
     kept_GC = ((bitmap_G[:, None] >> bit_GC) & 1) == 1
     residual_GC = tl.load(message + at_GC, mask=kept_GC, other=0)
-    planes_GC = tl.cumsum(residual_GC, axis=1, reverse=True).to(tl.uint32)
-    words_GC = _transposed(planes_GC).to(tl.int32, bitcast=True)
+    # Each plane is the sum of its residual word and those after it, modulo 2^32.
+    after_GC = tl.sum(residual_GC, axis=1).to(tl.int32)[:, None] - tl.cumsum(residual_GC, axis=1).to(tl.int32)
+    words_GC = _transposed((residual_GC + after_GC).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
     words_GC = tl.where(whole_G[:, None], words_GC, residual_GC)
     # The sum of all words up to each one: within its group, plus the sums of earlier groups.
     total_G = tl.sum(words_GC, axis=1).to(tl.int32)

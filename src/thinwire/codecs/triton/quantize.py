@@ -106,7 +106,7 @@ def search(x_RV, max_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr):
                 better_R = tried_error_R < error_R
                 best_R = tl.where(better_R, tried_R, best_R)
                 error_R = tl.where(better_R, tried_error_R, error_R)
-    # r is 2^(17-N) / S rounded, with halves upwards. A quarter more in the numerator gives the same in any rounding mode.
+    # r is 2^(17-N) / S rounded, with halves upwards. A quarter more in the numerator gives the same in any rounding.
     reciprocal_R = (((1 << (17 - BITS)) + 0.25) / best_R.to(tl.float32) + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
     half_R = (1 << (23 - BITS)) - (MAGIC_BITS + 128) * reciprocal_R
     code_RV = (fine_RV * reciprocal_R[:, None] + half_R[:, None]) >> (24 - BITS)
@@ -121,8 +121,8 @@ def search(x_RV, max_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def error_of(middle_RV, bits_RV, step_R, R: tl.constexpr, V: tl.constexpr, LEVELS: tl.constexpr):
-    """error(S) of each row, from the middles of its values (fp32) and MAGIC_BITS plus them (int32): two products and two
-    fused products with sums for each value."""
+    """error(S) of each row, from the middles of its values (fp32) and MAGIC_BITS plus them (int32). A value takes four
+    instructions and a sum."""
     # q is v / S rounded and limited. The limits are those of saturation to [0, 1], which costs no instruction. Rounding
     # may take halves to either side, because both multiples of S are then at the same distance. Other quotients are at
     # least 1 / 2S away from every half, and the error of fp32 is far below that, fused or not.
@@ -133,17 +133,16 @@ def error_of(middle_RV, bits_RV, step_R, R: tl.constexpr, V: tl.constexpr, LEVEL
     steps_RV = tl.full(middle_RV.shape, 2 * LEVELS - 1, tl.float32)
     q_RV = tl.fma(at_RV, steps_RV, tl.full(middle_RV.shape, MAGIC - LEVELS, tl.float32)).to(tl.int32, bitcast=True)
     difference_RV = bits_RV - q_RV * step_R[:, None]
-    if LEVELS < 8:
+    if LEVELS < 8 or V > 512:
         difference_RV = (difference_RV << 10) >> 10
-        difference_RV = tl.minimum(tl.abs(difference_RV), 127)
+        if LEVELS < 8:
+            difference_RV = tl.minimum(tl.abs(difference_RV), 127)
         error_R = tl.sum(difference_RV * difference_RV, axis=1)
     else:
         # MAGIC_BITS is a multiple of 2^22. So this is the difference modulo 2^22, and its square is the square of the
         # difference modulo 2^23. With 4 bits, 20 <= S <= 34, so a difference is at most 34, or 253 - 7 * 20 = 113 at
         # the ends; with 5 bits, it is at most 253 - 15 * 12 = 73. The sum of 512 squares is below 2^23.
-        PART: tl.constexpr = 512 if V > 512 else V
-        squares_RPV = tl.reshape(difference_RV * difference_RV, (R, V // PART, PART))
-        error_R = tl.sum(tl.sum(squares_RPV, axis=2) & 0x7FFFFF, axis=1)
+        error_R = tl.sum(difference_RV * difference_RV, axis=1) & 0x7FFFFF
     return error_R
 
 

@@ -1,0 +1,44 @@
+"""No Triton kernel takes more registers, barriers or instructions than ``kernel_costs.json`` says, and none spills."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+
+import pytest
+from tests.codecs import kernel_costs
+from tests.codecs.gpu_compile import TARGETS
+from tests.codecs.process import own_process
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+SLACK = 1.1
+"""Another release of the compilers may take a tenth more registers and instructions."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_kernels_keep_their_budgets(target: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    cache = str(tmp_path_factory.mktemp("triton"))
+    with own_process(TRITON_INTERPRET=None, TRITON_CACHE_DIR=cache) as call:
+        measured = call(kernel_costs.measure, target)
+    budgets = json.loads(kernel_costs.FILE.read_text(encoding="utf-8"))[target]
+    assert measured.keys() == budgets.keys()
+    for key, cost in measured.items():
+        budget = budgets[key]
+        assert cost["spills"] == 0, (key, cost)
+        assert cost["registers"] <= SLACK * budget["registers"], (key, cost, budget)
+        assert cost["barriers"] <= budget["barriers"], (key, cost, budget)
+        assert kernel_costs.sum_of(cost) <= SLACK * kernel_costs.sum_of(budget), (key, cost, budget)
+
+
+def test_no_budget_allows_spills() -> None:
+    budgets = json.loads(kernel_costs.FILE.read_text(encoding="utf-8"))
+    for target in TARGETS:
+        assert all(cost["spills"] == 0 for cost in budgets[target].values()), target
+
+
+def test_the_page_shows_the_budgets() -> None:
+    budgets = json.loads(kernel_costs.FILE.read_text(encoding="utf-8"))
+    shown = kernel_costs.PAGE.read_text(encoding="utf-8").split(kernel_costs.BEGIN)[1].split(kernel_costs.END)[0]
+    assert shown.strip() == kernel_costs.rendered(budgets).strip()
