@@ -26,7 +26,8 @@ def warm_up(
     """Compile and load the kernels with which codecs encode, decode and sum, by running them on zeros.
 
     Without this, all ranks compile at once in the first step, while their peers wait in collectives. Triton keeps
-    compiled kernels on disk, so a second process only loads them.
+    compiled kernels on disk, so a second process only loads them. Tensors whose lengths are no multiple of 16, and
+    slices at irregular distances, may still take other kernels.
 
     Args:
         codecs: Codecs of the triton backend. Each of them may follow each other in a sum that is encoded again.
