@@ -388,3 +388,27 @@ def check_mutations(name: str, dtype: torch.dtype, runs: int) -> None:
         got = decode(codec, before_a_wall(wire), numel, dtype)
         assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)), (name, numel, run)
     assert 0 < refused < runs
+
+
+def test_a_plan_compiles_the_kernels_of_its_codecs(interpreter: Interpreter) -> None:
+    interpreter(check_warm_up_of_a_plan)
+
+
+def check_warm_up_of_a_plan() -> None:
+    from thinwire.codecs.triton import transcode
+    from thinwire.sharding.encoding import PlanCodecs
+    from thinwire.spec import Plan
+
+    launched = []
+    kernel, cpu = transcode.launch, torch.device("cpu")
+
+    def note(*args: Any, **constants: Any) -> None:
+        launched.append(constants)
+        kernel(*args, **constants)
+
+    transcode.launch = note
+    plan = Plan.preset("zeropp", nodes=2, local=2)
+    PlanCodecs.of(plan, cpu, "reference").warm_up(plan, cpu)
+    assert not launched
+    PlanCodecs.of(plan, cpu, "triton").warm_up(plan, cpu)
+    assert {constants["COUNT"] for constants in launched} == {1, 2}

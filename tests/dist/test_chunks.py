@@ -119,15 +119,16 @@ def test_chunks_cut_every_piece() -> None:
 # -- streams and errors ----------------------------------------------------------------------------------------
 
 
-def check_streams_of_chunks() -> Outcome:
+def check_streams_of_chunks(names: tuple[str, ...]) -> Outcome:
     with small_chunks():
-        return check_cases(
-            {name: Case(preset(name, bucket_chunks=3), 2) for name in ("zero1", "zero3", "zeropp")}, "never"
-        )
+        return check_cases({name: Case(preset(name, bucket_chunks=3), 2) for name in names}, "never")
 
 
-def test_chunks_order_every_access() -> None:
-    assert_ordered(run_ranks(4, check_streams_of_chunks))
+@pytest.mark.parametrize(
+    "names", [("zero3",), pytest.param(("ddp", "zero1", "hpz", "zeropp", "thinwire"), marks=pytest.mark.slow)]
+)
+def test_chunks_order_every_access(names: tuple[str, ...]) -> None:
+    assert_ordered(run_ranks(4, check_streams_of_chunks, names))
 
 
 def fail_in_the_first_chunk() -> None:

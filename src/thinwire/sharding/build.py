@@ -98,6 +98,7 @@ def build(
     position = part.data.ranks.index(control.ranks[control.rank])
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     groups.before_shutdown(lanes.close)
+    codecs.warm_up(plan, device)
     axes = {
         (axis, lane): AxisGroup(plan, axis, lane, position, device, meter, data=part.data)
         for axis, lane in _GROUPS

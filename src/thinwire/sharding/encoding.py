@@ -47,6 +47,23 @@ class PlanCodecs:
         hops = HopCodecs(made(wire.reduce_intra), made(wire.reduce_inter))
         return cls(made(wire.gather), hops, made(wire.spread))
 
+    def warm_up(self, plan: Plan, device: torch.device) -> None:
+        """Compile the kernels of the codecs, if they have any, before a step needs them and peers wait for it."""
+        kernels = [
+            codec
+            for codec in (self.gather, self.reduce.inside, self.reduce.across, self.spread)
+            if codec is not None and codec.backend == "triton"
+        ]
+        if not kernels:
+            return
+        from thinwire.codecs import triton
+
+        ranks = {n for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA) for n in axis_shape(plan, axis) if n > 1}
+        dtypes = [getattr(torch, name) for name in (plan.compute_dtype, plan.effective_reduce_dtype, "float32")]
+        # A reduction adds the messages of the other ranks; two replicas add both of their messages.
+        counts = sorted({rank - 1 for rank in ranks} | ({2} if 2 in ranks else set()))
+        triton.warm_up(kernels, dtypes, device, messages=counts)
+
 
 def _refuse_lengths_on_devices(plan: Plan, device: torch.device) -> None:
     """Refuse codecs of variable length where exchanges are queued on a device: the host would wait for the length of

@@ -474,6 +474,7 @@ def check_streams(answers: Answer = "never", seed: int = 0, *, nccl: bool = True
             yield check
             check.poll()
     finally:
+        check.streams.synchronize()  # models that are closed after the context need not wait for their events
         gloo.GlooLinks.exchange, memory.SMALLEST = exchange, smallest  # type: ignore[method-assign]
 
 
