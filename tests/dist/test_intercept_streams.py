@@ -24,7 +24,7 @@ from thinwire.codecs import registry
 from thinwire.collectives import group as groups
 from thinwire.collectives.connections import StagedLinks
 from thinwire.collectives.gloo import GlooLinks, make_device
-from thinwire.collectives.nccl import Membership
+from thinwire.collectives.nccl import MakeBackend, Membership
 from thinwire.errors import UsageError
 from thinwire.intercept import adapters, members, queued
 from thinwire.testing import run_ranks
@@ -285,11 +285,12 @@ def test_hooks_of_fsdp_on_side_streams() -> None:
 def staged_job() -> list[str]:
     """Messages of ranks that share a GPU are staged by the host. Here its tensors are on the CPU, too."""
 
-    def connect(membership: Membership) -> StagedLinks:
+    def connect(membership: Membership, make: MakeBackend | None) -> StagedLinks:
+        assert make is not None
         links = GlooLinks(membership.store, membership.index, len(membership.ranks), make_device(), membership.timeout)
         return StagedLinks(links, membership.index)
 
-    with mock.patch.object(members, "_connect", connect), on_streams() as check:
+    with mock.patch.object(members, "connect", connect), on_streams() as check:
         group = group_of("int8:256")
         with tw.step_scope():
             errors = every_operation(group, values, torch.float32)

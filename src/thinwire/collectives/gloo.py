@@ -104,6 +104,7 @@ class GlooLinks:
             The work, which ends once the rank has received the tensor.
         """
         link = self._upwards if target > self.index else self._downwards
+        # The message's tag is its size: if two ranks disagreed about it, gloo would abort one of them.
         return link.send([tensor], target, _tag(tensor))
 
     def exchange(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]) -> None:
@@ -119,13 +120,11 @@ class GlooLinks:
         works = []
         for shift in range(1, self._size):
             source, target = (self.index - shift) % self._size, (self.index + shift) % self._size
-            # The message's tag is its size: if two ranks disagreed about it, gloo would abort one of them.
             if incoming[source].numel():
                 link = self._upwards if source < self.index else self._downwards
                 works.append(link.recv([incoming[source]], source, _tag(incoming[source])))
             if outgoing[target].numel():
-                link = self._upwards if target > self.index else self._downwards
-                works.append(link.send([outgoing[target]], target, _tag(outgoing[target])))
+                works.append(self.post(outgoing[target], target))
         for work in works:
             work.wait()
 

@@ -45,6 +45,7 @@ __all__ = [
     "Subgroup",
     "arrived",
     "before_shutdown",
+    "connect",
     "control",
     "explained_transport",
     "init",
@@ -382,7 +383,7 @@ class Subgroup:
             return
         mine = pieces[self.index]
         self._note(kind, (self.size - 1) * _nbytes(mine))
-        with self._performing(kind, [mine] * self.size, pieces) as links:
+        with self._performing(kind, [mine] * self.size, pieces, _nbytes(mine)) as links:
             links.gather(pieces)
 
     def exchange(
@@ -401,7 +402,7 @@ class Subgroup:
         if self._alone():
             return
         self._note(kind, sum(map(_nbytes, outgoing)) - _nbytes(outgoing[self.index]))
-        with self._performing(kind, outgoing, incoming) as links:
+        with self._performing(kind, outgoing, incoming, sum(map(_nbytes, outgoing))) as links:
             links.exchange(outgoing, incoming)
 
     def sum_scatter(self, out: torch.Tensor, whole: torch.Tensor) -> None:
@@ -413,7 +414,8 @@ class Subgroup:
         """
         assert self.native
         self._note(Kind.REDUCE_SCATTER, _nbytes(whole) - _nbytes(out))
-        with self._performing(Kind.REDUCE_SCATTER, [out] * self.size, [out] * self.size) as links:
+        parts = [out] * self.size
+        with self._performing(Kind.REDUCE_SCATTER, parts, parts, _nbytes(whole)) as links:
             links.sum_scatter(out, whole)
 
     def send(self, tensor: torch.Tensor, source: int, target: int) -> None:
@@ -431,7 +433,8 @@ class Subgroup:
         nothing = [tensor[:0]] * self.size
         pieces = [*nothing[:peer], tensor, *nothing[peer + 1 :]]
         self._note(Kind.SEND, _nbytes(tensor) if sends else 0)
-        with self._performing(Kind.SEND, pieces if sends else nothing, nothing if sends else pieces) as links:
+        outgoing, incoming = (pieces, nothing) if sends else (nothing, pieces)
+        with self._performing(Kind.SEND, outgoing, incoming, _nbytes(tensor)) as links:
             if sends:
                 links.send(tensor, target)
             else:
@@ -444,11 +447,10 @@ class Subgroup:
 
     @contextlib.contextmanager
     def _performing(
-        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], nbytes: int
     ) -> Iterator[Connections]:
-        """Context of an exchange: the roll call watches it, and its errors are explained."""
+        """Context of an exchange of ``nbytes``: the roll call watches it, and its errors are explained."""
         assert self._links is not None
-        nbytes = sum(map(_nbytes, outgoing))
         with self._watched(kind, outgoing, incoming), _explained(kind, self.lane, self.ranks, nbytes):
             yield self._links
 
@@ -494,20 +496,26 @@ def _links_of(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, de
         generation = sum(other[:4] == key[:4] for other in _links)
         name = f"thinwire/{_num_jobs}/{channel}/{lane}/{stage}/{generation}/{'-'.join(map(str, ranks))}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
-        index = ranks.index(dist.get_rank())
-        if make is None:
-            _links[key] = _host_links(store, index, len(ranks), device)
-        else:
-            _links[key] = NcclLinks(make(Membership(name, ranks, index, store, _timeout, device)), index)
+        _links[key] = connect(Membership(name, ranks, ranks.index(dist.get_rank()), store, _timeout, device), make)
     return _links[key]
 
 
-def _host_links(store: dist.Store, index: int, size: int, device: torch.device) -> Connections:
+def connect(membership: Membership, make: MakeBackend | None) -> Connections:
+    """Connect the members of a group; all of them call this.
+
+    Args:
+        membership: The members. Nothing else uses its store.
+        make: Makes the communicator; ``None`` for connections over gloo. See
+            :func:`~thinwire.collectives.nccl.backend_maker`.
+    """
     global _device
+    if make is not None:
+        return NcclLinks(make(membership), membership.index)
     if _device is None:
-        _device = make_device()
-    links = GlooLinks(store, index, size, _device, _timeout)
-    return links if device.type == "cpu" else StagedLinks(links, index)
+        _device = make_device()  # all connections share one, because each device has a thread that polls
+    size = len(membership.ranks)
+    links = GlooLinks(membership.store, membership.index, size, _device, membership.timeout)
+    return links if membership.device.type == "cpu" else StagedLinks(links, membership.index)
 
 
 def _abort_native() -> None:

@@ -122,9 +122,8 @@ class Messages:
             if not add:
                 self.decode(index, piece)
                 continue
-            updated = allocate(piece.numel(), torch.float32, whole.device).copy_(piece)
-            self.codec.decode_add(self.message(index), updated, encoded=self._dtype)
-            piece.copy_(updated)
+            message = self.message(index).unsqueeze(0)
+            self.codec.decode_sum_into(Sum(message, piece.numel(), piece, encoded=self._dtype), piece)
 
     def decode_sum(self, out: torch.Tensor, scale: float = 1.0, onto: torch.Tensor | None = None) -> None:
         """Write ``scale * (onto + all messages)`` to ``out``, added in fp32 and rounded once. The pieces have one size.

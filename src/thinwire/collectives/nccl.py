@@ -49,10 +49,8 @@ def _make_nccl(membership: Membership) -> Any:
     backend: Any = dist.ProcessGroupNCCL  # absent from builds of torch without NCCL
     options = backend.Options()
     options._timeout = membership.timeout
-    options.group_name, options.global_ranks_in_group = (
-        membership.name,
-        list(membership.ranks),
-    )  # for torch's own reports
+    options.group_name = membership.name  # this and the next line are for torch's own reports
+    options.global_ranks_in_group = list(membership.ranks)
     made = backend(membership.store, membership.index, len(membership.ranks), options)
     # Members make communicators in one order. A communicator that is made by its first use may be made in another, and
     # while kernels of others run.

@@ -13,32 +13,15 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.connections import Connections, StagedLinks
-from thinwire.collectives.gloo import GlooLinks, make_device
-from thinwire.collectives.group import Meter, Subgroup, before_shutdown
-from thinwire.collectives.nccl import Membership, NcclLinks, backend_maker
+from thinwire.collectives.connections import Connections
+from thinwire.collectives.group import Meter, Subgroup, connect
+from thinwire.collectives.nccl import Membership, backend_maker
 from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import CollectiveError
 from thinwire.program import Kind, Lane, Scope
 from thinwire.program.stages import TRANSFERS, Stage
 
 __all__ = ["MemberGroup", "MembersAxis", "part_of"]
-
-_device: dist.ProcessGroupGloo.Device | None = None
-
-
-def _shared_device() -> dist.ProcessGroupGloo.Device:
-    """The transport device of all axes. They share one, because each device has a thread that polls."""
-    global _device
-    if _device is None:
-        _device = make_device()
-        before_shutdown(_forget_device)
-    return _device
-
-
-def _forget_device() -> None:
-    global _device
-    _device = None
 
 
 def part_of(membership: Membership, part: str, members: Sequence[int]) -> Membership:
@@ -77,7 +60,7 @@ class MemberGroup(Subgroup):
         """Bytes sent so far."""
         self._axis, self._membership = axis, membership
         try:
-            self._links = _connect(membership) if self.size > 1 else None
+            self._links = connect(membership, backend_maker(membership.device)) if self.size > 1 else None
         except RuntimeError as error:
             raise self._explained("connection", error) from error
 
@@ -102,15 +85,16 @@ class MemberGroup(Subgroup):
 
     @contextlib.contextmanager
     def _performing(
-        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor]
+        self, kind: Kind, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], nbytes: int
     ) -> Iterator[Connections]:
+        del nbytes  # sentences of an axis count what leaves this rank
         assert self._links is not None
         try:
             yield self._links
         except RuntimeError as error:
             self._has_failed = True
-            nbytes = sum(t.numel() * t.element_size() for i, t in enumerate(outgoing) if i != self.index)
-            raise self._explained(f"{kind} of {nbytes} bytes", error) from error
+            sent = sum(t.numel() * t.element_size() for i, t in enumerate(outgoing) if i != self.index)
+            raise self._explained(f"{kind} of {sent} bytes", error) from error
 
     def _explained(self, what: str, error: RuntimeError) -> CollectiveError:
         timeout = self._membership.timeout.total_seconds()
@@ -120,15 +104,6 @@ class MemberGroup(Subgroup):
             f"{timeout:.0f} s): {reason}. If all of them are alive, one of them did not encode: "
             "all ranks of an axis must enter step_scope() at the same point and have the same codecs"
         )
-
-
-def _connect(membership: Membership) -> Connections:
-    make = backend_maker(membership.device)
-    if make is not None:
-        return NcclLinks(make(membership), membership.index)
-    size = len(membership.ranks)
-    links = GlooLinks(membership.store, membership.index, size, _shared_device(), membership.timeout)
-    return links if membership.device.type == "cpu" else StagedLinks(links, membership.index)
 
 
 class MembersAxis(AxisGroup):
