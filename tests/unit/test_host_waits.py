@@ -16,6 +16,7 @@ from thinwire.codecs.codec import Codec
 from thinwire.collectives.messages import Messages, Residual
 from thinwire.collectives.reduce_scatter import _add_pieces, _add_rows, _Merge
 from thinwire.testing import run_ranks
+from thinwire.testing.streams import check_streams
 from thinwire.testing.waits import HostWaits, check_host_waits
 
 pytest.importorskip("triton")
@@ -171,30 +172,59 @@ def test_messages_of_a_reduction_never_wait(feedback: bool, launches: list[objec
 # ------------------------------------------------------------------------------------------------------- whole steps
 
 
-def places_of_waits(preset: str) -> list[str]:
-    """Where three steps of a world of one wait, after one that warms up; tensors of the CPU stand for a device's."""
+def places_of_waits(preset: str, dtype: str) -> list[list[str]]:
+    """Where the forward, backward, and update of three steps wait; tensors of the CPU stand for a device's."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(16, 16) for _ in range(3)]
-    model = tw.shard(torch.nn.Sequential(*layers), tw.Plan.preset(preset, nodes=1, local=1))
-    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
     x = torch.ones(4, 16)
+    plan = tw.Plan.preset(preset, nodes=1, local=1).with_(compute_dtype=dtype)
+    with check_streams("never", nccl=True):
+        layers = [torch.nn.Linear(16, 16) for _ in range(3)]
+        model = tw.shard(torch.nn.Sequential(*layers), plan)
+        scale = tw.LossScale(16.0) if plan.scales_loss else None
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3, fused=True, skip_nonfinite=True, loss_scale=scale)
+        waits: list[list[str]] = [[], [], []]
+        for number in range(4):
+            with HostWaits(cpu_is_device=True) as forward:
+                loss = model(x).float().square().mean()
+            with HostWaits(cpu_is_device=True) as backward:
+                (loss if scale is None else scale.scale(loss)).backward()
+            with HostWaits(cpu_is_device=True) as update:
+                tw.clip_grad_norm_(model, 1e-3)
+                optim.step()
+                optim.zero_grad()
+            for places, noted in zip(waits, (forward, backward, update), strict=True):
+                if number:  # the first step warms up
+                    places += [Path(wait.where.rpartition(":")[0]).name for wait in noted.waits]
+    return waits
 
-    def step() -> None:
-        model(x).float().square().mean().backward()
-        tw.clip_grad_norm_(model, 1e-3)
-        optim.step()
-        optim.zero_grad()
 
-    step()
-    with HostWaits(cpu_is_device=True) as noted:
-        for _ in range(3):
-            step()
-    return [wait.where.rpartition(":")[0] for wait in noted.waits]
+def places_of_waits_of_torch() -> list[str]:
+    """Where the steps of torch's own optimizer and clipping wait, after one that warms up."""
+    places: list[str] = []
+    with check_streams("never", nccl=True):
+        plan = tw.Plan.preset("zero3", nodes=1, local=2)
+        model = tw.shard(torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(3))), plan)
+        optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+        for number in range(3):
+            with HostWaits(cpu_is_device=True) as noted:
+                model(torch.ones(4, 16)).square().mean().backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                optim.step()
+                optim.zero_grad()
+            if number:
+                places += [wait.where for wait in noted.waits if "/thinwire/testing/" not in wait.where]
+    return places
 
 
-@pytest.mark.parametrize("preset", ["zero1-node", "zero3", "thinwire"])
-def test_a_clipped_step_reads_one_value(preset: str) -> None:
-    """The norm, on which ranks agree before the update."""
-    (places,) = run_ranks(1, places_of_waits, preset)
-    assert len(places) == 3
-    assert {Path(place).name for place in places} == {"agreement.py"}
+def test_steps_of_torchs_own_optimizer_never_wait() -> None:
+    assert run_ranks(2, places_of_waits_of_torch) == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("preset", "dtype"),
+    [("zero1-node", "float32"), ("zero3", "bfloat16"), ("zero3", "float16"), ("thinwire", "bfloat16")],
+)
+def test_a_clipped_step_reads_the_last_steps_norm(preset: str, dtype: str) -> None:
+    """The host reads one value a step: the norm of the step before, once the forward is queued."""
+    (waits,) = run_ranks(1, places_of_waits, preset, dtype)
+    assert waits == [[], ["late.py"] * 3, []]

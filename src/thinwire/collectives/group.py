@@ -345,7 +345,7 @@ class Subgroup:
         ranks: Global ranks in the order of their pieces, including this one.
         lane: Lane that owns the group.
         stage: Stage of that lane; no other stage may use the group.
-        device: Device of the tensors.
+        device: Device of the tensors; ``None`` if the host exchanges its own, whatever device the model is on.
         meter: Counts the bytes.
         channel: Distinguishes several models of a process that have lanes between the same ranks.
     """
@@ -355,7 +355,7 @@ class Subgroup:
         ranks: tuple[int, ...],
         lane: Lane,
         stage: Stage,
-        device: torch.device,
+        device: torch.device | None,
         meter: Meter,
         channel: int = 0,
     ) -> None:
@@ -486,13 +486,16 @@ _links: dict[_LinksKey, Connections] = {}
 _device: dist.ProcessGroupGloo.Device | None = None
 
 
-def _links_of(ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, device: torch.device) -> Connections:
+def _links_of(
+    ranks: tuple[int, ...], lane: Lane, stage: Stage, channel: int, device: torch.device | None
+) -> Connections:
     """The connections of a stage of a lane, made once, by the members alone: a thousand ranks need not visit every
     group of the mesh."""
-    make = None if lane is Lane.CONTROL else backend_maker(device)
+    make = None if device is None else backend_maker(device)
+    device = device or torch.device("cpu")
     key = (ranks, lane, stage, channel, make)
     if key not in _links:
-        # Distinguishes connections of different transports, which only tests use beside each other.
+        # Distinguishes connections of different transports: the host's and the device's exchanges of a step.
         generation = sum(other[:4] == key[:4] for other in _links)
         name = f"thinwire/{_num_jobs}/{channel}/{lane}/{stage}/{generation}/{'-'.join(map(str, ranks))}"
         store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())

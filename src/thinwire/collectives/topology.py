@@ -45,7 +45,7 @@ class AxisGroup:
         axis: The axis.
         lane: Lane that uses it.
         position: Position of this rank in the mesh. With a ``placement``, it differs from the global rank.
-        device: Device of the tensors.
+        device: Device of the tensors; ``None`` if the host exchanges its own, whatever device the model is on.
         meter: Counts the bytes.
         stages: Stages of the lane that exchange something; all of its transfers by default.
         data: Global ranks by position; all ranks of the job by default.
@@ -64,7 +64,7 @@ class AxisGroup:
         axis: Axis,
         lane: Lane,
         position: int,
-        device: torch.device,
+        device: torch.device | None,
         meter: Meter,
         stages: Sequence[Stage] | None = None,
         data: DataRanks | None = None,

@@ -23,12 +23,12 @@ from thinwire.parallel.grid import Grid
 from thinwire.parallel.tensor import cut_matrices, tensor_axis, vocabulary_parallel_loss
 from thinwire.sharding import api, snapshot
 from thinwire.sharding.build import build
-from thinwire.sharding.clip import poison, scale_to_norm
+from thinwire.sharding.clip import scale_to_norm, spoil
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.initial import InitialValues
 from thinwire.sharding.memory.local import LocalPart
 from thinwire.sharding.optim import ShardedOptimizer, adjust, build_optimizer, names_of
-from thinwire.sharding.runtime import runtime_of
+from thinwire.sharding.runtime import Runtime, runtime_of
 from thinwire.spec import Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
@@ -156,19 +156,25 @@ class ParallelModel:
         self._loss_scale = loss_scale
         return ParallelOptimizer(made, self._whole)
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most ``max_norm``.
 
         Returns:
-            The norm before scaling, equal on every rank.
+            The norm before scaling; see :func:`thinwire.clip_grad_norm_`.
         """
         runtimes = [runtime_of(chunk) for chunk in self.chunks]
-        squared = sum(runtime.agree(measure=True).norm ** 2 for runtime in runtimes)
+        norm = self._norm(runtimes)
+        scale_to_norm(runtimes, norm, max_norm)
+        return norm.float()
+
+    def _norm(self, runtimes: Sequence[Runtime]) -> Tensor:
+        norms = [runtime.agree(measure=True).norm for runtime in runtimes]
+        if self._whole is None and len(norms) == 1:
+            return norms[0]
+        squared = float(torch.stack(norms).square().sum())
         if self._whole is not None:
             squared = self._whole.all_reduce_mean([squared])[0] * self._whole.size
-        norm = math.sqrt(squared) if squared == squared else squared
-        scale_to_norm(runtimes, norm, max_norm)
-        return norm
+        return torch.tensor(squared, dtype=torch.float64).sqrt()
 
     def progress(self, share: float) -> None:
         """Tell codecs the completed fraction of training; see :func:`thinwire.progress`."""
@@ -253,9 +259,12 @@ class ParallelOptimizer:
         Raises:
             NonFiniteError: The gradient is not finite, and the loss scale is already at its floor.
         """
+        if len(self.parts) == 1 and self._whole is None:
+            self.parts[0].step()
+            return
         runtimes = [part.runtime for part in self.parts]
         if self.parts[0].skip_nonfinite and not self._is_finite():
-            poison(runtimes)
+            spoil(runtimes, torch.tensor(math.nan))
         updated = [part.update() for part in self.parts]
         if self.loss_scale is not None:
             adjust(self.loss_scale, runtimes, finite=all(updated))

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -12,10 +13,12 @@ import torch
 
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.memory import allocate
+from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
 from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.lanes.late import LateNumber
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.reducer import Reducer
@@ -33,6 +36,9 @@ _UNFINISHED: Final = 1
 _WRITTEN: Final = 2
 """Flag of a rank on which a forward wrote to parameters."""
 
+_UNKNOWN: Final = torch.tensor(math.nan, dtype=torch.float64)
+"""The norm before it is measured."""
+
 _NUM_FLAGS: Final = 2
 """Number of low bits that hold flags; the number of backwards follows above them."""
 
@@ -42,19 +48,20 @@ class Agreement:
     """The result of the step's exchanges, which is the same on every rank.
 
     Attributes:
-        norm: L2 norm of the whole gradient, without the loss scale; NaN unless it was measured.
+        norm: L2 norm of the whole gradient, without the loss scale; NaN unless it was measured. 0-D, fp64; on the
+            device if the model has a group ``world``, else on the CPU.
         measured: Whether the norm was measured.
         unscaled: Whether the gradients were divided by the loss scale.
     """
 
-    norm: float
+    norm: torch.Tensor
     measured: bool
     unscaled: bool = False
 
     @property
     def finite(self) -> bool:
-        """Whether the norm, and so every gradient, is finite."""
-        return self.norm - self.norm == 0.0
+        """Whether the norm, and so every gradient, is finite. The host waits for a norm on the device."""
+        return math.isfinite(float(self.norm))
 
 
 class UsedGradients:
@@ -139,11 +146,14 @@ class Agreements:
         self.same_order = True
         self.loss_scale: LossScale | None = None
         self._present: Agreement | None = None  # the agreement of this step, once there is one
+        self._late: list[LateNumber] = []  # norms that the host has not read
+        self._then: list[Callable[[bool], None]] = []  # called once it has
 
     # -- gradients as they come --------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
         """Begin a backward, whose gradients invalidate the agreement of this step."""
+        self.settle()
         self.used.begin_backward()
         self._present = None
 
@@ -159,7 +169,7 @@ class Agreements:
     def forget_norm(self) -> None:
         """Drop the norm, because gradients have changed since it was measured."""
         if self._present is not None:
-            self._present = replace(self._present, norm=float("nan"), measured=False)
+            self._present = replace(self._present, norm=_UNKNOWN, measured=False)
 
     def set_used(self, unit: int, slot: int, *, used: bool) -> None:
         """Record that a parameter was given a gradient or has lost it; called alike on every rank."""
@@ -183,30 +193,53 @@ class Agreements:
                 Raised on every rank.
         """
         if self._present is None:
+            self.settle()
             # Compare before joining the reductions: if ranks ran different steps, reductions would never finish.
             self.used.learn(self._compare_steps(order_hash, backwards))
-            self._present = Agreement(float("nan"), False)
+            self._present = Agreement(_UNKNOWN, False)
         if measure and not self._present.measured:
             self._reducer.join()
-            everyone = self._exchange(struct.pack("<d", self._squared_norm()), NORM_BYTES)
-            norm = sum(struct.unpack_from("<d", row)[0] for row in everyone) ** 0.5
-            self._present = replace(self._present, norm=norm / self.gradient_scale, measured=True)
-            if not self._present.finite:
-                self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
+            norm = self._total(self._squared_norm()).sqrt() / self.gradient_scale
+            self._present = replace(self._present, norm=norm, measured=True)
+            if self._sharded.world is not None:
+                self._late.append(self._sharded.lanes.late(norm))
+            elif not self._present.finite:
+                self._forget_lost(finite=False)
         return self._present
 
-    def set_norm(self, norm: float) -> None:
-        """Replace the norm after :meth:`agree`, because gradients were declared not finite."""
+    def settle(self) -> None:
+        """Read norms that have stayed on the device, and do what depends on them. The device computed them before it
+        began what the host has queued since, so that it does not run out of work."""
+        late, self._late = self._late, []
+        if not late:
+            return
+        then, self._then = self._then, []
+        finite = all(math.isfinite(norm.read()) for norm in late)
+        self._forget_lost(finite=finite)
+        for act in then:
+            act(finite)
+
+    def once_settled(self, act: Callable[[bool], None]) -> None:
+        """Call a function with whether the gradient of this step is finite, once the host has read its norm."""
+        assert self._late
+        self._then.append(act)
+
+    def _forget_lost(self, *, finite: bool) -> None:
+        if not finite:
+            self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
+
+    def spoil(self, norm: torch.Tensor) -> None:
+        """Make the norm NaN after :meth:`agree` if that of the whole model, 0-D, is not finite."""
         assert self._present is not None
-        self._present = replace(self._present, norm=norm)
+        self._present = replace(self._present, norm=self._present.norm + (norm - norm))
 
     @property
     def gradient_scale(self) -> float:
         """The loss scale that the gradients still contain; 1 once they were divided by it."""
         unscaled = self._present is not None and self._present.unscaled
-        return 1.0 if self.loss_scale is None or unscaled else self.loss_scale.value
+        return 1.0 if self.loss_scale is None or unscaled else self.loss_scale.applied_value
 
-    def multiplied(self, factor: float) -> None:
+    def multiplied(self, factor: torch.Tensor | float) -> None:
         """Record after :meth:`agree` that gradients were divided by the loss scale and multiplied by a factor."""
         assert self._present is not None
         self._present = replace(self._present, norm=self._present.norm * factor, unscaled=True)
@@ -259,22 +292,34 @@ class Agreements:
     def _exchange(self, payload: bytes, size: int) -> list[bytes]:
         """All-gather ``size`` bytes from each rank on the host; returns them by rank."""
         group = self._sharded.axes[Axis.WORLD, Lane.CONTROL]
-        table = allocate(size * group.size, torch.uint8, torch.device("cpu"))
         row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
-        table.view(group.size, -1)[group.index].copy_(row)
-        all_gather(group, table).perform()
-        journal = self._sharded.lanes.journal
-        if journal is not None and group.size > 1:
-            exchange = object()  # the exchange blocks, so it starts and is waited for at the same time
-            journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
-            journal.waited(exchange)
-        rows = table.view(group.size, -1)
+        rows = self._gather(group, row)
         ranks = self._sharded.part.data.ranks
         positions = sorted(range(group.size), key=ranks.__getitem__)
         by_rank = [rows[_index_of(self._sharded.plan, position)] for position in positions]
         return [bytes(row.numpy()) for row in by_rank]
 
+    def _gather(self, group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
+        """All-gather a row of each rank; returns ``[ranks, columns]`` in the order of the group."""
+        table = allocate(row.numel() * group.size, row.dtype, row.device)
+        rows = table.view(group.size, -1)
+        rows[group.index].copy_(row)
+        all_gather(group, table).perform()
+        journal = self._sharded.lanes.journal
+        if journal is not None and group.size > 1:
+            exchange = object()  # what computes next comes after it, so it starts and is waited for at the same time
+            journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
+            journal.waited(exchange)
+        return rows
+
     # -- the norm ----------------------------------------------------------------------------------------------
+
+    def _total(self, mine: torch.Tensor) -> torch.Tensor:
+        """The sum of a 0-D fp64 tensor over all ranks, equal on each: on the device, or else on the CPU."""
+        if self._sharded.world is not None:
+            return self._gather(self._sharded.world, mine.view(1)).sum()
+        everyone = self._exchange(struct.pack("<d", float(mine)), NORM_BYTES)
+        return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64)
 
     @functools.cached_property
     def _sliced_fragments(self) -> Sequence[OwnedFragment]:
@@ -282,21 +327,22 @@ class Agreements:
         slices = self._sharded.slices
         return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
 
-    def _squared_norm(self) -> float:
-        """Squared norm of the gradients that this rank owns, from one pass over memory. Replicas of a share count once,
-        and so do parameters that all tensor-parallel ranks hold."""
+    def _squared_norm(self) -> torch.Tensor:
+        """Squared norm of the gradients that this rank owns, 0-D, fp64, from one pass over memory. Replicas of a share
+        count once, and so do parameters that all tensor-parallel ranks hold."""
+        nothing = torch.zeros((), dtype=torch.float64, device=self._sharded.arena.device)
         if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
-            return 0.0
+            return nothing
         if self._sharded.part.tensor == 0:
             gradients = [gradient.owned.values for gradient in self._reducer.parts if not gradient.owned.empty]
         else:
             gradients = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
         if not gradients:
-            return 0.0
+            return nothing
         # An fp32 sum of many squares is off by percents, differently under every plan. Sum blocks in fp64.
         blocks = [block for values in gradients for block in values.view(-1).split(_NORM_BLOCK)]
         norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float32)).double()
-        return float(norms.square().sum())
+        return norms.square().sum()
 
 
 def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Control, Meter
+from thinwire.collectives.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, node_order
@@ -100,10 +101,13 @@ def build(
     groups.before_shutdown(lanes.close)
     codecs.warm_up(plan, device)
     axes = {
-        (axis, lane): AxisGroup(plan, axis, lane, position, device, meter, data=part.data)
+        (axis, lane): AxisGroup(
+            plan, axis, lane, position, None if lane is Lane.CONTROL else device, meter, data=part.data
+        )
         for axis, lane in _GROUPS
         if axis is not Axis.SECONDARY or plan.secondary is not None
     }
+    decides = alone and lanes.home.exists and backend_maker(device) is not None
     slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
     initial_of = _Initial(part, control if sync_initial else None, values, slices, shard_index(plan, position))
     flats = _draw(modules, plan, position)
@@ -128,6 +132,7 @@ def build(
         slices=slices,
         lanes=lanes,
         axes=axes,
+        world=AxisGroup(plan, Axis.WORLD, Lane.CONTROL, position, device, meter, data=part.data) if decides else None,
         meter=meter,
         codecs=codecs,
         seeds=Seeds(plan, position),

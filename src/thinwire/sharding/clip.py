@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from thinwire.errors import NonFiniteError, UsageError
 from thinwire.sharding.runtime import Runtime, runtime_of
 
-__all__ = ["clip_grad_norm_", "multiply_gradients", "poison", "scale_to_norm"]
+__all__ = ["clip_grad_norm_", "multiply_gradients", "scale_to_norm", "spoil"]
 
 
 @torch.no_grad()
@@ -27,7 +26,8 @@ def clip_grad_norm_(
         error_if_nonfinite: Whether to raise an error instead of returning NaN or infinity.
 
     Returns:
-        The norm before clipping: a 0-D fp32 tensor on the CPU, equal on every rank.
+        The norm before clipping: a 0-D fp32 tensor, equal on every rank. It stays on the device if ranks exchange
+        over NCCL, so that the host waits only if it reads the norm. Otherwise it is on the CPU.
 
     Raises:
         UsageError: ``norm_type`` is not 2, and the model is cut by tensor or pipeline parallelism.
@@ -39,9 +39,9 @@ def clip_grad_norm_(
         return _clip_by(runtime, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
     agreement = runtime.agree(measure=True)
     if error_if_nonfinite and not agreement.finite:
-        raise NonFiniteError(f"the gradient norm is {agreement.norm}; lower the learning rate or look at the data")
+        raise _nonfinite(agreement.norm)
     scale_to_norm([runtime], agreement.norm, max_norm)
-    return torch.tensor(agreement.norm, dtype=torch.float32)
+    return agreement.norm.float()
 
 
 def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_nonfinite: bool) -> torch.Tensor:
@@ -51,53 +51,70 @@ def _clip_by(runtime: Runtime, max_norm: float, norm_type: float, *, error_if_no
     runtime.agree(measure=False)
     runtime.reducer.join()
     norm = runtime.outside.norms.total(float(norm_type)) / runtime.agreements.gradient_scale
+    if runtime.sharded.world is None:
+        norm = norm.cpu()
     if error_if_nonfinite and not bool(norm.isfinite()):
-        raise NonFiniteError(f"the gradient norm is {float(norm)}; lower the learning rate or look at the data")
-    coefficient = max_norm / (float(norm) + 1e-6)
-    # As in torch, a NaN norm turns the gradients into NaN.
-    if not coefficient >= 1.0 or runtime.agreements.gradient_scale != 1.0:
-        multiply_gradients(runtime, 1.0 if coefficient >= 1.0 else coefficient)
+        raise _nonfinite(norm)
+    if multiply_gradients(runtime, _clip_factor(runtime, norm.double(), max_norm)):
         runtime.outside.changed_gradients()
     return norm
 
 
-def scale_to_norm(runtimes: Sequence[Runtime], norm: float, max_norm: float) -> None:
+def scale_to_norm(runtimes: Sequence[Runtime], norm: torch.Tensor, max_norm: float) -> None:
     """Scale the gradients of all parts of a model so that their norm is at most ``max_norm``.
 
     Args:
         runtimes: Runtimes of this rank's parts, whose ranks have agreed on their norms.
-        norm: Norm of the whole model's gradient.
+        norm: Norm of the whole model's gradient; 0-D, fp64.
         max_norm: Upper bound of the norm.
     """
-    coefficient = max_norm / (norm + 1e-6)
-    # As in torch, a norm that is not finite spoils the gradients, so that it does not go unnoticed.
     for runtime in runtimes:
         runtime.agree(measure=True)
-        multiply_gradients(runtime, 1.0 if coefficient >= 1.0 else coefficient)
-    if not math.isfinite(norm):
-        poison(runtimes)
+        multiply_gradients(runtime, _clip_factor(runtime, norm, max_norm))
+    spoil(runtimes, norm)
 
 
-def multiply_gradients(runtime: Runtime, factor: float) -> None:
+def multiply_gradients(runtime: Runtime, factor: torch.Tensor | float) -> bool:
     """Multiply the combined gradients by a factor, and divide them by the loss scale that they still contain, in one
     pass.
 
     Args:
         runtime: Runtime of a model, whose ranks have agreed on the step.
-        factor: The factor.
+        factor: The factor; on the device 0-D, fp64.
+
+    Returns:
+        Whether gradients have changed. A factor on the device counts as a change, because the host does not know it.
     """
-    total = factor / runtime.agreements.gradient_scale
+    agreements, arena = runtime.agreements, runtime.arena
+    total = factor / agreements.gradient_scale
+    agreements.multiplied(factor)
+    if isinstance(total, torch.Tensor):
+        # torch would round a factor without dimensions to the dtype of the gradients.
+        torch.mul(arena, total.float().view(1), out=arena)
+        return True
     if total != 1.0:
-        runtime.arena.mul_(total)
-    runtime.agreements.multiplied(factor)
+        arena.mul_(total)
+    return total != 1.0
 
 
-def poison(runtimes: Sequence[Runtime]) -> None:
-    """Set the norm of all parts of a model to NaN, because the gradient of one part is not finite.
+def spoil(runtimes: Sequence[Runtime], norm: torch.Tensor) -> None:
+    """Make the norms of all parts of a model NaN if that of the whole model is not finite, so that no part is updated.
 
     Args:
-        runtimes: Runtimes of this rank's parts, whose ranks have agreed on their norms.
+        runtimes: Runtimes of this rank's parts.
+        norm: Norm of the whole model's gradient; 0-D, fp64.
     """
     for runtime in runtimes:
         runtime.agree(measure=True)
-        runtime.set_norm(math.nan)
+        runtime.agreements.spoil(norm)
+
+
+def _clip_factor(runtime: Runtime, norm: torch.Tensor, max_norm: float) -> torch.Tensor | float:
+    """The factor that clips gradients. As in torch, a norm that is not finite spoils them, so that it does not go
+    unnoticed."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    return float(factor) if runtime.sharded.world is None else factor
+
+
+def _nonfinite(norm: torch.Tensor) -> NonFiniteError:
+    return NonFiniteError(f"the gradient norm is {float(norm)}; lower the learning rate or look at the data")

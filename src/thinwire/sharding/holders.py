@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 
 import torch
@@ -31,6 +32,8 @@ class ModelHolders:
     def __init__(self, sharded: ShardedModel, spans: Mapping[str, tuple[int, int]], *, trained: bool) -> None:
         params, shard = sharded.axes[Axis.PARAMS, Lane.REDUCE], sharded.axes[Axis.SHARD, Lane.REDUCE]
         self._group: AxisGroup = sharded.axes[Axis.WORLD, Lane.CONTROL]
+        self._summing = self._group if sharded.world is None else sharded.world
+        self._device = torch.device("cpu") if sharded.world is None else sharded.arena.device
         self._spans = spans
         self.pieces = params.size * shard.size if trained else params.size
         # If several ranks hold the same piece, one of them contributes it.
@@ -41,9 +44,9 @@ class ModelHolders:
     def combined(self, partial: torch.Tensor) -> torch.Tensor:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
         if self.pieces == 1:
-            return partial.reshape(1, -1)
-        rows = self._rows(torch.cat([torch.tensor([float(self._speaks)], dtype=torch.float64), partial.double()]))
-        return rows[rows[:, 0] > 0, 1:]
+            return partial.double().reshape(1, -1)
+        rows = _rows(self._summing, partial.to(self._device, torch.float64))
+        return rows.index_select(0, self._speaking)
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
@@ -68,21 +71,17 @@ class ModelHolders:
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
         flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32)).cpu()
-        return self._rows(flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
+        return _rows(self._group, flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
-        return self._rows(values)[0].contiguous()
+        return _rows(self._group, values)[0].contiguous()
 
-    def _rows(self, mine: torch.Tensor) -> torch.Tensor:
-        """All-gather ``mine``, ``[k]``, as ``[ranks, k]`` in the order of the group."""
-        if self._group.size == 1:
-            return mine.reshape(1, -1)
-        table = torch.empty(self._group.size * mine.numel(), dtype=mine.dtype)
-        rows = table.view(self._group.size, -1)
-        rows[self._group.index].copy_(mine)
-        all_gather(self._group, table).perform()
-        return rows
+    @functools.cached_property
+    def _speaking(self) -> torch.Tensor:
+        """Indices of the ranks that contribute their pieces; together they have each piece once."""
+        indices = [index for index, (speaks, _) in enumerate(self._table()) if speaks]
+        return torch.tensor(indices, device=self._device)
 
     def _table(self) -> list[tuple[bool, Mapping[str, tuple[int, int]]]]:
         """For each rank, whether it contributes, and its spans; in the order of the group. It never changes."""
@@ -90,3 +89,14 @@ class ModelHolders:
             everyone = self._control.all_gather_object((self._group.index, self._speaks, dict(self._spans)))
             self._everyones = [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]
         return self._everyones
+
+
+def _rows(group: AxisGroup, mine: torch.Tensor) -> torch.Tensor:
+    """All-gather ``mine``, ``[k]``, as ``[ranks, k]`` in the order of the group."""
+    if group.size == 1:
+        return mine.reshape(1, -1)
+    table = torch.empty(group.size * mine.numel(), dtype=mine.dtype, device=mine.device)
+    rows = table.view(group.size, -1)
+    rows[group.index].copy_(mine)
+    all_gather(group, table).perform()
+    return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -33,10 +33,9 @@ class LossScale:
         floor: Smallest scale. Training ends if gradients are not finite there.
 
     Attributes:
-        value: The present scale.
-        finite_steps: Number of finite steps since the scale changed.
-        skipped_steps: Number of steps that were skipped because their gradients were not finite.
         applied: Whether a loss was scaled since the last step.
+        settle: Waits until the last step's :meth:`update` was called. Where the device decides whether it skips a step,
+            the host learns of it when it needs the scale again.
 
     Raises:
         UsageError: A value is out of its range.
@@ -61,14 +60,38 @@ class LossScale:
             if not fits:
                 raise UsageError(f"LossScale({name}={value!r}): {name} should be {valid}")
         self.growth, self.backoff, self.growth_interval, self.floor = growth, backoff, growth_interval, floor
-        self.value = _rounded(initial)
-        self.finite_steps = self.skipped_steps = 0
+        self._value = _rounded(initial)
+        self._finite_steps = self._skipped_steps = 0
         self.applied = False
+        self.settle: Callable[[], None] = _settled
         self._model: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
         """The present scale and the number of skipped steps."""
         return f"LossScale({self.value:g}, {self.skipped_steps} steps skipped)"
+
+    @property
+    def value(self) -> float:
+        """The present scale."""
+        self.settle()
+        return self._value
+
+    @property
+    def applied_value(self) -> float:
+        """The scale that :meth:`scale` has applied since the last step, which need not be settled."""
+        return self._value
+
+    @property
+    def finite_steps(self) -> int:
+        """Number of finite steps since the scale changed."""
+        self.settle()
+        return self._finite_steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps that were skipped because their gradients were not finite."""
+        self.settle()
+        return self._skipped_steps
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Multiply a loss by the scale.
@@ -79,8 +102,9 @@ class LossScale:
         Returns:
             The scaled loss, in fp32 or wider, on the same device.
         """
+        value = self.value
         self.applied = True
-        return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * self.value
+        return (loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss) * value
 
     @property
     def is_dynamic(self) -> bool:
@@ -110,28 +134,28 @@ class LossScale:
             NonFiniteError: The gradients were not finite, and the scale is already at its floor.
         """
         self.applied = False
-        before = self.value
+        before = self._value
         if finite:
-            self.finite_steps += 1
-            if self.finite_steps == self.growth_interval:
+            self._finite_steps += 1
+            if self._finite_steps == self.growth_interval:
                 self._grow()
-            return self.value / before
-        self.skipped_steps += 1
-        self.finite_steps = 0
+            return self._value / before
+        self._skipped_steps += 1
+        self._finite_steps = 0
         if self.is_dynamic:
-            self.value = max(_rounded(before * self.backoff), self.floor)
-            if self.value == before:
+            self._value = max(_rounded(before * self.backoff), self.floor)
+            if self._value == before:
                 raise NonFiniteError(
                     "the gradient is not finite even with the smallest loss scale, loss_scale.floor = "
                     f"{self.floor:g}: lower the learning rate, look at the data, or compute in bfloat16 or float32"
                 )
-        return self.value / before
+        return self._value / before
 
     def _grow(self) -> None:
-        self.finite_steps = 0
-        grown = _rounded(self.value * self.growth)
+        self._finite_steps = 0
+        grown = _rounded(self._value * self.growth)
         if grown <= _LARGEST:
-            self.value = grown
+            self._value = grown
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint holds: the scale, the finite steps since it changed, and the skipped steps."""
@@ -139,8 +163,9 @@ class LossScale:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from the state in a checkpoint, which :func:`checked_state` has checked."""
-        self.value = float(state["value"])
-        self.finite_steps, self.skipped_steps = state["finite_steps"], state["skipped_steps"]
+        self.settle()
+        self._value = float(state["value"])
+        self._finite_steps, self._skipped_steps = state["finite_steps"], state["skipped_steps"]
 
 
 def checked_state(state: Any) -> Mapping[str, Any] | None:
@@ -160,6 +185,10 @@ def checked_state(state: Any) -> Mapping[str, Any] | None:
     if not scales or not all(type(count) is int and count >= 0 for count in counts):
         raise CheckpointError(f"corrupt: its loss scale is {state!r}")
     return table
+
+
+def _settled() -> None:
+    """Nothing is under way."""
 
 
 def _rounded(value: float) -> float:

@@ -19,7 +19,12 @@ from thinwire.sharding.clip import multiply_gradients
 from thinwire.sharding.foreign import INNER
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.loss_scale import LossScale
-from thinwire.sharding.optimizers.trials import refuse_per_tensor, refuse_unlike_ranks, updates_in_parts
+from thinwire.sharding.optimizers.trials import (
+    refuse_per_tensor,
+    refuse_unlike_ranks,
+    takes_found_inf,
+    updates_in_parts,
+)
 from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of", "rescale_lost"]
@@ -40,8 +45,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             units can be updated as their gradients arrive.
         loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
 
-    Attributes:
-        skipped_steps: Number of steps that were skipped because the gradient norm was not finite.
     """
 
     def __init__(
@@ -60,7 +63,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._fragments_of: dict[int, list[OwnedFragment]] = {}
         for owned in fragments:
             self._fragments_of.setdefault(owned.unit, []).append(owned)
-        self.skipped_steps = 0
+        self._skipped_steps = 0
+        self._skips_on_device = runtime.sharded.world is not None and takes_found_inf(inner)
+        if loss_scale is not None:
+            loss_scale.settle = runtime.agreements.settle
         self.defaults = inner.defaults
         # Optimizer.__init__ would copy the groups; the wrapped optimizer's are to be shared.
         self._optimizer_step_pre_hooks = inner._optimizer_step_pre_hooks
@@ -75,6 +81,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state(self) -> Any:  # type: ignore[override]
         """The wrapped optimizer's state, by fragment."""
         return self.inner.state
+
+    @property
+    def skipped_steps(self) -> int:
+        """Number of steps that were skipped because the gradient norm was not finite. The host waits for the last."""
+        self.runtime.agreements.settle()
+        return self._skipped_steps
 
     def __repr__(self) -> str:
         """The wrapped optimizer and how much of the model this rank updates."""
@@ -92,7 +104,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
             The closure's loss, if one is given.
 
         Raises:
-            NonFiniteError: The gradient is not finite, and the loss scale is already at its floor.
+            NonFiniteError: The gradient is not finite, and the loss scale is already at its floor. Where the host does
+                not wait for the norm, the next use of the loss scale raises it.
             UsageError: There is a loss scale, and no loss was multiplied by it.
         """
         self.runtime.holds.refuse("step()")
@@ -100,9 +113,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        updated = self.update()
-        if self.loss_scale is not None:
-            adjust(self.loss_scale, [self.runtime], finite=updated)
+        if self.skip_nonfinite and self._skips_on_device:
+            self._update_unless_found_inf()
+        else:
+            self._adjust(finite=self.update())
         return loss
 
     def update(self) -> bool:
@@ -115,10 +129,42 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._check_scaled()
         agreement = runtime.agree(measure=self.skip_nonfinite)
         if self.skip_nonfinite and not agreement.finite:
-            self.skipped_steps += 1
-            runtime.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
+            self._note_skipped()
             runtime.finish_step(updated=False)
             return False
+        self._update()
+        return True
+
+    def _update_unless_found_inf(self) -> None:
+        """Make a step that the device skips if the gradient is not finite, as under torch's ``GradScaler``. The host
+        learns of it later: it never waits for the norm. A skipped step spreads parameters that have not changed."""
+        self._check_scaled()
+        norm = self.runtime.agree(measure=True).norm
+        self.runtime.agreements.once_settled(self._learn)
+        if self.loss_scale is not None:
+            self.loss_scale.applied = False
+        inner: Any = self.inner
+        inner.found_inf, inner.grad_scale = (norm - norm != 0.0).float(), None
+        try:
+            self._update()
+        finally:
+            del inner.found_inf, inner.grad_scale
+
+    def _learn(self, finite: bool) -> None:
+        if not finite:
+            self._note_skipped()
+        self._adjust(finite=finite)
+
+    def _note_skipped(self) -> None:
+        self._skipped_steps += 1
+        self.runtime.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
+
+    def _adjust(self, *, finite: bool) -> None:
+        if self.loss_scale is not None:
+            adjust(self.loss_scale, [self.runtime], finite=finite)
+
+    def _update(self) -> None:
+        runtime = self.runtime
         if self.loss_scale is not None:
             multiply_gradients(runtime, 1.0)
         runtime.join_spreads()
@@ -129,7 +175,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._update_at_once()
         runtime.lanes.computed("update", "of all units", began)
         runtime.finish_step(updated=True)
-        return True
 
     def _check_scaled(self) -> None:
         scale = self.loss_scale
@@ -137,7 +182,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             return
         raise UsageError(
             "step(): no loss was scaled since the last step, and this step would divide its gradients by "
-            f"{scale.value:g}: write loss_scale.scale(loss).backward()"
+            f"{scale.applied_value:g}: write loss_scale.scale(loss).backward()"
         )
 
     def _update_unit_by_unit(self) -> None:

@@ -270,15 +270,15 @@ class GradientNorms:
             live = [entry for entry in self._live if entry.trained is not None and entry.share.grad is not None]
             partial = torch.stack([power_sum(entry.gradient_piece(), order) for entry in live])
             norms = from_power_sums(live[0].share.spec.holders.combined(partial), order)
-            device = live[0].share.device
-            self._norms[order] = {id(entry): norm.float().to(device) for entry, norm in zip(live, norms, strict=True)}
+            norms = norms.float().to(live[0].share.device)
+            self._norms[order] = {id(entry): norm for entry, norm in zip(live, norms, strict=True)}
         return self._norms[order]
 
     def total(self, order: float) -> torch.Tensor:
-        """Norm of the whole gradient, fp32, 0-D, on the CPU. Collective."""
+        """Norm of the whole gradient, fp32, 0-D. Collective."""
         if not any(entry.share.grad is not None for entry in self._live):
             return torch.tensor(0.0)
-        norms = torch.stack([norm.cpu() for norm in self.by_parameter(order).values()])
+        norms = torch.stack(list(self.by_parameter(order).values()))
         total: torch.Tensor = torch.linalg.vector_norm(norms, order)
         return total
 

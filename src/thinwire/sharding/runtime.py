@@ -146,10 +146,6 @@ class Runtime:
             self.outside.merge()
         return self.agreements.agree(*steps, measure=True) if measure else agreement
 
-    def set_norm(self, norm: float) -> None:
-        """Replace the norm that ranks agreed on, because the gradients must not be used."""
-        self.agreements.set_norm(norm)
-
     def used_flag(self, index: int, slot: int) -> bool:
         """Whether any rank had a gradient for a parameter in this step."""
         self.agree(measure=False)

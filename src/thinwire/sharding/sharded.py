@@ -40,6 +40,8 @@ class ShardedModel:
         slices: By parameter, the slice that tensor parallelism leaves on this rank; ``None`` for a whole parameter.
         lanes: Lanes that communication runs on.
         axes: Groups of ranks, by axis and lane.
+        world: All ranks, for numbers that stay on the device, so that the host waits for none; ``None`` where the host
+            decides about a step.
         meter: Counts the bytes that this rank sends.
         codecs: Codecs of the plan.
         seeds: Seeds for codecs that round at random; they also count the steps.
@@ -57,6 +59,7 @@ class ShardedModel:
     slices: Mapping[str, Slice | None]
     lanes: Lanes
     axes: Mapping[tuple[Axis, Lane], AxisGroup]
+    world: AxisGroup | None
     meter: Meter
     codecs: PlanCodecs
     seeds: Seeds

@@ -292,7 +292,7 @@ class Trainer:
         )
         clip = self.run.recipe.optimizer.clip
         # One host synchronisation per step: the norm must be known to be finite before any update.
-        norm = self.model.clip_grad_norm_(clip or math.inf)
+        norm = float(self.model.clip_grad_norm_(clip or math.inf))
         scale = self.optimizer.loss_scale
         update = Update(
             step=self.position.step + 1,

@@ -14,7 +14,7 @@ from torch import nn
 
 from thinwire.errors import UsageError
 
-__all__ = ["refuse_per_tensor", "refuse_unlike_ranks", "updates_in_parts"]
+__all__ = ["refuse_per_tensor", "refuse_unlike_ranks", "takes_found_inf", "updates_in_parts"]
 
 
 _REFUSALS = (ValueError, RuntimeError, IndexError, TypeError, AttributeError)
@@ -59,6 +59,11 @@ def refuse_per_tensor(
             f"{optimizer_class.__name__} updates whole tensors, but the plan's partition = 'intra' (or sharded "
             "parameters, or tp) cuts them: use partition = 'inter' with params = 1x1 and tp = 1"
         )
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer can skip an update on the device: torch's fused ones read ``found_inf``, a tensor."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def refuse_unlike_ranks(

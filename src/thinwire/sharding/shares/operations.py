@@ -202,16 +202,16 @@ def _norm(cls: Any, tensor: torch.Tensor, order: Any = 2, dtype: torch.dtype | N
 
 
 def power_sum(piece: torch.Tensor, order: float) -> torch.Tensor:
-    """The contribution of a piece to a norm: float64, 0-D, on the CPU.
+    """The contribution of a piece to a norm: float64, 0-D.
 
     Args:
         piece: Elements of the piece, 1-D.
         order: Order of the norm; may be infinite.
     """
     if piece.numel() == 0:
-        return torch.tensor(float("inf") if order == float("-inf") else 0.0, dtype=torch.float64)
+        return torch.full((), float("inf") if order == float("-inf") else 0.0, dtype=torch.float64, device=piece.device)
     norm = torch.linalg.vector_norm(piece.detach(), order, dtype=torch.promote_types(piece.dtype, torch.float32))
-    norm = norm.double().cpu()
+    norm = norm.double()
     return norm if order in (0.0, float("inf"), float("-inf")) else torch.pow(norm, order)
 
 

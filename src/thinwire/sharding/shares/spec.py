@@ -30,10 +30,10 @@ class Holders(Protocol):
         """Exchange the contributions of all pieces to a reduction. Collective.
 
         Args:
-            partial: Contribution of this rank's piece: float64, ``[k]``, on the CPU.
+            partial: Contribution of this rank's piece: ``[k]``, on the CPU or the device of the parameters.
 
         Returns:
-            float64, ``[pieces, k]``; a piece that several ranks hold appears once.
+            float64, ``[pieces, k]``, on either; a piece that several ranks hold appears once.
         """
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
