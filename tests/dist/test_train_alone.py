@@ -17,6 +17,7 @@ from thinwire.errors import DataError, NonFiniteError
 from thinwire.spec.factor import Factor
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
+from thinwire.testing import check_streams
 from thinwire.train.checkpoint import Checkpoint
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.tokens import TokenBin
@@ -115,7 +116,7 @@ def test_a_skipped_step_changes_nothing_and_counts(tmp_path: Path, monkeypatch: 
 
 def test_skipping_for_ever_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = make(tmp_path, "train.on_nonfinite=skip")
-    monkeypatch.setattr("thinwire.train.trainer.MOST_SKIPPED", 2)
+    monkeypatch.setattr("thinwire.train.updates.MOST_SKIPPED", 2)
     poison(trainer, monkeypatch, *range(10))
     for _ in range(2):
         trainer.step(wants_stop=False)
@@ -278,3 +279,62 @@ def test_a_run_may_change_to_float16_and_back(tmp_path: Path) -> None:
     note = scaled.load(Checkpoint(2, plain.save()))
     assert note == "the checkpoint has no loss scale: it starts from loss_scale.initial = 65536"
     losses(scaled, 1)
+
+
+# ---------------------------------------------------------------------------------------- decisions of the device
+
+
+def curve(trainer: Trainer, steps: int) -> list[tuple[Any, ...]]:
+    """What the records of steps say, and the position at the end."""
+    records = []
+    for _ in range(steps):
+        record, _ = trainer.step(wants_stop=False)
+        if record is not None:
+            records.append((record.step, record.loss, record.grad_norm, record.skipped_steps, record.loss_scale or 1.0))
+    position = trainer.position
+    return [*records, (position.step, position.loss, position.skipped)]
+
+
+@pytest.mark.parametrize("settings", [("train.steps=8",), FP16], ids=["fp32", "fp16"])
+def test_the_device_decides_as_the_host_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: tuple[str, ...]
+) -> None:
+    settings = (*settings, "train.on_nonfinite=skip", "train.validate_every=0", "train.log_every=3")
+    host = make(tmp_path, *settings)
+    poison(host, monkeypatch, 1, 3)
+    expected = curve(host, 7)
+    with check_streams("always", nccl=True) as check:
+        device = make(tmp_path, *settings)
+        poison(device, monkeypatch, 1, 3)
+        assert device.model.decides_on_device
+        got = curve(device, 7)
+        assert len(device.updates) == 1, "the host has not read the last step"
+        device.load(Checkpoint(7, device.save()))
+        assert not device.updates
+        got[-1] = (device.position.step, device.position.loss, device.position.skipped)
+        assert all(torch.allclose(a, b) for a, b in zip(weights(host), weights(device), strict=True))
+    for one, other in zip(expected, got, strict=True):
+        assert other == pytest.approx(one, rel=1e-6)
+    assert not check.hazards
+
+
+def test_the_host_learns_of_a_bad_step_one_step_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with check_streams("always", nccl=True):
+        trainer = make(tmp_path)
+        poison(trainer, monkeypatch, 1, 2)
+        trainer.step(wants_stop=False)
+        before = weights(trainer)
+        trainer.step(wants_stop=False)
+        with pytest.raises(NonFiniteError, match=r"step 2: the loss of rank 0 is not finite .* no checkpoint has"):
+            trainer.step(wants_stop=False)
+        assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
+
+
+@pytest.mark.parametrize("log_every", [1, 3])
+def test_the_host_learns_of_a_scale_at_its_floor(tmp_path: Path, log_every: int) -> None:
+    settings = (f"loss_scale.initial={TOO_LARGE}", f"loss_scale.floor={TOO_LARGE}", f"train.log_every={log_every}")
+    with check_streams("always", nccl=True):
+        trainer = make(tmp_path, *FP16, *settings)
+        with pytest.raises(NonFiniteError, match=r"step 1: the gradient is not finite .*the scale is at"):
+            curve(trainer, 2)
+        assert trainer.position.step == 1

@@ -59,6 +59,8 @@ class ParallelModel:
         plan: The plan.
         grid: Position of this rank.
         chunks: Sharded parts of the model, one for each pipeline stage of this rank.
+        decides_on_device: Whether the device can skip an update, so that the host need not read the norm before it goes
+            on.
         mesh: torch's mesh with axes ``pp``, ``dp`` and ``tp``; ``None`` if all ranks are data-parallel.
     """
 
@@ -76,6 +78,7 @@ class ParallelModel:
         self._whole = groups.control(grid.model_ranks) if grid.size > grid.dp else None
         self._device = next(self.chunks[0].parameters()).device
         self._loss_scale: LossScale | None = None
+        self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).sharded.world is not None
 
     @property
     def knows_loss(self) -> bool:
@@ -163,18 +166,9 @@ class ParallelModel:
             The norm before scaling; see :func:`thinwire.clip_grad_norm_`.
         """
         runtimes = [runtime_of(chunk) for chunk in self.chunks]
-        norm = self._norm(runtimes)
+        norm = _norm(runtimes, self._whole)
         scale_to_norm(runtimes, norm, max_norm)
         return norm.float()
-
-    def _norm(self, runtimes: Sequence[Runtime]) -> Tensor:
-        norms = [runtime.agree(measure=True).norm for runtime in runtimes]
-        if self._whole is None and len(norms) == 1:
-            return norms[0]
-        squared = float(torch.stack(norms).square().sum())
-        if self._whole is not None:
-            squared = self._whole.all_reduce_mean([squared])[0] * self._whole.size
-        return torch.tensor(squared, dtype=torch.float64).sqrt()
 
     def progress(self, share: float) -> None:
         """Tell codecs the completed fraction of training; see :func:`thinwire.progress`."""
@@ -280,6 +274,17 @@ class ParallelOptimizer:
         """Discard all gradients."""
         for part in self.parts:
             part.zero_grad()
+
+
+def _norm(runtimes: Sequence[Runtime], whole: groups.Control | None) -> Tensor:
+    """Norm of the gradient of all parts of a model, 0-D, fp64."""
+    norms = [runtime.agree(measure=True).norm for runtime in runtimes]
+    if whole is None and len(norms) == 1:
+        return norms[0]
+    squared = float(torch.stack(norms).square().sum())
+    if whole is not None:
+        squared = whole.all_reduce_mean([squared])[0] * whole.size
+    return torch.tensor(squared, dtype=torch.float64).sqrt()
 
 
 def parallelize(

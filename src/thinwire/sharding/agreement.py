@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -11,24 +10,17 @@ from typing import Final
 
 import torch
 
-from thinwire.collectives.all_gather import all_gather
-from thinwire.collectives.memory import allocate
-from thinwire.collectives.topology import AxisGroup
 from thinwire.errors import MismatchError, UsageError
-from thinwire.program import NORM_BYTES, Axis, Lane, UnitInfo, control_bytes
-from thinwire.sharding.fragments import OwnedFragment
-from thinwire.sharding.lanes.journal import Load
-from thinwire.sharding.lanes.late import LateNumber
+from thinwire.program import UnitInfo, control_bytes
+from thinwire.sharding.exchanges import exchange_bytes
+from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.memory.audit import WriteAudit
+from thinwire.sharding.norm import GradientNorm
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
-from thinwire.spec import Plan
 
 __all__ = ["Agreement", "Agreements", "UsedGradients"]
-
-_NORM_BLOCK: Final = 1 << 18
-"""Number of elements whose squares are added up in fp32."""
 
 _UNFINISHED: Final = 1
 """Flag of a rank whose last micro-batch lacks its backward."""
@@ -142,11 +134,12 @@ class Agreements:
     def __init__(self, sharded: ShardedModel, reducer: Reducer, audit: WriteAudit) -> None:
         self._sharded, self._reducer, self._audit = sharded, reducer, audit
         self._infos = [unit.info for unit in sharded.units]
+        self._norm = GradientNorm(sharded, reducer)
         self.used = UsedGradients(self._infos)
         self.same_order = True
         self.loss_scale: LossScale | None = None
         self._present: Agreement | None = None  # the agreement of this step, once there is one
-        self._late: list[LateNumber] = []  # norms that the host has not read
+        self._late: list[Late] = []  # norms that the host has not read
         self._then: list[Callable[[bool], None]] = []  # called once it has
 
     # -- gradients as they come --------------------------------------------------------------------------------
@@ -199,12 +192,12 @@ class Agreements:
             self._present = Agreement(_UNKNOWN, False)
         if measure and not self._present.measured:
             self._reducer.join()
-            norm = self._total(self._squared_norm()).sqrt() / self.gradient_scale
+            norm = self._norm.measure() / self.gradient_scale
             self._present = replace(self._present, norm=norm, measured=True)
             if self._sharded.world is not None:
                 self._late.append(self._sharded.lanes.late(norm))
             elif not self._present.finite:
-                self._forget_lost(finite=False)
+                self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
         return self._present
 
     def settle(self) -> None:
@@ -215,18 +208,18 @@ class Agreements:
             return
         then, self._then = self._then, []
         finite = all(math.isfinite(norm.read()) for norm in late)
-        self._forget_lost(finite=finite)
+        if not finite:
+            self._reducer.forget_lost()
         for act in then:
             act(finite)
 
     def once_settled(self, act: Callable[[bool], None]) -> None:
         """Call a function with whether the gradient of this step is finite, once the host has read its norm."""
-        assert self._late
-        self._then.append(act)
-
-    def _forget_lost(self, *, finite: bool) -> None:
-        if not finite:
-            self._reducer.forget_lost()  # the rounding errors of such gradients are not finite either
+        assert self._present is not None
+        if self._late:
+            self._then.append(act)
+        else:  # the loop has read it
+            act(self._present.finite)
 
     def spoil(self, norm: torch.Tensor) -> None:
         """Make the norm NaN after :meth:`agree` if that of the whole model, 0-D, is not finite."""
@@ -255,7 +248,7 @@ class Agreements:
         flags = _UNFINISHED * unfinished | _WRITTEN * (written is not None)
         words = struct.pack("<qqq", order_hash, flags | backwards << _NUM_FLAGS, self._sharded.seeds.step)
         bits = _to_bits(self.used.mine)
-        everyone = self._exchange(words + bits, control_bytes(self._infos))
+        everyone = exchange_bytes(self._sharded, words + bits, control_bytes(self._infos))
         rows = [struct.unpack_from("<qqq", row) for row in everyone]
         self.same_order = all(row[0] == rows[0][0] for row in rows)
         is_whole = self._sharded.plan.params.ranks == 1  # ranks that hold whole parameters may run different units
@@ -289,71 +282,10 @@ class Agreements:
                 used[i] |= byte
         return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self.used.mine)))
 
-    def _exchange(self, payload: bytes, size: int) -> list[bytes]:
-        """All-gather ``size`` bytes from each rank on the host; returns them by rank."""
-        group = self._sharded.axes[Axis.WORLD, Lane.CONTROL]
-        row = torch.frombuffer(bytearray(payload.ljust(size, b"\0")), dtype=torch.uint8)
-        rows = self._gather(group, row)
-        ranks = self._sharded.part.data.ranks
-        positions = sorted(range(group.size), key=ranks.__getitem__)
-        by_rank = [rows[_index_of(self._sharded.plan, position)] for position in positions]
-        return [bytes(row.numpy()) for row in by_rank]
-
-    def _gather(self, group: AxisGroup, row: torch.Tensor) -> torch.Tensor:
-        """All-gather a row of each rank; returns ``[ranks, columns]`` in the order of the group."""
-        table = allocate(row.numel() * group.size, row.dtype, row.device)
-        rows = table.view(group.size, -1)
-        rows[group.index].copy_(row)
-        all_gather(group, table).perform()
-        journal = self._sharded.lanes.journal
-        if journal is not None and group.size > 1:
-            exchange = object()  # what computes next comes after it, so it starts and is waited for at the same time
-            journal.started(Lane.CONTROL, Load("control", Axis.WORLD), exchange, ())
-            journal.waited(exchange)
-        return rows
-
-    # -- the norm ----------------------------------------------------------------------------------------------
-
-    def _total(self, mine: torch.Tensor) -> torch.Tensor:
-        """The sum of a 0-D fp64 tensor over all ranks, equal on each: on the device, or else on the CPU."""
-        if self._sharded.world is not None:
-            return self._gather(self._sharded.world, mine.view(1)).sum()
-        everyone = self._exchange(struct.pack("<d", float(mine)), NORM_BYTES)
-        return torch.tensor(sum(struct.unpack_from("<d", row)[0] for row in everyone), dtype=torch.float64)
-
-    @functools.cached_property
-    def _sliced_fragments(self) -> Sequence[OwnedFragment]:
-        """Fragments of parameters that no other tensor-parallel rank holds."""
-        slices = self._sharded.slices
-        return [owned for owned in self._sharded.fragments() if slices[owned.fragment.slot.name] is not None]
-
-    def _squared_norm(self) -> torch.Tensor:
-        """Squared norm of the gradients that this rank owns, 0-D, fp64, from one pass over memory. Replicas of a share
-        count once, and so do parameters that all tensor-parallel ranks hold."""
-        nothing = torch.zeros((), dtype=torch.float64, device=self._sharded.arena.device)
-        if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
-            return nothing
-        if self._sharded.part.tensor == 0:
-            gradients = [gradient.owned.values for gradient in self._reducer.parts if not gradient.owned.empty]
-        else:
-            gradients = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
-        if not gradients:
-            return nothing
-        # An fp32 sum of many squares is off by percents, differently under every plan. Sum blocks in fp64.
-        blocks = [block for values in gradients for block in values.view(-1).split(_NORM_BLOCK)]
-        norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float32)).double()
-        return norms.square().sum()
-
 
 def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
     """The first rank that has set a flag; ``None`` if there is none."""
     return next((rank for rank, row in enumerate(rows) if row[1] & flag), None)
-
-
-def _index_of(plan: Plan, position: int) -> int:
-    """Index of a mesh position in the control group, which sorts by place within the node, then by node."""
-    node, local = divmod(position, plan.mesh.local)
-    return local * plan.mesh.nodes + node
 
 
 def _to_bits(flags: bytearray) -> bytes:

@@ -11,6 +11,7 @@ from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import control
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Lane
+from thinwire.sharding.exchanges import gather_rows
 from thinwire.sharding.sharded import ShardedModel
 
 __all__ = ["ModelHolders"]
@@ -45,7 +46,7 @@ class ModelHolders:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
         if self.pieces == 1:
             return partial.double().reshape(1, -1)
-        rows = _rows(self._summing, partial.to(self._device, torch.float64))
+        rows = gather_rows(self._summing, partial.to(self._device, torch.float64))
         return rows.index_select(0, self._speaking)
 
     def gather(self, name: str, piece: torch.Tensor) -> torch.Tensor:
@@ -71,11 +72,11 @@ class ModelHolders:
     def mean(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
         flat = values.detach().reshape(-1).to(torch.promote_types(values.dtype, torch.float32)).cpu()
-        return _rows(self._group, flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
+        return gather_rows(self._group, flat).mean(0).to(values.dtype).to(values.device).view(values.shape)
 
     def first(self, values: torch.Tensor) -> torch.Tensor:
         """See :class:`~thinwire.sharding.shares.spec.Holders`."""
-        return _rows(self._group, values)[0].contiguous()
+        return gather_rows(self._group, values)[0].contiguous()
 
     @functools.cached_property
     def _speaking(self) -> torch.Tensor:
@@ -89,14 +90,3 @@ class ModelHolders:
             everyone = self._control.all_gather_object((self._group.index, self._speaks, dict(self._spans)))
             self._everyones = [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]
         return self._everyones
-
-
-def _rows(group: AxisGroup, mine: torch.Tensor) -> torch.Tensor:
-    """All-gather ``mine``, ``[k]``, as ``[ranks, k]`` in the order of the group."""
-    if group.size == 1:
-        return mine.reshape(1, -1)
-    table = torch.empty(group.size * mine.numel(), dtype=mine.dtype, device=mine.device)
-    rows = table.view(group.size, -1)
-    rows[group.index].copy_(mine)
-    all_gather(group, table).perform()
-    return rows

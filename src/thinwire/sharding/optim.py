@@ -15,7 +15,6 @@ from torch import nn
 
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
-from thinwire.sharding.clip import multiply_gradients
 from thinwire.sharding.foreign import INNER
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.loss_scale import LossScale
@@ -26,6 +25,7 @@ from thinwire.sharding.optimizers.trials import (
     updates_in_parts,
 )
 from thinwire.sharding.runtime import Runtime, runtime_of
+from thinwire.sharding.update import ShareUpdate
 
 __all__ = ["ShardedOptimizer", "adjust", "build_optimizer", "names_of", "rescale_lost"]
 
@@ -44,7 +44,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         by_unit: Whether updating some parameters in one call and the rest in the next equals one update of all, so that
             units can be updated as their gradients arrive.
         loss_scale: Factor of the losses, by which a step divides the gradients; ``None`` without one.
-
     """
 
     def __init__(
@@ -58,11 +57,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         loss_scale: LossScale | None = None,
     ) -> None:
         self.runtime, self.inner, self.fragments = runtime, inner, tuple(fragments)
-        self.skip_nonfinite, self.by_unit = skip_nonfinite or loss_scale is not None, by_unit
+        self.skip_nonfinite = skip_nonfinite or loss_scale is not None
         self.loss_scale = runtime.agreements.loss_scale = loss_scale
-        self._fragments_of: dict[int, list[OwnedFragment]] = {}
-        for owned in fragments:
-            self._fragments_of.setdefault(owned.unit, []).append(owned)
+        self._update = ShareUpdate(runtime, inner, self.fragments, by_unit=by_unit)
         self._skipped_steps = 0
         self._skips_on_device = runtime.sharded.world is not None and takes_found_inf(inner)
         if loss_scale is not None:
@@ -116,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.skip_nonfinite and self._skips_on_device:
             self._update_unless_found_inf()
         else:
-            self._adjust(finite=self.update())
+            adjust(self.loss_scale, [self.runtime], finite=self.update())
         return loss
 
     def update(self) -> bool:
@@ -132,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._note_skipped()
             runtime.finish_step(updated=False)
             return False
-        self._update()
+        self._update.perform()
         return True
 
     def _update_unless_found_inf(self) -> None:
@@ -146,35 +143,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: Any = self.inner
         inner.found_inf, inner.grad_scale = (norm - norm != 0.0).float(), None
         try:
-            self._update()
+            self._update.perform()
         finally:
             del inner.found_inf, inner.grad_scale
 
     def _learn(self, finite: bool) -> None:
         if not finite:
             self._note_skipped()
-        self._adjust(finite=finite)
+        adjust(self.loss_scale, [self.runtime], finite=finite)
 
     def _note_skipped(self) -> None:
         self._skipped_steps += 1
         self.runtime.reducer.forget_lost()  # they hold what codecs rounded away from the skipped gradient
-
-    def _adjust(self, *, finite: bool) -> None:
-        if self.loss_scale is not None:
-            adjust(self.loss_scale, [self.runtime], finite=finite)
-
-    def _update(self) -> None:
-        runtime = self.runtime
-        if self.loss_scale is not None:
-            multiply_gradients(runtime, 1.0)
-        runtime.join_spreads()
-        began = runtime.lanes.mark()
-        if self.by_unit and not (self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks):
-            self._update_unit_by_unit()
-        else:
-            self._update_at_once()
-        runtime.lanes.computed("update", "of all units", began)
-        runtime.finish_step(updated=True)
 
     def _check_scaled(self) -> None:
         scale = self.loss_scale
@@ -185,43 +165,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
             f"{scale.applied_value:g}: write loss_scale.scale(loss).backward()"
         )
 
-    def _update_unit_by_unit(self) -> None:
-        """Update each unit as soon as its gradients have arrived, while gradients of later units travel."""
-        for owned in self.fragments:
-            owned.value.grad = None
-        for unit in self.runtime.update_order():
-            self.runtime.reducer.join_unit(unit)
-            fragments = self._fragments_of.get(unit, ())
-            self._give_gradients(fragments)
-            self.inner.step()
-            for owned in fragments:
-                owned.value.grad = None
-            self.runtime.spreads.write_back(unit)
-        if self.runtime.plan.accumulate_dtype == "float32":
-            self._give_gradients(self.fragments)  # views for fp32; bf16 gradients would be copied for the whole share
-
-    def _update_at_once(self) -> None:
-        self.runtime.reducer.join()
-        self._give_gradients(self.fragments)
-        self.inner.step()
-        for unit in self.runtime.update_order():
-            self.runtime.spreads.write_back(unit)
-
-    def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
-        """Set the gradients that the optimizer reads, in the dtype of the masters.
-
-        As in torch, the optimizer skips a parameter that has no gradient on any rank.
-        """
-        for owned in fragments:
-            used = self.runtime.used_flag(owned.unit, owned.slot)
-            owned.value.grad = owned.grad.to(owned.value.dtype) if used else None
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget every gradient. They are never memset: the next reduction overwrites them."""
         del set_to_none
         self.runtime.zero_grad()
-        for owned in self.fragments:
-            owned.value.grad = None
+        self._update.forget_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Refuse to make a state dict, which would hold only this rank's share."""
@@ -238,17 +186,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
         raise UsageError("parameter groups of a sharded optimizer are given to thinwire.optimizer(param_groups=...)")
 
 
-def adjust(loss_scale: LossScale, runtimes: Sequence[Runtime], *, finite: bool) -> None:
+def adjust(loss_scale: LossScale | None, runtimes: Sequence[Runtime], *, finite: bool) -> None:
     """End a step of a loss scale, and let the rounding errors that error feedback keeps follow it.
 
     Args:
-        loss_scale: Scale of all parts of a model.
+        loss_scale: Scale of all parts of a model; ``None`` without one.
         runtimes: Runtimes of this rank's parts.
         finite: Whether the gradient of the whole model was finite.
 
     Raises:
         NonFiniteError: It was not, and the scale is already at its floor.
     """
+    if loss_scale is None:
+        return
     factor = loss_scale.update(finite=finite)
     for runtime in runtimes:
         rescale_lost(runtime, factor)

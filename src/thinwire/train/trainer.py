@@ -6,23 +6,26 @@ exchanged, never from the view of a single rank.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
 
 from thinwire.collectives.group import Control, control
-from thinwire.errors import DataError, NonFiniteError
+from thinwire.collectives.streams import streams_of
+from thinwire.errors import DataError
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
+from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
-from thinwire.train.checkpoint import Checkpoint, checkpoint_path, checkpoints, delete_old
+from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
 from thinwire.train.data.packing import Dataset
 from thinwire.train.data.samples import Samples, step_batches, validation_batches
 from thinwire.train.environment import shares_cores
@@ -35,29 +38,9 @@ from thinwire.train.models.flops import flops_per_token
 from thinwire.train.observing.measure import pack, unpack
 from thinwire.train.observing.metrics import StepRecord, known_peak_tflops
 from thinwire.train.observing.pace import Pace, summarized
+from thinwire.train.position import Position
 from thinwire.train.schedule import learning_rate_share
-
-MOST_SKIPPED: Final = 20
-"""Give up after this many consecutive non-finite steps."""
-
-
-@dataclass
-class Position:
-    """The progress of a run; every checkpoint holds it.
-
-    Attributes:
-        step: Number of updates made, including those that were skipped.
-        samples: Number of training sequences consumed, over all ranks.
-        loss: Loss of the last update in nats per token; ``None`` before the first.
-        val_loss: Loss of the last validation in nats per token; ``None`` before the first.
-        skipped: Number of steps whose updates were skipped because the gradient was not finite.
-    """
-
-    step: int = 0
-    samples: int = 0
-    loss: float | None = None
-    val_loss: float | None = None
-    skipped: int = 0
+from thinwire.train.updates import QueuedUpdate, Update, Updates
 
 
 def _finite(value: float | None) -> float | None:
@@ -83,27 +66,6 @@ class StepTime:
         self.steps += 1
 
 
-@dataclass(frozen=True)
-class Update:
-    """The result of a step on one rank, before the ranks exchange their losses.
-
-    Attributes:
-        step: Number of the step, from 1.
-        loss: Mean loss of this rank's micro-batches, nats per token; 0 on pipeline stages that do not compute it.
-        norm: Norm of the gradient over all ranks, without the loss scale.
-        lr: Learning rate.
-        skipped: Whether the update was skipped.
-        loss_scale: Factor of the loss in the backward; ``None`` without one.
-    """
-
-    step: int
-    loss: float
-    norm: float
-    lr: float
-    skipped: bool
-    loss_scale: float | None
-
-
 @dataclass
 class Trainer:
     """One rank's model, optimizer, data and position.
@@ -118,14 +80,14 @@ class Trainer:
         train: The training samples.
         validation: The validation samples.
         ranks: The control group of all ranks.
+        updates: The updates of the run.
+        position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
         peak_flops: Peak FLOP/s of one device; ``None`` if unknown.
-        position: The progress of the run.
         recent: Steps since the last record, and their time.
         total: Steps since this process started, and their time.
-        num_skipped: Updates skipped in a row, up to the last step.
     """
 
     run: ResolvedRun
@@ -137,25 +99,20 @@ class Trainer:
     train: Samples
     validation: Samples
     ranks: Control
+    updates: Updates
+    position: Position
     pace: Pace | None
     num_parameters: int
     token_flops: float
     peak_flops: float | None
-    position: Position = field(default_factory=Position)
     recent: StepTime = field(default_factory=StepTime)
     total: StepTime = field(default_factory=StepTime)
-    num_skipped: int = 0
 
     @property
     def samples_per_step(self) -> int:
         """Sequences of one step over all ranks."""
         plan = self.run.plan
         return plan.world * plan.micro_batch * plan.micro_batches
-
-    @property
-    def loss_share(self) -> float:
-        """Weight of this rank's loss, so that the mean over all ranks is the mean over the ranks that know the loss."""
-        return float(self.run.plan.pp) if self.model.knows_loss else 0.0
 
     @property
     def validates(self) -> bool:
@@ -186,24 +143,20 @@ class Trainer:
                 until the scale is at its floor.
         """
         started = time.perf_counter()
-        update = self._update()
+        self._make_step()
+        train = self.run.recipe.train
+        logged = self.validates or self.position.step % train.log_every == 0
+        due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
         seconds = time.perf_counter() - started
         self.recent.add(seconds)
         self.total.add(seconds)
-        train = self.run.recipe.train
-        logged = self.validates or self.position.step % train.log_every == 0
         world = self.ranks.size
         words = []
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-        shared_loss = update.loss * self.loss_share if self.loss_share else 0.0
-        loss, stop, *rest = self.ranks.all_reduce_mean([shared_loss, float(wants_stop), *words])
-        if not math.isfinite(loss) and (not update.skipped or train.on_nonfinite == "stop"):
-            self._raise_nonfinite(update)  # a smaller loss scale does not change the loss
-        if not update.skipped:
-            self.position.loss = loss
-        record = self._record(update, loss, rest) if logged else None
+        losses, (stop, *rest) = self.updates.exchange(due, [float(wants_stop), *words])
+        record = self._record(due[-1], losses[-1], rest) if logged else None
         return record, stop > 0
 
     def validate(self) -> float:
@@ -238,6 +191,7 @@ class Trainer:
         Returns:
             The checkpoint's directory.
         """
+        self.updates.exchange(self.updates.take(keep_newest=False), [])
         directory = self.run.directory.checkpoints
         path = checkpoint_path(directory, self.position.step)
         position = {name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
@@ -268,7 +222,7 @@ class Trainer:
                 f"{checkpoint.path} was trained on other tokens than data.* gives now (the text, the "
                 "tokenizer or validation_share changed); restore them, or start a new run with another --out"
             )
-        self.position = Position(**extra["position"])
+        self.position = self.updates.position = Position(**extra["position"])
         saved, present = extra.get("loss_scale"), self.optimizer.loss_scale
         if present is not None and saved is None:
             return f"the checkpoint has no loss scale: it starts from loss_scale.initial = {present.value:g}"
@@ -276,58 +230,43 @@ class Trainer:
             return f"the checkpoint's loss scale of {saved:g} has no use: the plan has no float16 gradients"
         return None
 
-    def _update(self) -> Update:
+    def _make_step(self) -> None:
+        """Queue a step. The device skips the update of a gradient that is not finite, and the host goes on; where the
+        device cannot, the host waits for the norm."""
         rate = self._set_learning_rate()
         self.model.progress(self.position.step / self.run.recipe.train.steps)
-        plan = self.run.plan
-        loss = self.model.step(
-            step_batches(
-                self.train,
-                position=self.position.samples,
-                micro_batch=plan.micro_batch,
-                micro_batches=plan.micro_batches,
-                rank=self.model.grid.data,
-                world=plan.world,
-            )
+        plan, scale = self.run.plan, self.optimizer.loss_scale
+        batches = step_batches(
+            self.train,
+            position=self.position.samples,
+            micro_batch=plan.micro_batch,
+            micro_batches=plan.micro_batches,
+            rank=self.model.grid.data,
+            world=plan.world,
         )
-        clip = self.run.recipe.optimizer.clip
-        # One host synchronisation per step: the norm must be known to be finite before any update.
-        norm = float(self.model.clip_grad_norm_(clip or math.inf))
-        scale = self.optimizer.loss_scale
-        update = Update(
-            step=self.position.step + 1,
-            loss=float(loss),
-            norm=norm,
-            lr=rate,
-            skipped=not math.isfinite(norm),
-            loss_scale=None if scale is None else scale.value,
-        )
-        if update.skipped:
-            self._skip(update)
-        else:
+        with self.updates.at_floor():
+            loss = self.model.step(batches)
+        norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
+        applied = None if scale is None else scale.applied_value
+        later = functools.partial(read_later, streams=streams_of(self.device))
+        update = QueuedUpdate(self.position.step + 1, later(loss), later(norm), rate, applied)
+        self.updates.add(update)
+        if self.model.decides_on_device:
             self.optimizer.step()
-            self.num_skipped = 0
+        else:
+            self._update_if_finite(update.read())
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
-        return update
 
-    def _skip(self, update: Update) -> None:
-        """Skip the update, or end the run."""
-        self.num_skipped += 1
-        self.position.skipped += 1
-        scale = self.optimizer.loss_scale
-        ends = self.run.recipe.train.on_nonfinite == "stop" or self.num_skipped > MOST_SKIPPED
-        if scale is None:
-            if ends:
-                self._raise_nonfinite(update)
+    def _update_if_finite(self, update: Update) -> None:
+        if not update.skipped:
+            self.optimizer.step()
             return
-        try:
-            self.optimizer.step()  # which updates nothing, and lowers the scale
-        except NonFiniteError:
-            self._raise_nonfinite(update)
-        if ends and not scale.is_dynamic:
-            self._raise_nonfinite(update)
+        if self.optimizer.loss_scale is not None:
+            with self.updates.at_floor():
+                self.optimizer.step()  # which updates nothing, and lowers the scale
+        self.updates.refuse_skip(update, self.updates.num_skipped + 1)
 
     def _set_learning_rate(self) -> float:
         settings = self.run.recipe.optimizer
@@ -373,35 +312,6 @@ class Trainer:
         self.recent = StepTime()
         return record
 
-    def _raise_nonfinite(self, update: Update) -> None:
-        losses = self.ranks.all_gather_object(update.loss)
-        guilty = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
-        what = f"the loss of rank {', '.join(guilty)}" if guilty else "the gradient"
-        remedy = (
-            "continue from the last checkpoint with --resume"
-            if checkpoints(self.run.directory.checkpoints)
-            else "start again; no checkpoint has been saved yet (checkpoint.every)"
-        )
-        raise NonFiniteError(
-            f"step {update.step}: {what} is not finite (gradient norm {update.norm}{self._scale_of(update)}); "
-            f"{self._way_out(update, guilty)}, and {remedy}"
-        )
-
-    def _scale_of(self, update: Update) -> str:
-        return "" if update.loss_scale is None else f", loss scale {update.loss_scale:g}"
-
-    def _way_out(self, update: Update, guilty: Sequence[str]) -> str:
-        """What to change after a step that is not finite."""
-        scale = self.optimizer.loss_scale
-        if guilty or scale is None:
-            return 'lower optimizer.lr or set train.on_nonfinite = "skip"'
-        if not scale.is_dynamic:
-            return f"lower loss_scale.initial = {scale.value:g}, or let the scale shrink with loss_scale.backoff = 0.5"
-        return (
-            f"the scale is at loss_scale.floor = {scale.floor:g}: lower optimizer.lr, or set plan.compute_dtype to "
-            '"bfloat16" or "float32"'
-        )
-
 
 def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Trainer:
     """Build the model, shard it, and attach optimizer and data. Every rank of the run calls it.
@@ -436,7 +346,18 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         weight_decay=settings.weight_decay,
         fused=True,
         param_groups=[{"params": undecayed, "weight_decay": 0.0}],
+        skip_nonfinite=parallel.decides_on_device,
         loss_scale=_loss_scale(recipe.loss_scale) if plan.scales_loss else None,
+    )
+    ranks, position = control(), Position()
+    updates = Updates(
+        ranks,
+        position,
+        optimizer.loss_scale,
+        # The mean over all ranks is the mean over the ranks that know the loss.
+        loss_share=float(plan.pp) if parallel.knows_loss else 0.0,
+        skips=recipe.train.on_nonfinite == "skip",
+        directory=run.directory.checkpoints,
     )
     return Trainer(
         run=run,
@@ -447,7 +368,9 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         optimizer=optimizer,
         train=train,
         validation=validation,
-        ranks=control(),
+        ranks=ranks,
+        updates=updates,
+        position=position,
         pace=Pace(hosts) if _is_comparable(plan, device) else None,
         num_parameters=num_parameters,
         token_flops=token_flops,

@@ -13,7 +13,7 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.train.directory import RunDirectory, write_atomically
 from thinwire.train.observing.metrics import read as read_metrics
-from thinwire.train.trainer import MOST_SKIPPED
+from thinwire.train.updates import MOST_SKIPPED
 from thinwire_bench.study.arms import StudyRun
 
 _FIELDS: Final = ("step", "tokens", "loss", "val_loss", "grad_norm", "lr", "skipped")

@@ -25,7 +25,7 @@ from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.timeline import Timeline
 from thinwire.sharding.lanes.home import HomeStream
 from thinwire.sharding.lanes.journal import Journal, Load
-from thinwire.sharding.lanes.late import LateNumber
+from thinwire.sharding.lanes.late import Late, read_later
 from thinwire.sharding.lanes.recorder import Mark, Recorder
 from thinwire.sharding.lanes.stream_workers import StreamWorker
 from thinwire.sharding.lanes.thread_workers import ThreadWorker
@@ -145,10 +145,9 @@ class Lanes:
         if since is not None:
             self._recorder.computed(f"{what} {name}", since)
 
-    def late(self, value: torch.Tensor) -> LateNumber:
-        """Send a 0-D tensor to the host, which does not wait for it; only on devices with streams."""
-        assert self._streams is not None
-        return LateNumber(value, self._streams)
+    def late(self, value: torch.Tensor) -> Late:
+        """Send a 0-D tensor to the host, which reads it later."""
+        return read_later(value, self._streams)
 
     def drain(self) -> None:
         """Block until all submitted work has run; does not raise errors."""

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from thinwire.collectives.streams import Streams
 
-__all__ = ["LateNumber"]
+__all__ = ["Late", "read_later"]
 
 
-class LateNumber:
-    """A number on its way to the host.
+class Late(Protocol):
+    """A number on its way to the host."""
+
+    def read(self) -> float:
+        """The number. The host waits until the device has computed it."""
+
+
+def read_later(value: torch.Tensor, streams: Streams | None) -> Late:
+    """Send a number to the host.
 
     Args:
-        value: 0-D tensor on the device.
-        streams: Streams of the device.
+        value: 0-D tensor.
+        streams: Streams of its device; ``None`` if the device has none. Then the number is there.
     """
+    return _Present(value) if streams is None else _Queued(value, streams)
 
+
+class _Present:
+    def __init__(self, value: torch.Tensor) -> None:
+        self._value = float(value)
+
+    def read(self) -> float:
+        return self._value
+
+
+class _Queued:
     def __init__(self, value: torch.Tensor, streams: Streams) -> None:
         pinned = value.device.type == "cuda"  # the host waits for copies to other memory
         self._copy = torch.empty((), dtype=value.dtype, pin_memory=pinned).copy_(value, non_blocking=True)
@@ -24,6 +44,5 @@ class LateNumber:
         self._arrived.record(streams.current())
 
     def read(self) -> float:
-        """The number. The host waits until the device has computed it."""
         self._arrived.synchronize()
         return float(self._copy)

@@ -1,0 +1,81 @@
+"""Updates this rank's share of a model with an optimizer over its fragments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from thinwire.sharding.clip import multiply_gradients
+from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.runtime import Runtime
+
+__all__ = ["ShareUpdate"]
+
+
+class ShareUpdate:
+    """The update of this rank's share, which then spreads to the other ranks.
+
+    Args:
+        runtime: Runtime of the model.
+        inner: Optimizer over ``fragments``.
+        fragments: All fragments that this rank updates.
+        by_unit: Whether units can be updated one by one; see
+            :class:`~thinwire.sharding.optim.ShardedOptimizer`.
+    """
+
+    def __init__(
+        self, runtime: Runtime, inner: torch.optim.Optimizer, fragments: Sequence[OwnedFragment], *, by_unit: bool
+    ) -> None:
+        self._runtime, self._inner, self._fragments, self._by_unit = runtime, inner, fragments, by_unit
+        self._fragments_of: dict[int, list[OwnedFragment]] = {}
+        for owned in fragments:
+            self._fragments_of.setdefault(owned.unit, []).append(owned)
+
+    def perform(self) -> None:
+        """Update the share once its gradients have arrived, and end the step. Ranks have agreed on it."""
+        runtime, inner = self._runtime, self._inner
+        multiply_gradients(runtime, 1.0)  # divides by the loss scale, unless clipping has
+        runtime.join_spreads()
+        began = runtime.lanes.mark()
+        if self._by_unit and not (inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks):
+            self._unit_by_unit()
+        else:
+            self._at_once()
+        runtime.lanes.computed("update", "of all units", began)
+        runtime.finish_step(updated=True)
+
+    def forget_gradients(self) -> None:
+        """Drop the gradients that the optimizer has read."""
+        for owned in self._fragments:
+            owned.value.grad = None
+
+    def _unit_by_unit(self) -> None:
+        """Update each unit as soon as its gradients have arrived, while gradients of later units travel."""
+        self.forget_gradients()
+        for unit in self._runtime.update_order():
+            self._runtime.reducer.join_unit(unit)
+            fragments = self._fragments_of.get(unit, ())
+            self._give_gradients(fragments)
+            self._inner.step()
+            for owned in fragments:
+                owned.value.grad = None
+            self._runtime.spreads.write_back(unit)
+        if self._runtime.plan.accumulate_dtype == "float32":
+            self._give_gradients(self._fragments)  # views for fp32; bf16 gradients would be copied for the whole share
+
+    def _at_once(self) -> None:
+        self._runtime.reducer.join()
+        self._give_gradients(self._fragments)
+        self._inner.step()
+        for unit in self._runtime.update_order():
+            self._runtime.spreads.write_back(unit)
+
+    def _give_gradients(self, fragments: Sequence[OwnedFragment]) -> None:
+        """Set the gradients that the optimizer reads, in the dtype of the masters.
+
+        As in torch, the optimizer skips a parameter that has no gradient on any rank.
+        """
+        for owned in fragments:
+            used = self._runtime.used_flag(owned.unit, owned.slot)
+            owned.value.grad = owned.grad.to(owned.value.dtype) if used else None
