@@ -349,16 +349,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         skip_nonfinite=parallel.decides_on_device,
         loss_scale=_loss_scale(recipe.loss_scale) if plan.scales_loss else None,
     )
-    ranks, position = control(), Position()
-    updates = Updates(
-        ranks,
-        position,
-        optimizer.loss_scale,
-        # The mean over all ranks is the mean over the ranks that know the loss.
-        loss_share=float(plan.pp) if parallel.knows_loss else 0.0,
-        skips=recipe.train.on_nonfinite == "skip",
-        directory=run.directory.checkpoints,
-    )
+    position = Position()
     return Trainer(
         run=run,
         dataset=dataset,
@@ -368,13 +359,25 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         optimizer=optimizer,
         train=train,
         validation=validation,
-        ranks=ranks,
-        updates=updates,
+        ranks=control(),
+        updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=Pace(hosts) if _is_comparable(plan, device) else None,
         num_parameters=num_parameters,
         token_flops=token_flops,
         peak_flops=_peak_flops(run, device),
+    )
+
+
+def _updates(run: ResolvedRun, model: ParallelModel, optimizer: ParallelOptimizer, position: Position) -> Updates:
+    return Updates(
+        control(),
+        position,
+        optimizer.loss_scale,
+        # The mean over all ranks is the mean over the ranks that know the loss.
+        loss_share=float(run.plan.pp) if model.knows_loss else 0.0,
+        skips=run.recipe.train.on_nonfinite == "skip",
+        directory=run.directory.checkpoints,
     )
 
 
