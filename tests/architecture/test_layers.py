@@ -18,7 +18,20 @@ import thinwire
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "thinwire"
 
-DECIDING = {"agreement", "errors", "extras", "units", "spec", "program", "cost", "sim", "plan", "record", "report"}
+DECIDING = {
+    "agreement",
+    "errors",
+    "extras",
+    "units",
+    "spec",
+    "program",
+    "cost",
+    "sim",
+    "plan",
+    "record",
+    "report",
+    "convert",
+}
 DOING = {"codecs", "collectives", "intercept", "checkpoint", "sharding", "profile", "parallel", "train"}
 ABOVE = {"cli", "lab", "testing"}
 

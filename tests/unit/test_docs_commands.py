@@ -67,7 +67,9 @@ BEFORE = {
 }
 """Commands to run before those of a page."""
 
-QUICK = re.compile(r"\$ \S*thinwire (doctor|sim (?!.*(\.toml|--jitter))|.*--help)|\$ python examples/what_if\.py")
+QUICK = re.compile(
+    r"\$ \S*thinwire (doctor|convert |sim (?!.*(\.toml|--jitter))|.*--help)|\$ python examples/what_if\.py"
+)
 """Commands of a second or two, which need nothing from the ones before them."""
 
 

@@ -19,6 +19,7 @@ _COMMANDS: Final = {
     "sim": Command("thinwire.cli.sim:sim"),
     "profile": Command("thinwire.cli.profile:profile"),
     "report": Command("thinwire.cli.report:report"),
+    "convert": Command("thinwire.cli.convert:convert"),
     "export": Command("thinwire.cli.export:export"),
     "doctor": Command("thinwire.cli.doctor:doctor"),
     # Everything after the name of the lab's own command belongs to that command.

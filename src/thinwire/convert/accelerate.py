@@ -1,0 +1,140 @@
+"""Converts the configuration file of accelerate, as ``accelerate config`` writes it, with its FSDP section."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from thinwire.convert.fsdp2 import resharding
+from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, refused
+from thinwire.convert.source import Rules, Source, because, flag, judge, off, text, whole
+from thinwire.spec import Factor
+
+__all__ = ["from_accelerate"]
+
+_ONE: Final = Factor()
+
+
+def from_accelerate(table: Mapping[str, Any], ranks: Factor, what: str = "accelerate.yaml") -> Conversion:
+    """Convert accelerate's configuration file.
+
+    Args:
+        table: The configuration as nested dictionaries.
+        ranks: Ranks of a node, and nodes.
+        what: Name of the configuration, for messages.
+
+    Returns:
+        The conversion, with one row for each key.
+    """
+    source = Source(table, ranks)
+    sharded = ranks if source.get("distributed_type") == "FSDP" or "fsdp_config" in table else _ONE
+    factors = dict.fromkeys(("params", "grads", "optimizer"), sharded)
+    base = {"name": "accelerate", "mesh": ranks, **factors, "compute_dtype": "float32"}
+    return Conversion(what, ranks, base, judge(source, _RULES))
+
+
+def _distributed(value: Any, source: Source) -> Judgement:
+    del source
+    if value in ("FSDP", "MULTI_GPU", "MULTI_CPU", "NO"):
+        return mapped(note="fsdp_config sets the factors" if value == "FSDP" else "preset ddp")
+    remedy = "convert its JSON instead" if value == "DEEPSPEED" else "use FSDP, MULTI_GPU or MULTI_CPU"
+    return refused(f"this kind cannot be converted from accelerate's file; {remedy}")
+
+
+def _precision(value: str, source: Source) -> Judgement:
+    del source
+    return mapped(plan={"compute_dtype": {"no": "float32", "fp16": "float16", "bf16": "bfloat16"}[value.lower()]})
+
+
+def _processes(value: int, source: Source) -> Judgement:
+    if value == source.ranks.ranks:
+        return mapped(note="--nodes x --nproc")
+    return refused(f"--nodes and --nproc make {source.ranks.ranks} ranks")
+
+
+def _machines(value: int, source: Source) -> Judgement:
+    return mapped(note="--nodes") if value == source.ranks.nodes else refused(f"--nodes is {source.ranks.nodes}")
+
+
+def _reshard(value: Any, source: Source) -> Judgement:
+    if isinstance(value, bool):
+        return resharding(value, source.ranks)
+    return _strategy(value, source)
+
+
+def _strategy(value: Any, source: Source) -> Judgement:
+    """FSDP1's strategies, which accelerate also accepts as ``fsdp_reshard_after_forward``."""
+    ranks = source.ranks
+    node = Factor(local=ranks.local)
+    names = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
+    name = names[value - 1] if isinstance(value, int) and 1 <= value <= 5 else value
+    sharding = {
+        "FULL_SHARD": (ranks, ranks, ranks),
+        "SHARD_GRAD_OP": (_ONE, ranks, ranks),
+        "NO_SHARD": (_ONE, _ONE, _ONE),
+        "HYBRID_SHARD": (node, node, node),
+        "HYBRID_SHARD_ZERO2": (_ONE, node, node),
+    }.get(name)
+    if sharding is None:
+        return refused(f"expected one of {', '.join(names)}")
+    return mapped(plan=dict(zip(("params", "grads", "optimizer"), sharding, strict=True)))
+
+
+def _recompute(value: bool, source: Source) -> Judgement:
+    del source
+    return mapped(plan={"recompute": True}) if value else ignored("off")
+
+
+_WRAPPED: Final = because("tw.shard finds the blocks; units= names other modules")
+_LAUNCHER: Final = because("the launcher sets it")
+_SAVED: Final = because("thinwire export writes whole weights; checkpoints are sharded and load on any ranks")
+_PREFETCHED: Final = because("prefetch gathers units ahead, 1 by default")
+
+_RULES: Final[Rules] = {
+    "distributed_type": _distributed,
+    "mixed_precision": text(_precision, "no", "fp16", "bf16"),
+    "num_processes": whole(_processes),
+    "num_machines": whole(_machines),
+    "fsdp_config": {
+        "fsdp_version": because("plans have factors of their own"),
+        "fsdp_reshard_after_forward": _reshard,
+        "fsdp_sharding_strategy": _strategy,
+        "fsdp_offload_params": off(
+            "offloading is not supported, states stay on the device", "shard more, or set recompute = true in the plan"
+        ),
+        "fsdp_activation_checkpointing": flag(_recompute),
+        "fsdp_auto_wrap_policy": _WRAPPED,
+        "fsdp_transformer_layer_cls_to_wrap": _WRAPPED,
+        "fsdp_min_num_params": _WRAPPED,
+        "fsdp_backward_prefetch": _PREFETCHED,
+        "fsdp_backward_prefetch_policy": _PREFETCHED,
+        "fsdp_forward_prefetch": _PREFETCHED,
+        "fsdp_cpu_ram_efficient_loading": because("weights are read shard by shard"),
+        "fsdp_sync_module_states": because("ranks always start from the same weights"),
+        "fsdp_state_dict_type": _SAVED,
+        "fsdp_use_orig_params": because("parameters keep their names and shapes"),
+    },
+    "downcast_bf16": because("it applies to TPUs"),
+    "dynamo_config": off("blocks are not compiled in a recipe", "call torch.compile in your own loop", harmless=({},)),
+    "deepspeed_config": off("it cannot be converted from accelerate's file", "convert its JSON", harmless=({},)),
+    "parallelism_config": off("tp and pp are keys of the plan", "set them there", harmless=({},)),
+    **dict.fromkeys(
+        (
+            "compute_environment",
+            "debug",
+            "enable_cpu_affinity",
+            "gpu_ids",
+            "machine_rank",
+            "main_process_ip",
+            "main_process_port",
+            "main_training_function",
+            "rdzv_backend",
+            "same_network",
+            "tpu_env",
+            "tpu_use_cluster",
+            "tpu_use_sudo",
+            "use_cpu",
+        ),
+        _LAUNCHER,
+    ),
+}

@@ -1,0 +1,182 @@
+"""Rules for DeepSpeed's ``optimizer`` and ``scheduler``. Recipes train with AdamW, linear warm-up and cosine decay."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from thinwire.convert.outcome import Judgement, ignored, mapped, refused
+from thinwire.convert.source import Rule, Rules, Source, because, flag, number, off, whole
+
+__all__ = ["OPTIMIZER_RULES", "SCHEDULER_RULES"]
+
+_DEFAULTS: Final[dict[str, Any]] = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
+"""Those of DeepSpeed's Adam."""
+
+_ONE_BIT: Final = ("onebitadam", "onebitlamb", "zerooneadam")
+_OTHERS: Final = ("adagrad", "lamb", "muadam", "muadamw", "musgd", "lion", "muon", "sgd")
+
+
+def _type(value: Any, source: Source) -> Judgement:
+    name = value.lower() if isinstance(value, str) else ""
+    if name in _ONE_BIT:
+        return refused(
+            "thinwire compresses gradients and keeps plain AdamW: --set optimizer.type=AdamW, then wire.dp with a 2- "
+            "to 4-bit codec and wire.error_feedback = true in the plan"
+        )
+    if name not in ("adam", "adamw"):
+        known = "DeepSpeed's optimizer" if name in _OTHERS else "this optimizer"
+        return refused(
+            f"a recipe trains with AdamW; keep {known} in your own loop with tw.optimizer(model, CLASS, ...), or "
+            "--set optimizer.type=AdamW"
+        )
+    decay = source.get("optimizer.params.weight_decay", 0.0)
+    if name == "adam" and source.get("optimizer.params.adam_w_mode", True) is False and decay:
+        return refused(
+            "Adam with L2 regularization is not AdamW; keep it in your own loop with tw.optimizer(model, "
+            "torch.optim.Adam, ...), or --set optimizer.params.adam_w_mode=true"
+        )
+    left_out = {key: item for key, item in _DEFAULTS.items() if source.get(f"optimizer.params.{key}") is None}
+    values = {f"optimizer.{key}": item for key, item in left_out.items()}
+    return mapped(recipe=values, note="AdamW" + (", with DeepSpeed's defaults" if values else ""))
+
+
+def _copied(key: str, note: str = "") -> Rule:
+    """A rule that copies a parameter of Adam to the recipe."""
+
+    def rule(value: Any, source: Source) -> Judgement:
+        del source
+        return mapped(recipe={f"optimizer.{key}": float(value)}, note=note)
+
+    return rule
+
+
+def _lr(value: float, source: Source) -> Judgement:
+    if value <= 0:
+        return refused("expected a number above 0")
+    if source.get("scheduler.params.warmup_max_lr") is not None:
+        return ignored("scheduler.params.warmup_max_lr replaces it")
+    return mapped(recipe={"optimizer.lr": float(value)})
+
+
+def _betas(value: Any, source: Source) -> Judgement:
+    del source
+    if not isinstance(value, list) or len(value) != 2:
+        return refused("expected two numbers")
+    return mapped(recipe={"optimizer.betas": value})
+
+
+def _bias_correction(value: bool, source: Source) -> Judgement:
+    del source
+    return ignored("always on") if value else refused("AdamW corrects the bias of its moments; leave it out")
+
+
+_ONE_BIT_KEY: Final = because("a parameter of the 1-bit optimizers")
+_TOGETHER: Final = because("another implementation of the same update")
+
+OPTIMIZER_RULES: Final[Rules] = {
+    "type": _type,
+    "params": {
+        "lr": number(_lr),
+        "betas": _betas,
+        "eps": number(_copied("eps")),
+        "weight_decay": number(_copied("weight_decay", "norms, biases and other vectors do not decay")),
+        "bias_correction": flag(_bias_correction),
+        "adam_w_mode": because("optimizer.type decides"),
+        "torch_adam": _TOGETHER,
+        "fused": _TOGETHER,
+        "foreach": _TOGETHER,
+        "set_grad_none": because("gradients are freed after the step"),
+        "amsgrad": off("AMSGrad is not supported in a recipe", "leave it out"),
+        "max_grad_norm": off("DeepSpeed does not support it either", "use gradient_clipping"),
+        "freeze_step": _ONE_BIT_KEY,
+        "cuda_aware": _ONE_BIT_KEY,
+        "comm_backend_name": _ONE_BIT_KEY,
+        "var_freeze_step": _ONE_BIT_KEY,
+        "var_update_scaler": _ONE_BIT_KEY,
+        "local_step_scaler": _ONE_BIT_KEY,
+        "local_step_clipper": _ONE_BIT_KEY,
+        "max_coeff": because("a parameter of LAMB"),
+        "min_coeff": because("a parameter of LAMB"),
+        "momentum": because("a parameter of SGD and Muon"),
+    },
+    "legacy_fusion": _TOGETHER,
+}
+
+
+def _scheduler(value: Any, source: Source) -> Judgement:
+    if value not in ("WarmupLR", "WarmupCosineLR"):
+        return refused(
+            "a recipe's learning rate warms up linearly, then stays or decays by a cosine: --set "
+            "scheduler.type=WarmupCosineLR or WarmupLR, or keep the scheduler in your own loop and --drop scheduler"
+        )
+    if source.get("scheduler.params.warmup_type", "log") != "linear":
+        return refused(
+            "DeepSpeed warms up by a logarithm unless warmup_type says otherwise, a recipe linearly: --set "
+            "scheduler.params.warmup_type=linear, or --drop scheduler"
+        )
+    given = source.table.get("scheduler", {}).get("params", {})
+    # Without the key, DeepSpeed warms up for 1000 steps; with "auto", for as many as the Trainer computes.
+    warmup = {} if "warmup_num_steps" in given else {"optimizer.warmup": 1000}
+    if value == "WarmupLR":
+        return mapped(recipe={"optimizer.final_lr_share": 1.0, **warmup}, note="constant after the warm-up")
+    share = source.get("scheduler.params.cos_min_ratio", 0.0001)
+    return mapped(recipe={"optimizer.final_lr_share": share, **warmup})
+
+
+def _warmup(value: int, source: Source) -> Judgement:
+    del source
+    return mapped(recipe={"optimizer.warmup": value}, note="DeepSpeed's first step has a learning rate of 0")
+
+
+def _from_zero(value: float, source: Source) -> Judgement:
+    del source
+    return ignored("the warm-up starts near 0") if value == 0 else refused("a recipe warms up from 0; set it to 0")
+
+
+def _peak(value: float, source: Source) -> Judgement:
+    del source
+    return mapped(recipe={"optimizer.lr": float(value)}) if value > 0 else refused("expected a number above 0")
+
+
+def _total(value: int, source: Source) -> Judgement:
+    del source
+    return mapped(recipe={"train.steps": value}) if value else refused("expected at least 1")
+
+
+_WITH_TYPE: Final = because("scheduler.type covers it")
+_ELSEWHERE: Final = because("a parameter of LRRangeTest or OneCycle")
+
+SCHEDULER_RULES: Final[Rules] = {
+    "type": _scheduler,
+    "params": {
+        "warmup_min_lr": number(_from_zero),
+        "warmup_min_ratio": number(_from_zero),
+        "warmup_max_lr": number(_peak),
+        "warmup_num_steps": whole(_warmup),
+        "warmup_type": _WITH_TYPE,
+        "cos_min_ratio": _WITH_TYPE,
+        "total_num_steps": whole(_total),
+        "last_batch_iteration": because("a run resumes from its checkpoint"),
+        **dict.fromkeys(
+            (
+                "lr_range_test_min_lr",
+                "lr_range_test_step_size",
+                "lr_range_test_step_rate",
+                "lr_range_test_staircase",
+                "cycle_min_lr",
+                "cycle_max_lr",
+                "decay_lr_rate",
+                "cycle_first_step_size",
+                "cycle_second_step_size",
+                "cycle_first_stair_count",
+                "cycle_second_stair_count",
+                "decay_step_size",
+                "cycle_momentum",
+                "cycle_min_mom",
+                "cycle_max_mom",
+                "decay_mom_rate",
+            ),
+            _ELSEWHERE,
+        ),
+    },
+}

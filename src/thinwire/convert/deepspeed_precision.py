@@ -1,0 +1,183 @@
+"""Rules for DeepSpeed's dtypes and loss scale: ``fp16``, ``bf16``, ``communication_data_type``, ``data_types``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from thinwire.convert.outcome import Judgement, ignored, mapped, refused
+from thinwire.convert.source import Rule, Rules, Source, because, flag, number, off, text, whole
+
+__all__ = ["PRECISION_RULES", "compute_dtype", "wire_itemsize"]
+
+_DTYPES: Final = {
+    "fp32": "float32",
+    "float32": "float32",
+    "float": "float32",
+    "torch.float32": "float32",
+    "fp16": "float16",
+    "float16": "float16",
+    "half": "float16",
+    "torch.float16": "float16",
+    "bf16": "bfloat16",
+    "bfloat16": "bfloat16",
+    "torch.bfloat16": "bfloat16",
+}
+_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def compute_dtype(source: Source) -> str:
+    """The dtype of parameters in forward and backward: float32 unless fp16 or bf16 is enabled."""
+    if _enabled(source, "fp16"):
+        return "float16"
+    return "bfloat16" if _enabled(source, "bf16") or _enabled(source, "bfloat16") else "float32"
+
+
+def wire_itemsize(source: Source) -> int:
+    """Bytes of one gradient element on the wire."""
+    named = source.get("communication_data_type")
+    dtype = _DTYPES.get(named.lower()) if isinstance(named, str) else None
+    return _BYTES[dtype or compute_dtype(source)]
+
+
+def _enabled(source: Source, section: str) -> bool:
+    return source.get(f"{section}.enabled", False) is True
+
+
+def _half(dtype: str, others: tuple[str, ...]) -> Rule:
+    """The rule for ``enabled`` of a 16-bit dtype."""
+
+    def rule(value: bool, source: Source) -> Judgement:
+        if not value:
+            return ignored("off")
+        both = [other for other in others if _enabled(source, other)]
+        if both:
+            return refused(f"{both[0]}.enabled is true as well; enable one of them")
+        return mapped(plan={"compute_dtype": dtype}, note="masters are fp32")
+
+    return rule
+
+
+def _with_fp16(rule: Rule) -> Rule:
+    """Apply a rule of the loss scale where fp16 is enabled."""
+
+    def checked(value: Any, source: Source) -> Judgement:
+        return rule(value, source) if _enabled(source, "fp16") else ignored("fp16 is off")
+
+    return checked
+
+
+def _dynamic(rule: Rule) -> Rule:
+    """Apply a rule of the dynamic loss scale where fp16 is enabled and the scale is not constant."""
+
+    def checked(value: Any, source: Source) -> Judgement:
+        return ignored("the loss scale is constant") if source.get("fp16.loss_scale", 0) else rule(value, source)
+
+    return _with_fp16(checked)
+
+
+def _constant_scale(value: float, source: Source) -> Judgement:
+    del source
+    if value == 0:
+        return ignored("0 is the dynamic loss scale, the default")
+    if value < 0:
+        return refused("expected 0, for a dynamic scale, or a number above 0")
+    scale = float(value)
+    keys = {"initial": scale, "growth": 1.0, "backoff": 1.0, "floor": min(1.0, scale)}
+    return mapped(recipe={f"loss_scale.{key}": item for key, item in keys.items()})
+
+
+def _initial_scale(value: int, source: Source) -> Judgement:
+    least = source.get("fp16.min_loss_scale", 1)
+    if isinstance(least, int | float) and 2.0**value < least:
+        return refused(f"2^{value} is below fp16.min_loss_scale = {least}")
+    return mapped(recipe={"loss_scale.initial": 2.0**value})
+
+
+def _window(value: int, source: Source) -> Judgement:
+    del source
+    return mapped(recipe={"loss_scale.growth_interval": value}) if value else refused("expected at least 1")
+
+
+def _floor(value: float, source: Source) -> Judgement:
+    del source
+    if value <= 0:
+        return refused("expected a number above 0; loss_scale.floor is 1.0 by default")
+    return mapped(recipe={"loss_scale.floor": float(value)})
+
+
+def _hysteresis(value: int, source: Source) -> Judgement:
+    del source
+    return ignored("every overflow lowers the scale" + ("" if value <= 1 else ", without tolerating the first ones"))
+
+
+def _overflow_check(value: bool, source: Source) -> Judgement:
+    del source
+    if value:
+        return mapped(recipe={"train.on_nonfinite": "skip"})
+    return mapped(recipe={"train.on_nonfinite": "stop"}, note="a step that is not finite is never applied")
+
+
+def _reduce_dtype(value: str, source: Source) -> Judgement:
+    del source
+    return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
+
+
+def _accumulate_dtype(value: str, source: Source) -> Judgement:
+    del source
+    dtype = _DTYPES[value.lower()]
+    if dtype == "float16":
+        return refused("gradients accumulate in bf16 or fp32; use --set data_types.grad_accum_dtype=fp32")
+    return mapped(plan={"accumulate_dtype": dtype})
+
+
+def _param_dtype(value: str, source: Source) -> Judgement:
+    dtype = _DTYPES[value.lower()]
+    if dtype == compute_dtype(source):
+        return ignored("the compute dtype")
+    return refused(f"parameters have the compute dtype, {compute_dtype(source)}; enable bf16 or fp16 to change it")
+
+
+def _fp32_modules(value: Any, source: Source) -> Judgement:
+    del source
+    if value == []:
+        return ignored("off")
+    return refused('write [[units]] with match = NAME and dtype = "float32" into the plan instead')
+
+
+_NAMES: Final = tuple(_DTYPES)
+_BF16: Final[Rules] = {
+    "enabled": flag(_half("bfloat16", ("fp16",))),
+    "immediate_grad_update": because("gradients are reduced as soon as the backward produces them"),
+    "check_grad_overflow": flag(_overflow_check),
+    "bf16_master_weights_and_grads": off("masters are fp32", "leave it out"),
+    "bf16_optimizer_states": off("optimizer states are fp32", "leave it out"),
+}
+
+PRECISION_RULES: Final[Rules] = {
+    "fp16": {
+        "enabled": flag(_half("float16", ("bf16", "bfloat16"))),
+        "auto_cast": because("inputs of units are always cast"),
+        "loss_scale": number(_with_fp16(_constant_scale)),
+        "initial_scale_power": whole(_dynamic(_initial_scale)),
+        "loss_scale_window": whole(_dynamic(_window)),
+        "hysteresis": whole(_dynamic(_hysteresis)),
+        "consecutive_hysteresis": because("every overflow lowers the scale"),
+        "min_loss_scale": number(_dynamic(_floor)),
+        "fp16_master_weights_and_grads": off("masters are fp32", "leave it out"),
+    },
+    "bf16": _BF16,
+    "bfloat16": _BF16,
+    "torch_autocast": {
+        "enabled": off("there is no autocast; units compute in one dtype", "enable bf16 instead"),
+        "dtype": because("it applies where torch_autocast is enabled"),
+        "lower_precision_safe_modules": because("it applies where torch_autocast is enabled"),
+    },
+    "communication_data_type": text(_reduce_dtype, *_NAMES),
+    "seq_parallel_communication_data_type": because("there is no sequence parallelism beside tp"),
+    "data_types": {
+        "grad_accum_dtype": text(_accumulate_dtype, *_NAMES),
+        "param_dtype": text(_param_dtype, *_NAMES),
+        "buffer_dtype": because("buffers keep the dtype of the model"),
+        "keep_in_fp32_modules": _fp32_modules,
+    },
+}

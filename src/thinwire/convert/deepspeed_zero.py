@@ -1,0 +1,223 @@
+"""Rules for DeepSpeed's ``zero_optimization``: factors, codecs, buckets and overlap.
+
+The names are those of DeepSpeed 0.19.8 and of the releases before it, which had MiCS and LoCo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from thinwire.convert.deepspeed_precision import wire_itemsize
+from thinwire.convert.outcome import Judgement, ignored, mapped, refused
+from thinwire.convert.source import Rule, Rules, Source, because, flag, off, whole
+from thinwire.spec import Factor
+
+__all__ = ["ZERO_RULES", "data_parallel_mesh", "factors", "stage_of"]
+
+QWZ: Final = "int8:256"
+QGZ: Final = "int4:256"
+_ONE: Final = Factor()
+_DEVICE: Final = "states stay on the device"
+_MORE_SHARDING: Final = "shard more, recompute activations, or use pipeline stages (thinwire plan chooses)"
+
+
+def stage_of(source: Source) -> int:
+    """The stage of ZeRO; 0 where the configuration leaves it out."""
+    stage = source.get("zero_optimization.stage", 0)
+    return stage if stage in (0, 1, 2, 3) else 0
+
+
+def data_parallel_mesh(source: Source) -> Factor:
+    """The data-parallel mesh: all ranks, divided by the tensor-parallel ones, which share a node."""
+    ways = source.get("tensor_parallel.autotp_size", 0)
+    ways = ways if isinstance(ways, int) and ways > 1 and source.ranks.local % ways == 0 else 1
+    return Factor(local=source.ranks.local // ways, nodes=source.ranks.nodes)
+
+
+def factors(source: Source) -> dict[str, Any]:
+    """The plan's name, mesh and factors P, G and OS."""
+    mesh, stage = data_parallel_mesh(source), stage_of(source)
+    group = _group(source.get("zero_optimization.mics_shard_size", -1), mesh) if stage == 3 else None
+    whole_mesh = group or mesh
+    sharded = {"params": stage >= 3, "grads": stage >= 2, "optimizer": stage >= 1}
+    name = "mics" if group else ("ddp", "zero1", "zero2", "zero3")[stage]
+    return {"name": name, "mesh": mesh, **{key: whole_mesh if cut else _ONE for key, cut in sharded.items()}}
+
+
+def _group(size: Any, mesh: Factor) -> Factor | None:
+    """The factor of ``size`` neighbouring ranks; None where no factor has as many or ``size`` is no such number."""
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1 or mesh.ranks % size:
+        return None
+    if size <= mesh.local:
+        return Factor(local=size) if mesh.local % size == 0 else None
+    return Factor(local=mesh.local, nodes=size // mesh.local) if size % mesh.local == 0 else None
+
+
+def _no_group(size: int, mesh: Factor) -> Judgement:
+    inside = [d for d in range(1, mesh.local + 1) if mesh.local % d == 0]
+    across = [mesh.local * d for d in range(2, mesh.nodes + 1) if mesh.nodes % d == 0]
+    valid = ", ".join(map(str, [*inside, *across]))
+    return refused(f"{size} ranks do not divide the mesh of {mesh.nodes} nodes of {mesh.local}; valid are {valid}")
+
+
+def _stage(value: Any, source: Source) -> Judgement:
+    if isinstance(value, bool) or value not in (0, 1, 2, 3):
+        return refused("expected 0, 1, 2 or 3")
+    return mapped(plan={key: factor for key, factor in factors(source).items() if key != "name"})
+
+
+def _mics(value: Any, source: Source) -> Judgement:
+    if value == -1:
+        return ignored("-1 is off")
+    if stage_of(source) != 3:
+        return ignored("DeepSpeed used it at stage 3 only")
+    group = _group(value, mesh := data_parallel_mesh(source))
+    if group is None:
+        return _no_group(value, mesh)
+    return mapped(
+        plan={"params": group, "grads": group, "optimizer": group}, note="preset mics; removed from DeepSpeed 0.19"
+    )
+
+
+def _secondary(value: int, source: Source) -> Judgement:
+    if value <= 1:
+        return ignored("off")
+    if stage_of(source) != 3:
+        return ignored("DeepSpeed uses it at stage 3 only")
+    group = _group(value, data_parallel_mesh(source))
+    if group is None:
+        return _no_group(value, data_parallel_mesh(source))
+    return mapped(plan={"secondary": group}, note="hpZ")
+
+
+def _at_stage_3(codecs: Mapping[str, Any], note: str) -> Rule:
+    """A rule of ZeRO++ that sets codecs; DeepSpeed ignores these flags below stage 3."""
+
+    def rule(value: bool, source: Source) -> Judgement:
+        if not value:
+            return ignored("off")
+        if stage_of(source) != 3:
+            return ignored("DeepSpeed uses it at stage 3 only")
+        return mapped(plan=codecs, note=note)
+
+    return rule
+
+
+def _frozen_weights(value: bool, source: Source) -> Judgement:
+    if not value:
+        return ignored("off")
+    if source.get("zero_optimization.zero_quantized_weights", False):
+        return ignored("wire.gather encodes frozen parameters, too; they are stored unencoded")
+    return refused(
+        "wire.gather encodes all parameters, not only frozen ones: set zero_optimization.zero_quantized_weights as well"
+    )
+
+
+def _loco(value: Any, source: Source) -> Judgement:
+    if value is None or stage_of(source) != 3 or not source.get("zero_optimization.zero_quantized_gradients", False):
+        return ignored("it has an effect with quantized gradients at stage 3 only")
+    note = "wire.feedback_gain takes the place of err_beta; nothing is reset; removed from DeepSpeed 0.19"
+    return mapped(plan={"wire.error_feedback": True}, note=note)
+
+
+def _bucket(value: int, source: Source) -> Judgement:
+    if value < 1:
+        return refused("expected a number of elements of at least 1")
+    return mapped(plan={"bucket_bytes": value * wire_itemsize(source)}, note="elements become bytes")
+
+
+def _overlap(value: bool, source: Source) -> Judgement:
+    del source
+    if value:
+        return ignored("overlap is the default")
+    return mapped(plan={f"overlap.{lane}": False for lane in ("gather", "reduce", "sync", "spread")})
+
+
+def _prefetch(value: int, source: Source) -> Judgement:
+    del source
+    if value == 0:
+        return mapped(plan={"prefetch": 0})
+    return ignored("prefetch counts units, usually blocks, and is 1 by default")
+
+
+def _live(value: int, source: Source) -> Judgement:
+    del source
+    if value == 0:
+        return mapped(plan={"keep_gathered": "none"})
+    return ignored('units are freed after use; keep_gathered = "last" keeps the last one until its backward')
+
+
+def _offload(value: Any, source: Source) -> Judgement:
+    del source
+    device = value.get("device", "none") if isinstance(value, Mapping) else value
+    if device in ("none", None, False):
+        return ignored("off")
+    return refused(f"offloading is not supported, {_DEVICE}; {_MORE_SHARDING}")
+
+
+_SAVED: Final = because("thinwire export writes whole weights; in Python, tw.full_state_dict(model)")
+_OWN_BUCKETS: Final = because("each unit, usually a block, is one gather")
+_FLAT: Final = because("small parameters are part of their unit's flat buffer")
+_STAGE_3: Final = because("an implementation detail of DeepSpeed's stage 3")
+_ANY_LOAD: Final = because("checkpoints load under any plan and any number of ranks")
+
+ZERO_RULES: Final[Rules] = {
+    "stage": _stage,
+    "contiguous_gradients": because("gradients always lie in contiguous shards"),
+    "reduce_scatter": because("sharded gradients are always reduce-scattered"),
+    "reduce_bucket_size": whole(_bucket),
+    "use_multi_rank_bucket_allreduce": because("a bucket is reduced to its owners only"),
+    "allgather_partitions": because("updated parameters are always all-gathered"),
+    "allgather_bucket_size": _OWN_BUCKETS,
+    "overlap_comm": flag(_overlap),
+    "compute_grad_norm": because("the norm is computed when gradients are clipped"),
+    "load_from_fp32_weights": because("checkpoints hold fp32 masters"),
+    "elastic_checkpoint": _ANY_LOAD,
+    "offload_param": _offload,
+    "offload_optimizer": _offload,
+    "zenflow": off("ZenFlow offloads the optimizer, but " + _DEVICE, _MORE_SHARDING, harmless=(None, False)),
+    "sub_group_size": because("it tiles the update of offloaded states"),
+    "cpu_offload_param": _offload,
+    "cpu_offload_use_pin_memory": because("nothing is offloaded"),
+    "cpu_offload": _offload,
+    "stage3_prefetch_bucket_size": whole(_prefetch),
+    "prefetch_bucket_size": whole(_prefetch),
+    "stage3_param_persistence_threshold": _FLAT,
+    "param_persistence_threshold": _FLAT,
+    "stage3_model_persistence_threshold": _FLAT,
+    "model_persistence_threshold": _FLAT,
+    "stage3_max_live_parameters": whole(_live),
+    "max_live_parameters": whole(_live),
+    "stage3_max_reuse_distance": whole(_live),
+    "max_reuse_distance": whole(_live),
+    "stage3_gather_16bit_weights_on_model_save": _SAVED,
+    "gather_16bit_weights_on_model_save": _SAVED,
+    "stage3_gather_fp16_weights_on_model_save": _SAVED,
+    "stage3_module_granularity_threshold": because('granularity = "block" gathers whole blocks'),
+    "module_granularity_threshold": because('granularity = "block" gathers whole blocks'),
+    "stage3_use_all_reduce_for_fetch_params": _STAGE_3,
+    "use_all_reduce_for_fetch_params": _STAGE_3,
+    "stage3_allgather_sequential": _OWN_BUCKETS,
+    "allgather_sequential": _OWN_BUCKETS,
+    "ignore_unused_parameters": because("unused parameters are allowed"),
+    "legacy_stage1": because("there is one implementation of stage 1"),
+    "round_robin_gradients": because("nothing is offloaded"),
+    "parameter_alignment": because("shards are always aligned to 16 bytes"),
+    "zero_hpz_partition_size": whole(_secondary),
+    "zero_quantized_weights": flag(_at_stage_3({"wire.gather": QWZ}, "qwZ")),
+    "zero_quantized_nontrainable_weights": flag(_frozen_weights),
+    "zero_quantized_gradients": flag(
+        _at_stage_3({"wire.reduce_intra": QGZ, "wire.reduce_inter": QGZ}, "qgZ, on one node, too")
+    ),
+    "memory_efficient_linear": _STAGE_3,
+    "pipeline_loading_checkpoint": _ANY_LOAD,
+    "override_module_apply": _STAGE_3,
+    "log_trace_cache_warnings": _STAGE_3,
+    "enable_sanity_checks": because("ranks always compare their order of units"),
+    "save_muon_momentum_buffer_in_memory": because("it belongs to DeepSpeed's Muon"),
+    "leaf_module": because('granularity = "block" gathers whole blocks; in a plan, [[units]] names exceptions'),
+    "mics_shard_size": _mics,
+    "mics_hierarchical_params_gather": because("gathers are always hierarchical: each byte enters a node once"),
+    "zeropp_loco_param": _loco,
+}

@@ -1,0 +1,201 @@
+"""Converts the arguments of PyTorch's ``fully_shard`` (FSDP2), as the text of the call or as a table."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from typing import Any, Final
+
+from thinwire.convert.outcome import Conversion, Judgement, ignored, mapped, refused
+from thinwire.convert.source import Rules, Source, because, flag, judge, text
+from thinwire.errors import SpecError
+from thinwire.spec import Factor
+
+__all__ = ["from_fsdp2", "parse_call", "resharding"]
+
+_DTYPES: Final = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
+_CALLS: Final = (
+    "MixedPrecisionPolicy",
+    "CPUOffloadPolicy",
+    "OffloadPolicy",
+    "init_device_mesh",
+    "DataParallelMeshDims",
+)
+_SHOWN: Final = "fully_shard(mesh=..., reshard_after_forward=..., mp_policy=MixedPrecisionPolicy(...))"
+
+
+def from_fsdp2(arguments: str | Mapping[str, Any], ranks: Factor, what: str = "fully_shard") -> Conversion:
+    """Convert the arguments of ``fully_shard``.
+
+    Args:
+        arguments: The text of a call, ``fully_shard(model, reshard_after_forward=8, mp_policy=...)``, or its keyword
+            arguments; ``mesh`` is a list of sizes, ``mp_policy`` a table of dtypes.
+        ranks: Ranks of a node, and nodes.
+        what: Name of the source, for messages.
+
+    Returns:
+        The conversion, with one row for each argument.
+
+    Raises:
+        SpecError: The text is no call of ``fully_shard`` with constant arguments.
+    """
+    table = parse_call(arguments) if isinstance(arguments, str) else dict(arguments)
+    source = Source(table, ranks)
+    base = {**_factors(source), "compute_dtype": "float32"}
+    return Conversion(what, ranks, base, judge(source, _RULES))
+
+
+def parse_call(call: str) -> dict[str, Any]:
+    """Parse the text of a call of ``fully_shard`` without evaluating it.
+
+    Args:
+        call: The text; the first positional argument, the module, is left out of the result.
+
+    Returns:
+        Keyword arguments as plain values: a mesh as a list of sizes, a policy as a table, a dtype as its name.
+
+    Raises:
+        SpecError: The text is no such call, or an argument is not a constant.
+    """
+    try:
+        node = ast.parse(call.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise SpecError("--fsdp2", [f"{call!r} is not Python: {error.msg}; expected {_SHOWN}"]) from error
+    if not isinstance(node, ast.Call) or _name(node.func) != "fully_shard":
+        raise SpecError("--fsdp2", [f"{call!r} is no call of fully_shard; expected {_SHOWN}"])
+    if len(node.args) > 1 or any(keyword.arg is None for keyword in node.keywords):
+        raise SpecError("--fsdp2", ["fully_shard takes one positional argument, the module, and keywords"])
+    return {str(keyword.arg): _value(str(keyword.arg), keyword.value) for keyword in node.keywords}
+
+
+def resharding(value: Any, ranks: Factor) -> Judgement:
+    """Judge ``reshard_after_forward``: true, false, or the number of ranks that keep a secondary shard."""
+    one = Factor()
+    if value is True:
+        return mapped(plan={"params": ranks}, note="the default")
+    if value is False:
+        return mapped(plan={"params": one}, note="zero2: parameters are whole at all times")
+    if not isinstance(value, int) or value < 1 or ranks.ranks % value:
+        return refused(f"expected true, false, or a divisor of the {ranks.ranks} ranks that shard")
+    if value == 1:
+        return mapped(plan={"params": one}, note="one rank keeps everything, as with false")
+    if value <= ranks.local and ranks.local % value == 0:
+        return mapped(plan={"secondary": Factor(local=value)}, note="preset hpz")
+    if value % ranks.local == 0:
+        return mapped(plan={"secondary": Factor(local=ranks.local, nodes=value // ranks.local)}, note="preset hpz")
+    return refused(f"a group of {value} ranks does not fill nodes of {ranks.local}")
+
+
+def _name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _value(key: str, node: ast.expr) -> Any:
+    if isinstance(node, ast.Call) and (name := _name(node.func)) in _CALLS:
+        if name == "init_device_mesh":
+            return _mesh_sizes(node)
+        keywords = {str(keyword.arg): _value(f"{key}.{keyword.arg}", keyword.value) for keyword in node.keywords}
+        return {"cpu": True} if name == "CPUOffloadPolicy" else keywords
+    if _name(node) in _DTYPES:
+        return _name(node)
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        shown = ast.unparse(node)
+        raise SpecError(
+            "--fsdp2", [f"{key} = {shown} is no constant; write its value, or leave it out: expected {_SHOWN}"]
+        ) from None
+
+
+def _mesh_sizes(node: ast.Call) -> list[int]:
+    """The sizes in ``init_device_mesh("cuda", (2, 8))``."""
+    sizes = node.args[1] if len(node.args) > 1 else next(
+        (keyword.value for keyword in node.keywords if keyword.arg == "mesh_shape"), None
+    )  # fmt: skip
+    try:
+        value = None if sizes is None else ast.literal_eval(sizes)
+    except ValueError:
+        value = None
+    if not isinstance(value, tuple | list):
+        raise SpecError("--fsdp2", ['mesh: expected init_device_mesh("cuda", (2, 8)) with constant sizes'])
+    return list(value)
+
+
+def _group(source: Source) -> Factor | None:
+    """The ranks that shard: all, or under a mesh of two axes those of its second one; None where they do not fit."""
+    ranks, sizes = source.ranks, source.get("mesh")
+    if sizes is None or not isinstance(sizes, list) or len(sizes) == 1:
+        return ranks
+    size = sizes[-1]
+    if size <= ranks.local:
+        return Factor(local=size) if ranks.local % size == 0 else None
+    if size % ranks.local == 0 and ranks.nodes % (size // ranks.local) == 0:
+        return Factor(local=ranks.local, nodes=size // ranks.local)
+    return None
+
+
+def _factors(source: Source) -> dict[str, Any]:
+    group = _group(source) if _is_mesh(source.get("mesh", [1])) else None
+    group = group or source.ranks
+    return {"name": "fsdp2", "mesh": source.ranks, "params": group, "grads": group, "optimizer": group}
+
+
+def _is_mesh(value: Any) -> bool:
+    if not isinstance(value, list) or len(value) not in (1, 2):
+        return False
+    return all(isinstance(size, int) and not isinstance(size, bool) and size > 0 for size in value)
+
+
+def _mesh(value: Any, source: Source) -> Judgement:
+    if not _is_mesh(value):
+        return refused("expected one size, or two for HSDP: replicas and the ranks that shard")
+    product = value[0] * (value[1] if len(value) == 2 else 1)
+    if product != source.ranks.ranks:
+        return refused(f"makes {product} ranks, but --nodes and --nproc make {source.ranks.ranks}")
+    group = _group(source)
+    if group is None:
+        return refused(f"{value[-1]} ranks are no whole nodes of {source.ranks.local}, and no divisor of a node")
+    return mapped(plan={"params": group, "grads": group, "optimizer": group}, note="hsdp" if len(value) == 2 else "")
+
+
+def _reshard(value: Any, source: Source) -> Judgement:
+    return resharding(value, _group(source) or source.ranks)
+
+
+def _compute(value: str, source: Source) -> Judgement:
+    del source
+    return mapped(plan={"compute_dtype": _DTYPES[value.lower()]})
+
+
+def _reduce(value: str, source: Source) -> Judgement:
+    del source
+    return mapped(plan={"reduce_dtype": _DTYPES[value.lower()]})
+
+
+def _offload(value: Any, source: Source) -> Judgement:
+    del source
+    if not value:
+        return ignored("nothing is offloaded")
+    return refused("offloading is not supported, states stay on the device; shard more, or set recompute = true")
+
+
+_RULES: Final[Rules] = {
+    "mesh": _mesh,
+    "reshard_after_forward": _reshard,
+    "shard_placement_fn": because("shards are slices of a unit's flat buffer, and parameters keep their whole shape"),
+    "mp_policy": {
+        "param_dtype": text(_compute, *_DTYPES),
+        "reduce_dtype": text(_reduce, *_DTYPES),
+        "output_dtype": because("outputs have the compute dtype"),
+        "cast_forward_inputs": flag(
+            lambda value, source: (
+                ignored("inputs of units are always cast")
+                if value
+                else refused("inputs of units are always cast; cast them back in the module, or leave it out")
+            )
+        ),
+    },
+    "offload_policy": _offload,
+    "ignored_params": because("call tw.ignore(parameter) before tw.shard; a recipe shards all parameters"),
+    "dp_mesh_dims": because("a plan contains data-parallel ranks only"),
+}
