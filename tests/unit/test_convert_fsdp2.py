@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from thinwire.convert import Conversion, from_accelerate, from_fsdp2
+from thinwire.convert.plain_yaml import read_yaml
 from thinwire.errors import SpecError
 from thinwire.spec import Factor, Plan
 
@@ -155,3 +157,48 @@ def test_every_key_that_accelerate_s_questionnaire_writes_has_a_rule() -> None:
 def test_a_wrong_number_of_processes_is_refused() -> None:
     (row,) = from_accelerate({**ACCELERATE, "num_processes": 16}, RANKS).refusals
     assert (row.key, row.judgement.text) == ("num_processes", "--nodes and --nproc make 8 ranks")
+
+
+YAML = """\
+---
+# written by accelerate config
+debug: false
+distributed_type: FSDP
+downcast_bf16: 'no'
+dynamo_config: {}
+fsdp_config:
+  fsdp_min_num_params: 100000000
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer,Other
+main_process_ip: 10.0.0.1
+share: 0.5
+small: 1.0e-5
+name: "a b"  # a remark
+text: 'it''s'
+tpu_env: []
+nothing: null
+"""
+
+
+def test_plain_yaml_reads_what_a_whole_library_reads() -> None:
+    assert read_yaml(YAML, "accelerate.yaml") == yaml.safe_load(YAML)
+
+
+def test_the_example_is_read_as_a_whole_library_reads_it() -> None:
+    text = (Path(__file__).parents[2] / "examples/convert/accelerate.yaml").read_text()
+    assert read_yaml(text, "accelerate.yaml") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n- b", "is not key: value"),
+        ("a:\n  b: 1\n c: 2", "indented like no line"),
+        ("a: 1\na: 2", "given more than once"),
+        ("a: !!python/object/apply:os.system ['true']", "no plain value"),
+        ("a: &anchor 1", "no plain value"),
+        ("a: [1, 2]", "no plain value"),
+    ],
+)
+def test_other_yaml_is_refused(text: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        read_yaml(text, "file.yaml")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from thinwire.convert.outcome import Judgement, Row, ignored, refused
+from thinwire.convert.plain_yaml import read_yaml
 from thinwire.errors import SpecError
 from thinwire.spec import Factor
 from thinwire.spec.io import apply_settings, read_toml_file
@@ -84,7 +85,7 @@ def read_source(path: str | Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise SpecError(str(path), [f"cannot be read: {reason}"]) from error
-    table = _yaml(content, str(path)) if place.suffix in {".yaml", ".yml"} else _json(content, str(path))
+    table = read_yaml(content, str(path)) if place.suffix in {".yaml", ".yml"} else _json(content, str(path))
     if not isinstance(table, dict):
         raise SpecError(str(path), [f"holds a {type(table).__name__}; expected a table of keys"])
     return table
@@ -236,12 +237,3 @@ def _json(content: str, what: str) -> Any:
         return json.loads(content, object_pairs_hook=unique)
     except json.JSONDecodeError as error:
         raise SpecError(what, [f"not valid JSON: {error}"]) from error
-
-
-def _yaml(content: str, what: str) -> Any:
-    import yaml
-
-    try:
-        return yaml.safe_load(content)
-    except yaml.YAMLError as error:
-        raise SpecError(what, [f"not valid YAML: {error}"]) from error
