@@ -21,7 +21,7 @@ SECONDS := 20
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan docs structure wheels picture site bench-peers gpu-check clean
+.PHONY: help install train test test-all test-torch lint format asan docs structure wheels picture site check-launchers bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -97,6 +97,11 @@ picture: install ## draw the picture of the README from docs/results
 
 site: install ## build the documentation into build/site, warnings as errors
 	$(BIN)/python -m sphinx --jobs auto --quiet --fail-on-warning --keep-going docs build/site
+
+check-launchers: install ## validate and run examples/launchers with Kubeflow's API, SkyPilot and Ray
+	$(BIN)/python -m venv build/launchers
+	build/launchers/bin/python -m pip install --quiet --disable-pip-version-check "kubeflow-trainer-api==2.3.0" "ray[train]>=2.60" "skypilot>=0.14" pyyaml
+	THINWIRE_LAUNCHERS=$(abspath build/launchers/bin/python) $(BIN)/python -m pytest -m "slow or not slow" tests/unit/test_launchers.py
 
 bench-peers: install ## install what `thinwire bench` can compare with: DeepSpeed, codecs of others
 	@command -v g++ >/dev/null || { echo "DeepSpeed compiles a module with g++: apt-get install g++" >&2; exit 1; }

@@ -25,7 +25,7 @@ ELSEWHERE = {
     r"\$ sudo apt-get ": "changes the system",
     r"\$ make ": "works on the checkout; that the target exists is tested",
     r"\$ python -m pip ": "changes the environment; tests/unit/test_packaging.py does it in one of its own",
-    r"\$ (sbatch|kubectl) ": "needs SLURM or Kubernetes",
+    r"\$ (sbatch|kubectl|sky) ": "needs SLURM, Kubernetes or a cloud",
     r" recipes/(pretrain|launch)/": "needs GPUs and text; tests/unit/test_recipes.py starts small ones",
     r"\$ source ": "is for the reader's shell",
     r"\$ \S*python -m pytest": "is what runs this",
@@ -36,6 +36,7 @@ ELSEWHERE = {
     r"tutorial\.md: .* --profile profile\.json": "has a profile of the reader's cluster",
     r"--device cuda": "needs a GPU",
     r"deepspeed\d": "needs `make bench-peers`",
+    r"launchers/ray_train": "needs Ray; `make check-launchers` runs it",
 }
 """Commands that are parsed and not run: what they match, as ``page: $ command``, and why."""
 
@@ -68,7 +69,7 @@ BEFORE = {
 """Commands to run before those of a page."""
 
 QUICK = re.compile(
-    r"\$ \S*thinwire (doctor|convert |sim (?!.*(\.toml|--jitter))|.*--help)|\$ python examples/what_if\.py"
+    r"\$ \S*thinwire (doctor|convert |memory |sim (?!.*(\.toml|--jitter))|.*--help)|\$ python examples/what_if\.py"
 )
 """Commands of a second or two, which need nothing from the ones before them."""
 

@@ -16,6 +16,7 @@ from thinwire.cli.lazy import APP_SETTINGS, Command, lazy_group
 _COMMANDS: Final = {
     "train": Command("thinwire.cli.train:train"),
     "plan": Command("thinwire.cli.plan:plan"),
+    "memory": Command("thinwire.cli.memory:memory"),
     "sim": Command("thinwire.cli.sim:sim"),
     "profile": Command("thinwire.cli.profile:profile"),
     "report": Command("thinwire.cli.report:report"),

@@ -5,14 +5,25 @@ from thinwire.cost.anatomy import ModelPart, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledRates
-from thinwire.cost.memory import AMSP_STATES, OVERHEAD, Memory, States, kept_activations, memory, working_memory
+from thinwire.cost.memory import (
+    AMSP_STATES,
+    OVERHEAD,
+    Memory,
+    States,
+    kept_activations,
+    largest_memory,
+    memory,
+    working_memory,
+)
 from thinwire.cost.operations import PricedStage, moves, one_chunk
+from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
 from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
 
 __all__ = [
     "ALONE",
     "AMSP_STATES",
     "OVERHEAD",
+    "PEER_SYSTEMS",
     "AmspTimes",
     "Beside",
     "Busy",
@@ -29,13 +40,16 @@ __all__ = [
     "Traffic",
     "UnitKind",
     "Work",
+    "ZeroSettings",
     "amsp_times",
     "flat_moves",
     "kept_activations",
+    "largest_memory",
     "memory",
     "moves",
     "one_chunk",
     "parts",
+    "peer_memory",
     "units",
     "working_memory",
 ]

@@ -31,6 +31,7 @@ __all__ = [
     "held_units",
     "kept_activations",
     "largest_memory",
+    "logit_bytes",
     "memory",
     "stage_model",
     "stages",
@@ -172,14 +173,14 @@ def memory(
         buffers=_buffers(plan, units) + _messages(model, plan, seq, stage),
         feedback=_feedback(plan, padded),
         activations=_activations(model, plan, seq, stage),
-        logits=_logits(model, *_tokens(plan, seq)) if stage is None or stage.last else 0,
+        logits=logit_bytes(model, *_tokens(plan, seq)) if stage is None or stage.last else 0,
         overhead=overhead,
     )
 
 
 def working_memory(model: ModelSpec, plan: Plan, *, seq: int, stage: PipelineShare) -> int:
     """Bytes that depend on the micro-batch: activations, messages between stages, logits and the loss."""
-    logits = _logits(model, *_tokens(plan, seq)) if stage.last else 0
+    logits = logit_bytes(model, *_tokens(plan, seq)) if stage.last else 0
     return _activations(model, plan, seq, stage) + _messages(model, plan, seq, stage) + logits
 
 
@@ -376,7 +377,7 @@ def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *
     heads = [part.kind in ("head", "rest") for part in parts]
     last = len(heads) - 1 - heads[::-1].index(True) if any(heads) else -1
     return tuple(
-        share if part.kind == "block" else _logits(model, tokens, itemsize) if index == last else 0
+        share if part.kind == "block" else logit_bytes(model, tokens, itemsize) if index == last else 0
         for index, part in enumerate(parts)
     )
 
@@ -418,6 +419,7 @@ def _messages(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare | Non
     return (forward + backward) * tokens * model.hidden * itemsize
 
 
-def _logits(model: ModelSpec, tokens: int, itemsize: int) -> int:
+def logit_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
+    """Bytes of the logits of ``tokens`` tokens, their gradients and the loss."""
     logits = tokens * model.vocab
     return 2 * logits * itemsize + 2 * 4 * min(logits, _LOSS_CHUNK)
