@@ -14,7 +14,7 @@ from thinwire.convert import Conversion, RecipeNeeds, Row, from_deepspeed
 from thinwire.convert.deepspeed import DEEPSPEED_RULES
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec import Factor, Plan
-from thinwire.spec.recipe import Recipe
+from thinwire.spec.recipe import OptimizerRecipe, Recipe
 
 RANKS = Factor(local=4, nodes=2)
 
@@ -189,6 +189,14 @@ def test_auto_is_left_to_thinwire_until_it_is_set() -> None:
     conversion = convert(train_batch_size="auto", gradient_clipping="auto", bf16={"enabled": "auto"})
     assert [row.judgement.action for row in conversion.rows] == ["ignored"] * 3
     assert "--set" in conversion.rows[0].judgement.text
+    assert conversion.plan().compute_dtype == Plan.model_fields["compute_dtype"].default
+    assert convert(bf16={"enabled": "auto"}, fp16={"enabled": True}).plan().compute_dtype == "float16"
+
+
+def test_auto_parameters_of_adam_have_the_recipe_s_defaults() -> None:
+    optimizer = recipe(convert(optimizer={"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}})).optimizer
+    assert (optimizer.lr, optimizer.betas) == (OptimizerRecipe().lr, OptimizerRecipe().betas)
+    assert (optimizer.eps, optimizer.weight_decay) == (1e-8, 0.0)
 
 
 def test_a_dynamic_loss_scale() -> None:

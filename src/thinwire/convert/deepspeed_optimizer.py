@@ -35,7 +35,8 @@ def _type(value: Any, source: Source) -> Judgement:
             "Adam with L2 regularization is not AdamW; keep it in your own loop with tw.optimizer(model, "
             "torch.optim.Adam, ...), or --set optimizer.params.adam_w_mode=true"
         )
-    left_out = {key: item for key, item in _DEFAULTS.items() if source.get(f"optimizer.params.{key}") is None}
+    given = source.get("optimizer.params", {})
+    left_out = {key: item for key, item in _DEFAULTS.items() if key not in given}
     values = {f"optimizer.{key}": item for key, item in left_out.items()}
     return mapped(recipe=values, note="AdamW" + (", with DeepSpeed's defaults" if values else ""))
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
-from thinwire.convert.source import Rule, Rules, Source, because, flag, number, off, text, whole
+from thinwire.convert.source import AUTO, Rule, Rules, Source, because, flag, number, off, text, whole
 
 __all__ = ["PRECISION_RULES", "compute_dtype", "wire_itemsize"]
 
@@ -26,10 +27,19 @@ _BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def compute_dtype(source: Source) -> str:
-    """The dtype of parameters in forward and backward: float32 unless fp16 or bf16 is enabled."""
+    """The dtype of parameters in forward and backward.
+
+    Args:
+        source: The configuration.
+
+    Returns:
+        The dtype that is enabled; the default of plans if one is ``"auto"`` and none is enabled; otherwise float32.
+    """
     if _enabled(source, "fp16"):
         return "float16"
-    return "bfloat16" if _enabled(source, "bf16") or _enabled(source, "bfloat16") else "float32"
+    sections = [source.table.get(section) for section in ("fp16", "bf16", "bfloat16")]
+    is_auto = any(isinstance(section, Mapping) and section.get("enabled") == AUTO for section in sections)
+    return "bfloat16" if is_auto or _enabled(source, "bf16") or _enabled(source, "bfloat16") else "float32"
 
 
 def wire_itemsize(source: Source) -> int:

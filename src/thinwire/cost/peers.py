@@ -144,19 +144,30 @@ def _fsdp2(sizes: _PeerSizes) -> list[Moment]:
     shard = -(-sizes.numel // sizes.ranks)
     states = {"params": _FP32 * shard, "optimizer": _MOMENTS * shard}
     root, block = _BF16 * sizes.root, _BF16 * sizes.block
-    turning = {"gathered": root + 2 * block, "activations": sizes.activations, "logits": sizes.logits}
-    turning["grads"] = _FP32 * shard * sizes.accumulates
+    turning = {
+        # Two blocks, and the flat buffer from which one of them is copied.
+        "gathered": root + 3 * block,
+        # The gradients of the head; those of the last block, and their copy for the reduce-scatter.
+        "buffers": _BF16 * sizes.tensor + 2 * block,
+        "grads": _FP32 * shard * sizes.accumulates,
+        "activations": sizes.activations,
+        "logits": sizes.logits,
+    }
     # The root's shards get their gradients at the end, unless a micro-batch before has left some.
     reduced = shard if sizes.accumulates else (sizes.numel - sizes.root) // sizes.ranks
     blocks = {"gathered": root + 2 * block, "buffers": root + 2 * block, "grads": _FP32 * reduced}
-    last = {"grads": _FP32 * shard, "buffers": 2 * root + _FP32 * sizes.root // sizes.ranks}
+    last = {"grads": _FP32 * shard, "buffers": 2 * root}
     return [states | turning, states | blocks, states | last]
 
 
 def _zero1(sizes: _PeerSizes) -> list[Moment]:
-    """As ZeRO-2, but gradients are whole until the last micro-batch has reduced them."""
+    """As ZeRO-2, but gradients are whole until the last micro-batch has reduced them; then a rank copies its share."""
     turning, update = _zero2(sizes)
-    return [{**turning, "grads": _BF16 * sizes.numel}, update]
+    whole, shard = _BF16 * sizes.numel, update["grads"]
+    turning = {**turning, "grads": whole * sizes.accumulates}
+    bucket = turning["buffers"]
+    last = {**update, "grads": whole, "buffers": bucket + shard + _BF16 * sizes.tensor}
+    return [turning, last, update]
 
 
 def _zero2(sizes: _PeerSizes) -> list[Moment]:
@@ -164,9 +175,10 @@ def _zero2(sizes: _PeerSizes) -> list[Moment]:
     them to fp32."""
     shard = -(-sizes.numel // sizes.ranks)
     bucket = _BF16 * min(sizes.zero.reduce_bucket, sizes.numel)
-    states = {"params": _BF16 * sizes.numel, "optimizer": (_FP32 + _MOMENTS) * shard, "grads": _BF16 * shard}
+    states = {"params": _BF16 * sizes.numel, "optimizer": (_FP32 + _MOMENTS) * shard}
     turning = {"buffers": bucket, "activations": sizes.activations, "logits": sizes.logits}
-    update = {"buffers": bucket + (_BF16 + _FP32) * shard}
+    turning["grads"] = _BF16 * shard * sizes.accumulates
+    update = {"grads": _BF16 * shard, "buffers": bucket + (_BF16 + _FP32) * shard}
     return [states | turning, states | update]
 
 
