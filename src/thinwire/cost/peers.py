@@ -164,9 +164,9 @@ def _zero1(sizes: _PeerSizes) -> list[Moment]:
     """As ZeRO-2, but gradients are whole until the last micro-batch has reduced them; then a rank copies its share."""
     turning, update = _zero2(sizes)
     whole, shard = _BF16 * sizes.numel, update["grads"]
-    turning = {**turning, "grads": whole * sizes.accumulates}
-    bucket = turning["buffers"]
-    last = {**update, "grads": whole, "buffers": bucket + shard + _BF16 * sizes.tensor}
+    if sizes.accumulates:
+        turning = {**turning, "grads": whole}
+    last = {**update, "grads": whole, "buffers": turning["buffers"] // 2 + shard + _BF16 * sizes.tensor}
     return [turning, last, update]
 
 
@@ -175,10 +175,10 @@ def _zero2(sizes: _PeerSizes) -> list[Moment]:
     them to fp32."""
     shard = -(-sizes.numel // sizes.ranks)
     bucket = _BF16 * min(sizes.zero.reduce_bucket, sizes.numel)
-    states = {"params": _BF16 * sizes.numel, "optimizer": (_FP32 + _MOMENTS) * shard}
-    turning = {"buffers": bucket, "activations": sizes.activations, "logits": sizes.logits}
-    turning["grads"] = _BF16 * shard * sizes.accumulates
-    update = {"grads": _BF16 * shard, "buffers": bucket + (_BF16 + _FP32) * shard}
+    states = {"params": _BF16 * sizes.numel, "optimizer": (_FP32 + _MOMENTS) * shard, "grads": _BF16 * shard}
+    # A bucket, and its copy that is reduced.
+    turning = {"buffers": 2 * bucket, "activations": sizes.activations, "logits": sizes.logits}
+    update = {"buffers": bucket + (_BF16 + _FP32) * shard}
     return [states | turning, states | update]
 
 
