@@ -138,6 +138,20 @@ def test_fused_forms_are_their_composition(name: str, threads: int, target: str)
                 assert torch.equal(
                     native.encode_sum(total, to[1]), to[0].encode(reference.decode_sum_into(total, torch.empty(numel)))
                 )
+            short = numel - numel // 3
+            fewer = native.encode_slices(x, [(0, short), (1, 1 + short)], seed=9)
+            totals = [
+                codecs.Sum(rows, numel, x[:numel].bfloat16()),
+                codecs.Sum(rows[:, :0], 0, x[:0]),
+                codecs.Sum(fewer, short, x[:short], 1 / 3),
+            ]
+            outs = [
+                torch.empty(to[1].max_wire_bytes(total.numel, torch.float32), dtype=torch.uint8) for total in totals
+            ]
+            native.encode_sums(totals, to[1], outs, seed=9)
+            for total, out in zip(totals, outs, strict=True):
+                wanted = reference.decode_sum_into(total, torch.empty(total.numel))
+                assert torch.equal(out, to[0].encode(wanted)) or not total.numel
             for add in (False, True):
                 made, wanted = (
                     one.decode_slices(rows, torch.ones(len(rows), numel), add=add) for one in (native, reference)

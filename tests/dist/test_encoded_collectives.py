@@ -44,25 +44,30 @@ class Everyone:
     def column(self, whole: torch.Tensor, place: int) -> torch.Tensor:
         return whole[self.starts[place * self.nodes] : self.starts[(place + 1) * self.nodes]]
 
-    def node_sum(self, place: int, node: int, inside: Codec | None, *, rounded: bool) -> torch.Tensor:
+    def node_sum(
+        self, place: int, node: int, inside: Codec | None, *, rounded: bool = False, by_piece: bool = False
+    ) -> torch.Tensor:
         """The part of its column that rank (place, node) holds after the hop inside the node."""
+        first = place * self.nodes
+        sizes = self.sizes[first : first + self.nodes] if by_piece else None
         mine = self.held[self.rank(place, node)]
         total = self.column(mine, place).float()
         for other in range(self.local):
             if other != place:
                 sent = self.column(self.held[self.rank(other, node)], place)
-                total = total + (sent.float() if inside is None else through(inside, sent))
+                parts = [sent] if sizes is None else sent.split(sizes)
+                total = total + (sent.float() if inside is None else torch.cat([through(inside, p) for p in parts]))
         return total.to(mine.dtype).float() if rounded else total
 
     def total(self, place: int, node: int, at_hops: HopCodecs, scale: float) -> torch.Tensor:
         """The final result of rank (place, node)."""
         if self.nodes == 1:
-            return self.node_sum(place, node, at_hops.inside, rounded=False) * scale
+            return self.node_sum(place, node, at_hops.inside) * scale
         if self.local == 1:
             sums = [self.held[other] for other in range(self.nodes)]
         else:
-            exact = at_hops.across is None
-            sums = [self.node_sum(place, other, at_hops.inside, rounded=exact) for other in range(self.nodes)]
+            how = {"rounded": at_hops.across is None, "by_piece": at_hops.recode}
+            sums = [self.node_sum(place, other, at_hops.inside, **how) for other in range(self.nodes)]
         own = slice(sum(self.sizes[place * self.nodes : place * self.nodes + node]), None)
         pieces = [column[own][: self.sizes[place * self.nodes + node]] for column in sums]
         total = pieces[node].float()
@@ -127,6 +132,11 @@ def check_bytes(group: AxisGroup, meter: Meter, everyone: Everyone, at_hops: Hop
     sums = dtype if at_hops.across is None or 1 in (group.nodes, group.local) else torch.float32
     columns = [sum(everyone.sizes[i : i + group.nodes]) for i in range(0, group.size, group.nodes)]
     inside = [message_bytes(at_hops.inside, n, dtype) for i, n in enumerate(columns) if i != group.local_index]
+    if at_hops.recode and 1 not in (group.nodes, group.local):
+        assert at_hops.inside is not None
+        at = group.local_index * group.nodes
+        others = everyone.sizes[:at] + everyone.sizes[at + group.nodes :]
+        inside = [at_hops.inside.slot_bytes(n, dtype) for n in others]
     first = group.local_index * group.nodes
     row = everyone.sizes[first : first + group.nodes]
     across = [message_bytes(at_hops.across, n, sums) for i, n in enumerate(row) if first + i != group.index]

@@ -383,6 +383,9 @@ def test_codecs_without_work_are_named() -> None:
     assert any("one node" in line for line in idle_codecs(alone_in_a_node))
     assert idle_codecs(plan("zeropp")) == ()
     assert any("wire.gather" in line for line in idle_codecs(plan("thinwire", "int8:256")))
+    one_by_one = plan("zeropp", bucket_chunks=4, overlap={"stages": False})
+    assert any("bucket_chunks = 4 gains nothing" in line for line in idle_codecs(one_by_one))
+    assert idle_codecs(one_by_one.with_(bucket_chunks=1)) == ()
 
 
 def test_error_feedback_without_a_loss_at_the_last_hop_is_named() -> None:

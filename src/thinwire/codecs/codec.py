@@ -277,11 +277,33 @@ class Codec(Coder):
         Returns:
             The message, a 1-D uint8 tensor.
         """
-        if to.backend != self.backend and Codec.backend not in (to.backend, self.backend):
-            raise UsageError(f"{self!r} cannot go on to {to!r}: take both from one backend")
+        self._check_next(to)
         check_sum(self.spec, total)
-        to.spec.check_dtype(torch.float32)
         wire = checked_room(out, to.max_wire_bytes(total.numel, torch.float32), total.wires.device)
         if total.numel == 0:
             return wire[:0]
         return wire[: self._decode_sum_encode(total, to, wire, checked_seed(to.spec, seed))]
+
+    def encode_sums(self, totals: Sequence[Sum], to: Codec, outs: Sequence[Tensor], *, seed: int | None = None) -> None:
+        """Compute several sums of messages, and encode each, in one pass: the step between two hops of a reduction.
+
+        Args:
+            totals: The sums, of messages of this codec.
+            to: Codec of the results, of the same backend or of another package; of fixed length.
+            outs: For each sum, a contiguous 1-D uint8 tensor of at least ``to.max_wire_bytes(numel, torch.float32)``
+                bytes for its message.
+            seed: Seed for ``to``; sum i uses :func:`slice_seed` of this seed and i, as :meth:`encode_slices`.
+        """
+        self._check_next(to)
+        for total in totals:
+            check_sum(self.spec, total)
+        wires = [
+            checked_room(out, to.max_wire_bytes(total.numel, torch.float32), total.wires.device)
+            for total, out in zip(totals, outs, strict=True)
+        ]
+        self._decode_sums_encode(totals, to, wires, checked_seed(to.spec, seed))
+
+    def _check_next(self, to: Codec) -> None:
+        if to.backend != self.backend and Codec.backend not in (to.backend, self.backend):
+            raise UsageError(f"{self!r} cannot go on to {to!r}: take both from one backend")
+        to.spec.check_dtype(torch.float32)

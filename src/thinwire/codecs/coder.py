@@ -118,3 +118,8 @@ class Coder(ABC):
         values = torch.empty(total.numel, dtype=torch.float32, device=total.wires.device)
         self._decode_sum(total, values)
         return to._encode(values, wire, seed)
+
+    def _decode_sums_encode(self, totals: Sequence[Sum], to: Coder, wires: Sequence[Tensor], seed: int) -> None:
+        for row, (total, wire) in enumerate(zip(totals, wires, strict=True)):
+            if total.numel:
+                self._decode_sum_encode(total, to, wire, slice_seed(seed, row))

@@ -71,10 +71,10 @@ class Messages:
             residual: Error feedback of the size of ``piece``. It is added to the piece, and updated to the new loss.
         """
         if residual is None:
-            message = self.codec.encode(piece, seed=seed, out=self._room(index))
+            message = self.codec.encode(piece, seed=seed, out=self.room(index))
         else:
             message = self.codec.encode_feedback(
-                piece, residual.lost, gain=residual.gain, seed=seed, out=self._room(index)
+                piece, residual.lost, gain=residual.gain, seed=seed, out=self.room(index)
             )
         if self.codec.spec.is_variable_length:
             self._known[index] = message.numel()
@@ -160,6 +160,25 @@ class Messages:
         for row in zip(*columns, strict=True):
             subgroup.gather([self.message(index) for index in row], kind)
 
+    def sum_of(self, index: int, members: int, onto: torch.Tensor) -> Sum:
+        """The sum of the messages of one piece, of which every member has sent one, and of this rank's own values.
+
+        Args:
+            index: Number of the piece among those of a member.
+            members: Number of members that have sent messages, all for the same pieces; their codec has fixed length.
+            onto: This rank's values of the piece.
+        """
+        each = len(self._sizes) // members
+        begin, room = self._starts[index], self._starts[index + 1] - self._starts[index]
+        rows = self.buffer.as_strided((members, room), (self._starts[each], 1), self.buffer.storage_offset() + begin)
+        return Sum(rows, self._sizes[index], onto, encoded=self._dtype)
+
+    def exchange_several(self, subgroup: Subgroup, incoming: Messages) -> None:
+        """Send as many messages to each other member as to every other, and receive as many from each, both in the
+        order of the members. The codec has fixed length."""
+        sent, received = (messages._by_member(subgroup.size - 1) for messages in (self, incoming))
+        subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
+
     def exchange(self, subgroup: Subgroup, incoming: Messages) -> None:
         """Send one message to each other member and receive one from each, both in the order of the members."""
         numbers = range(subgroup.size - 1)
@@ -182,7 +201,12 @@ class Messages:
 
     def message(self, index: int) -> torch.Tensor:
         """The bytes of a message; all of its room while its length is unknown."""
-        return self._room(index)[: self._known[index]]
+        return self.room(index)[: self._known[index]]
+
+    def _by_member(self, members: int) -> list[torch.Tensor]:
+        """The bytes that each of the other members sends or receives."""
+        bounds = self._starts[:: len(self._sizes) // members]
+        return [self.buffer[start:stop] for start, stop in itertools.pairwise(bounds)]
 
     def _announced(self) -> list[int]:
         """Lengths of the messages, as they have been received."""
@@ -201,7 +225,8 @@ class Messages:
     def _rows(self) -> torch.Tensor:
         return self.buffer.view(len(self._sizes), self._starts[1])
 
-    def _room(self, index: int) -> torch.Tensor:
+    def room(self, index: int) -> torch.Tensor:
+        """The place of a message."""
         return self.buffer[self._starts[index] : self._starts[index + 1]]
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import Codec
+from thinwire.codecs import Codec, Sum
+from thinwire.codecs.seeds import fold_seed, slice_seed
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
@@ -27,6 +28,11 @@ class HopCodecs:
 
     inside: Codec | None = None
     across: Codec | None = None
+
+    @property
+    def recode(self) -> bool:
+        """Whether both hops encode with fixed length, so that sums can be encoded as messages are decoded."""
+        return not any(codec is None or codec.spec.is_variable_length for codec in (self.inside, self.across))
 
 
 EXACT = HopCodecs()
@@ -53,7 +59,9 @@ def reduce_scatter(
 
     With a codec for a hop (qgZ, arXiv 2306.10209 section 3.3), a message of the first hop holds a column, and one of
     the second hop holds a piece. Received messages are decoded and added. A rank's own column and piece are not
-    encoded. The sums between the hops are fp32 if the second hop has a codec.
+    encoded. The sums between the hops are fp32 if the second hop has a codec. If both hops have codecs of fixed length,
+    messages of the first hop hold pieces too: those of one piece are decoded, added and encoded for the second hop in
+    one pass, and the sum is never written to memory, unless error feedback needs it.
 
     Args:
         group: The axis.
@@ -81,6 +89,8 @@ def reduce_scatter(
         return _hop(inside, whole, columns, last, codecs.inside, residual, seed)
     if group.local == 1:
         return _hop(across, whole, sizes, last, codecs.across, residual, seed)
+    if codecs.recode:
+        return _recoding_hops(group, whole, sizes, last, codecs, residual, seed)
     column = allocate(columns[group.local_index], whole.dtype if codecs.across is None else torch.float32, whole.device)
     return Moves(
         [
@@ -170,7 +180,6 @@ def _encoded_hop(
     encoded_dtype = whole.dtype if residual is None else torch.float32
     outgoing = Messages(codec, [stop - start for start, stop in bounds], encoded_dtype, device)
     incoming = Messages(codec, [own.numel()] * len(bounds), encoded_dtype, device)
-    total = allocate(own.numel(), torch.float32, device) if merge.accumulate else merge.out
 
     def encode() -> None:
         outgoing.encode_slices(whole, bounds, seed, residual)
@@ -178,13 +187,77 @@ def _encoded_hop(
     def transfer() -> None:
         outgoing.exchange(subgroup, incoming)
 
-    def add() -> None:
-        incoming.decode_sum(total, 1.0 if merge.accumulate else merge.scale, own)
-        if merge.accumulate:
-            _add_pieces([total], merge)
-
     before, after = stages
-    return Moves([Move(before, encode), Move(subgroup.stage, transfer), Move(after, add)])
+    return Moves(
+        [
+            Move(before, encode),
+            Move(subgroup.stage, transfer),
+            Move(after, lambda: _add_messages(incoming, merge, own)),
+        ]
+    )
+
+
+def _recoding_hops(
+    group: AxisGroup,
+    whole: torch.Tensor,
+    sizes: Sequence[int],
+    merge: _Merge,
+    codecs: HopCodecs,
+    residual: Residual | None,
+    seed: int | None,
+) -> Moves:
+    """Two hops with codecs. In between, the messages of each piece become one message of their sum."""
+    first, second, device = codecs.inside, codecs.across, whole.device
+    assert first is not None
+    assert second is not None
+    inside, across = group.at(Stage.SCATTER_INSIDE), group.at(Stage.SCATTER_ACROSS)
+    ends = list(itertools.accumulate(sizes))
+    bounds = [(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    mine = group.local_index * group.nodes
+    column = [bounds.pop(mine) for _ in range(group.nodes)]  # what remains goes to the neighbours
+    row = [stop - start for start, stop in column]
+    peers = [node for node in range(group.nodes) if node != across.index]
+    neighbours = group.local - 1
+    outgoing = Messages(first, [stop - start for start, stop in bounds], whole.dtype, device)
+    incoming = Messages(first, row * neighbours, whole.dtype, device)
+    sums = Messages(second, [row[node] for node in peers], torch.float32, device)
+    received = Messages(second, [row[across.index]] * len(peers), torch.float32, device)
+    own = allocate(row[across.index], torch.float32, device)
+
+    def total_of(node: int) -> Sum:
+        return incoming.sum_of(node, neighbours, whole[slice(*column[node])])
+
+    def recode() -> None:
+        first.decode_sum_into(total_of(across.index), own)
+        if residual is None:
+            rooms = [sums.room(index) for index in range(len(peers))]
+            first.encode_sums([total_of(node) for node in peers], second, rooms, seed=seed)
+            return
+        for index, node in enumerate(peers):
+            piece = first.decode_sum_into(total_of(node), allocate(row[node], torch.float32, device))
+            begin = column[node][0] - column[0][0]
+            lost = Residual(residual.lost[begin : begin + row[node]], residual.gain)
+            sums.encode(index, piece, None if seed is None else slice_seed(fold_seed(seed), index), lost)
+
+    return Moves(
+        [
+            Move(Stage.ENCODE, lambda: outgoing.encode_slices(whole, bounds, seed)),
+            Move(inside.stage, lambda: outgoing.exchange_several(inside, incoming)),
+            Move(Stage.RECODE, recode),
+            Move(across.stage, lambda: sums.exchange(across, received)),
+            Move(Stage.DECODE, lambda: _add_messages(received, merge, own)),
+        ]
+    )
+
+
+def _add_messages(messages: Messages, merge: _Merge, own: torch.Tensor) -> None:
+    """``out (+)= scale * (own + messages)``."""
+    if not merge.accumulate:
+        messages.decode_sum(merge.out, merge.scale, own)
+        return
+    total = allocate(own.numel(), torch.float32, own.device)
+    messages.decode_sum(total, 1.0, own)
+    _add_pieces([total], merge)
 
 
 def _add_rows(rows: torch.Tensor, merge: _Merge) -> None:

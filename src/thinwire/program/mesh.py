@@ -169,16 +169,19 @@ class MessageSizes:
     """Message sizes: functions from a number of elements to bytes, by hop.
 
     Attributes:
-        scatter_inside: Bytes of a column in the first hop of a reduction.
+        scatter_inside: Bytes of a column in the first hop of a reduction; of a piece of it if ``by_piece``.
         scatter_across: Bytes of a piece in the second hop of a reduction.
         gather: Bytes of a piece in either hop of an all-gather.
         encoded: Whether a codec encodes the messages.
+        by_piece: Whether the first hop of a reduction has a message for each piece of a column, so that the sums of
+            pieces can be encoded for the second hop as the messages are decoded.
     """
 
     scatter_inside: Callable[[int], int]
     scatter_across: Callable[[int], int]
     gather: Callable[[int], int]
     encoded: bool = False
+    by_piece: bool = False
 
     @classmethod
     def plain(cls, itemsize: int) -> MessageSizes:
@@ -216,7 +219,8 @@ def hops(
     place, node = divmod(index, nodes)
     columns = [pieces[i * nodes : (i + 1) * nodes] for i in range(local)]
     others = [column for i, column in enumerate(columns) if i != place]
-    to_columns = sum(messages.scatter_inside(summed(column)) for column in others)
+    inside = messages.scatter_inside
+    to_columns = sum(summed(column, inside) if messages.by_piece else inside(summed(column)) for column in others)
     own = columns[place]
     to_peers = summed(own, messages.scatter_across) - messages.scatter_across(own[node])
     scatter: tuple[Hop, ...] = (

@@ -68,11 +68,13 @@ class ReductionEncodings:
         inside: Encoding of columns in the first hop.
         across: Encoding of a node's sums in the second hop.
         gather: Encoding of the total sums when they are gathered.
+        recodes: Whether both hops encode with fixed length. Then sums are encoded piece by piece as they are decoded.
     """
 
     inside: Encoding
     across: Encoding
     gather: Encoding
+    recodes: bool
 
     @classmethod
     def of(cls, local: int, nodes: int, intra: CodecSpec, inter: CodecSpec, dtype: str) -> ReductionEncodings:
@@ -85,12 +87,14 @@ class ReductionEncodings:
             Encoding(intra, dtype),
             Encoding(inter, dtype if local == 1 else sums_dtype(inter, dtype)),
             Encoding(farther, dtype if farther.is_none else "float32"),
+            local > 1 and nodes > 1 and not any(codec.is_none or codec.is_variable_length for codec in (intra, inter)),
         )
 
     def sizes(self) -> MessageSizes:
         """Message sizes of all hops."""
         encoded = not self.gather.codec.is_none
-        return MessageSizes(self.inside.message, self.across.message, self.gather.slot, encoded=encoded)
+        inside = self.inside.slot if self.recodes else self.inside.message
+        return MessageSizes(inside, self.across.message, self.gather.slot, encoded=encoded, by_piece=self.recodes)
 
 
 def sums_dtype(inter: CodecSpec, dtype: str) -> str:
@@ -148,5 +152,10 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
         lines.append(
             "wire.error_feedback = true does not reach reductions that go on to other nodes: it covers their last hop, "
             f"and reduce_inter = {str(plan.wire.reduce_inter)!r} loses nothing there"
+        )
+    if plan.bucket_chunks > 1 and not plan.overlap.stages:
+        lines.append(
+            f"bucket_chunks = {plan.bucket_chunks} gains nothing: overlap.stages = false runs hops and codecs one by "
+            "one, and chunks only add messages"
         )
     return tuple(lines)
