@@ -173,15 +173,19 @@ class Messages:
         rows = self.buffer.as_strided((members, room), (self._starts[each], 1), self.buffer.storage_offset() + begin)
         return Sum(rows, self._sizes[index], onto, encoded=self._dtype)
 
-    def exchange_several(self, subgroup: Subgroup, incoming: Messages) -> None:
-        """Send as many messages to each other member as to every other, and receive as many from each, both in the
-        order of the members. The codec has fixed length."""
-        sent, received = (messages._by_member(subgroup.size - 1) for messages in (self, incoming))
-        subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
-
     def exchange(self, subgroup: Subgroup, incoming: Messages) -> None:
-        """Send one message to each other member and receive one from each, both in the order of the members."""
+        """Send messages to each other member, and receive as many from each, both in the order of the members: one, or
+        several of a codec of fixed length."""
         numbers = range(subgroup.size - 1)
+        each = len(self._sizes) // len(numbers)
+        if each > 1:
+            bounds = (messages._starts[::each] for messages in (self, incoming))
+            sent, received = (
+                [messages.buffer[start:stop] for start, stop in itertools.pairwise(starts)]
+                for messages, starts in zip((self, incoming), bounds, strict=True)
+            )
+            subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
+            return
         if self.codec.spec.is_variable_length:
             sent, received = ([messages._lengths[i : i + 1] for i in numbers] for messages in (self, incoming))
             subgroup.exchange(_with_own(sent, subgroup), _with_own(received, subgroup))
@@ -203,24 +207,18 @@ class Messages:
         """The bytes of a message; all of its room while its length is unknown."""
         return self.room(index)[: self._known[index]]
 
-    def _by_member(self, members: int) -> list[torch.Tensor]:
-        """The bytes that each of the other members sends or receives."""
-        bounds = self._starts[:: len(self._sizes) // members]
-        return [self.buffer[start:stop] for start, stop in itertools.pairwise(bounds)]
-
     def _announced(self) -> list[int]:
-        """Lengths of the messages, as they have been received."""
-        return [self._possible(index, length) for index, length in enumerate(self._lengths.tolist())]
-
-    def _possible(self, index: int, length: int) -> int:
-        """Check a received length, which a peer has chosen and which determines how much is read."""
-        largest = self.codec.max_wire_bytes(self._sizes[index], self._dtype)
-        if not 0 <= length <= largest:
-            raise WireError(
-                f"message {index} of {self.codec.spec} is announced with {length} bytes, where {self._sizes[index]} "
-                f"values take at most {largest}: ranks disagree about what they send, or the message is corrupt"
-            )
-        return length
+        """Lengths of the messages, as they have been received. A peer has chosen them, and they determine how much is
+        read."""
+        lengths: list[int] = self._lengths.tolist()
+        for index, (size, length) in enumerate(zip(self._sizes, lengths, strict=True)):
+            largest = self.codec.max_wire_bytes(size, self._dtype)
+            if not 0 <= length <= largest:
+                raise WireError(
+                    f"message {index} of {self.codec.spec} is announced with {length} bytes, where {size} values take "
+                    f"at most {largest}: ranks disagree about what they send, or the message is corrupt"
+                )
+        return lengths
 
     def _rows(self) -> torch.Tensor:
         return self.buffer.view(len(self._sizes), self._starts[1])

@@ -242,7 +242,7 @@ def _recoding_hops(
     return Moves(
         [
             Move(Stage.ENCODE, lambda: outgoing.encode_slices(whole, bounds, seed)),
-            Move(inside.stage, lambda: outgoing.exchange_several(inside, incoming)),
+            Move(inside.stage, lambda: outgoing.exchange(inside, incoming)),
             Move(Stage.RECODE, recode),
             Move(across.stage, lambda: sums.exchange(across, received)),
             Move(Stage.DECODE, lambda: _add_messages(received, merge, own)),
