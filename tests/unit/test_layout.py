@@ -59,17 +59,21 @@ def cover(parts: list[tuple[int, int]], whole: int) -> bool:
 
 @settings(deadline=None)
 @given(SHAPES, plans(), DTYPES)
-def test_parameters_lie_end_to_end_and_shards_are_equal_and_aligned(
+def test_parameters_follow_each_other_and_they_and_shards_are_aligned(
     shapes: list[torch.Size], plan: Plan, dtype: torch.dtype
 ) -> None:
     layout = lay_out(names(shapes), plan, dtype, trainable=True)
     assert [slot.shape for slot in layout.slots] == shapes
-    offset = 0
+    unit, end, inside = max(1, ALIGNMENT_BYTES // dtype.itemsize), 0, []
     for slot in layout.slots:
-        assert slot.offset == offset
+        assert slot.offset * dtype.itemsize % ALIGNMENT_BYTES == 0
+        assert end <= slot.offset < end + unit
         assert slot.numel == math.prod(slot.shape)
-        offset += slot.numel
-    assert layout.payload == offset <= layout.numel
+        end = slot.offset + slot.numel
+        inside += range(slot.offset, end)
+    assert layout.payload == end <= layout.numel
+    padding = [element for gap in layout.gaps for element in range(gap.start, gap.stop)]
+    assert sorted(inside + padding) == list(range(layout.numel)), "each element is a parameter's or padding"
     for ranks in (plan.params.ranks, plan.optimizer.ranks, plan.world):
         assert layout.numel % ranks == 0
         assert layout.numel // ranks * dtype.itemsize % ALIGNMENT_BYTES == 0
@@ -169,18 +173,21 @@ def test_dealing_by_size() -> None:
 def test_neighbours_are_one_run() -> None:
     plan = Plan(mesh="2x1", params="1x1", grads="1x1", optimizer="2x1", partition="inter")
     layout = lay_out(names([torch.Size([8]), torch.Size([3]), torch.Size([4])]), plan, torch.float32, trainable=True)
+    assert deal_shares([layout], plan, 0) == [((Run(0, 8),), (Run(8, 3), Run(12, 4)))]
+    layout = lay_out(names([torch.Size([8]), torch.Size([4]), torch.Size([3])]), plan, torch.float32, trainable=True)
     assert deal_shares([layout], plan, 0) == [((Run(0, 8),), (Run(8, 7),))]
 
 
 def test_a_fragment_of_several() -> None:
-    """The second of four slices of 16 elements holds the end of one matrix and the beginning of the next."""
+    """The second of four slices of 16 elements holds the end of one matrix and the beginning of the next; the fourth
+    holds the end of that one, two elements of padding and a scalar."""
     plan = Plan(mesh="4x1", params="4x1", grads="4x1", optimizer="4x1")
     shapes = [torch.Size([4, 5]), torch.Size([6, 5]), torch.Size([])]
     layout = lay_out(names(shapes), plan, torch.float32, trainable=True)
     first, second, scalar = layout.slots
-    assert (layout.payload, layout.numel, layout.shard_numel) == (51, 64, 16)
+    assert (layout.payload, layout.numel, layout.shard_numel) == (53, 64, 16)
     assert layout.fragments(1, [Run(0, 16)]) == (Fragment(first, 16, 4, 0), Fragment(second, 0, 12, 4))
-    assert layout.fragments(3, [Run(0, 16)]) == (Fragment(second, 28, 2, 0), Fragment(scalar, 0, 1, 2))
+    assert layout.fragments(3, [Run(0, 16)]) == (Fragment(second, 28, 2, 0), Fragment(scalar, 0, 1, 4))
     assert layout.fragments(3, [Run(0, 16)])[1].whole
     assert layout.fragments(1, [Run(2, 4), Run(12, 2)]) == (
         Fragment(first, 18, 2, 0),

@@ -12,7 +12,17 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from thinwire.errors import SpecError
-from thinwire.program import Axis, BufferInfo, Even, UnitInfo, axis_shape, deal, flat_numel
+from thinwire.program import (
+    ALIGNMENT_BYTES,
+    Axis,
+    BufferInfo,
+    Even,
+    UnitInfo,
+    axis_shape,
+    deal,
+    flat_numel,
+    slot_offsets,
+)
 from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
@@ -45,6 +55,7 @@ class ModelPart:
         matrix_flops: FLOPs of one token's forward through its matrices.
         attention_width: Total width of its attention heads, whose FLOPs also depend on the sequence length.
         numel: Number of elements of all its parameters.
+        aligned: Whether its parameters need no padding between each other.
     """
 
     name: str
@@ -55,9 +66,11 @@ class ModelPart:
     attention_width: int = 0
 
     numel: int = field(init=False)
+    aligned: bool = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
+        object.__setattr__(self, "aligned", all(tensor.numel % ALIGNMENT_BYTES == 0 for tensor in self.tensors))
 
     def forward_flops(self, tokens: int, seq: int) -> int:
         """FLOPs of the forward of ``tokens`` tokens in sequences of ``seq``; attention is not halved for causality."""
@@ -81,14 +94,14 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
             ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
         )
     cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
-    payloads = [
-        part.numel if tensors is part.tensors else sum(t.numel for t in tensors)
-        for part, kinds in cut
-        for _, tensors in kinds
-    ]
     itemsizes = [ITEMSIZE[plan.unit_dtype(part.name)] for part, kinds in cut for _ in kinds]
+    buffers = [(part, tensors) for part, kinds in cut for _, tensors in kinds]
+    payloads = [
+        part.numel if part.aligned and tensors is part.tensors else _payload(tensors, itemsize)
+        for (part, tensors), itemsize in zip(buffers, itemsizes, strict=True)
+    ]
     numels = [flat_numel(payload, plan, itemsize) for payload, itemsize in zip(payloads, itemsizes, strict=True)]
-    shares = iter(_shares(plan, [tensors for _, kinds in cut for _, tensors in kinds], numels, shard))
+    shares = iter(_shares(plan, [tensors for _, tensors in buffers], itemsizes, numels, shard))
     lengths, sizes = iter(numels), iter(itemsizes)
     return tuple(
         UnitInfo(
@@ -112,7 +125,14 @@ def _kinds(part: ModelPart, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ..
     return [(encoded, tensors) for encoded, tensors in kinds if tensors]
 
 
-def _shares(plan: Plan, buffers: list[tuple[Tensor, ...]], numels: list[int], shard: int) -> list[Sequence[int]]:
+def _payload(tensors: Sequence[Tensor], itemsize: int) -> int:
+    """Elements of a flat buffer up to the end of its last parameter."""
+    return slot_offsets([tensor.numel for tensor in tensors], itemsize)[-1] + tensors[-1].numel
+
+
+def _shares(
+    plan: Plan, buffers: list[tuple[Tensor, ...]], itemsizes: list[int], numels: list[int], shard: int
+) -> list[Sequence[int]]:
     local, nodes = axis_shape(plan, Axis.SHARD)
     owners = local * nodes
     lengths = [numel // plan.params.ranks for numel in numels]
@@ -120,8 +140,8 @@ def _shares(plan: Plan, buffers: list[tuple[Tensor, ...]], numels: list[int], sh
         return [Even(length // owners, owners) for length in lengths]
     pieces = [
         (index, piece)
-        for index, (tensors, length) in enumerate(zip(buffers, lengths, strict=True))
-        for piece in _pieces(tensors, shard * length, (shard + 1) * length)
+        for index, (tensors, itemsize, length) in enumerate(zip(buffers, itemsizes, lengths, strict=True))
+        for piece in _pieces(tensors, itemsize, shard * length, (shard + 1) * length)
     ]
     shares = [[0] * owners for _ in buffers]
     for (index, piece), owner in zip(pieces, deal([piece for _, piece in pieces], owners), strict=True):
@@ -129,14 +149,13 @@ def _shares(plan: Plan, buffers: list[tuple[Tensor, ...]], numels: list[int], sh
     return [tuple(share) for share in shares]
 
 
-def _pieces(tensors: Iterable[Tensor], begin: int, end: int) -> Iterable[int]:
-    """Number of elements that each parameter contributes to ``[begin, end)``, with all parameters laid end to end."""
-    offset = 0
-    for tensor in tensors:
+def _pieces(tensors: Sequence[Tensor], itemsize: int, begin: int, end: int) -> Iterable[int]:
+    """Number of elements that each parameter contributes to ``[begin, end)`` of its flat buffer."""
+    offsets = slot_offsets([tensor.numel for tensor in tensors], itemsize)
+    for tensor, offset in zip(tensors, offsets, strict=True):
         length = min(offset + tensor.numel, end) - max(offset, begin)
         if length > 0:
             yield length
-        offset += tensor.numel
 
 
 # -- the built-in models -----------------------------------------------------------------------------------------

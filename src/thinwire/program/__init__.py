@@ -15,7 +15,7 @@ from thinwire.program.mesh import (
     hops,
     node_order,
 )
-from thinwire.program.shares import Even, chunk_sizes, deal, flat_numel, padded, together
+from thinwire.program.shares import ALIGNMENT_BYTES, Even, chunk_sizes, deal, flat_numel, padded, slot_offsets, together
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.step import (
     BufferInfo,
@@ -32,6 +32,7 @@ from thinwire.program.turns import ReductionTurn, reduction_turns
 from thinwire.program.wire import axis_shape, idle_codecs
 
 __all__ = [
+    "ALIGNMENT_BYTES",
     "NORM_BYTES",
     "TRANSFERS",
     "UNDER_WAY",
@@ -70,5 +71,6 @@ __all__ = [
     "chunk_sizes",
     "padded",
     "reduction_turns",
+    "slot_offsets",
     "together",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import overload
 
@@ -19,6 +19,7 @@ __all__ = [
     "deal",
     "flat_numel",
     "padded",
+    "slot_offsets",
     "summed",
     "together",
 ]
@@ -101,9 +102,26 @@ def padded(numel: int, multiple: int) -> int:
 
 
 def flat_numel(payload: int, plan: Plan, itemsize: int) -> int:
-    """Padded length of a flat buffer with ``payload`` elements; shards of every factor are equal and 16-byte
-    aligned."""
+    """Padded length of a flat buffer whose last parameter ends at ``payload``; shards of every factor are equal and
+    16-byte aligned."""
     return padded(max(payload, 1), plan.world * max(1, ALIGNMENT_BYTES // itemsize))
+
+
+def slot_offsets(numels: Iterable[int], itemsize: int) -> list[int]:
+    """The first element of each parameter in a flat buffer.
+
+    Each begins at a multiple of 16 bytes, as tensors of their own do: matrix multiplications are slow on others. What
+    is left between two parameters is padding.
+
+    Args:
+        numels: Number of elements of each parameter.
+        itemsize: Bytes of an element.
+    """
+    offsets, end = [], 0
+    for numel in numels:
+        offsets.append(padded(end, max(1, ALIGNMENT_BYTES // itemsize)))
+        end = offsets[-1] + numel
+    return offsets
 
 
 def deal(lengths: Sequence[int], owners: int) -> list[int]:

@@ -276,4 +276,5 @@ class UnitGradient:
         for index, slot in enumerate(self.layout.slots):
             if index not in self._seen:
                 buffer[slot.offset : slot.offset + slot.numel].zero_()
-        buffer[self.layout.payload :].zero_()
+        for gap in self.layout.gaps:
+            buffer[gap].zero_()

@@ -2,7 +2,7 @@
 
 Terms, from the largest to the smallest:
 
-- a *flat buffer* is the concatenation of a unit's parameters of one dtype and ``requires_grad``, padded;
+- a *flat buffer* holds a unit's parameters of one dtype and ``requires_grad`` one after the other, padded;
 - a *P shard* is one of ``s_p`` equal slices of it;
 - a *share* is the part of a P shard that one optimizer rank owns: one of several equal slices (``intra``), or whole
   fragments assigned by size (``inter``). A share is a tuple of runs in coordinates of the P shard;
@@ -18,7 +18,7 @@ from functools import cached_property
 
 import torch
 
-from thinwire.program import Axis, axis_extent, axis_index, deal, flat_numel
+from thinwire.program import Axis, axis_extent, axis_index, deal, flat_numel, slot_offsets
 from thinwire.spec import Plan
 
 __all__ = ["FlatLayout", "Fragment", "Run", "Slot", "deal_shares", "even_shares", "lay_out"]
@@ -96,9 +96,16 @@ class FlatLayout:
 
     @property
     def payload(self) -> int:
-        """Number of elements without padding."""
+        """Number of elements up to the end of the last parameter."""
         last = self.slots[-1]
         return last.offset + last.numel
+
+    @cached_property
+    def gaps(self) -> tuple[slice, ...]:
+        """The padding: elements between parameters, and behind the last. They are zero."""
+        ends = [slot.offset + slot.numel for slot in self.slots]
+        starts = [*(slot.offset for slot in self.slots[1:]), self.numel]
+        return tuple(slice(end, start) for end, start in zip(ends, starts, strict=True) if end < start)
 
     @property
     def shard_numel(self) -> int:
@@ -143,13 +150,12 @@ def lay_out(
     trainable: bool,
     encoded: bool = True,
 ) -> FlatLayout:
-    """Lay parameters end to end and pad, so that every shard of every factor is equal and aligned to 16 bytes."""
-    slots, offset = [], 0
-    for name, shape in parameters:
-        slots.append(Slot(name, shape, offset))
-        offset += math.prod(shape)
-    numel = flat_numel(offset, plan, dtype.itemsize)
-    return FlatLayout(tuple(slots), numel, plan.params.ranks, dtype, trainable, encoded)
+    """Lay parameters one after the other and pad, so that each of them and every shard of every factor is aligned to 16
+    bytes, and shards of a factor are equal."""
+    offsets = slot_offsets([math.prod(shape) for _, shape in parameters], dtype.itemsize)
+    slots = tuple(Slot(name, shape, offset) for (name, shape), offset in zip(parameters, offsets, strict=True))
+    numel = flat_numel(slots[-1].offset + slots[-1].numel, plan, dtype.itemsize)
+    return FlatLayout(slots, numel, plan.params.ranks, dtype, trainable, encoded)
 
 
 def even_shares(layout: FlatLayout, plan: Plan) -> tuple[tuple[Run, ...], ...]:
