@@ -30,7 +30,7 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.triton import warm_up
+from thinwire.codecs.triton.warmup import warm_up
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
 

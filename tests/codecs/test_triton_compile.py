@@ -20,7 +20,7 @@ from tests.codecs.process import own_process
 from tests.codecs.samples import dtype_for, of_every_family
 
 from thinwire import codecs
-from thinwire.codecs.triton import warm_up
+from thinwire.codecs.triton.warmup import warm_up
 from thinwire.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

@@ -10,6 +10,7 @@ import torch
 
 from thinwire import codecs
 from thinwire.codecs import Codec
+from thinwire.codecs.triton.warmup import warm_up
 from thinwire.collectives.nccl import backend_maker
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
@@ -56,13 +57,11 @@ class PlanCodecs:
         ]
         if not kernels:
             return
-        from thinwire.codecs import triton
-
         ranks = {n for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA) for n in axis_shape(plan, axis) if n > 1}
         dtypes = [getattr(torch, name) for name in (plan.compute_dtype, plan.effective_reduce_dtype, "float32")]
         # A reduction adds the messages of the other ranks; two replicas add both of their messages.
         counts = sorted({rank - 1 for rank in ranks} | ({2} if 2 in ranks else set()))
-        triton.warm_up(kernels, dtypes, device, messages=counts)
+        warm_up(kernels, dtypes, device, messages=counts)
 
 
 def _refuse_lengths_on_devices(plan: Plan, device: torch.device) -> None:
