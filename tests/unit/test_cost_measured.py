@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,11 @@ import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.cost import Beside, ProfiledRates, Work, parts
+from thinwire.cost import Beside, ProfiledCollectives, ProfiledRates, Work, parts
 from thinwire.errors import DataError, SpecError, UsageError
-from thinwire.plan import TrainingJob, compare, explain, profiled_cluster, refit, search
+from thinwire.plan import TrainingJob, amsp_search, beside_time, compare, explain, profiled_cluster, refit, search
 from thinwire.program import Kind, Scope
-from thinwire.spec import CodecSpec, ModelSpec, Plan
+from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, ffn=256, vocab=512, seq=32)
@@ -259,3 +260,95 @@ def test_the_profile_that_a_run_holds_is_the_one_to_compare_with(tmp_path: Path)
     shown = CliRunner().invoke(app, ["plan", "--compare", str(run), "--json"])
     assert shown.exit_code == 0, shown.output
     assert json.loads(shown.stdout)["steps"] == 6
+
+
+# -- AMSP's objective ----------------------------------------------------------------------------------------------
+
+
+def amsp_job(measured: Profile) -> TrainingJob:
+    """A job on the same named cluster whatever the profile measured, as with ``--cluster`` and ``--profile``."""
+    known = ProfiledRates(measured, MODEL, "bfloat16")
+    return TrainingJob(MODEL, profiled_cluster(profile()), 4 * 3 * 32, 32, micro_batch=1, recompute=False, rates=known)
+
+
+def amsp_sums(measured: Profile) -> dict[tuple[Factor, Factor, Factor], tuple[float, ...]]:
+    """Seconds of params, grads, sync and spread, by the plan's factors."""
+    return {
+        (row.plan.params, row.plan.grads, row.plan.optimizer): (
+            row.times.params,
+            row.times.grads,
+            row.times.sync,
+            row.times.spread,
+        )
+        for row in amsp_search(amsp_job(measured))
+    }
+
+
+def slowed(measured: Profile, factor: float) -> Profile:
+    rows = [row.with_(**{key: factor * getattr(row, key) for key in ("seconds", "low", "high")})
+            for row in measured.collectives]  # fmt: skip
+    return measured.with_(collectives=tuple(rows))
+
+
+def test_amsps_sums_are_the_profiles() -> None:
+    before, after = amsp_sums(profile()), amsp_sums(slowed(profile(), 50))
+    assert len(before) > 5
+    assert after.keys() == before.keys()
+    for chain, sums in before.items():
+        assert after[chain] == pytest.approx([50 * seconds for seconds in sums])
+    assert any(sum(sums) for sums in before.values())
+
+
+def test_amsps_sums_take_each_operator_from_its_own_row_of_its_own_shape() -> None:
+    """Only the last synchronisation of gradients is an all-reduce over 2 x 2 ranks if nothing is sharded."""
+    measured = profile()
+    square = [collective("all_reduce", 2, 2, sent, 7.0) for sent in (MIB // 16, 16 * MIB)]
+    whole = measured.with_(collectives=(*measured.collectives, *square))
+    plain = Factor()
+    assert amsp_sums(whole)[plain, plain, plain] == pytest.approx((0, 0, 7, 0))
+    one_dimensional = (Factor(local=2), Factor(local=2), Factor(local=2))
+    assert amsp_sums(whole)[one_dimensional] == amsp_sums(measured)[one_dimensional]
+
+
+def test_amsps_reductions_between_micro_batches_are_all_reduces() -> None:
+    measured = profile()
+    rows = [collective("all_reduce", 2, 1, sent, 3.0) for sent in (MIB // 16, 16 * MIB)]
+    sums = amsp_sums(measured.with_(collectives=(*measured.collectives, *rows)))
+    _, grads, _, _ = sums[Factor(), Factor(local=2), Factor(local=2)]
+    assert grads == pytest.approx(2 * 3.0)  # three micro-batches
+
+
+def test_a_collective_that_was_not_measured_takes_as_long_as_its_hops() -> None:
+    known = rates()
+    collectives = ProfiledCollectives(known)
+    assert collectives.seconds("AR", 2 * MIB, Factor(local=2)) == pytest.approx(2 * (1e-3 + MIB / 1e9))
+    assert collectives.extrapolated
+    both = sum(
+        known.hop(kind, scope, 2, sent, encoded=False)
+        for kind in (Kind.REDUCE_SCATTER, Kind.ALL_GATHER)
+        for scope, sent in ((Scope.INSIDE, 2 * MIB), (Scope.ACROSS, MIB))
+    )
+    assert collectives.seconds("AR", 4 * MIB, Factor(local=2, nodes=2)) == pytest.approx(both)
+    assert collectives.seconds("AG", 4 * MIB, Factor()) == 0
+
+
+def test_no_contention_has_no_price_in_a_profile() -> None:
+    with pytest.raises(SpecError, match="False has no price in a profile"):
+        amsp_search(amsp_job(profile()), contention=False)
+
+
+def test_the_two_objectives_are_compared_on_the_same_job() -> None:
+    asked = amsp_job(profile())
+    first = amsp_search(asked)[0]
+    compared = beside_time(asked, first)
+    assert compared is not None
+    fastest = search(replace(asked, codecs="none")).candidates[0]
+    assert compared.by_time.plan == fastest.plan
+    assert compared.by_sum.plan == first.plan
+    assert compared.by_time.seconds <= compared.by_sum.seconds * (1 + asked.tie)
+    assert compared.summed == first.times.total
+    assert compared.summed_by_time is not None
+    assert compared.summed_by_time >= 0
+    text = " ".join(compared.explanation)
+    assert f"{compared.summed:.3f} s" in text
+    assert f"{fastest.seconds:.3f} s" in text

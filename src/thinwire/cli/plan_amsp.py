@@ -26,6 +26,10 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
     console.print(
         rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
     )
+    both = planner.beside_time(job, rows[0]) if rows and rows[0].fits else None
+    if both is not None:
+        for line in both.explanation:
+            console.print(line, markup=False)
     flips: list[str] = []
     if explain:
         with console.status("trying other circumstances"):
@@ -54,7 +58,8 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
             }
             for row, overlapped in simulated
         ],
-        "explain": {"amsp_paper_is_chosen_with": flips},
+        "by_time": None if both is None else row_json(job, 1, both.by_time),
+        "explain": {"amsp_paper_is_chosen_with": flips, "by_time": [] if both is None else both.explanation},
     }
 
 

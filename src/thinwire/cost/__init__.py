@@ -3,8 +3,8 @@
 from thinwire.cost.amsp import AmspTimes, amsp_times
 from thinwire.cost.anatomy import ModelPart, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
-from thinwire.cost.flat import FlatCollectives, flat_moves
-from thinwire.cost.measured import ProfiledRates
+from thinwire.cost.flat import Collectives, FlatCollectives, flat_moves
+from thinwire.cost.measured import ProfiledCollectives, ProfiledRates
 from thinwire.cost.memory import (
     AMSP_STATES,
     OVERHEAD,
@@ -28,7 +28,9 @@ __all__ = [
     "Beside",
     "Busy",
     "Efficiency",
+    "Collectives",
     "FlatCollectives",
+    "ProfiledCollectives",
     "Memory",
     "PricedStage",
     "NominalRates",

@@ -1,7 +1,8 @@
 """AMSP's own cost model (arXiv 2311.00257, section 4): flat collectives in sequence, none of them hidden.
 
-The sums are the paper's, corrected where ``docs/planner.md`` says so: every unit counts, a node's cards are shared by
-all groups that cross nodes at the same time, and latency grows with the group.
+Each term is a sum of ``t(operator, bytes, p0 x p1)``: the seconds of one collective over a two-dimensional group. A
+profile or the cluster's published figures provide them. The sums are the paper's, corrected where ``docs/planner.md``
+says so.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from thinwire.cost.anatomy import ModelPart
-from thinwire.cost.flat import FlatCollectives
+from thinwire.cost.flat import Collectives
 from thinwire.spec import Factor
 
 __all__ = ["AmspTimes", "amsp_times"]
@@ -27,7 +28,7 @@ class AmspTimes:
 
     Attributes:
         params: Seconds of the gathers and reduce-scatters of all micro-batches (T_p).
-        grads: Seconds of the reductions of gradients between micro-batches (T_g).
+        grads: Seconds of the all-reduces of gradients between micro-batches (T_g).
         sync: Seconds of the final synchronisation of gradients (T_os0).
         spread: Seconds of distributing updated parameters (T_os1).
     """
@@ -45,7 +46,7 @@ class AmspTimes:
 
 def amsp_times(
     parts: Sequence[ModelPart],
-    flat: FlatCollectives,
+    collectives: Collectives,
     mesh: Factor,
     chain: tuple[Factor, Factor, Factor],
     micro_batches: int,
@@ -54,7 +55,7 @@ def amsp_times(
 
     Args:
         parts: Units of the model.
-        flat: Seconds of collectives.
+        collectives: Seconds of whole collectives.
         mesh: All ranks.
         chain: Factors of ``P``, ``G`` and ``OS``.
         micro_batches: Micro-batches per step (``M``).
@@ -63,11 +64,11 @@ def amsp_times(
     sizes = [_ITEMSIZE * part.numel for part in parts if part.numel]
     share = sum(sizes) / params.ranks
     gathers = [1 if index == len(sizes) - 1 else 2 for index in range(len(sizes))]  # the last unit stays gathered
-    gathering = sum(n * flat.seconds("AG", size, params) for n, size in zip(gathers, sizes, strict=True))
-    scattering = sum(flat.seconds("RS", size, params) for size in sizes)
+    gathering = sum(n * collectives.seconds("AG", size, params) for n, size in zip(gathers, sizes, strict=True))
+    scattering = sum(collectives.seconds("RS", size, params) for size in sizes)
     buckets = max(1.0, share / BUCKET_BYTES)
-    between = (micro_batches - 1) * buckets * flat.seconds("RS", share / buckets, params.quotient(grads))
-    sync = buckets * flat.seconds("AR", share / buckets, params.quotient(mesh))
+    between = (micro_batches - 1) * buckets * collectives.seconds("AR", share / buckets, params.quotient(grads))
+    sync = buckets * collectives.seconds("AR", share / buckets, params.quotient(mesh))
     owners = params.quotient(optimizer)
-    spread = owners.ranks * flat.seconds("BC", share / owners.ranks, owners) if owners.ranks > 1 else 0.0
+    spread = owners.ranks * collectives.seconds("BC", share / owners.ranks, owners) if owners.ranks > 1 else 0.0
     return AmspTimes(micro_batches * (gathering + scattering), between, sync, spread)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 from thinwire.cost.operations import CodedHop, PricedStage, codec_seconds, coded_hops, moves
 from thinwire.cost.rates import Efficiency, Rates, wire_bytes_per_value
@@ -15,7 +15,7 @@ from thinwire.program import Axis, Kind, Lane, Operation, Scope, UnitInfo, axis_
 from thinwire.program.stages import Stage
 from thinwire.spec import ClusterSpec, Fabric, Factor, Plan
 
-__all__ = ["FlatCollectives", "flat_moves"]
+__all__ = ["KINDS", "Call", "Collectives", "FlatCollectives", "flat_moves"]
 
 Call = Literal["AG", "RS", "AR", "BC"]
 
@@ -25,6 +25,23 @@ _CALLS: dict[Kind, Call] = {
     Kind.ALL_REDUCE: "AR",
     Kind.BROADCAST: "BC",
 }
+
+KINDS: dict[Call, Kind] = {call: kind for kind, call in _CALLS.items()}
+"""The operator of each call."""
+
+
+class Collectives(Protocol):
+    """Seconds of whole collectives by operator, size and shape of group: AMSP's ``t(o, v, p0 x p1)``."""
+
+    def seconds(self, kind: Call, size: float, mesh: Factor) -> float:
+        """Seconds of one collective.
+
+        Args:
+            kind: All-gather, reduce-scatter, all-reduce or broadcast.
+            size: Bytes of the whole vector.
+            mesh: Shape of the group.
+        """
+        ...
 
 
 class FlatCollectives:

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeVar
 
 from thinwire.cost.anatomy import ModelPart
+from thinwire.cost.flat import KINDS, Call
 from thinwire.cost.rates import ALONE, Beside, Work, declared_seconds
 from thinwire.errors import SpecError
-from thinwire.program import Kind, Scope
-from thinwire.spec import ModelSpec, Plan
+from thinwire.program import Even, Kind, MessageSizes, Scope, hops
+from thinwire.spec import Factor, ModelSpec, Plan
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
 
-__all__ = ["ProfiledRates"]
+__all__ = ["ProfiledCollectives", "ProfiledRates"]
 
 Quartile = Literal["seconds", "low", "high"]
 
@@ -110,7 +111,7 @@ class ProfiledRates:
     """
 
     def __init__(self, profile: Profile, model: ModelSpec, dtype: str, quartile: Quartile = "seconds") -> None:
-        self.profile, self._model, self._dtype = profile, model, dtype
+        self.profile, self.quartile, self._model, self._dtype = profile, quartile, model, dtype
         self._outside = False
         self._collectives = _CollectiveTimes(profile, quartile)
         self._codecs = _lines(
@@ -240,6 +241,46 @@ class ProfiledRates:
         return self._outside or self._collectives.substituted
 
 
+class ProfiledCollectives:
+    """Measured collectives by operator, size and shape of group, every group of the cluster at once.
+
+    Args:
+        rates: Rates from the profile of the cluster.
+
+    Attributes:
+        extrapolated: Whether any answer so far lies outside the measured sizes and shapes.
+    """
+
+    def __init__(self, rates: ProfiledRates) -> None:
+        self._rates, self.extrapolated = rates, False
+        self._measured = _CollectiveTimes(rates.profile, rates.quartile)
+
+    def seconds(self, kind: Call, size: float, mesh: Factor) -> float:
+        """Seconds of one collective, from the rows of its operator and its shape of group.
+
+        If a profile with a small budget lacks the shape, the collective takes as long as its hops one after another.
+
+        Args:
+            kind: All-gather, reduce-scatter, all-reduce or broadcast.
+            size: Bytes of the whole vector.
+            mesh: Shape of the group, inside a node and across.
+
+        Raises:
+            SpecError: The profile has no collective over the links that the group uses.
+        """
+        if mesh.ranks == 1 or not size:
+            return 0.0
+        operator, shares = KINDS[kind], Even(math.ceil(size / mesh.ranks), mesh.ranks)
+        steps = hops(operator, mesh.local, mesh.nodes, shares, 0, MessageSizes.plain(1))
+        line = self._measured.exact(str(operator), mesh)
+        if line is None:
+            self.extrapolated = True
+            return sum(self._rates.hop(step.kind, step.scope, step.ranks, step.sent, encoded=False) for step in steps)
+        sent = sum(step.sent for step in steps)
+        self.extrapolated |= not line.covers(sent)
+        return line.at(sent)
+
+
 class _CollectiveTimes:
     """Seconds of collectives, and the share of the processor that they take, by shape of group.
 
@@ -256,6 +297,15 @@ class _CollectiveTimes:
         self.substituted = False
         self.loads = _loads(rows, profile.crowding)
         self._lines = _lines(rows, lambda row: (row.kind, row.local, row.nodes), lambda row: row.sent, quartile)
+
+    def exact(self, name: str, mesh: Factor) -> _Line | None:
+        """Seconds against bytes that a rank sends, for exactly this collective and shape of group; ``None`` if absent.
+
+        Args:
+            name: Name of the collective in the profile.
+            mesh: Shape of the group.
+        """
+        return self._lines.get((name, mesh.local, mesh.nodes))
 
     def nearest(self, name: str, scope: Scope, ranks: int) -> _Neighbour:
         """The measurement nearest to a collective.

@@ -1,6 +1,6 @@
 """The planner: rules, search, placement and explanation. Never imports torch."""
 
-from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
+from thinwire.plan.amsp import AmspPlan, BothObjectives, amsp_flips, amsp_search, beside_time
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.compare import Quantity, RunComparison, compare, refit
 from thinwire.plan.explain import (
@@ -47,7 +47,9 @@ __all__ = [
     "Search",
     "Searched",
     "amsp_flips",
+    "BothObjectives",
     "amsp_search",
+    "beside_time",
     "binding",
     "candidate",
     "compare",

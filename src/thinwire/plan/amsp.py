@@ -5,13 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from thinwire.cost import AMSP_STATES, AmspTimes, FlatCollectives, Memory, amsp_times, memory
+from thinwire.cost import (
+    AMSP_STATES,
+    AmspTimes,
+    Collectives,
+    FlatCollectives,
+    Memory,
+    ProfiledCollectives,
+    ProfiledRates,
+    amsp_times,
+    memory,
+)
+from thinwire.errors import SpecError
+from thinwire.plan.candidates import Candidate
 from thinwire.plan.rules import Chain, chain_ends
+from thinwire.plan.search import candidate, search
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
 
-__all__ = ["PAPER_PLANS", "AmspPlan", "amsp_flips", "amsp_search"]
+__all__ = ["PAPER_PLANS", "AmspPlan", "BothObjectives", "amsp_flips", "amsp_search", "beside_time"]
 
 PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
 """Presets of the plans in AMSP's Table IV, by model."""
@@ -46,6 +59,41 @@ class AmspPlan:
         return self.times.total + self.recomputing
 
 
+@dataclass(frozen=True)
+class BothObjectives:
+    """The optimum by AMSP's sum beside the optimum by step time, for the same job without codecs.
+
+    Attributes:
+        by_sum: The optimum by AMSP's sum, with its predicted step.
+        by_time: The optimum by step time.
+        summed: Seconds of communication per step that AMSP's sum counts for the first plan.
+        summed_by_time: The same for the factors and the batch of the second plan; ``None`` if it keeps a secondary
+            shard, which the sum does not know.
+    """
+
+    by_sum: Candidate
+    by_time: Candidate
+    summed: float
+    summed_by_time: float | None
+
+    @property
+    def explanation(self) -> list[str]:
+        """Why the objectives differ, one sentence for each line."""
+        chosen, fastest = self.by_sum, self.by_time
+        lines = [
+            f"AMSP's sum counts {self.summed:.3f} s of communication for its optimum, {_factors(chosen.plan)}.",
+            f"The predicted step of that plan, whose transfers run beside computation, takes {_anatomy(chosen)}.",
+        ]
+        if _chain_of(chosen.plan) == _chain_of(fastest.plan):
+            return [*lines, f"The optimum by step time has the same factors and takes {_anatomy(fastest)}."]
+        lines.append(f"The optimum by step time, {_factors(fastest.plan)}, takes {_anatomy(fastest)}.")
+        if self.summed_by_time is not None:
+            lines.append(f"AMSP's sum counts {self.summed_by_time:.3f} s of communication for it.")
+        if fastest.seconds > chosen.seconds:
+            lines.append("The two steps tie by predicted time, and a tie goes to the plan with fewer knobs.")
+        return lines
+
+
 def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
     """Every plan that fits, best first by AMSP's objective.
 
@@ -53,11 +101,17 @@ def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
 
     Args:
         job: Model, cluster and batch; codecs do not apply.
-        contention: Whether groups that cross nodes at the same time share a node's network cards.
+        contention: Whether groups that cross nodes at the same time share a node's network cards. A profile measures
+            them while they do.
+
+    Raises:
+        SpecError: The job has a profile, and ``contention`` is false; or the profile lacks collectives over some links.
     """
-    flat = FlatCollectives(job.cluster, contention=contention)
+    collectives = _collectives(job, contention)
     base = Plan(mesh=job.mesh, params=Factor(), grads=Factor(), optimizer=Factor(), partition="inter")
-    priced = [_priced(job, flat, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes]
+    priced = [
+        _priced(job, collectives, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes
+    ]
     paper = _paper_chain(job)
     ranked = _ranked([plan for plan in priced if plan.fits])
     marked = [_labelled(plan) if _chain_of(plan.plan) == paper else plan for plan in ranked]
@@ -67,6 +121,28 @@ def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
     if paper is not None and first is None:
         rows += [_labelled(min((p for p in priced if _chain_of(p.plan) == paper), key=lambda p: p.memory.total))]
     return rows
+
+
+def beside_time(job: TrainingJob, first: AmspPlan) -> BothObjectives | None:
+    """Compare AMSP's optimum with the optimum by step time.
+
+    Args:
+        job: The job that the search was for; its codecs do not apply.
+        first: The optimum by AMSP's sum.
+
+    Returns:
+        Both plans; ``None`` if no plan fits by step time.
+    """
+    searched = search(replace(job, codecs="none"))
+    if not searched.candidates:
+        return None
+    fastest = searched.candidates[0]
+    plan = fastest.plan
+    summed = None
+    if plan.secondary is None and (plan.tp, plan.pp) == (1, 1):
+        collectives = _collectives(job, contention=True)
+        summed = amsp_times(job.parts(plan), collectives, job.mesh, _chain_of(plan), plan.micro_batches).total
+    return BothObjectives(candidate(job, first.plan), fastest, first.times.total, summed)
 
 
 def amsp_flips(job: TrainingJob) -> list[str]:
@@ -84,23 +160,34 @@ def amsp_flips(job: TrainingJob) -> list[str]:
 
 
 def _circumstances(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
-    """The job itself, other bandwidths, and fewer nodes: the paper prints one plan for 8 to 1024 GPUs."""
+    """The job itself, other bandwidths, and fewer nodes: the paper prints one plan for 8 to 1024 GPUs.
+
+    A profile holds for the links that it measured, always with contention, so only the number of nodes changes.
+    """
     yield f"{job.cluster.gpus} GPUs", job, True
-    links = job.cluster.links
-    for key, where, link in (("nic", "between nodes", links.nic), ("inside", "inside a node", links.inside)):
-        for scale in (0.25, 4.0):
-            changed = Link(bandwidth=link.bandwidth * scale, latency=link.latency)
-            cluster = job.cluster.with_(links={key: changed})
-            yield f"{format_bandwidth(changed.bandwidth)} {where}", replace(job, cluster=cluster), True
-    yield f"{job.cluster.gpus} GPUs without NIC contention (the sums as printed)", job, False
+    measured = isinstance(job.rates, ProfiledRates)
+    if not measured:
+        yield from _other_links(job)
+        yield f"{job.cluster.gpus} GPUs without NIC contention (the sums as printed)", job, False
     nodes = job.cluster.nodes // 4
     while nodes >= 1:
         cluster = job.cluster.with_(nodes=nodes)
         if job.tokens_per_step % (job.seq * cluster.gpus) == 0:
             fewer = replace(job, cluster=cluster)
             yield f"{cluster.gpus} GPUs", fewer, True
-            yield f"{cluster.gpus} GPUs without NIC contention", fewer, False
+            if not measured:
+                yield f"{cluster.gpus} GPUs without NIC contention", fewer, False
         nodes //= 4
+
+
+def _other_links(job: TrainingJob) -> Iterator[tuple[str, TrainingJob, bool]]:
+    """The job with a quarter of the bandwidth, and with four times as much."""
+    links = job.cluster.links
+    for key, where, link in (("nic", "between nodes", links.nic), ("inside", "inside a node", links.inside)):
+        for scale in (0.25, 4.0):
+            changed = Link(bandwidth=link.bandwidth * scale, latency=link.latency)
+            cluster = job.cluster.with_(links={key: changed})
+            yield f"{format_bandwidth(changed.bandwidth)} {where}", replace(job, cluster=cluster), True
 
 
 def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
@@ -117,12 +204,22 @@ def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
     return None
 
 
+def _collectives(job: TrainingJob, contention: bool) -> Collectives:
+    """Seconds of collectives from the job's profile if it has one, otherwise from the cluster's published figures."""
+    if not isinstance(job.rates, ProfiledRates):
+        return FlatCollectives(job.cluster, contention=contention)
+    if not contention:
+        problem = "False has no price in a profile, which measures all groups at once; plan without --profile"
+        raise SpecError("contention", [problem])
+    return ProfiledCollectives(job.rates)
+
+
 def _chains(job: TrainingJob) -> Iterator[Chain]:
     for params, optimizer in chain_ends(job.mesh):
         yield from dict.fromkeys(((params, params, optimizer), (params, optimizer, optimizer)))
 
 
-def _priced(job: TrainingJob, flat: FlatCollectives, base: Plan, chain: Chain, recompute: bool) -> AmspPlan:
+def _priced(job: TrainingJob, collectives: Collectives, base: Plan, chain: Chain, recompute: bool) -> AmspPlan:
     micro_batch, micro_batches = job.batches()[0]
     params, grads, optimizer = chain
     plan = base.with_(
@@ -134,7 +231,7 @@ def _priced(job: TrainingJob, flat: FlatCollectives, base: Plan, chain: Chain, r
         recompute=recompute,
     )
     parts = job.parts(plan)
-    times = amsp_times(parts, flat, job.mesh, chain, micro_batches)
+    times = amsp_times(parts, collectives, job.mesh, chain, micro_batches)
     again = sum(job.rates.forward(part, plan, job.seq) for part in parts if part.kind == "block")
     needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=job.overhead)
     return AmspPlan(
@@ -163,6 +260,17 @@ def _paper_chain(job: TrainingJob) -> Chain | None:
 
 def _chain_of(plan: Plan) -> Chain:
     return plan.params, plan.grads, plan.optimizer
+
+
+def _factors(plan: Plan) -> str:
+    secondary = "" if plan.secondary is None else f", secondary {plan.secondary}"
+    return f"P {plan.params}, G {plan.grads}, OS {plan.optimizer}{secondary}"
+
+
+def _anatomy(row: Candidate) -> str:
+    """Seconds of a step, those of computation and updates (slowed by transfers), and those that they wait."""
+    waits = sum(row.simulated.exposed.values())
+    return f"{row.seconds:.3f} s, {row.seconds - waits:.3f} s of computation and {waits:.3f} s of waiting for transfers"
 
 
 def _labelled(plan: AmspPlan, label: str | None = "amsp-paper") -> AmspPlan:
