@@ -6,7 +6,8 @@ Prints the mean error of each table with the committed constants and with the fi
 table is also predicted from a fit to the system's other publications. For a system with one publication, the fit uses
 its other tables; for a system with one table, each fifth of its ways of running a step is predicted from the rest. Such
 a fit starts from the nominal values below, so it knows nothing about the rows that were left out. A constant that no
-other row depends on keeps its nominal value. ``--write`` writes the figures to
+other row depends on keeps its nominal value. With ``--by model`` or ``--by cluster``, every model or cluster of a
+system is also predicted from a fit to all of its other rows. ``--write`` writes the figures to
 ``src/thinwire_bench/published/fits.json``, which ``thinwire reproduce`` prints.
 """
 
@@ -17,7 +18,7 @@ import dataclasses
 import datetime
 import json
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,14 +124,23 @@ def main() -> None:
     parser.add_argument("system", choices=[*SYSTEMS, "all"])
     parser.add_argument("--rounds", type=int, default=3, help="number of rounds of the search")
     parser.add_argument("--leave-out", action="store_true", help="also predict each table from the others")
+    parser.add_argument(
+        "--by", choices=GROUPINGS, action="append", default=[], help="also predict each model or each cluster"
+    )
     parser.add_argument("--write", action="store_true", help="write the figures that thinwire reproduce prints")
     arguments = parser.parse_args()
     for name in SYSTEMS if arguments.system == "all" else [arguments.system]:
-        fitted = run(name, arguments.rounds, leave_out=arguments.leave_out)
+        fitted = (
+            {}
+            if arguments.by and not arguments.leave_out
+            else run(name, arguments.rounds, leave_out=arguments.leave_out)
+        )
+        if arguments.by:
+            fitted["groups"] = left_out_groups(name, arguments.by, arguments.rounds)
         if arguments.write:
             path = Path(thinwire_bench.published.__file__).parent / "fits.json"
             known = json.loads(path.read_text("utf-8")) if path.exists() else {}
-            path.write_text(json.dumps(known | {name: fitted}, indent=1) + "\n", "utf-8")
+            path.write_text(json.dumps(known | {name: known.get(name, {}) | fitted}, indent=1) + "\n", "utf-8")
 
 
 def run(name: str, rounds: int, *, leave_out: bool) -> dict[str, Any]:
@@ -158,6 +168,41 @@ def run(name: str, rounds: int, *, leave_out: bool) -> dict[str, Any]:
             result["left_out"][title] = predicted(constants, group, others, rounds)
             print(f"    {title}: mean error {result['left_out'][title]:.2%} when left out")
     return result
+
+
+def left_out_groups(name: str, by: Sequence[str], rounds: int) -> list[dict[str, Any]]:
+    """Predict each model and each cluster of a system from a fit to its other rows, and print the errors.
+
+    Rows about several models or clusters are in no group, and no fit uses them while one of theirs is left out.
+    """
+    constants = SYSTEMS[name]
+    every = [(t, row) for t in TABLES if t.system == name and t.goal is not None for row in t.rows]
+    nominal = {constant.name: constant.nominal for constant in constants}
+    results = []
+    for grouping in by:
+        keys = {id(row): GROUPINGS[grouping](row) for _, row in every}
+        groups = sorted({key for names in keys.values() if len(names) == 1 for key in names})
+        for group in groups if len(groups) > 1 else ():
+            left = [target for target in every if keys[id(target[1])] == {group}]
+            kept = [target for target in every if group not in keys[id(target[1])]]
+            mean = error(constants, fit(constants, nominal, kept, rounds), left)
+            results.append({"by": grouping, "group": group, "rows": len(left), "error": mean})
+            print(f"  {name}: {grouping} {group} left out: {len(left)} rows, mean error {mean:.2%}", flush=True)
+    return results
+
+
+def _models(row: PublishedRow) -> set[str]:
+    name = row.model.split(" (")[0]
+    return {"GPT-18B", "GPT-138B"} if name == "GPT 18B-138B" else {name}
+
+
+def _cluster(row: PublishedRow) -> set[str]:
+    bandwidth = "" if row.internode_gbps is None else f", {row.internode_gbps:g} Gbit/s"
+    return {f"{row.gpus} {row.gpu_type}{bandwidth}"}
+
+
+GROUPINGS: dict[str, Callable[[PublishedRow], set[str]]] = {"model": _models, "cluster": _cluster}
+"""The models or the clusters that a row is about."""
 
 
 def _left_out_by(tables: Sequence[Table]) -> str:

@@ -77,3 +77,20 @@ def test_every_fitted_table_says_how_well_it_is_predicted_when_left_out() -> Non
             fit = fits()[table.system]
             assert 0 < fit.left_out[table.title] < 0.25
             assert len(fit.constants) < len(table.rows) or len(fit.left_out) > 1
+
+
+def test_models_and_clusters_are_left_out_as_a_whole() -> None:
+    groups = {(name, group.by): fit.groups for name, fit in fits().items() for group in fit.groups}
+    assert set(groups) == {
+        ("amsp", "model"), ("amsp", "cluster"), ("internevo", "cluster"), ("deepspeed", "model"),
+        ("deepspeed", "cluster"),
+    }  # fmt: skip
+    for (name, _), every in groups.items():
+        rows = [row for table in TABLES if table.system == name and table.goal is not None for row in table.rows]
+        for group in every:
+            assert 0 < group.error < 0.25
+            if group.by == "model":
+                assert group.rows == sum(row.model.split(" (")[0] == group.group for row in rows)
+            else:
+                names = [f"{row.gpus} {row.gpu_type}, {row.internode_gbps:g} Gbit/s" for row in rows]
+                assert group.rows == names.count(group.group)

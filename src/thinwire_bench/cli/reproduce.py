@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -56,7 +56,8 @@ def reproduce(options: ReproduceOptions) -> None:
         compared = _compared(options.name)
         if options.pictures is not None:
             _draw_all(options.pictures, compared, with_traces=options.name in {"amsp", "all"})
-        tables = [_summary(compared), *(_sheet(table, comparisons) for table, comparisons in compared)]
+        groups = [sheet] if (sheet := _left_out(compared)).rows else []
+        tables = [*groups, _summary(compared), *(_sheet(table, comparisons) for table, comparisons in compared)]
         if options.page is not None:
             insert_into(options.page, markdown(tables), "thinwire reproduce all --page")
         if options.as_json:
@@ -87,6 +88,25 @@ def _draw_all(directory: Path, compared: Sequence[tuple[Table, Sequence[RowCompa
         _draw(directory / f"{table.name}-{number}.png", table, comparisons)
     if with_traces:
         _draw_traces(directory / "amsp-traces.png")
+
+
+def _left_out(compared: Sequence[tuple[Table, Sequence[RowComparison]]]) -> Sheet:
+    """Errors of whole models and clusters that no constant was fitted to."""
+    from thinwire.report import Sheet
+    from thinwire_bench.published import fits
+
+    systems = [system for system in dict.fromkeys(table.system for table, _ in compared) if system in fits()]
+    cells = [
+        [system, group.by, group.group, str(group.rows), f"{group.error:.1%}"]
+        for system in systems
+        for group in sorted(fits()[system].groups, key=lambda group: (group.by, -group.error))
+    ]
+    return Sheet(
+        "Mean absolute errors of models and clusters left out of the fit",
+        ["constants of", "left out", "which", "rows", "mean error"],
+        3,
+        cells,
+    )
 
 
 def _summary(compared: Sequence[tuple[Table, Sequence[RowComparison]]]) -> Sheet:
@@ -149,6 +169,7 @@ def _plain(table: Table, comparisons: Sequence[RowComparison]) -> dict[str, Any]
         "left_out_error": None if fit is None else fit.left_out.get(table.title),
         "left_out_by": None if fit is None else fit.by,
         "left_out_date": None if fit is None else fit.date,
+        "left_out_groups": [] if fit is None else [asdict(group) for group in fit.groups],
         "rows": [
             {
                 "where": comparison.row.where,

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-__all__ = ["Fit", "PublishedRow", "fits", "rows"]
+__all__ = ["Fit", "LeftOutGroup", "PublishedRow", "fits", "rows"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,23 @@ def rows() -> tuple[PublishedRow, ...]:
 
 
 @dataclass(frozen=True)
+class LeftOutGroup:
+    """All rows of a system about one model or one cluster, predicted by a fit to the system's other rows.
+
+    Attributes:
+        by: ``"model"`` or ``"cluster"``.
+        group: Name of the model, or accelerators and Gbit/s of a node.
+        rows: Number of rows that were left out.
+        error: Their mean absolute error, a fraction.
+    """
+
+    by: str
+    group: str
+    rows: int
+    error: float
+
+
+@dataclass(frozen=True)
 class Fit:
     """How a system's constants were fitted; ``benchmarks/fit_engines.py`` finds and writes it.
 
@@ -62,12 +79,14 @@ class Fit:
         constants: Names of the fitted constants.
         left_out: By table, the mean error of predictions by a fit that left the table out.
         by: What each fit left out: a publication, a table, or rows of the only table.
+        groups: Models and clusters that fits left out as a whole; empty if the system has only one of each.
     """
 
     date: str
     constants: tuple[str, ...]
     left_out: dict[str, float]
     by: str
+    groups: tuple[LeftOutGroup, ...] = ()
 
 
 @cache
@@ -75,6 +94,10 @@ def fits() -> dict[str, Fit]:
     """The fits, by system."""
     text = (files("thinwire_bench.published") / "fits.json").read_text(encoding="utf-8")
     return {
-        name: Fit(fit["date"], tuple(fit["constants"]), fit["left_out"], fit["by"])
+        name: Fit(fit["date"], tuple(fit["constants"]), fit["left_out"], fit["by"], _groups(fit))
         for name, fit in json.loads(text).items()
     }
+
+
+def _groups(fit: dict[str, Any]) -> tuple[LeftOutGroup, ...]:
+    return tuple(LeftOutGroup(**group) for group in fit.get("groups", ()))
