@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor
 
 from thinwire import codecs
 from thinwire.codecs.codec import Codec
+from thinwire.codecs.triton import block
 from thinwire.codecs.triton.warmup import warm_up
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
@@ -221,6 +223,31 @@ def check_fused(name: str, dtype: torch.dtype, numel: int, to: list[str]) -> Non
         between = codec.decode_sum_encode(rows, numel, pair(target)[1], scale=0.5, seed=3, encoded=dtype)
         total = reference.decode_sum(rows, numel, scale=0.5, encoded=dtype)
         assert torch.equal(between, pair(target)[0].encode(total, seed=3)), (name, numel, target)
+        if not pair(target)[0].spec.is_variable_length:
+            check_pieces(name, target, numel, dtype)
+
+
+def check_pieces(name: str, target: str, numel: int, dtype: torch.dtype) -> None:
+    """Messages of two members for four pieces. Sums of some pieces, in one launch or not, equal single sums."""
+    reference, codec = pair(name)
+    goal, to = pair(target)
+    x = torch.randn(4 * numel).to(dtype)
+    wires = reference.encode_slices(torch.cat([x, x * 2]), [(i * numel, (i + 1) * numel) for i in range(8)], seed=2)
+    slot, room = wires.shape[1], goal.slot_bytes(numel, torch.float32)
+    rows = wires.view(2, 4 * slot)
+    for chosen in ([0, 1, 3], [1, 2, 3], [0, 2], [0, 1, 2, 3], [3, 1]):
+        totals = [
+            codecs.Sum(rows[:, i * slot : (i + 1) * slot], numel, x[i * numel : (i + 1) * numel], 0.5, dtype)
+            for i in chosen
+        ]
+        got = torch.full((len(chosen), room), POISON, dtype=torch.uint8)
+        with mock.patch.object(block, "transcode", wraps=block.transcode) as launched:
+            codec.encode_sums(totals, to, list(got), seed=7)
+        if (name, target) == ("int8:256", "int8:96"):
+            assert launched.call_count == (2 if chosen == [3, 1] else 1)
+        want = torch.full((len(chosen), room), POISON, dtype=torch.uint8)
+        reference.encode_sums(totals, goal, list(want), seed=7)
+        assert torch.equal(got, want), (name, target, numel, chosen)
 
 
 def check_slices(name: str, rows: Tensor, numel: int, dtype: torch.dtype) -> None:

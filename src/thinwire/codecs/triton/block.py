@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import ClassVar, final
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Coder, Sum
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
-from thinwire.codecs.triton.transcode import Form, Treatment, Values, largest_keys, transcode
+from thinwire.codecs.triton.transcode import Form, Pieces, Treatment, Values, largest_keys, transcode
 
 __all__ = ["ValueCodec", "make"]
 
@@ -76,10 +77,7 @@ class ValueCodec(Codec):
     def _decode_sum_encode(self, total: Sum, to: Coder, wire: Tensor, seed: int) -> int:
         check_device(total.wires)
         source, target = Form.of_message(self.spec, total.encoded), Form.of_message(to.spec, torch.float32)
-        blocks_fit = target.block & (target.block - 1) == 0 or not source.hadamard
-        if not isinstance(to, ValueCodec) or to.spec.per_tensor or wire.data_ptr() % 16 or not blocks_fit:
-            # The sum is written to memory if the target codec has its own kernel, if its scale must be known before the
-            # first code, or if one side rotates blocks and the size of the other blocks is not a power of two.
+        if not _goes_on(source, target, to) or wire.data_ptr() % 16:
             return super()._decode_sum_encode(total, to, wire, seed)
         nbytes = to.max_wire_bytes(total.numel, torch.float32)
         rows = aligned_rows(total.wires, self.max_wire_bytes(total.numel, total.encoded))
@@ -87,6 +85,61 @@ class ValueCodec(Codec):
         treatment = Treatment(scale=total.scale, seed=seed, onto=_onto(total))
         transcode(Values(rows, source), made, total.numel, treatment)
         return nbytes
+
+    def _decode_sums_encode(self, totals: Sequence[Sum], to: Coder, wires: Sequence[Tensor], seed: int) -> None:
+        first = totals[0] if totals else None
+        pieces = None if first is None else _pieces(totals, wires)
+        if first is None or pieces is None:
+            super()._decode_sums_encode(totals, to, wires, seed)
+            return
+        check_device(first.wires)
+        source, target = Form.of_message(self.spec, first.encoded), Form.of_message(to.spec, torch.float32)
+        if not _goes_on(source, target, to):
+            super()._decode_sums_encode(totals, to, wires, seed)
+            return
+        nbytes = to.max_wire_bytes(first.numel, torch.float32)
+        distance = wires[1].data_ptr() - wires[0].data_ptr()
+        made = wires[0].as_strided((len(wires), nbytes), (distance, 1))
+        rows = first.wires[:, : self.max_wire_bytes(first.numel, first.encoded)]
+        treatment = Treatment(scale=first.scale, seed=seed, onto=_onto(first), pieces=pieces)
+        transcode(Values(rows, source), Values(made, target), first.numel, treatment)
+
+
+def _goes_on(source: Form, target: Form, to: Coder) -> bool:
+    """Whether one kernel decodes, adds and encodes. The sum is written to memory if the target codec has its own
+    kernel, if its scale must be known before the first code, or if one side rotates blocks and the size of the other
+    blocks is not a power of two."""
+    blocks_fit = target.block & (target.block - 1) == 0 or not source.hadamard
+    return isinstance(to, ValueCodec) and not to.spec.per_tensor and blocks_fit
+
+
+def _pieces(totals: Sequence[Sum], wires: Sequence[Tensor]) -> Pieces | None:
+    """The pieces of sums that one launch can make: alike, and at regular distances except for one that is left out."""
+    first, number = totals[0], len(totals)
+    alike = {(total.numel, total.scale, total.encoded, total.wires.shape, total.wires.stride()) for total in totals}
+    onto = [total.onto for total in totals]
+    if number < 2 or len(alike) > 1 or len({None if x is None else x.dtype for x in onto}) > 1 or not first.numel:
+        return None
+    messages = _places([total.wires.data_ptr() for total in totals], 16)
+    targets = _places([wire.data_ptr() for wire in wires], 16)
+    values = (0, 0) if onto[0] is None else _places([x.data_ptr() for x in onto if x is not None], onto[0].itemsize)
+    if messages is None or values is None or targets is None or targets[1] != number or first.wires.stride(0) % 16:
+        return None
+    if onto[0] is not None and values[1] != messages[1]:
+        return None
+    return Pieces(number, messages[0], values[0], messages[1])
+
+
+def _places(addresses: Sequence[int], unit: int) -> tuple[int, int] | None:
+    """The distance between addresses in units, and the index of one that is missing between them, or their number.
+    ``None`` if they do not lie like that."""
+    steps = [after - before for before, after in itertools.pairwise(addresses)]
+    step = min(steps)
+    twice = [index for index, other in enumerate(steps, start=1) if other == 2 * step]
+    regular = step > 0 and step % unit == 0 and steps.count(step) + len(twice) == len(steps)
+    if not regular or len(twice) > 1 or addresses[0] % unit:
+        return None
+    return step // unit, twice[0] if twice else len(addresses)
 
 
 def _onto(total: Sum) -> Values | None:

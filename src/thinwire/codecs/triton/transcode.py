@@ -34,7 +34,7 @@ from thinwire.codecs.triton.tiles import (
 )
 from thinwire.spec import CodecSpec
 
-__all__ = ["Form", "Treatment", "Values", "largest_keys", "transcode"]
+__all__ = ["Form", "Pieces", "Treatment", "Values", "largest_keys", "transcode"]
 
 THREADS = 128
 """Threads of a program, unless a block is so long that they would hold too many values."""
@@ -113,6 +113,23 @@ class Values:
         return self.memory.view(torch.int32) if self.form.kind == "int" else self.memory
 
 
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Several sums, each of which becomes a message: sum i adds the messages of piece i.
+
+    Attributes:
+        number: Number of sums.
+        distance: From a piece's message to that of the next piece, in units of 16 bytes.
+        values: From a piece's values in ``onto`` to those of the next piece.
+        skipped: A piece that no sum is made of; ``number`` if there is none.
+    """
+
+    number: int
+    distance: int
+    values: int
+    skipped: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
     """How values are processed between reading and writing.
@@ -125,6 +142,7 @@ class Treatment:
         onto: Values of a tensor that the sum starts from; they may be those of the target.
         each: Whether each message of the source is decoded into a row of the target, instead of added to the others.
         raw: Whether words of the target's size are copied unchanged.
+        pieces: The pieces of which sums are made; ``None`` for one sum.
     """
 
     bounds: Sequence[tuple[int, int]] | None = None
@@ -134,6 +152,7 @@ class Treatment:
     onto: Values | None = None
     each: bool = False
     raw: bool = False
+    pieces: Pieces | None = None
 
 
 def transcode(source: Values, target: Values, numel: int, treatment: Treatment) -> None:
@@ -148,7 +167,8 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
     read, written, how = source.memory, target.memory, treatment
     slices = Slices("regular", read, 0, numel) if how.each else Slices.of(how.bounds, read)
     onto = target if how.onto is None else how.onto
-    rows = len(read) if how.each else len(how.bounds or (None,))
+    pieces = how.pieces or Pieces(len(how.bounds or (None,)), 0, 0, 0)
+    rows = len(read) if how.each else pieces.number
     tile = _tile(source.form, target.form)
     launch(
         _transcode,
@@ -167,6 +187,9 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         numel,
         slices.start,
         slices.step,
+        pieces.distance,
+        pieces.values,
+        pieces.skipped,
         how.scale,
         how.seed - (1 << 32) if how.seed >= 1 << 31 else how.seed,
         SOURCE=source.form,
@@ -177,6 +200,7 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         EACH=how.each,
         SCALED=how.scale != 1.0,
         SLICES=slices.mode,
+        PIECES=how.pieces is not None,
         PARTIALS=0 if how.keys is None else PARTIALS,
         RAW=how.raw,
         threads=min(max(tile.rows * tile.columns // _values_of(target.form), THREADS), 2 * THREADS),
@@ -203,7 +227,7 @@ def _values_of(target: Form) -> int:
 
 # Whole tiles are read and written without masks, so kernels gain nothing from specialising on lengths. The signature
 # is flat because the compiler specialises each pointer and number by its alignment; forms and tile are constants.
-@triton.jit(do_not_specialize=["source_step", "target_step", "numel", "seed"])
+@triton.jit(do_not_specialize=["source_step", "target_step", "numel", "piece_step", "piece_skipped", "seed"])
 def _transcode(
     source,
     source_words,
@@ -218,6 +242,9 @@ def _transcode(
     numel,
     start,
     step,
+    piece_step,
+    piece_values,
+    piece_skipped,
     scale,
     seed,
     SOURCE: tl.constexpr,
@@ -228,6 +255,7 @@ def _transcode(
     EACH: tl.constexpr,
     SCALED: tl.constexpr,
     SLICES: tl.constexpr,
+    PIECES: tl.constexpr,
     PARTIALS: tl.constexpr,
     RAW: tl.constexpr,
 ):
@@ -252,6 +280,10 @@ def _transcode(
         source_at = row * 0
         target_at = row * target_step
         source += offset
+    if PIECES:
+        piece = row + (row >= piece_skipped).to(tl.int64)
+        source_at = piece * piece_step
+        onto += piece * piece_values
     rem = tl.minimum(numel - base, R * BLOCK).to(tl.int32)
     if RAW:
         store(
@@ -276,7 +308,7 @@ def _transcode(
             x_RV *= scale
         target += target_at * TARGET_UNIT
         if KIND == "int":
-            if SLICES != "same":
+            if SLICES != "same" or PIECES:
                 seed = slice_seed(seed, row)
             poisoned_R, key_R, x_RV = _largest(x_RV, keys, rem, TARGET, TILE, PARTIALS)
             local_RV, _ = places(R, V, BLOCK)
