@@ -13,6 +13,7 @@ __all__ = ["EXTRAS", "extra_of", "missing_sentence", "require"]
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "train": ("matplotlib", "pyarrow", "tensorboard", "tokenizers"),
     "report": ("jinja2", "matplotlib"),
+    "transformers": ("accelerate", "transformers"),
     "bench": ("jinja2", "matplotlib", "pyarrow", "tensorboard", "tokenizers"),
 }
 """Importable modules that each extra of ``pyproject.toml`` brings."""

@@ -1,0 +1,210 @@
+"""Hugging Face's ``Trainer`` over thinwire: a mixin for any trainer that is built on it, and a ready class.
+
+The trainer keeps its loop. Where it creates its optimizer, the mixin shards the model and makes the optimizer over
+shares. Weights are saved as ``save_pretrained`` writes them; beside them, each checkpoint has a directory ``thinwire``
+with the sharded state, which loads under any plan and on any number of ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.trainer import SCHEDULER_NAME
+
+import thinwire as tw
+from thinwire.errors import SpecError, UsageError
+from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.runtime import runtime_of
+from thinwire.spec import Plan
+
+__all__ = ["ThinwireArguments", "ThinwireTrainer", "ThinwireTrainerMixin"]
+
+_STATE: Final = "thinwire"
+"""Directory of the sharded state inside a checkpoint of the trainer."""
+
+_REFUSED: Final = {
+    "fsdp": "thinwire shards the model itself; choose the sharding with plan=",
+    "deepspeed": "thinwire shards the model itself; `thinwire convert ds_config.json` makes a plan of it",
+    "parallelism_config": "use thinwire.parallelize for tensor and pipeline parallelism",
+    "auto_find_batch_size": "set per_device_train_batch_size: a sharded model cannot be sharded again for another size",
+}
+"""Arguments that ask for another engine, and what to do instead."""
+
+
+@dataclass
+class ThinwireArguments(TrainingArguments):
+    """``TrainingArguments`` with a plan."""
+
+    plan: str = field(
+        default="zero3",
+        metadata={"help": "How the model is sharded: the name of a preset, or a plan file (.toml)."},
+    )
+
+
+class ThinwireTrainerMixin:
+    """Lets a trainer train a sharded model. Put it before the trainer: ``class Mine(ThinwireTrainerMixin, Trainer)``.
+
+    Args:
+        *args: See the trainer.
+        plan: How the model is sharded: a plan, the name of a preset or a plan file. By default, the ``plan`` of the
+            arguments, or ``zero3``. Presets compute in bfloat16 with ``bf16=True``, else in float32.
+        **kwargs: See the trainer.
+
+    Raises:
+        UsageError: The arguments ask for what thinwire cannot do in this loop.
+    """
+
+    args: Any
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    lr_scheduler: Any
+
+    def __init__(self, *args: Any, plan: Plan | str | Path | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self.args)
+        if self.optimizer is not None:
+            raise UsageError(
+                "optimizers=(...): the optimizer was made before the model is sharded; leave it out and choose it with "
+                "the argument optim=, or with optimizer_cls_and_kwargs"
+            )
+        self._plan = plan if plan is not None else getattr(self.args, "plan", "zero3")
+        # The trainer's own way for models that place their parameters and combine their gradients themselves.
+        self.is_distributed_loading_by_transformers = True
+
+    # -- sharding ----------------------------------------------------------------------------------------------
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Shard the model at the first call, and make the optimizer over its shares."""
+        del model
+        if self.optimizer is not None:
+            return self.optimizer  # type: ignore[no-any-return]
+        _shard(self.model, resolved(self._plan, self.args))
+        trainer: Any = self
+        decayed = set(trainer.get_decay_parameter_names(self.model))
+        trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        groups = [
+            {"params": [name for name in trained if (name in decayed) is has_decay], "weight_decay": decay}
+            for has_decay, decay in ((True, self.args.weight_decay), (False, 0.0))
+        ]
+        if trainer.optimizer_cls_and_kwargs is not None:
+            optimizer_class, options = trainer.optimizer_cls_and_kwargs
+        else:
+            optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
+        groups = [group for group in groups if group["params"]]
+        inner = tw.optimizer(self.model, optimizer_class, param_groups=groups, **options)
+        # accelerate would move the optimizer's state to the device by a state dict of everything.
+        self.optimizer = AcceleratedOptimizer(inner, device_placement=False)
+        self.optimizer._is_accelerate_prepared = True
+        self.accelerator._optimizers.append(self.optimizer)
+        return self.optimizer  # type: ignore[no-any-return]
+
+    def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
+        runtime = runtime_of(self.model)
+        runtime.begin_micro_batch(runtime.schedule.backwards, last=self.accelerator.sync_gradients)
+        trainer: Any = super()
+        loss: torch.Tensor = trainer.training_step(model, *args, **kwargs)
+        return loss
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: thinwire combines the gradients of all parameters."""
+
+    def _clip_grad_norm(self, model: nn.Module) -> torch.Tensor:
+        del model
+        return tw.clip_grad_norm_(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        del model
+        return tw.clip_grad_norm_(self.model, float("inf")) if grad_norm is None else grad_norm
+
+    # -- saving and loading ------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Every rank gathers the weights; one writes them."""
+        trainer: Any = super()
+        if state_dict is None and _is_sharded(self.model):
+            state_dict = tw.full_state_dict(self.model)
+        if self.args.should_save:
+            trainer._save(output_dir, state_dict)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, _STATE))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        tw.load(self.model, _sharded(self.optimizer), Path(checkpoint, _STATE))
+        state = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
+        self.lr_scheduler.load_state_dict(state)
+
+
+class ThinwireTrainer(ThinwireTrainerMixin, Trainer):
+    """``transformers.Trainer`` over thinwire."""
+
+
+def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:
+    """The plan of a training run.
+
+    Args:
+        plan: A plan, the name of a preset or a plan file.
+        arguments: Arguments of the trainer.
+
+    Raises:
+        SpecError: There is no such preset or file, or the plan is for another number of ranks.
+    """
+    world = max(arguments.world_size, 1)
+    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
+    if isinstance(plan, Plan):
+        chosen = plan
+    elif str(plan).endswith(".toml"):
+        chosen = Plan.load(plan)
+    else:
+        dtype = "bfloat16" if arguments.bf16 else "float32"
+        chosen = Plan.preset(str(plan), nodes=world // local, local=local, compute_dtype=dtype)
+    if chosen.compute_dtype == "float16":
+        raise SpecError(
+            f"plan {chosen.name}",
+            ['compute_dtype = "float16": the trainer has no loss scale for it; set bf16=True, or train in float32'],
+        )
+    return chosen.with_(
+        micro_batch=arguments.per_device_train_batch_size, micro_batches=arguments.gradient_accumulation_steps
+    )
+
+
+def _refuse(arguments: Any) -> None:
+    for name, remedy in _REFUSED.items():
+        if value := getattr(arguments, name, None):
+            raise UsageError(f"{name}={value!r}: {remedy}")
+    if arguments.fp16:
+        raise UsageError("fp16=True: the trainer's gradient scaler does not know shares; use bf16=True")
+    if arguments.world_size > 1 and not dist.is_initialized():
+        raise UsageError("torch.distributed is not initialised: start the script with torchrun")
+
+
+def _shard(model: Any, plan: Plan) -> None:
+    if not _is_sharded(model):
+        tw.shard(model, plan)
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    try:
+        runtime_of(model)
+    except UsageError:
+        return False
+    return True
+
+
+def _sharded(optimizer: Any) -> ShardedOptimizer:
+    inner: ShardedOptimizer = optimizer.optimizer
+    return inner

@@ -1,0 +1,323 @@
+"""``ThinwireTrainer`` beside transformers' own ``Trainer`` with DDP: losses, norms, weights, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.sharding.api import runtime
+from thinwire.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
+
+STEPS = 20
+LENGTH = 12
+VOCABULARY = 64
+
+
+class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens, of which some labels do not count."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = torch.randint(0, VOCABULARY, (number, LENGTH), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        labels = self.tokens[index].clone()
+        labels[: index % 5] = -100
+        return {"input_ids": self.tokens[index], "labels": labels}
+
+
+def build() -> Any:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LENGTH,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+@dataclass
+class Results:
+    """What a run has logged, and the weights at its end."""
+
+    logs: list[dict[str, float]]
+    weights: dict[str, torch.Tensor]
+
+
+def arguments(directory: Path, kind: type, **options: Any) -> Any:
+    defaults: Mapping[str, Any] = {
+        "per_device_train_batch_size": 2, "max_steps": STEPS, "learning_rate": 1e-2, "adam_epsilon": 1e-2,
+        "weight_decay": 0.1, "logging_steps": 1, "save_strategy": "no", "report_to": [], "use_cpu": True,
+        "disable_tqdm": True, "dataloader_pin_memory": False, "warmup_steps": 2, "seed": 3,
+    }  # fmt: skip
+    return kind(output_dir=str(directory), **{**defaults, **options})
+
+
+def join() -> None:
+    """Give accelerate the environment that torchrun would."""
+    os.environ |= {
+        "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()),
+        "LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+    }  # fmt: skip
+
+
+def train(directory: Path, plan: str | None, resume: Path | None = None, **options: Any) -> Results:
+    """Train under a plan, or with the trainer's own DDP."""
+    if plan is None:
+        settings = arguments(directory, transformers.TrainingArguments, **options)
+        trainer = transformers.Trainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
+    else:
+        settings = arguments(directory, ThinwireArguments, plan=plan, **options)
+        trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    weights = tw.full_state_dict(trainer.model) if plan else trainer.model.state_dict()
+    return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
+
+
+def assert_alike(got: Results, want: Results) -> None:
+    for one, other in zip(got.logs, want.logs, strict=True):
+        assert one.keys() == other.keys()
+        for key in one.keys() & {"loss", "grad_norm", "learning_rate", "eval_loss"}:
+            assert math.isclose(one[key], other[key], rel_tol=2e-4), (key, one, other)
+    for name, value in want.weights.items():
+        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def compare(directory: Path) -> None:
+    join()
+    for accumulation, clip in ((1, 0.1), (4, 1e9), (4, 0.1)):
+        options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": clip, "eval_strategy": "steps",
+                   "eval_steps": 7}  # fmt: skip
+        want = train(directory, None, **options)
+        assert len(want.logs) > STEPS
+        for plan in ("zero3", "zero1"):
+            assert_alike(train(directory, plan, **options), want)
+
+
+def test_it_trains_as_ddp_does(tmp_path: Path) -> None:
+    run_ranks(4, compare, tmp_path, timeout=300)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def save_and_expect(directory: Path, plan: str) -> Results:
+    join()
+    return train(directory, plan, per_device_train_batch_size=2, max_steps=12, save_strategy="steps", save_steps=6)
+
+
+def resume_elsewhere(directory: Path, plan: str) -> Results:
+    join()
+    checkpoint = directory / "checkpoint-6"
+    return train(directory, plan, checkpoint, per_device_train_batch_size=4, max_steps=12, save_strategy="no")
+
+
+def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
+    expected = run_ranks(4, save_and_expect, tmp_path, "zero3", timeout=200)[0]
+    got = run_ranks(2, resume_elsewhere, tmp_path, "zero1", timeout=200)[0]
+    tail = [entry for entry in expected.logs if "loss" in entry]
+    for one, other in zip([entry for entry in got.logs if "loss" in entry][6:], tail[6:], strict=True):
+        assert one["step"] == other["step"]
+        assert math.isclose(one["loss"], other["loss"], rel_tol=1e-4)
+        assert math.isclose(one["grad_norm"], other["grad_norm"], rel_tol=1e-3)
+    for name, value in expected.weights.items():
+        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-12")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, expected.weights[name]), name
+    files = {path.name for path in (tmp_path / "checkpoint-12").iterdir()}
+    assert {"config.json", "model.safetensors", "trainer_state.json", "scheduler.pt", "thinwire"} <= files
+
+
+# ------------------------------------------------------------------------------------------------------ other loops
+
+
+def bytes_and_second_call(directory: Path) -> tuple[int, int, int]:
+    """Bytes of one step, those that the program predicts, and the steps after a second call."""
+    join()
+    settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=3, gradient_accumulation_steps=2)
+    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
+    trainer.train()
+    tw.traffic(trainer.model)
+    trainer.args.max_steps = 4
+    trainer.train()
+    sent = sum(sum(by_scope.values()) for by_scope in tw.traffic(trainer.model).values())
+    programs = runtime(trainer.model).schedule.programs
+    by_lane = programs.program(2, clip=True).traffic()
+    predicted = 4 * sum(sum(by_scope.values()) for by_scope in by_lane.values())
+    return sent, predicted, trainer.state.global_step
+
+
+def test_bytes_are_the_programs_and_train_can_be_called_again(tmp_path: Path) -> None:
+    for sent, predicted, steps in run_ranks(4, bytes_and_second_call, tmp_path, timeout=120):
+        assert sent == predicted
+        assert steps == 4
+
+
+def generate(directory: Path) -> list[list[int]]:
+    """What the model generates in the middle of a training, and by itself."""
+    join()
+    settings = arguments(directory, ThinwireArguments, plan="zero3", max_steps=2)
+    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
+    trainer.train()
+    prompt = torch.arange(4)[None]
+    sharded = trainer.model.generate(prompt, max_new_tokens=5, do_sample=False)
+    alone = build()
+    alone.load_state_dict(tw.full_state_dict(trainer.model))
+    return [sharded.tolist(), alone.generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
+
+
+def test_models_generate(tmp_path: Path) -> None:
+    for sharded, alone in run_ranks(2, generate, tmp_path):
+        assert sharded == alone
+
+
+def best_model(directory: Path) -> tuple[float, float]:
+    """The best loss that was seen, and the loss of the model that the trainer ends with."""
+    join()
+    settings = arguments(
+        directory, ThinwireArguments, plan="zero3", max_steps=6, learning_rate=0.3, adam_epsilon=1e-8, warmup_steps=0,
+        eval_strategy="steps", eval_steps=2, save_strategy="steps", save_steps=2, load_best_model_at_end=True,
+    )  # fmt: skip
+    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
+    trainer.train()
+    return trainer.state.best_metric, trainer.evaluate()["eval_loss"]
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
+    for best, last in run_ranks(2, best_model, tmp_path, timeout=120):
+        assert math.isclose(best, last, rel_tol=1e-5)
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fp16": True}, "fp16=True: .* use bf16=True"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True: set per_device_train_batch_size"),
+    ],
+)
+def test_what_cannot_work_is_one_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ThinwireTrainer(build(), arguments(tmp_path, ThinwireArguments, **options))
+
+
+def test_an_optimizer_made_before_is_refused(tmp_path: Path) -> None:
+    model = build()
+    optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
+    with pytest.raises(UsageError, match="the optimizer was made before the model is sharded"):
+        ThinwireTrainer(model, arguments(tmp_path, ThinwireArguments), optimizers=optimizers)
+
+
+# ------------------------------------------------------------------------------------------------------ adapters, TRL
+
+
+def adapters(directory: Path, plan: str | None) -> Results:
+    peft = pytest.importorskip("peft")
+    join()
+    torch.manual_seed(0)
+    model = peft.get_peft_model(build(), peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
+    if plan is None:
+        settings = arguments(directory, transformers.TrainingArguments, max_steps=5)
+        trainer = transformers.Trainer(model, settings, train_dataset=Text(400))
+    else:
+        trainer = ThinwireTrainer(
+            model, arguments(directory, ThinwireArguments, plan=plan, max_steps=5), train_dataset=Text(400)
+        )
+    trainer.train()
+    trainer.save_model()
+    weights = tw.full_state_dict(trainer.model) if plan else trainer.model.state_dict()
+    return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
+
+
+def compare_adapters(directory: Path) -> None:
+    want = adapters(directory / "ddp", None)
+    for plan in ("zero3", "zero1"):
+        assert_alike(adapters(directory / plan, plan), want)
+
+
+def test_adapters_train_as_under_ddp(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    run_ranks(4, compare_adapters, tmp_path, timeout=200)
+    want = load_file(tmp_path / "ddp" / "adapter_model.safetensors")
+    for plan in ("zero3", "zero1"):
+        got = load_file(tmp_path / plan / "adapter_model.safetensors")
+        assert got.keys() == want.keys()
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=1e-4, atol=1e-5)
+
+
+TEXT = Path(__file__).parents[2] / "README.md"
+
+
+def supervised(directory: Path, plan: str | None) -> list[dict[str, float]]:
+    """Losses and norms of TRL's SFTTrainer on sentences of a real text, with a tokenizer of characters."""
+    import datasets
+    import tokenizers
+    import trl
+
+    from thinwire.integrations.transformers import ThinwireTrainerMixin
+
+    join()
+    text = TEXT.read_text()
+    characters = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({symbol: i for i, symbol in enumerate(["?", "<end>", *sorted(set(text))])}, "?")
+    )
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="<end>", pad_token="<end>", unk_token="?"
+    )
+    data = datasets.Dataset.from_dict({"text": [text[i : i + 60] for i in range(0, 6000, 60)]})
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        )
+    )
+    settings = arguments(directory, trl.SFTConfig, max_steps=5, max_length=64, bf16=False)
+
+    class Supervised(ThinwireTrainerMixin, trl.SFTTrainer):
+        pass
+
+    if plan is None:
+        trainer = trl.SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
+    else:
+        trainer = Supervised(model, settings, train_dataset=data, processing_class=tokenizer, plan=plan)
+    trainer.train()
+    return [
+        {key: float(entry[key]) for key in ("loss", "grad_norm")}
+        for entry in trainer.state.log_history
+        if "loss" in entry
+    ]
+
+
+def compare_supervised(directory: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    return supervised(directory, None), supervised(directory, "zero3")
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_supervised_fine_tuning_of_trl(tmp_path: Path) -> None:
+    for want, got in run_ranks(2, compare_supervised, tmp_path, timeout=250):
+        assert len(got) == 5
+        for one, other in zip(got, want, strict=True):
+            assert one == pytest.approx(other, rel=2e-4)
