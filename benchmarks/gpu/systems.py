@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import torch
@@ -76,9 +77,17 @@ def _moved(whole: Llama, ids: Tensor) -> Llama:
     return copy.deepcopy(whole).to(ids.device)
 
 
-def _step(model: nn.Module, optim: torch.optim.Optimizer, ids: Tensor) -> Step:
+def _step(
+    model: nn.Module,
+    optim: torch.optim.Optimizer,
+    ids: Tensor,
+    forward: Callable[[], AbstractContextManager[object]] = nullcontext,
+) -> Step:
+    """A step whose forward runs in the context that ``forward`` makes."""
+
     def step() -> Tensor:
-        loss: Tensor = model(ids[:, :-1], labels=ids[:, 1:]).loss
+        with forward():
+            loss: Tensor = model(ids[:, :-1], labels=ids[:, 1:]).loss
         loss.backward()
         optim.step()
         optim.zero_grad()
@@ -90,16 +99,7 @@ def _step(model: nn.Module, optim: torch.optim.Optimizer, ids: Tensor) -> Step:
 def _autocast(model: Llama, ids: Tensor) -> Step:
     """fp32 parameters, bf16 matrix products by autocast."""
     optim = torch.optim.AdamW(model.parameters(), lr=_RATE, fused=True)
-
-    def step() -> Tensor:
-        with torch.autocast(ids.device.type, torch.bfloat16):
-            loss: Tensor = model(ids[:, :-1], labels=ids[:, 1:]).loss
-        loss.backward()
-        optim.step()
-        optim.zero_grad()
-        return loss.detach()
-
-    return step
+    return _step(model, optim, ids, lambda: torch.autocast(ids.device.type, torch.bfloat16))
 
 
 def _masters(model: Llama, ids: Tensor) -> Step:

@@ -21,6 +21,7 @@ from thinwire.collectives.transport import agree_on_transport, choose_transport
 from thinwire.errors import CollectiveError
 from thinwire.program import Lane
 from thinwire.program.stages import Stage
+from thinwire.sharding.encoding import PlanCodecs
 from thinwire.testing import RankError, RankPool, check_streams, run_ranks
 from thinwire.testing.nccl import Issue, NcclDouble, compare_issues
 
@@ -122,6 +123,14 @@ def break_rule(rule: str) -> None:
             links._backend._allgather_base(flat, flat[8 * ((rank + 1) % WORLD) :][:8], _options())
         case "dtype":
             links.gather([torch.zeros(2, dtype=torch.int16) for _ in pieces])
+        case "not received":
+            if rank == 0:
+                links.send(pieces[0], 1)
+                links.close()
+        case "both send first":
+            if rank < 2:
+                links.send(pieces[0], 1 - rank)
+                links.receive(pieces[1], 1 - rank)
         case "aborted":
             links.abort()
             links.gather(pieces)
@@ -141,6 +150,8 @@ def _options() -> object:
         ("kind", "expects"),
         ("place", "not at its own place"),
         ("dtype", "does not know torch.int16"),
+        ("not received", "rank 1 has not received message 1 of rank 0"),
+        ("both send first", "rank [01] has not received message 1 of rank [01]"),
         ("aborted", "was aborted"),
     ],
 )
@@ -279,6 +290,26 @@ def test_an_exchange_that_fails_aborts_the_others() -> None:
         assert "on the gather lane with ranks" in message
 
 
+# -- what precedes the first step -------------------------------------------------------------------------------
+
+
+def note_warm_ups() -> list[tuple[str, str]]:
+    """The plan and the device of each warm-up of codecs before a model is sharded."""
+    noted: list[tuple[str, str]] = []
+
+    def note(_codecs: PlanCodecs, plan: tw.Plan, device: torch.device) -> None:
+        noted.append((plan.fingerprint(), device.type))
+
+    with mock.patch.object(PlanCodecs, "warm_up", note):
+        tw.shard(nn.Linear(4, 4), tw.Plan.preset("zeropp", nodes=2, local=2, compute_dtype="float32"))
+    return noted
+
+
+def test_codecs_are_warmed_up_before_a_step_needs_them() -> None:
+    plan = tw.Plan.preset("zeropp", nodes=2, local=2, compute_dtype="float32")
+    assert run_ranks(WORLD, note_warm_ups) == [[(plan.fingerprint(), "cpu")]] * WORLD
+
+
 # -- codecs ----------------------------------------------------------------------------------------------------
 
 
@@ -289,5 +320,5 @@ def shard_with_lengths() -> None:
 
 
 def test_codecs_of_variable_length_are_refused_where_the_host_would_wait() -> None:
-    with pytest.raises(RankError, match=r"wire.reduce_inter = 'mpc' has messages of variable length.*use a codec of"):
+    with pytest.raises(RankError, match=r"wire.reduce_inter: codec mpc is not possible on GPUs.*valid are none, bf16"):
         run_ranks(WORLD, shard_with_lengths)

@@ -191,13 +191,17 @@ def test_loops_order_every_access(names: tuple[str, ...], answers: Answer) -> No
 # -- streams of the user's own ---------------------------------------------------------------------------------
 
 
-class _LeaveInBackward(torch.autograd.Function):
-    """Backward begins to run on a stream, as autograd on GPUs does for operations whose forward ran there."""
+class _SameForward(torch.autograd.Function):
+    """Its forward changes nothing; its backward uses a stream."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, streams: SimulatedStreams, side: SimulatedStream) -> torch.Tensor:
         ctx.streams, ctx.side = streams, side
         return x.view_as(x)
+
+
+class _LeaveInBackward(_SameForward):
+    """Backward begins to run on a stream, as autograd on GPUs does for operations whose forward ran there."""
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
@@ -207,13 +211,8 @@ class _LeaveInBackward(torch.autograd.Function):
         return grads[0], None, None
 
 
-class _ReturnInBackward(torch.autograd.Function):
+class _ReturnInBackward(_SameForward):
     """Backward goes on where it ran before."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, streams: SimulatedStreams, side: SimulatedStream) -> torch.Tensor:
-        ctx.streams, ctx.side = streams, side
-        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:

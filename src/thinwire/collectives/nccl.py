@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+
+from thinwire.collectives.replacement import Replacement
 
 __all__ = ["MakeBackend", "Membership", "NcclLinks", "backend_maker", "joined", "replace_nccl"]
 
@@ -59,30 +61,24 @@ def _make_nccl(membership: Membership) -> Any:
     return made
 
 
-_replacement: MakeBackend | None = None
+_replacement: Replacement[MakeBackend] = Replacement()
 
 
 def backend_maker(device: torch.device) -> MakeBackend | None:
     """What makes communicators for tensors of a device; ``None`` if they travel over gloo."""
-    if _replacement is not None:
-        return _replacement
+    if _replacement.maker is not None:
+        return _replacement.maker
     uses_nccl = device.type == "cuda" and "nccl" in str(dist.get_backend_config())
     return _make_nccl if uses_nccl else None
 
 
-@contextlib.contextmanager
-def replace_nccl(make: MakeBackend) -> Iterator[None]:
+def replace_nccl(make: MakeBackend) -> contextlib.AbstractContextManager[None]:
     """Use other communicators inside the context, for tensors of any device; see :mod:`thinwire.testing.nccl`.
 
     Args:
         make: Makes communicators.
     """
-    global _replacement
-    before, _replacement = _replacement, make
-    try:
-        yield
-    finally:
-        _replacement = before
+    return _replacement.use(make)
 
 
 class NcclLinks:

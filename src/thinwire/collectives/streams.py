@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Stream", "StreamEvent", "Streams", "replace_streams", "streams_of"]
+from thinwire.collectives.replacement import Replacement
+
+__all__ = ["EventPairs", "Stream", "StreamEvent", "Streams", "replace_streams", "streams_of"]
 
 
 class StreamEvent(Protocol):
@@ -25,6 +28,31 @@ class StreamEvent(Protocol):
 
     def elapsed_time(self, end: Any) -> float:
         """Milliseconds from this event to a later one; both must take the time and have been reached."""
+
+
+class EventPairs:
+    """Adds up the time between pairs of recorded events."""
+
+    def __init__(self) -> None:
+        self._pairs: deque[tuple[StreamEvent, StreamEvent]] = deque()
+
+    def add(self, begun: StreamEvent, ended: StreamEvent) -> None:
+        """Count the time between two recorded events, which both take the time."""
+        self._pairs.append((begun, ended))
+
+    def take(self) -> float:
+        """Seconds since the last call, of the pairs that the device has reached: the host does not wait for others,
+        which a later call counts."""
+        seconds = 0.0
+        while self._pairs and self._pairs[0][1].query():
+            begun, ended = self._pairs.popleft()
+            seconds += begun.elapsed_time(ended) / 1e3
+        return seconds
+
+    def synchronize(self) -> None:
+        """Block until the device has reached all pairs."""
+        for _, ended in self._pairs:
+            ended.synchronize()
 
 
 class Stream(Protocol):
@@ -90,26 +118,20 @@ class CudaStreams:
         torch.cuda.synchronize(self._device)
 
 
-_replacement: Callable[[torch.device], Streams] | None = None
+_replacement: Replacement[Callable[[torch.device], Streams]] = Replacement()
 
 
 def streams_of(device: torch.device) -> Streams | None:
     """The streams of a device; ``None`` if it has none, as CPUs."""
-    if _replacement is not None:
-        return _replacement(device)
+    if _replacement.maker is not None:
+        return _replacement.maker(device)
     return CudaStreams(device) if device.type == "cuda" else None
 
 
-@contextlib.contextmanager
-def replace_streams(make: Callable[[torch.device], Streams]) -> Iterator[None]:
+def replace_streams(make: Callable[[torch.device], Streams]) -> contextlib.AbstractContextManager[None]:
     """Give every device other streams inside the context, also CPUs; see :mod:`thinwire.testing.streams`.
 
     Args:
         make: Makes the streams of a device.
     """
-    global _replacement
-    before, _replacement = _replacement, make
-    try:
-        yield
-    finally:
-        _replacement = before
+    return _replacement.use(make)

@@ -15,7 +15,7 @@ from thinwire.collectives.streams import streams_of
 from thinwire.errors import UsageError
 from thinwire.intercept.scope import in_step, is_exact
 from thinwire.spec import CodecSpec
-from thinwire.spec.codec import encodable_dtypes
+from thinwire.spec.codec import encodable_dtypes, length_problem
 
 __all__ = ["DEVICES", "MIN_NUMEL", "AxisCodecs", "EncodingGate", "Operation", "check_length", "scale_of"]
 
@@ -175,11 +175,9 @@ class EncodingGate:
 
 def check_length(spec: CodecSpec) -> None:
     """Raise :class:`UsageError` if messages of a codec differ in length, which a GPU cannot send without the host."""
-    if spec.is_variable_length:
-        raise UsageError(
-            f"codec {spec} is not possible on GPUs: the length of its messages depends on their values, so the host "
-            "would wait for every one of them; valid are bf16, fp16, intN:BLOCK, intN:tensor and zfp:RATE, or 'none'"
-        )
+    problem = length_problem(spec)
+    if problem is not None:
+        raise UsageError(problem)
 
 
 def scale_of(op: Any, size: int) -> float | None:

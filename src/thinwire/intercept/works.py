@@ -6,7 +6,6 @@ import datetime
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.collectives.streams import StreamEvent, Streams
+from thinwire.collectives.streams import EventPairs, Streams
 
 __all__ = ["AllOf", "Courier", "Promise", "Stopwatch", "Watched", "done"]
 
@@ -143,7 +142,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self._seconds = 0.0
-        self._pairs: deque[tuple[StreamEvent, StreamEvent]] = deque()
+        self._pairs = EventPairs()
 
     @contextmanager
     def running(self, streams: Streams | None = None) -> Iterator[None]:
@@ -160,8 +159,8 @@ class Stopwatch:
                 yield
             finally:
                 after.record(current)
-                self._take_ended()
-                self._pairs.append((before, after))
+                self._seconds += self._pairs.take()  # so that pairs do not accumulate
+                self._pairs.add(before, after)
             return
         started = time.perf_counter()
         try:
@@ -171,19 +170,12 @@ class Stopwatch:
 
     def read(self, *, reset: bool) -> float:
         """Seconds counted so far. The host waits for streams that still wait."""
-        for _, after in self._pairs:
-            after.synchronize()
-        self._take_ended()
+        self._pairs.synchronize()
+        self._seconds += self._pairs.take()
         seconds = self._seconds
         if reset:
             self._seconds = 0.0
         return seconds
-
-    def _take_ended(self) -> None:
-        """Add up the pairs of events that the device has reached, so that they do not accumulate."""
-        while self._pairs and self._pairs[0][1].query():
-            before, after = self._pairs.popleft()
-            self._seconds += before.elapsed_time(after) / 1e3
 
 
 class Watched(dist.Work):

@@ -17,6 +17,7 @@ from thinwire.errors import SpecError
 from thinwire.program import Axis
 from thinwire.program.wire import axis_shape, is_excluded, sums_dtype
 from thinwire.spec import CodecSpec, Plan
+from thinwire.spec.codec import length_problem
 
 __all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
 
@@ -74,10 +75,9 @@ def _refuse_lengths_on_devices(plan: Plan, device: torch.device) -> None:
     if backend_maker(device) is None:
         return
     problems = [
-        f"wire.{name} = {str(spec)!r} has messages of variable length, for which the host would wait in every exchange "
-        f"over NCCL: use a codec of fixed length, such as none, bf16, int8:256, int4:256 or zfp:16"
+        f"wire.{name}: {problem}"
         for name, spec in plan.wire.codecs().items()
-        if spec.is_variable_length
+        if (problem := length_problem(spec)) is not None
     ]
     if problems:
         raise SpecError(f"plan {plan.name or plan.fingerprint()}", problems)

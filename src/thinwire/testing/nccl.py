@@ -4,8 +4,9 @@ Code that exchanges by NCCL makes calls that gloo would forgive. The double has 
 :class:`~thinwire.collectives.nccl.NcclLinks` calls, and holds it to what NCCL demands:
 
 - Every member of a communicator makes every call, in one order, even those that send nothing. ``send`` and ``recv``
-  concern two members only. A member that stays away lets the others wait until the timeout. The host does not wait for
-  a message that it sends; unlike with NCCL, later operations of the same stream do not wait either.
+  concern two members only. A member that stays away lets the others wait until the timeout.
+- A message takes no room on its way: the sender's next call on the communicator, or its shutdown, waits until the
+  receiver has it. The host goes on in between, as it does while a kernel waits.
 - Calls that meet are of one kind and dtype, and agree on sizes. NCCL would hang or mix up bytes; the double raises.
 - A gather in place has its piece at its own place. Pieces are contiguous and of a dtype that NCCL knows.
 - A sum is made in the dtype that is sent, in the order of the ring.
@@ -77,7 +78,8 @@ class NcclDouble:
         self._is_usable = True
         self._calls = 0
         self._messages = dict.fromkeys(range(self._size), 0)  # sent to or received from each member
-        self._posted: list[tuple[Any, torch.Tensor]] = []  # messages on their way
+        self._posted: list[tuple[Any, torch.Tensor]] = []  # what gloo has not yet taken, kept alive
+        self._receiver: int | None = None  # member that has not acknowledged this rank's last message
         log.append(Issue(self._ranks, self._name, "create"))
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, options: Any) -> None:
@@ -136,9 +138,9 @@ class NcclDouble:
 
         def body() -> None:
             # The host goes on while a kernel waits for the receiver. The values are those of now, as a stream's are.
-            self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]
-            for sent in (self._header("send", tensor, self._next_message(target)), tensor.clone()):
-                self._posted.append((self._links.post(sent, target), sent))
+            self._post(self._header("send", tensor, self._next_message(target)), target)
+            self._post(tensor.clone(), target)
+            self._receiver = target
 
         self._issue("send", [tensor], [], None, body, peer=target)
 
@@ -152,6 +154,7 @@ class NcclDouble:
             self._links.receive(header, source)
             self._compare(header, expected, source)
             self._links.receive(tensor, source)
+            self._post(torch.ones(1, dtype=torch.uint8), source)
 
         self._issue("send", [], [tensor], None, body, peer=source)
 
@@ -160,6 +163,7 @@ class NcclDouble:
         self._links.abort()
 
     def shutdown(self) -> None:
+        self._await_receiver()
         for work, _ in self._posted:
             work.wait()
         self._is_usable = False
@@ -186,7 +190,29 @@ class NcclDouble:
             raise NotImplementedError("the double performs operations on the current stream only")
         ranks = self._ranks if peer is None else tuple(sorted((self._ranks[self._index], self._ranks[peer])))
         self._log.append(Issue(ranks, self._name, kind))
-        self._perform(f"nccl {kind}", reads, writes, body)
+
+        def in_order() -> None:
+            self._await_receiver()
+            body()
+
+        self._perform(f"nccl {kind}", reads, writes, in_order)
+
+    def _post(self, tensor: torch.Tensor, target: int) -> None:
+        self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]
+        self._posted.append((self._links.post(tensor, target), tensor))
+
+    def _await_receiver(self) -> None:
+        """Wait until the last message has been received, which later calls on the communicator do in their stream."""
+        receiver, self._receiver = self._receiver, None
+        if receiver is None:
+            return
+        try:
+            self._links.receive(torch.empty(1, dtype=torch.uint8), receiver)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"communicator {self._name}: rank {self._ranks[receiver]} has not received message "
+                f"{self._messages[receiver]} of rank {self._ranks[self._index]}"
+            ) from error
 
     def _meet(self, kind: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         """Meet all members, and compare the call with theirs."""

@@ -9,7 +9,7 @@ from typing import final
 
 import torch
 
-from thinwire.collectives.streams import Stream, StreamEvent, Streams
+from thinwire.collectives.streams import EventPairs, Stream, StreamEvent, Streams
 from thinwire.program.timeline import WAITING
 from thinwire.sharding.lanes.recorder import Recorder
 from thinwire.sharding.lanes.worker import Body, Ticket, Worker, nothing
@@ -54,26 +54,6 @@ class _StreamTicket(Ticket):
             ticket._body, ticket._after = nothing, ()
 
 
-class _Stopwatch:
-    """Adds up the time between pairs of events."""
-
-    def __init__(self) -> None:
-        self._pairs: deque[tuple[StreamEvent, StreamEvent]] = deque()
-
-    def add(self, begun: StreamEvent, ended: StreamEvent) -> None:
-        """Count the time between two recorded events."""
-        self._pairs.append((begun, ended))
-
-    def take(self) -> float:
-        """Seconds since the last call, of the pairs that the device has reached: the host does not wait for others,
-        which the next call counts."""
-        seconds = 0.0
-        while self._pairs and self._pairs[0][1].query():
-            begun, ended = self._pairs.popleft()
-            seconds += begun.elapsed_time(ended) / 1e3
-        return seconds
-
-
 @final
 class StreamWorker(Worker):
     """One model's use of a stage of a lane: one stream of high priority, fed by the computing thread.
@@ -88,7 +68,7 @@ class StreamWorker(Worker):
     def __init__(self, name: str, streams: Streams, recorder: Recorder) -> None:
         super().__init__(name, recorder)
         self.streams = streams
-        self._stalls, self._bodies = _Stopwatch(), _Stopwatch()
+        self._stalls, self._bodies = EventPairs(), EventPairs()
         self._is_asked = False  # whether somebody reads the stopwatches
         self._stream = streams.stream()
         self._flying: deque[_StreamTicket] = deque()

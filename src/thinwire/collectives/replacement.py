@@ -1,0 +1,31 @@
+"""A maker of connections or streams that tests replace with a double's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["Replacement"]
+
+Maker = TypeVar("Maker")
+
+
+class Replacement(Generic[Maker]):
+    """What stands in for a maker, inside a context.
+
+    Attributes:
+        maker: The maker in use instead of the usual one; ``None`` outside the context.
+    """
+
+    def __init__(self) -> None:
+        self.maker: Maker | None = None
+
+    @contextlib.contextmanager
+    def use(self, maker: Maker) -> Iterator[None]:
+        """Use another maker inside the context; contexts nest."""
+        before, self.maker = self.maker, maker
+        try:
+            yield
+        finally:
+            self.maker = before
