@@ -11,8 +11,8 @@ from tests.behaviours.context import PRESETS
 from tests.behaviours.not_yet import NOT_YET
 from tests.behaviours.runner import Outcome, run
 
-DEFAULT = ("zero3", "zero1")
-"""Presets of the default suite, on two ranks."""
+DEFAULT = "zero3"
+"""Preset of the default suite, on two ranks."""
 
 
 def verdict(one: Behaviour, preset: str, world: int, outcome: Outcome) -> str:
@@ -38,9 +38,8 @@ def check(preset: str, world: int, names: list[str]) -> None:
 
 
 @pytest.mark.timeout(560)
-@pytest.mark.parametrize("preset", DEFAULT)
-def test_every_behaviour_on_two_ranks(preset: str) -> None:
-    check(preset, 2, [name for name, one in catalogue().items() if not one.slow])
+def test_every_behaviour_on_two_ranks() -> None:
+    check(DEFAULT, 2, [name for name, one in catalogue().items() if not one.slow])
 
 
 @pytest.mark.slow
@@ -48,7 +47,7 @@ def test_every_behaviour_on_two_ranks(preset: str) -> None:
 @pytest.mark.parametrize("world", [2, 4])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_behaviour_under_every_plan(preset: str, world: int) -> None:
-    if preset in DEFAULT and world == 2:
+    if preset == DEFAULT and world == 2:
         check(preset, world, [name for name, one in catalogue().items() if one.slow])
     else:
         check(preset, world, list(catalogue()))

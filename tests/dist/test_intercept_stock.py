@@ -69,7 +69,15 @@ def test_ddp(codec: str, limit: float) -> None:
         assert traffic["ddp"].encoded("all_reduce") == (8 if limit else 0)
 
 
-@pytest.mark.parametrize(("codec", "limit"), [("none", 0.0), ("mpc", 1e-4), ("zfp:16", 1e-2), ("int8:256", 0.05)])
+@pytest.mark.parametrize(
+    ("codec", "limit"),
+    [
+        ("none", 0.0),
+        pytest.param("mpc", 1e-4, marks=pytest.mark.slow),
+        pytest.param("zfp:16", 1e-2, marks=pytest.mark.slow),
+        ("int8:256", 0.05),
+    ],
+)
 def test_fsdp(codec: str, limit: float) -> None:
     results = run_ranks(4, strict, intercept_fsdp.train, codec)
     plain = run_ranks(4, strict, without, "compress_fsdp", intercept_fsdp.train, "")

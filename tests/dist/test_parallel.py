@@ -122,14 +122,14 @@ def rank_matches(kind: Kind, plan: tw.Plan, options: dict[str, Any]) -> set[str]
 @pytest.mark.parametrize(
     ("kind", "grid", "fields", "options"),
     [
-        ("llama", (2, 2, 1), {}, {}),
+        pytest.param("llama", (2, 2, 1), {}, {}, marks=pytest.mark.slow),
         ("tied", (2, 2, 1), {}, {"sequence_parallel": False}),
         ("learned", (2, 2, 1), {"params": {"local": 2}, "grads": {"local": 2}}, {}),
-        ("gpt", (2, 1, 2), {}, {}),
+        pytest.param("gpt", (2, 1, 2), {}, {}, marks=pytest.mark.slow),
         ("llama", (2, 1, 2), {"schedule": "interleaved"}, {}),
         ("llama", (1, 2, 2), {"recompute": True}, {"encoded": False}),
         ("llama", (2, 2, 2), {}, {}),
-        ("gpt", (2, 2, 2), {"schedule": "interleaved", "grads": {"local": 2}}, {}),
+        pytest.param("gpt", (2, 2, 2), {"schedule": "interleaved", "grads": {"local": 2}}, {}, marks=pytest.mark.slow),
     ],
     ids=["dp2tp2", "tied-without-sequence", "zero3-tp2", "dp2pp2", "interleaved", "tp2pp2", "3d", "3d-interleaved"],
 )

@@ -175,7 +175,8 @@ def distances(plans: dict[str, tw.Plan]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "reduce_dtype"), [(2, None), (2, "float32"), pytest.param(3, None, marks=pytest.mark.slow)]
+    ("nodes", "reduce_dtype"),
+    [(2, None), pytest.param(2, "float32", marks=pytest.mark.slow), pytest.param(3, None, marks=pytest.mark.slow)],
 )
 def test_bf16_stays_near_fp32(nodes: int, reduce_dtype: str | None) -> None:
     """Three steps of every preset. bf16 has a relative precision of 2^-8 = 0.004, which means over many terms undercut;
@@ -248,7 +249,7 @@ def spoiled_step(plans: dict[str, tw.Plan], value: float) -> dict[str, tuple[flo
 @pytest.mark.parametrize(
     ("value", "dtype"),
     [
-        (math.nan, "bfloat16"),
+        pytest.param(math.nan, "bfloat16", marks=pytest.mark.slow),
         (math.inf, "float32"),
         pytest.param(math.nan, "float32", marks=pytest.mark.slow),
         pytest.param(math.inf, "bfloat16", marks=pytest.mark.slow),
@@ -295,7 +296,8 @@ def skipped_step(plans: dict[str, tw.Plan], value: float, clip: bool) -> dict[st
 
 
 @pytest.mark.parametrize(
-    ("value", "clip"), [(math.nan, False), (math.inf, True), pytest.param(-math.inf, False, marks=pytest.mark.slow)]
+    ("value", "clip"),
+    [(math.inf, True), *(pytest.param(value, False, marks=pytest.mark.slow) for value in (math.nan, -math.inf))],
 )
 def test_a_skipped_step_leaves_no_trace(value: float, clip: bool) -> None:
     for result in run_ranks(4, skipped_step, plans(compute_dtype="bfloat16"), value, clip):

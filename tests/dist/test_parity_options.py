@@ -3,6 +3,7 @@ exactly."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import random
 import threading
@@ -57,10 +58,15 @@ def cases_of(options: dict[str, dict[str, Any]], names: tuple[str, ...] = SHAPES
     return {f"{name} {label}": Case(plan(name, **fields), 2) for name in names for label, fields in options.items()}
 
 
-def test_overlap_switches() -> None:
-    options = {f"no {switch}": {"overlap": {switch: False}} for switch in SWITCHES}
-    cases = cases_of(options, ("zero2", "amsp-30b", "hsdp"))
-    assert_parity(4, cases | cases_of({"no overlap": {"overlap": dict.fromkeys(SWITCHES, False)}}))
+@pytest.mark.parametrize(
+    "names", [("amsp-30b",), pytest.param(("zero2", "hsdp"), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_overlap_switches(names: tuple[str, ...]) -> None:
+    assert_parity(4, cases_of({f"no {switch}": {"overlap": {switch: False}} for switch in SWITCHES}, names))
+
+
+def test_no_overlap() -> None:
+    assert_parity(4, cases_of({"no overlap": {"overlap": dict.fromkeys(SWITCHES, False)}}))
 
 
 @pytest.mark.slow
@@ -72,13 +78,16 @@ def test_granularity_and_prefetch() -> None:
     assert_parity(4, cases_of(options, ("zero3", "amsp-30b", "hpz")))
 
 
-def test_recompute() -> None:
+@pytest.mark.parametrize(
+    "names", [("zero3", "amsp-30b"), pytest.param(("zero1", "hpz"), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_recompute(names: tuple[str, ...]) -> None:
     options = {
         "recompute": {"recompute": True},
         "recompute, module": {"recompute": True, "granularity": "module"},
         "recompute, keep none": {"recompute": True, "keep_gathered": "none"},
     }
-    assert_parity(4, cases_of(options, ("zero1", "zero3", "amsp-30b", "hpz")))
+    assert_parity(4, cases_of(options, names))
 
 
 @pytest.mark.parametrize(
@@ -427,6 +436,7 @@ def irregular(model: nn.Module, optimizer: Any, clip: Any, backward: Any) -> Cur
     return Curve(losses, norms, [])
 
 
+@functools.cache
 def irregular_alone(scale: float) -> Curve:
     data = batches(4, 2, 4)
     model = build()
@@ -471,9 +481,17 @@ def irregular_gaps(plans: dict[str, tw.Plan]) -> dict[str, Any]:
     return differences
 
 
-@pytest.mark.parametrize("grad_reduce", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
-def test_irregular_steps(grad_reduce: str) -> None:
-    plans = {name: plan(name, grad_reduce=grad_reduce) for name in SHAPES}
+@pytest.mark.parametrize(
+    ("grad_reduce", "names"),
+    [
+        ("mean", ("zero1", "zero3", "amsp-30b", "hpz")),
+        pytest.param("mean", ("ddp", "zero2", "zero1-node", "hsdp"), marks=pytest.mark.slow),
+        pytest.param("sum", SHAPES, marks=pytest.mark.slow),
+    ],
+    ids=["mean", "mean, other shapes", "sum"],
+)
+def test_irregular_steps(grad_reduce: str, names: tuple[str, ...]) -> None:
+    plans = {name: plan(name, grad_reduce=grad_reduce) for name in names}
     results = run_ranks(4, irregular_gaps, plans)
     open_ = [
         f"{name}: {difference}" for result in results for name, difference in result.items() if not difference.closed

@@ -48,8 +48,8 @@ def valid_plans(mesh: tw.Factor, partition: str) -> dict[str, tw.Plan]:
 @pytest.mark.parametrize(
     ("partition", "micro_batches"),
     [
-        ("intra", 1),
         ("inter", 2),
+        pytest.param("intra", 1, marks=pytest.mark.slow),
         pytest.param("intra", 2, marks=pytest.mark.slow),
         pytest.param("inter", 1, marks=pytest.mark.slow),
     ],
@@ -80,7 +80,7 @@ def differ(plans: dict[str, tw.Plan]) -> dict[str, tw.Plan]:
     return {name: plan for name, plan in plans.items() if plan.partition == "intra" or plan.params != plan.optimizer}
 
 
-@pytest.mark.parametrize("partition", PARTITIONS)
+@pytest.mark.parametrize("partition", ["intra", pytest.param("inter", marks=pytest.mark.slow)])
 def test_every_combination_of_factors_trains_alike_on_2x2(partition: str) -> None:
     plans = differ(valid_plans(tw.Factor(local=2, nodes=2), partition))
     assert_parity(4, {name: Case(plan, 2) for name, plan in plans.items()})

@@ -163,6 +163,7 @@ def curves() -> dict[str, Curve]:
     return run_ranks(4, curves_on_ranks)[0]
 
 
+@pytest.mark.slow
 def test_bf16_learns_as_fsdp2_does() -> None:
     """The yardstick is how far FSDP2 with bf16 reductions is from itself with fp32 reductions, and from fp32
     throughout: what rounding alone does to the curve (0.003 in losses that fall from 4.1 to 0.7 when this was written).

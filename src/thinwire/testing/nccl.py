@@ -5,8 +5,8 @@ Code that exchanges by NCCL makes calls that gloo would forgive. The double has 
 
 - Every member of a communicator makes every call, in one order, even those that send nothing. ``send`` and ``recv``
   concern two members only. A member that stays away lets the others wait until the timeout.
-- A message takes no room on its way: the sender's next call on the communicator, or its shutdown, waits until the
-  receiver has it. The host goes on in between, as it does while a kernel waits.
+- Messages take no room on their way: the sender's next receive or collective on the communicator, and its shutdown,
+  wait until the receivers have them. The host goes on in between, as it does while a kernel waits.
 - Calls that meet are of one kind and dtype, and agree on sizes. NCCL would hang or mix up bytes; the double raises.
 - A gather in place has its piece at its own place. Pieces are contiguous and of a dtype that NCCL knows.
 - A sum is made in the dtype that is sent, in the order of the ring.
@@ -79,7 +79,7 @@ class NcclDouble:
         self._calls = 0
         self._messages = dict.fromkeys(range(self._size), 0)  # sent to or received from each member
         self._posted: list[tuple[Any, torch.Tensor]] = []  # what gloo has not yet taken, kept alive
-        self._receiver: int | None = None  # member that has not acknowledged this rank's last message
+        self._unreceived: list[tuple[int, int]] = []  # messages to members, by number, not yet acknowledged
         log.append(Issue(self._ranks, self._name, "create"))
 
     def _allgather_base(self, out: torch.Tensor, mine: torch.Tensor, options: Any) -> None:
@@ -138,9 +138,10 @@ class NcclDouble:
 
         def body() -> None:
             # The host goes on while a kernel waits for the receiver. The values are those of now, as a stream's are.
-            self._post(self._header("send", tensor, self._next_message(target)), target)
+            number = self._next_message(target)
+            self._post(_header("send", tensor, number), target)
             self._post(tensor.clone(), target)
-            self._receiver = target
+            self._unreceived.append((target, number))
 
         self._issue("send", [tensor], [], None, body, peer=target)
 
@@ -149,7 +150,8 @@ class NcclDouble:
         (tensor,) = tensors
 
         def body() -> None:
-            expected = self._header("send", tensor, self._next_message(source))
+            self._await_receivers()
+            expected = _header("send", tensor, self._next_message(source))
             header = torch.empty_like(expected)
             self._links.receive(header, source)
             self._compare(header, expected, source)
@@ -163,7 +165,7 @@ class NcclDouble:
         self._links.abort()
 
     def shutdown(self) -> None:
-        self._await_receiver()
+        self._await_receivers()
         for work, _ in self._posted:
             work.wait()
         self._is_usable = False
@@ -190,42 +192,34 @@ class NcclDouble:
             raise NotImplementedError("the double performs operations on the current stream only")
         ranks = self._ranks if peer is None else tuple(sorted((self._ranks[self._index], self._ranks[peer])))
         self._log.append(Issue(ranks, self._name, kind))
-
-        def in_order() -> None:
-            self._await_receiver()
-            body()
-
-        self._perform(f"nccl {kind}", reads, writes, in_order)
+        self._perform(f"nccl {kind}", reads, writes, body)
 
     def _post(self, tensor: torch.Tensor, target: int) -> None:
         self._posted = [(work, sent) for work, sent in self._posted if not work.is_completed()]
         self._posted.append((self._links.post(tensor, target), tensor))
 
-    def _await_receiver(self) -> None:
-        """Wait until the last message has been received, which later calls on the communicator do in their stream."""
-        receiver, self._receiver = self._receiver, None
-        if receiver is None:
-            return
-        try:
-            self._links.receive(torch.empty(1, dtype=torch.uint8), receiver)
-        except RuntimeError as error:
-            raise RuntimeError(
-                f"communicator {self._name}: rank {self._ranks[receiver]} has not received message "
-                f"{self._messages[receiver]} of rank {self._ranks[self._index]}"
-            ) from error
+    def _await_receivers(self) -> None:
+        """Wait until this rank's messages have been received, as calls on the communicator do in their stream."""
+        unreceived, self._unreceived = self._unreceived, []
+        for receiver, number in unreceived:
+            try:
+                self._links.receive(torch.empty(1, dtype=torch.uint8), receiver)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"communicator {self._name}: rank {self._ranks[receiver]} has not received message {number} of "
+                    f"rank {self._ranks[self._index]}"
+                ) from error
 
     def _meet(self, kind: str, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]) -> None:
         """Meet all members, and compare the call with theirs."""
+        self._await_receivers()
         self._calls += 1
-        headers = [self._header(kind, piece, self._calls) for piece in sent]
+        headers = [_header(kind, piece, self._calls) for piece in sent]
         theirs = [torch.empty_like(header) for header in headers]
         self._links.exchange(headers, theirs)
         for i, piece in enumerate(received):
             if i != self._index:
-                self._compare(theirs[i], self._header(kind, piece, self._calls), i)
-
-    def _header(self, kind: str, piece: torch.Tensor, number: int) -> torch.Tensor:
-        return torch.tensor([number, _KINDS.index(kind), _DTYPES[piece.dtype], piece.numel()])
+                self._compare(theirs[i], _header(kind, piece, self._calls), i)
 
     def _next_message(self, peer: int) -> int:
         self._messages[peer] += 1
@@ -237,6 +231,11 @@ class NcclDouble:
                 f"communicator {self._name}: rank {self._ranks[member]} makes the call (number, kind, dtype, elements) "
                 f"= {theirs.tolist()}, where rank {self._ranks[self._index]} expects {expected.tolist()}"
             )
+
+
+def _header(kind: str, piece: torch.Tensor, number: int) -> torch.Tensor:
+    """What members compare of a call."""
+    return torch.tensor([number, _KINDS.index(kind), _DTYPES[piece.dtype], piece.numel()])
 
 
 def compare_issues(logs: Sequence[Sequence[Issue]]) -> list[str]:
