@@ -82,7 +82,8 @@ def test_the_extras_are_those_of_the_project_file() -> None:
 def test_a_missing_module_belongs_to_the_smallest_extra() -> None:
     assert extra_of("matplotlib.pyplot") == "report"
     assert extra_of("tokenizers") == "train"
-    assert extra_of("transformers") is None
+    assert extra_of("transformers.trainer") == "transformers"
+    assert extra_of("deepspeed") is None
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ DECIDING = {
     "convert",
 }
 DOING = {"codecs", "collectives", "intercept", "checkpoint", "sharding", "profile", "parallel", "train"}
-ABOVE = {"cli", "lab", "testing"}
+ABOVE = {"cli", "integrations", "lab", "testing"}
 
 
 def _modules() -> set[str]:
