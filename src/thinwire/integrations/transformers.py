@@ -17,7 +17,6 @@ import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer import SCHEDULER_NAME
 
 import thinwire as tw
 from thinwire.errors import SpecError, UsageError
@@ -137,16 +136,14 @@ class ThinwireTrainerMixin:
             trainer._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, _STATE))
-        if self.args.should_save:
-            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER_NAME))
+        extra = {"scheduler": self.lr_scheduler.state_dict()}
+        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, _STATE), extra=extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        tw.load(self.model, _sharded(self.optimizer), Path(checkpoint, _STATE))
-        state = torch.load(Path(checkpoint, SCHEDULER_NAME), weights_only=True)
-        self.lr_scheduler.load_state_dict(state)
+        extra = tw.load(self.model, _sharded(self.optimizer), Path(checkpoint, _STATE))
+        self.lr_scheduler.load_state_dict(extra["scheduler"])
 
 
 class ThinwireTrainer(ThinwireTrainerMixin, Trainer):
