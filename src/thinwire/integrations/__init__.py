@@ -1,4 +1,5 @@
 """thinwire in the loops of other frameworks. Each module needs its framework; importing this package needs none.
 
 - :mod:`thinwire.integrations.transformers`: ``Trainer`` of Hugging Face's transformers, and what is built on it.
+- :mod:`thinwire.integrations.lightning`: ``Trainer`` of Lightning.
 """

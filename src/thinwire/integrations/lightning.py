@@ -1,0 +1,299 @@
+"""A strategy for Lightning's ``Trainer``: the trainer keeps its loop, and thinwire shards the module.
+
+Importing this module registers the strategies ``thinwire`` and, by preset, ``thinwire_zero1``, ``thinwire_zero2`` and
+``thinwire_zero3``.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import inspect
+import io
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.runtime import Runtime, runtime_of
+
+__all__ = ["ThinwirePrecision", "ThinwireStrategy"]
+
+_PRESETS: Final = ("zero1", "zero2", "zero3")
+_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
+_COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16"}
+"""Precisions of the trainer, and the ``compute_dtype`` of a plan that has the same effect."""
+
+
+class ThinwirePrecision(Precision):
+    """The trainer's precision, which the plan's ``compute_dtype`` implements. Clipping is thinwire's.
+
+    Args:
+        precision: ``"32-true"`` or ``"bf16-mixed"``.
+        strategy: The strategy, which has the sharded module and keeps the norm.
+
+    Raises:
+        UsageError: The precision is another one.
+    """
+
+    def __init__(self, precision: str, strategy: ThinwireStrategy) -> None:
+        if precision not in _COMPUTE_DTYPES:
+            raise UsageError(
+                f"precision = {precision!r}: the strategy 'thinwire' supports {', '.join(map(repr, _COMPUTE_DTYPES))}. "
+                "Masters are always float32; 'bf16-mixed' computes in bfloat16 and needs no loss scale"
+            )
+        self.precision = precision
+        self._strategy = strategy
+
+    def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+        """Clip by the norm of the whole model's gradient, and keep the norm in ``strategy.gradient_norm``."""
+        del optimizer
+        self._strategy.gradient_norm = tw.clip_grad_norm_(self._strategy.lightning_module, float(clip_val))
+
+    def clip_grad_by_value(self, optimizer: Any, clip_val: float) -> None:
+        """Refuse to clip by value."""
+        del optimizer
+        raise UsageError(
+            f"gradient_clip_algorithm = 'value' with gradient_clip_val = {clip_val}: thinwire clips by the norm; use "
+            "gradient_clip_algorithm = 'norm'"
+        )
+
+
+class ThinwireStrategy(DDPStrategy):
+    """Shards a ``LightningModule`` by a plan: ``Trainer(strategy=ThinwireStrategy("zero3"))``.
+
+    The optimizer of ``configure_optimizers`` is made anew over this rank's share, with the same class, groups and
+    options. Checkpoints are directories that load under any plan and on any number of ranks.
+
+    Args:
+        plan: How the module is sharded: a plan, the name of a preset, or a plan file (``.toml``). Presets compute in
+            the trainer's precision.
+        **options: See ``lightning.pytorch.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
+
+    Raises:
+        UsageError: The trainer or the module asks for what thinwire cannot do in this loop.
+    """
+
+    strategy_name = "thinwire"
+
+    optimizers: Any
+    gradient_norm: torch.Tensor | None
+    """Norm of the gradient of the latest step before clipping, 0-D, fp32; ``None`` without ``gradient_clip_val``."""
+
+    def __init__(self, plan: tw.Plan | str | Path = "zero3", **options: Any) -> None:
+        self._plan = plan
+        self._blocks_sync = False
+        self.gradient_norm = None
+        super().__init__(**options)
+
+    # -- precision ---------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision, which the plan's ``compute_dtype`` implements."""
+        return self._precision_plugin or ThinwirePrecision("32-true", self)
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Any) -> None:
+        if plugin is None or isinstance(plugin, ThinwirePrecision):
+            self._precision_plugin = plugin
+        elif type(plugin) in (Precision, MixedPrecision):
+            self._precision_plugin = ThinwirePrecision(str(plugin.precision), self)
+        else:
+            ThinwirePrecision(str(plugin.precision), self)
+            raise UsageError(
+                f"the plugin {type(plugin).__name__}: the strategy 'thinwire' sets the precision by the plan; leave "
+                "the plugin out and set Trainer(precision='32-true') or 'bf16-mixed'"
+            )
+
+    # -- module and optimizer ----------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the module, unless an earlier run has, and make the optimizer over shares."""
+        self.accelerator.setup(trainer)
+        module = self.lightning_module
+        if not module.automatic_optimization:
+            raise UsageError(
+                f"{type(module).__name__}.automatic_optimization = False: the strategy 'thinwire' needs automatic "
+                "optimization; for a loop of your own, use thinwire.shard without the trainer"
+            )
+        if not _is_sharded(module):
+            self.model_to_device()
+            tw.shard(module, self._resolved_plan())
+            for name in _STEPS:
+                tw.register_forward_method(module, name)
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizer of ``configure_optimizers`` anew over this rank's share."""
+        super().setup_optimizers(trainer)
+        # Lightning itself refuses several optimizers under automatic optimization.
+        sharded = _over_shares(self.lightning_module, self.optimizers[0])
+        for config in self.lr_scheduler_configs:
+            _follow(config.scheduler, sharded)
+        self.optimizers = [sharded]
+
+    def _resolved_plan(self) -> tw.Plan:
+        compute = _COMPUTE_DTYPES[self.precision_plugin.precision]
+        if isinstance(self._plan, tw.Plan):
+            plan = self._plan
+        elif str(self._plan).endswith(".toml"):
+            plan = tw.Plan.load(self._plan)
+        else:
+            return tw.Plan.preset(
+                str(self._plan), nodes=self.num_nodes, local=self.world_size // self.num_nodes, compute_dtype=compute
+            )
+        if plan.compute_dtype != compute:
+            raise UsageError(
+                f"plan.compute_dtype = {plan.compute_dtype!r}, but precision = {self.precision_plugin.precision!r} "
+                f"computes in {compute}: set one of them to match the other"
+            )
+        return plan
+
+    # -- loop --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
+        self._blocks_sync = True
+        try:
+            yield
+        finally:
+            self._blocks_sync = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch."""
+        runtime = runtime_of(self.lightning_module)
+        runtime.begin_micro_batch(runtime.schedule.backwards, last=not self._blocks_sync)
+        return super().training_step(*args, **kwargs)
+
+    def teardown(self) -> None:
+        """End the run. Unlike DDP's, this moves nothing to the CPU: the module stays sharded."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: values are loaded into shares."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: :meth:`load_checkpoint` does."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
+        del optimizer
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint directory atomically, with the trainer's state of rank 0 inside. Collective."""
+        if storage_options is not None:
+            raise UsageError("storage_options: the strategy 'thinwire' writes to a local directory; leave them out")
+        weights_only = "optimizer_states" not in checkpoint
+        trainer_state = _encoded({**checkpoint, "state_dict": {}})
+        path, trainer_state = self.broadcast((str(filepath), trainer_state))
+        optim = None if weights_only or not self.optimizers else self.optimizers[0]
+        tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state})
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the shares from a checkpoint of any plan and number of ranks, and return the trainer's state.
+        Collective."""
+        del weights_only  # no checkpoint of thinwire is read by running pickled code
+        optim = self.optimizers[0] if self.optimizers else None
+        extra = tw.load(self.lightning_module, optim, Path(checkpoint_path))
+        if "lightning" not in extra:
+            raise UsageError(
+                f"{checkpoint_path} was not written by Lightning's Trainer: load it with thinwire.load(...)"
+            )
+        return _decoded(extra["lightning"])
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    try:
+        return isinstance(runtime_of(module), Runtime)
+    except UsageError:
+        return False
+
+
+def _over_shares(module: nn.Module, made: torch.optim.Optimizer) -> ShardedOptimizer:
+    """Make an optimizer anew over this rank's share, with the same class, groups and options."""
+    if isinstance(made, ShardedOptimizer):
+        return made
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = []
+    for group in made.param_groups:
+        unknown = sum(id(parameter) not in names for parameter in group["params"])
+        if unknown:
+            raise UsageError(
+                f"configure_optimizers: {unknown} parameters of {type(made).__name__} are not the module's; make the "
+                "optimizer from self.parameters() or self.named_parameters() inside configure_optimizers"
+            )
+        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
+    # Some classes keep further defaults, which their constructors do not take; groups have them all.
+    taken = inspect.signature(type(made)).parameters
+    options = {key: value for key, value in made.defaults.items() if key in taken}
+    return tw.optimizer(module, type(made), param_groups=groups, **options)
+
+
+def _follow(scheduler: Any, optim: ShardedOptimizer) -> None:
+    """Let a scheduler set the learning rates of another optimizer with equal groups."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        _follow(part, optim)
+    scheduler.optimizer = optim
+    if hasattr(optim.step, "_wrapped_by_lr_sched"):
+        return
+    step = optim.step
+
+    # Schedulers warn unless they can see that the optimizer's step runs before theirs.
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        optim._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optim.step = tracked  # type: ignore[method-assign]
+
+
+def _encoded(state: Mapping[str, Any]) -> str:
+    """A trainer's state as text that fits into the JSON values of a checkpoint."""
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return base64.b64encode(buffer.getvalue()).decode()
+
+
+def _decoded(text: str) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
+    return state
+
+
+StrategyRegistry.register("thinwire", ThinwireStrategy, description="shards by thinwire's preset zero3")
+for _preset in _PRESETS:
+    StrategyRegistry.register(
+        f"thinwire_{_preset}", ThinwireStrategy, description=f"shards by thinwire's preset {_preset}", plan=_preset
+    )

@@ -1,0 +1,255 @@
+"""Lightning's ``Trainer`` trains with the strategy ``thinwire`` as with its own DDP."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.integrations.lightning import ThinwireStrategy
+from thinwire.testing import RankError, run_ranks
+
+STEPS, GLOBAL_BATCH, WIDTH = 20, 8, 16
+
+
+class Blocks(pl.LightningModule):
+    """Regression by three blocks; records the loss and the norm of every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+        self.losses: list[float] = []
+        self.validated: list[float] = []
+        self.norms: list[float] = []
+        self.rates: list[float] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def mean_loss(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return nn.functional.mse_loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss = self.mean_loss(batch)
+        self.log("loss", loss)
+        self.losses.append(float(self.trainer.strategy.reduce(loss.detach().clone())))
+        return loss
+
+    def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+        loss = self.mean_loss(batch)
+        self.log("validation_loss", loss, sync_dist=True)
+        self.validated.append(float(self.trainer.strategy.reduce(loss.clone())))
+
+    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+        value = options["gradient_clip_val"]
+        strategy = self.trainer.strategy
+        if isinstance(strategy, ThinwireStrategy):
+            self.clip_gradients(optimizer, **options)
+            norm = strategy.gradient_norm if value else tw.clip_grad_norm_(self, float("inf"))
+        else:
+            norm = nn.utils.clip_grad_norm_(self.parameters(), value or float("inf"))
+        self.norms.append(float(norm))
+
+    def configure_optimizers(self) -> Any:
+        biases = [p for name, p in self.named_parameters() if name.endswith("bias")]
+        weights = [p for name, p in self.named_parameters() if not name.endswith("bias")]
+        groups = [{"params": weights, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.rates.append([group["lr"] for group in self.optimizers().param_groups][1])
+
+
+class Value(Blocks):
+    """Leaves clipping to the trainer."""
+
+    def configure_gradient_clipping(self, optimizer: Any, **options: Any) -> None:
+        self.clip_gradients(optimizer, **options)
+
+
+class TwoOptimizers(Blocks):
+    """Has one optimizer for blocks and one for the head."""
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD(self.blocks.parameters(), lr=0.1), torch.optim.SGD(self.head.parameters(), lr=0.1)]
+
+
+class Manual(Blocks):
+    """Optimizes by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+def loader(world: int, steps: int, accumulate: int = 1) -> DataLoader[Any]:
+    torch.manual_seed(1)
+    count = steps * GLOBAL_BATCH * accumulate
+    data = TensorDataset(torch.randn(count, WIDTH), torch.randn(count, 4))
+    return DataLoader(data, batch_size=GLOBAL_BATCH // world, shuffle=False)
+
+
+def trainer(world: int, strategy: Any, folder: str, **options: Any) -> pl.Trainer:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    options = {"enable_checkpointing": False, "max_epochs": 1, "use_distributed_sampler": True} | quiet | options
+    return pl.Trainer(accelerator="cpu", devices=world, strategy=strategy, default_root_dir=folder, **options)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    try:
+        return tw.full_state_dict(model)
+    except UsageError:
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def train(strategy: Any, folder: str, accumulate: int, clip: float | None) -> dict[str, Any]:
+    model = Blocks()
+    run = trainer(
+        4, strategy, folder, accumulate_grad_batches=accumulate, gradient_clip_val=clip,
+        val_check_interval=5 * accumulate, limit_val_batches=2,
+    )  # fmt: skip
+    run.fit(model, loader(4, STEPS, accumulate), loader(4, 2))
+    record = {"losses": model.losses, "norms": model.norms, "validated": model.validated, "rates": model.rates}
+    return record | {"weights": weights(model), "steps": run.global_step}
+
+
+def compare(folder: str) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Train with DDP and with every strategy, in one job of four ranks."""
+    pairs = []
+    for accumulate, clip in ((1, None), (1, 0.1), (4, None), (4, 0.1)):
+        reference = train("ddp", folder, accumulate, clip)
+        for name in ("thinwire_zero1", "thinwire_zero2", "thinwire") if clip else ("thinwire",):
+            case = f"{name}, accumulation {accumulate}, clipping {clip}"
+            pairs.append((case, reference, train(name, folder, accumulate, clip)))
+    return pairs
+
+
+def test_training_equals_ddp(tmp_path: Path) -> None:
+    for case, reference, result in run_ranks(4, compare, str(tmp_path))[0]:
+        assert result["steps"] == reference["steps"] == STEPS, case
+        assert len(result["norms"]) == STEPS, case
+        for key in ("losses", "norms", "validated", "rates"):
+            assert result[key] == pytest.approx(reference[key], rel=1e-5), (case, key)
+        assert result["losses"][-1] != result["losses"][0]
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
+
+
+def save_midway(folder: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
+    """Train ten steps with a checkpoint after each fifth; return the weights at the first and the later losses."""
+    model = Blocks()
+    kept: dict[str, torch.Tensor] = {}
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, run: pl.Trainer, *args: Any) -> None:
+            if run.global_step == 5:
+                kept.update(tw.full_state_dict(model))
+
+    saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=5, save_top_k=-1)
+    run = trainer(4, strategy, folder, enable_checkpointing=True, callbacks=[Keep(), saving])
+    run.fit(model, loader(4, 10))
+    return kept, model.losses[5:], weights(model)
+
+
+def resume(folder: str, strategy: str) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    model = Blocks()
+    run = trainer(2, strategy, folder)
+    run.fit(model, loader(2, 10), ckpt_path=f"{folder}/step=5.ckpt")
+    return model.losses, weights(model), run.global_step
+
+
+def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
+    kept, later, final = run_ranks(4, save_midway, str(tmp_path), "thinwire")[0]
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step=10.ckpt", "step=5.ckpt"]
+    losses, resumed, steps = run_ranks(2, resume, str(tmp_path), "thinwire_zero1")[0]
+    assert steps == 10
+    assert losses == pytest.approx(later, rel=1e-5)
+    for name, value in final.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6, msg=name)
+        assert not torch.equal(kept[name], value)
+
+
+def fit_twice(folder: str) -> dict[str, tuple[list[float], list[float], dict[str, torch.Tensor]]]:
+    """Fit, validate, and fit the same module again with a new trainer."""
+    results = {}
+    for strategy in ("ddp", "thinwire"):
+        model = Blocks()
+        trainer(4, strategy, folder).fit(model, loader(4, 3))
+        trainer(4, strategy, folder).validate(model, loader(4, 2), verbose=False)
+        trainer(4, strategy, folder).fit(model, loader(4, 3))
+        results[strategy] = (model.losses, model.validated, weights(model))
+    return results
+
+
+def test_a_second_fit_equals_ddp(tmp_path: Path) -> None:
+    results = run_ranks(4, fit_twice, str(tmp_path))[0]
+    for result, reference in zip(results["thinwire"][:2], results["ddp"][:2], strict=True):
+        assert result == pytest.approx(reference, rel=1e-5)
+    assert len(results["thinwire"][0]) == 6
+    for name, value in results["ddp"][2].items():
+        torch.testing.assert_close(results["thinwire"][2][name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def sent_bytes(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Bytes of three steps through the trainer, and of the same steps in a loop of one's own."""
+    model = Blocks()
+    run = trainer(4, "thinwire", folder)
+    run.fit(model, loader(4, 3))
+    by_trainer = tw.traffic(model)
+    own = Blocks()
+    tw.shard(own, tw.Plan.preset("zero3", nodes=1, local=4, compute_dtype="float32"))
+    optimizer = tw.optimizer(own, torch.optim.AdamW, lr=0.01)
+    for x, y in loader(4, 3):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(own(x), y).backward()
+        tw.clip_grad_norm_(own, float("inf"))
+        optimizer.step()
+        if len(own.losses) == 2:
+            break
+        own.losses.append(0.0)
+    return by_trainer, tw.traffic(own)
+
+
+def test_the_trainer_sends_what_a_loop_sends(tmp_path: Path) -> None:
+    for by_trainer, own in run_ranks(4, sent_bytes, str(tmp_path)):
+        for lane in ("gather", "reduce", "sync", "spread"):
+            assert by_trainer[lane] == own[lane], lane
+        assert sum(own["gather"].values()) > 0
+
+
+def fit(kind: str, folder: str, options: dict[str, Any]) -> None:
+    model = {"blocks": Blocks, "value": Value, "two": TwoOptimizers, "manual": Manual}[kind]()
+    trainer(2, "thinwire", folder, **options).fit(model, loader(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "sentence"),
+    [
+        ("value", {"gradient_clip_val": 0.1, "gradient_clip_algorithm": "value"}, "thinwire clips by the norm"),
+        ("two", {}, "multiple optimizers is only supported with manual optimization"),
+        ("manual", {}, "automatic_optimization = False"),
+        ("blocks", {"precision": "16-mixed"}, "precision = '16-mixed'"),
+        ("blocks", {"precision": "bf16-true"}, "precision = 'bf16-true'"),
+    ],
+)
+def test_what_cannot_work_is_refused(kind: str, options: dict[str, Any], sentence: str, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=sentence):
+        run_ranks(2, fit, kind, str(tmp_path), options)
