@@ -29,7 +29,6 @@ from thinwire.sharding.runtime import Runtime, runtime_of
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
 
 _PRESETS: Final = ("zero1", "zero2", "zero3")
-_STEPS: Final = ("training_step", "validation_step", "test_step", "predict_step")
 _COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16"}
 """Precisions of the trainer, and the ``compute_dtype`` of a plan that has the same effect."""
 
@@ -129,8 +128,6 @@ class ThinwireStrategy(DDPStrategy):
         if not _is_sharded(module):
             self.model_to_device()
             tw.shard(module, self._resolved_plan())
-            for name in _STEPS:
-                tw.register_forward_method(module, name)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -176,7 +173,25 @@ class ThinwireStrategy(DDPStrategy):
         """Run the forward of a micro-batch."""
         runtime = runtime_of(self.lightning_module)
         runtime.begin_micro_batch(runtime.schedule.backwards, last=not self._blocks_sync)
-        return super().training_step(*args, **kwargs)
+        return self._run_step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a validation batch."""
+        return self._run_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a test batch."""
+        return self._run_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a prediction batch."""
+        return self._run_step("predict_step", *args, **kwargs)
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Root parameters are gathered for the module's forward, in which Lightning's redirection runs the step. The
+        # method itself stays as it is, because Lightning reads its signature.
+        module = self.lightning_module
+        return self._forward_redirection(module, module, name, *args, **kwargs)
 
     def teardown(self) -> None:
         """End the run. Unlike DDP's, this moves nothing to the CPU: the module stays sharded."""
