@@ -161,7 +161,7 @@ def test_training_equals_ddp(tmp_path: Path) -> None:
 
 
 def save_midway(folder: str, strategy: str) -> tuple[dict[str, torch.Tensor], list[float], dict[str, torch.Tensor]]:
-    """Train two epochs of five steps with a checkpoint after each; return the weights at the first and the later losses."""
+    """Train two epochs of five steps with a checkpoint after each; return weights and later losses."""
     model = Blocks()
     kept: dict[str, torch.Tensor] = {}
 
@@ -170,7 +170,8 @@ def save_midway(folder: str, strategy: str) -> tuple[dict[str, torch.Tensor], li
             if run.global_step == 5:
                 kept.update(tw.full_state_dict(model))
 
-    saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_epochs=1, save_on_train_epoch_end=True, save_top_k=-1)
+    when = {"every_n_epochs": 1, "save_on_train_epoch_end": True, "save_top_k": -1}
+    saving = ModelCheckpoint(dirpath=folder, filename="{step}", **when)
     run = trainer(4, strategy, folder, enable_checkpointing=True, callbacks=[Keep(), saving], max_epochs=2)
     run.fit(model, loader(4, 5))
     return kept, model.losses[5:], weights(model)
