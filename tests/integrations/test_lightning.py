@@ -207,6 +207,7 @@ def fit_twice(folder: str) -> dict[str, tuple[list[float], list[float], dict[str
     return results
 
 
+@pytest.mark.slow
 def test_a_second_fit_equals_ddp(tmp_path: Path) -> None:
     results = run_ranks(4, fit_twice, str(tmp_path))[0]
     for result, reference in zip(results["thinwire"][:2], results["ddp"][:2], strict=True):
@@ -236,6 +237,7 @@ def sent_bytes(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return by_trainer, tw.traffic(own)
 
 
+@pytest.mark.slow
 def test_the_trainer_sends_what_a_loop_sends(tmp_path: Path) -> None:
     for by_trainer, own in run_ranks(4, sent_bytes, str(tmp_path)):
         for lane in ("gather", "reduce", "sync", "spread"):

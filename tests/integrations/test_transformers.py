@@ -183,6 +183,7 @@ def generate(directory: Path) -> list[list[int]]:
     return [sharded.tolist(), alone.generate(prompt, max_new_tokens=5, do_sample=False).tolist()]
 
 
+@pytest.mark.slow
 def test_models_generate(tmp_path: Path) -> None:
     for sharded, alone in run_ranks(2, generate, tmp_path):
         assert sharded == alone
@@ -200,6 +201,7 @@ def best_model(directory: Path) -> tuple[float, float]:
     return trainer.state.best_metric, trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.slow
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     for best, last in run_ranks(2, best_model, tmp_path, timeout=120):
         assert math.isclose(best, last, rel_tol=1e-5)
@@ -254,6 +256,7 @@ def compare_adapters(directory: Path) -> None:
         assert_alike(adapters(directory / plan, plan), want)
 
 
+@pytest.mark.slow
 def test_adapters_train_as_under_ddp(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
