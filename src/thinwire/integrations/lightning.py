@@ -6,10 +6,9 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 
 from __future__ import annotations
 
-import base64
 import functools
 import inspect
-import io
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -67,7 +66,104 @@ class ThinwirePrecision(Precision):
         )
 
 
-class ThinwireStrategy(DDPStrategy):
+class _Steps:
+    """The part of the strategy that runs the steps of a sharded module."""
+
+    lightning_module: Any
+    _forward_redirection: Any
+    _blocks_sync: bool
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
+        self._blocks_sync = True
+        try:
+            yield
+        finally:
+            self._blocks_sync = False
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward of a micro-batch."""
+        runtime = runtime_of(self.lightning_module)
+        runtime.begin_micro_batch(runtime.schedule.backwards, last=not self._blocks_sync)
+        return self._run_step("training_step", *args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a validation batch."""
+        return self._run_step("validation_step", *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a test batch."""
+        return self._run_step("test_step", *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a prediction batch."""
+        return self._run_step("predict_step", *args, **kwargs)
+
+    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Root parameters are gathered for the module's forward, in which Lightning's redirection runs the step. The
+        # method itself stays as it is, because Lightning reads its signature.
+        module = self.lightning_module
+        return self._forward_redirection(module, module, name, *args, **kwargs)
+
+
+class _Checkpoints:
+    """The part of the strategy that saves and loads shares."""
+
+    lightning_module: Any
+    optimizers: Any
+    broadcast: Any
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: values are loaded into shares."""
+        return True
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        """False: :meth:`load_checkpoint` does."""
+        return False
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
+        return {}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
+        del optimizer
+        return {}
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write a checkpoint directory atomically, with the trainer's state of rank 0 inside. Collective."""
+        if storage_options is not None:
+            raise UsageError("storage_options: the strategy 'thinwire' writes to a local directory; leave them out")
+        weights_only = "optimizer_states" not in checkpoint
+        trainer_state = _encoded({**checkpoint, "state_dict": {}})
+        path, trainer_state = self.broadcast((str(filepath), trainer_state))
+        optim = None if weights_only or not self.optimizers else self.optimizers[0]
+        tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state})
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the shares from a checkpoint of any plan and number of ranks, and return the trainer's state.
+        Collective."""
+        del weights_only  # no checkpoint of thinwire is read by running pickled code
+        optim = self.optimizers[0] if self.optimizers else None
+        extra = tw.load(self.lightning_module, optim, Path(checkpoint_path))
+        if "lightning" not in extra:
+            raise UsageError(
+                f"{checkpoint_path} was not written by Lightning's Trainer: load it with thinwire.load(...)"
+            )
+        state: dict[str, Any] = _decoded(extra["lightning"])
+        return state
+
+
+class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
     """Shards a ``LightningModule`` by a plan: ``Trainer(strategy=ThinwireStrategy("zero3"))``.
 
     The optimizer of ``configure_optimizers`` is made anew over this rank's share, with the same class, groups and
@@ -158,95 +254,11 @@ class ThinwireStrategy(DDPStrategy):
             )
         return plan
 
-    # -- loop --------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
-        self._blocks_sync = True
-        try:
-            yield
-        finally:
-            self._blocks_sync = False
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward of a micro-batch."""
-        runtime = runtime_of(self.lightning_module)
-        runtime.begin_micro_batch(runtime.schedule.backwards, last=not self._blocks_sync)
-        return self._run_step("training_step", *args, **kwargs)
-
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a validation batch."""
-        return self._run_step("validation_step", *args, **kwargs)
-
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a test batch."""
-        return self._run_step("test_step", *args, **kwargs)
-
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a prediction batch."""
-        return self._run_step("predict_step", *args, **kwargs)
-
-    def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Root parameters are gathered for the module's forward, in which Lightning's redirection runs the step. The
-        # method itself stays as it is, because Lightning reads its signature.
-        module = self.lightning_module
-        return self._forward_redirection(module, module, name, *args, **kwargs)
-
     def teardown(self) -> None:
         """End the run. Unlike DDP's, this moves nothing to the CPU: the module stays sharded."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-    # -- checkpoints -------------------------------------------------------------------------------------------
-
-    @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """True: values are loaded into shares."""
-        return True
-
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: :meth:`load_checkpoint` does."""
-        return False
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
-        return {}
-
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
-        del optimizer
-        return {}
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint directory atomically, with the trainer's state of rank 0 inside. Collective."""
-        if storage_options is not None:
-            raise UsageError("storage_options: the strategy 'thinwire' writes to a local directory; leave them out")
-        weights_only = "optimizer_states" not in checkpoint
-        trainer_state = _encoded({**checkpoint, "state_dict": {}})
-        path, trainer_state = self.broadcast((str(filepath), trainer_state))
-        optim = None if weights_only or not self.optimizers else self.optimizers[0]
-        tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state})
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the shares from a checkpoint of any plan and number of ranks, and return the trainer's state.
-        Collective."""
-        del weights_only  # no checkpoint of thinwire is read by running pickled code
-        optim = self.optimizers[0] if self.optimizers else None
-        extra = tw.load(self.lightning_module, optim, Path(checkpoint_path))
-        if "lightning" not in extra:
-            raise UsageError(
-                f"{checkpoint_path} was not written by Lightning's Trainer: load it with thinwire.load(...)"
-            )
-        return _decoded(extra["lightning"])
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -295,16 +307,46 @@ def _follow(scheduler: Any, optim: ShardedOptimizer) -> None:
     optim.step = tracked  # type: ignore[method-assign]
 
 
-def _encoded(state: Mapping[str, Any]) -> str:
-    """A trainer's state as text that fits into the JSON values of a checkpoint."""
-    buffer = io.BytesIO()
-    torch.save(dict(state), buffer)
-    return base64.b64encode(buffer.getvalue()).decode()
+def _encoded(state: Any) -> Any:
+    """A trainer's state as JSON values, which a checkpoint holds; nothing of it runs code when it is read.
+
+    Raises:
+        UsageError: The state holds an object of another type.
+    """
+    if state is None or isinstance(state, bool | int | str):
+        return state
+    if isinstance(state, float):
+        return state if math.isfinite(state) else {"float": repr(state)}
+    if isinstance(state, torch.Tensor):
+        dtype = str(state.dtype).removeprefix("torch.")
+        return {"tensor": [dtype, list(state.shape), _encoded(state.flatten().tolist())]}
+    if isinstance(state, Mapping):
+        return {"dict": [[_encoded(key), _encoded(value)] for key, value in state.items()]}
+    if isinstance(state, tuple):
+        return {"tuple": [_encoded(value) for value in state]}
+    if isinstance(state, list):
+        return [_encoded(value) for value in state]
+    raise UsageError(
+        f"the trainer's state holds a {type(state).__name__}: checkpoints hold numbers, texts, lists, dictionaries and "
+        "tensors. Look at state_dict() of your callbacks and at save_hyperparameters()"
+    )
 
 
-def _decoded(text: str) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(io.BytesIO(base64.b64decode(text)), map_location="cpu", weights_only=True)
-    return state
+def _decoded(value: Any) -> Any:
+    """The inverse of :func:`_encoded`."""
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    ((kind, content),) = value.items()
+    if kind == "float":
+        return float(content)
+    if kind == "tensor":
+        dtype, shape, values = content
+        return torch.tensor(_decoded(values), dtype=getattr(torch, dtype)).reshape(shape)
+    if kind == "tuple":
+        return tuple(_decoded(item) for item in content)
+    return {_decoded(key): _decoded(item) for key, item in content}
 
 
 StrategyRegistry.register("thinwire", ThinwireStrategy, description="shards by thinwire's preset zero3")
