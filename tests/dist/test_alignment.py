@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 from torch import nn
 
@@ -56,15 +57,19 @@ def step(model: nn.Module, optim: torch.optim.Optimizer) -> None:
     optim.zero_grad()
 
 
-def train_aligned() -> None:
-    for plan, dtype in itertools.product(PLANS, ("float32", "bfloat16")):
+def train_aligned(cases: Iterable[tuple[str, str]]) -> None:
+    for plan, dtype in cases:
         model, optim = start(plan, dtype)
         for _ in range(2):
             step(model, optim)
 
 
-def test_parameters_are_aligned() -> None:
-    run_ranks(4, train_aligned)
+EVERY = list(itertools.product(PLANS, ("float32", "bfloat16")))
+
+
+@pytest.mark.parametrize("cases", [EVERY[3:5], pytest.param(EVERY, marks=pytest.mark.slow)])
+def test_parameters_are_aligned(cases: list[tuple[str, str]]) -> None:
+    run_ranks(4, train_aligned, cases)
 
 
 def end_to_end(numels: Iterable[int], itemsize: int) -> list[int]:
