@@ -33,6 +33,8 @@ CASES = [
     *((name, "float32") for name in ("zfp:8", "bf16")),
 ]
 """Codecs and the dtypes that they encode."""
+FEEDBACK = [(name, "bfloat16") for name in ("int8:256", "int4:256", "int4:256,hadamard")]
+"""Those of them that are encoded with error feedback too."""
 
 
 class Card(NamedTuple):
@@ -81,6 +83,9 @@ def measure(target: str) -> dict[str, dict[str, Any]]:
             wire = codecs.get(name).encode(x, seed=1)
             key = f"{name} {dtype} decode"
             codec.decode(wire, NUMEL, x.dtype)
+            if (name, dtype) in FEEDBACK:
+                key = f"{name} {dtype} feedback"
+                codec.encode_feedback(x, torch.zeros(NUMEL), gain=0.1, seed=1)
     return costs
 
 
@@ -132,8 +137,10 @@ def rendered(measured: dict[str, Any]) -> str:
     lines += ["| codec | dtype | operation | bytes per value | " + " | ".join(CARDS) + " |"]
     lines += ["| --- | --- | --- | ---: |" + " ---: |" * len(CARDS)]
     for name, dtype in CASES:
-        for operation in ("encode", "decode"):
-            nbytes = _bytes_per_value(name, dtype)
+        for operation in ("encode", "feedback", "decode"):
+            if operation == "feedback" and (name, dtype) not in FEEDBACK:
+                continue
+            nbytes = _bytes_per_value(name, dtype) + (8 if operation == "feedback" else 0)
             shares = [
                 _share(measured[card.target], f"{name} {dtype} {operation} ", nbytes, card) for card in CARDS.values()
             ]

@@ -35,6 +35,7 @@ from thinwire.codecs.triton import block
 from thinwire.codecs.triton.warmup import warm_up
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
+from thinwire.spec.codec import encodable_dtypes
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -270,13 +271,54 @@ def message(codec: Codec, row: Tensor, numel: int, dtype: torch.dtype) -> Tensor
     return row[: codec.max_wire_bytes(numel, dtype)]
 
 
+@pytest.mark.parametrize(
+    "name", ["bf16", "int8:256", "int4:256", "int8:64,hadamard,stochastic", "int8:tensor", "zfp:8"]
+)
+def test_error_feedback_is_its_composition(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_feedback, name, torch.bfloat16, 700)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("numel", [1, 1000, 5001])
+@pytest.mark.parametrize("name", of_every_family([*FIXED, "int8:8192,hadamard", "int7:24"]))
+def test_error_feedback_of_every_codec(interpreter: Interpreter, name: str, numel: int) -> None:
+    for dtype in DTYPES:
+        interpreter(check_feedback, name, dtype, numel)
+
+
+def check_feedback(name: str, dtype: torch.dtype, numel: int) -> None:
+    reference, codec = pair(name)
+    if "float32" not in encodable_dtypes(codec.spec):
+        return
+    x = mixture(numel * 3, dtype, poisoned=numel > 1)
+    before = torch.randn(numel * 3)
+    alike = [(0, numel), (numel, 2 * numel), (2 * numel, 3 * numel)]
+    others = [(2 * numel, 3 * numel), (numel, 2 * numel - numel // 3), (0, 0), (0, numel // 2)]
+    for bounds, gain in itertools.product((alike, others), (1.0, 0.1)):
+        want_lost, lost = before.clone(), before.clone()
+        want = reference.encode_slices_feedback(x, bounds, want_lost, gain=gain, seed=9)
+        with mock.patch.object(block, "transcode", wraps=block.transcode) as launched:
+            got = codec.encode_slices_feedback(x, bounds, lost, gain=gain, seed=9)
+        assert launched.call_count == 1 or codec.spec.per_tensor or not isinstance(codec, block.ValueCodec)
+        for row, (start, stop) in enumerate(bounds):
+            used = reference.encode((before + x)[start:stop], seed=1).numel()
+            assert torch.equal(got[row, :used], want[row, :used]), (name, dtype, numel, bounds[row])
+        assert same(lost, want_lost), (name, dtype, numel, gain)
+    for by in (0, 8):
+        want_lost, lost = before[:numel].clone(), before[:numel].clone()
+        wire = reference.encode_feedback(x[:numel], want_lost, gain=0.3, seed=4)
+        room = torch.empty(codec.max_wire_bytes(numel, torch.float32) + by, dtype=torch.uint8)[by:]
+        assert torch.equal(codec.encode_feedback(x[:numel], lost, gain=0.3, seed=4, out=room), wire), (name, by)
+        assert same(lost, want_lost), (name, by)
+
+
 def test_a_warm_up_runs_codecs(interpreter: Interpreter) -> None:
     interpreter(check_warm_up)
 
 
 def check_warm_up() -> None:
     every = [codecs.get(name, backend="triton") for name in ("bf16", "int8:256", "int8:tensor", "mpc", "exp3")]
-    warm_up(every, [torch.bfloat16], "cpu")
+    warm_up(every, [torch.bfloat16], "cpu", gain=0.1)
 
 
 # ------------------------------------------------------------------------------------------------------ memory

@@ -12,6 +12,7 @@ from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
 
 __all__ = [
+    "check_feedback",
     "check_out",
     "check_rows",
     "check_sum",
@@ -114,6 +115,14 @@ def check_out(out: Tensor, numel: int, dtype: torch.dtype, device: torch.device)
             f"out should be contiguous, of {numel} values of {dtype} on {device}; it is "
             f"{tuple(out.shape)} {out.dtype} on {out.device}"
         )
+
+
+def check_feedback(spec: CodecSpec, x: Tensor, lost: Tensor, gain: float) -> None:
+    """Check the error feedback of ``x``, which is encoded as fp32."""
+    if not 0 < gain <= 1:
+        raise UsageError(f"gain = {gain} should be above 0 and at most 1")
+    spec.check_dtype(torch.float32)
+    check_out(lost, x.numel(), torch.float32, x.device)
 
 
 def checked_room(out: Tensor | None, nbytes: int, device: torch.device) -> Tensor:

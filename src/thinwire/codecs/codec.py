@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from thinwire.codecs.checks import (
+    check_feedback,
     check_out,
     check_rows,
     check_sum,
@@ -75,8 +76,7 @@ class Codec(Coder):
         Args:
             x: fp32, bf16 or fp16 tensor of any shape.
             lost: Contiguous fp32 tensor with as many values as ``x``: on entry the loss to compensate now, on return
-            the
-                loss to compensate with the next message.
+                the loss to compensate with the next message.
             gain: Above 0 and at most 1.
             seed: See :meth:`encode`.
             out: See :meth:`encode`, for fp32 values.
@@ -84,11 +84,8 @@ class Codec(Coder):
         Returns:
             The message, a contiguous 1-D uint8 tensor. It decodes like the message of an fp32 tensor.
         """
-        if not 0 < gain <= 1:
-            raise UsageError(f"gain = {gain} should be above 0 and at most 1")
         x = checked_values(self.spec, x)
-        self.spec.check_dtype(torch.float32)
-        check_out(lost, x.numel(), torch.float32, x.device)
+        check_feedback(self.spec, x, lost, gain)
         wire = checked_room(out, self.max_wire_bytes(x.numel(), torch.float32), x.device)
         if x.numel() == 0:
             return wire[:0]
@@ -155,13 +152,39 @@ class Codec(Coder):
             after it are undefined.
         """
         x = checked_values(self.spec, x)
-        numel = x.numel()
-        if any(not 0 <= start <= stop <= numel for start, stop in bounds):
-            raise UsageError(f"slices {list(bounds)} should lie within the {numel} values of the tensor")
-        slot = self.slot_bytes(max((stop - start for start, stop in bounds), default=0), x.dtype)
-        wires = checked_room(out, len(bounds) * slot, x.device).view(len(bounds), slot)
+        wires = self._checked_rows(x, bounds, x.dtype, out)
         if wires.numel():
             self._encode_slices(x, bounds, wires, checked_seed(self.spec, seed))
+        return wires
+
+    def encode_slices_feedback(
+        self,
+        x: Tensor,
+        bounds: Sequence[tuple[int, int]],
+        lost: Tensor,
+        *,
+        gain: float = 1.0,
+        seed: int | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Encode slices of ``x + lost`` in one pass, and keep the loss of the messages in ``lost``.
+
+        Args:
+            x: See :meth:`encode_slices`.
+            bounds: (start, stop) of each slice. Slices may differ in length and be empty; they do not overlap.
+            lost: See :meth:`encode_feedback`; outside of the slices it stays as it is.
+            gain: See :meth:`encode_feedback`.
+            seed: See :meth:`encode_slices`.
+            out: See :meth:`encode_slices`, for fp32 values.
+
+        Returns:
+            The messages, as :meth:`encode_slices` returns them. They decode like those of an fp32 tensor.
+        """
+        x = checked_values(self.spec, x)
+        check_feedback(self.spec, x, lost, gain)
+        wires = self._checked_rows(x, bounds, torch.float32, out)
+        if wires.numel():
+            self._encode_slices_feedback(x, bounds, lost.view(-1), gain, wires, checked_seed(self.spec, seed))
         return wires
 
     def decode_slices(
@@ -302,6 +325,16 @@ class Codec(Coder):
             for total, out in zip(totals, outs, strict=True)
         ]
         self._decode_sums_encode(totals, to, wires, checked_seed(to.spec, seed))
+
+    def _checked_rows(
+        self, x: Tensor, bounds: Sequence[tuple[int, int]], dtype: torch.dtype, out: Tensor | None
+    ) -> Tensor:
+        """Room for a message of each slice, whose values are encoded as ``dtype``."""
+        numel = x.numel()
+        if any(not 0 <= start <= stop <= numel for start, stop in bounds):
+            raise UsageError(f"slices {list(bounds)} should lie within the {numel} values of the tensor")
+        slot = self.slot_bytes(max((stop - start for start, stop in bounds), default=0), dtype)
+        return checked_room(out, len(bounds) * slot, x.device).view(len(bounds), slot)
 
     def _check_next(self, to: Codec) -> None:
         if to.backend != self.backend and Codec.backend not in (to.backend, self.backend):

@@ -85,6 +85,13 @@ class Coder(ABC):
             if stop > start:
                 self._encode(x[start:stop], wires[row], slice_seed(seed, row))
 
+    def _encode_slices_feedback(
+        self, x: Tensor, bounds: Sequence[tuple[int, int]], lost: Tensor, gain: float, wires: Tensor, seed: int
+    ) -> None:
+        for row, (start, stop) in enumerate(bounds):
+            if stop > start:
+                self._encode_feedback(x[start:stop], lost[start:stop], gain, wires[row], slice_seed(seed, row))
+
     def _decode_slices(self, wires: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         """Decode message i into row i of ``out``, or add it to that row in fp32."""
         nbytes = self.max_wire_bytes(out.shape[1], encoded)

@@ -98,6 +98,11 @@ class Messages:
         if self._has_rows and residual is None:
             self.codec.encode_slices(whole, bounds, seed=seed, out=self.buffer)
             return
+        if self._has_rows and residual is not None:
+            self.codec.encode_slices_feedback(
+                whole, bounds, residual.lost, gain=residual.gain, seed=seed, out=self.buffer
+            )
+            return
         for index, (start, stop) in enumerate(bounds):
             lost = None if residual is None else Residual(residual.lost[start:stop], residual.gain)
             own_seed = None if seed is None else slice_seed(fold_seed(seed), index)

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from thinwire.codecs import Codec, Sum
-from thinwire.codecs.seeds import fold_seed, slice_seed
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
@@ -216,6 +215,7 @@ def _recoding_hops(
     mine = group.local_index * group.nodes
     column = [bounds.pop(mine) for _ in range(group.nodes)]  # what remains goes to the neighbours
     row = [stop - start for start, stop in column]
+    places = [(start - column[0][0], stop - column[0][0]) for start, stop in column]
     peers = [node for node in range(group.nodes) if node != across.index]
     neighbours = group.local - 1
     outgoing = Messages(first, [stop - start for start, stop in bounds], whole.dtype, device)
@@ -233,11 +233,10 @@ def _recoding_hops(
             rooms = [sums.room(index) for index in range(len(peers))]
             first.encode_sums([total_of(node) for node in peers], second, rooms, seed=seed)
             return
-        for index, node in enumerate(peers):
-            piece = first.decode_sum_into(total_of(node), allocate(row[node], torch.float32, device))
-            begin = column[node][0] - column[0][0]
-            lost = Residual(residual.lost[begin : begin + row[node]], residual.gain)
-            sums.encode(index, piece, None if seed is None else slice_seed(fold_seed(seed), index), lost)
+        summed = allocate(sum(row), torch.float32, device)
+        for node in peers:
+            first.decode_sum_into(total_of(node), summed[slice(*places[node])])
+        sums.encode_slices(summed, [places[node] for node in peers], seed, residual)
 
     return Moves(
         [

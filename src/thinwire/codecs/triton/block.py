@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Coder, Sum
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
-from thinwire.codecs.triton.transcode import Form, Pieces, Treatment, Values, largest_keys, transcode
+from thinwire.codecs.triton.transcode import Feedback, Form, Pieces, Treatment, Values, largest_keys, transcode
 
 __all__ = ["ValueCodec", "make"]
 
@@ -39,6 +39,16 @@ class ValueCodec(Codec):
             wire[:total].copy_(room)
         return total
 
+    def _encode_feedback(self, x: Tensor, lost: Tensor, gain: float, wire: Tensor, seed: int) -> int:
+        check_device(x)
+        if self.spec.per_tensor or wire.data_ptr() % 16:
+            return super()._encode_feedback(x, lost, gain, wire, seed)
+        nbytes = self.max_wire_bytes(x.numel(), torch.float32)
+        source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, torch.float32)
+        treatment = Treatment(seed=seed, feedback=Feedback(lost, gain))
+        transcode(Values(x, source), Values(wire[:nbytes].view(1, -1), target), x.numel(), treatment)
+        return nbytes
+
     def _encode_slices(self, x: Tensor, bounds: Sequence[tuple[int, int]], wires: Tensor, seed: int) -> None:
         check_device(x)
         if self.spec.per_tensor or wires.data_ptr() % 16:
@@ -47,6 +57,18 @@ class ValueCodec(Codec):
         longest = max(stop - start for start, stop in bounds)
         source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, x.dtype)
         treatment = Treatment(bounds=bounds, seed=seed, raw=source == target)
+        transcode(Values(x, source), Values(wires, target), longest, treatment)
+
+    def _encode_slices_feedback(
+        self, x: Tensor, bounds: Sequence[tuple[int, int]], lost: Tensor, gain: float, wires: Tensor, seed: int
+    ) -> None:
+        check_device(x)
+        if self.spec.per_tensor or wires.data_ptr() % 16:
+            super()._encode_slices_feedback(x, bounds, lost, gain, wires, seed)
+            return
+        longest = max(stop - start for start, stop in bounds)
+        source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, torch.float32)
+        treatment = Treatment(bounds=bounds, seed=seed, feedback=Feedback(lost, gain))
         transcode(Values(x, source), Values(wires, target), longest, treatment)
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:

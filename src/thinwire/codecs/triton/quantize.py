@@ -44,6 +44,14 @@ def rotated(x_RV, rem, R: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
+def unrotated(code_RV, rem, R: tl.constexpr, V: tl.constexpr):
+    """Rule 6 backwards: rotate the codes (fp32) of all whole blocks."""
+    turned_RV = flip_signs(butterflies(code_RV, R, V), V)
+    whole_R = (tl.arange(0, R) + 1) * V <= rem
+    return tl.where(whole_R[:, None], turned_RV, code_RV)
+
+
+@triton.jit
 def quantize(
     x_RV,
     key_R,

@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.codecs.triton.launch import ceil_div, launch, power_of_two
-from thinwire.codecs.triton.quantize import INF_BITS, key_of, largest_key, quantize, rotated, slice_seed
+from thinwire.codecs.triton.quantize import INF_BITS, key_of, largest_key, quantize, rotated, slice_seed, unrotated
 from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import (
+    MAGIC,
     Tile,
-    butterflies,
-    flip_signs,
     groups,
     load,
     load_codes,
@@ -34,7 +33,7 @@ from thinwire.codecs.triton.tiles import (
 )
 from thinwire.spec import CodecSpec
 
-__all__ = ["Form", "Pieces", "Treatment", "Values", "largest_keys", "transcode"]
+__all__ = ["Feedback", "Form", "Pieces", "Treatment", "Values", "largest_keys", "transcode"]
 
 THREADS = 128
 """Threads of a program, unless a block is so long that they would hold too many values."""
@@ -130,6 +129,19 @@ class Pieces:
     skipped: int
 
 
+@dataclass(frozen=True, slots=True)
+class Feedback:
+    """Error feedback: ``lost`` is added to the values, and becomes what their codes lose.
+
+    Attributes:
+        lost: Contiguous 1-D fp32 tensor with as many values as the source.
+        gain: Fraction of the loss that the next message compensates; in (0, 1].
+    """
+
+    lost: Tensor
+    gain: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
     """How values are processed between reading and writing.
@@ -140,6 +152,7 @@ class Treatment:
         scale: Factor on the sum.
         seed: Folded seed of stochastic rounding.
         onto: Values of a tensor that the sum starts from; they may be those of the target.
+        feedback: Error feedback of the values that are encoded; ``None`` for none.
         each: Whether each message of the source is decoded into a row of the target, instead of added to the others.
         raw: Whether words of the target's size are copied unchanged.
         pieces: The pieces of which sums are made; ``None`` for one sum.
@@ -150,6 +163,7 @@ class Treatment:
     scale: float = 1.0
     seed: int = 0
     onto: Values | None = None
+    feedback: Feedback | None = None
     each: bool = False
     raw: bool = False
     pieces: Pieces | None = None
@@ -182,6 +196,7 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         written,
         written.stride(0) * written.element_size() // 16 if written.dim() == 2 and not how.each else 0,
         onto.elements,
+        written if how.feedback is None else how.feedback.lost,
         written if how.keys is None else how.keys,
         slices.table,
         numel,
@@ -195,6 +210,7 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         SOURCE=source.form,
         TARGET=target.form,
         ONTO=None if how.onto is None else onto.form,
+        GAIN=0.0 if how.feedback is None else how.feedback.gain,
         TILE=tile,
         COUNT=len(read) if read.dim() == 2 and not how.each else 1,
         EACH=how.each,
@@ -237,6 +253,7 @@ def _transcode(
     target_bytes,
     target_step,
     onto,
+    lost,
     keys,
     table,
     numel,
@@ -250,6 +267,7 @@ def _transcode(
     SOURCE: tl.constexpr,
     TARGET: tl.constexpr,
     ONTO: tl.constexpr,
+    GAIN: tl.constexpr,
     TILE: tl.constexpr,
     COUNT: tl.constexpr,
     EACH: tl.constexpr,
@@ -280,6 +298,7 @@ def _transcode(
         source_at = row * 0
         target_at = row * target_step
         source += offset
+        lost += offset
     if PIECES:
         piece = row + (row >= piece_skipped).to(tl.int64)
         source_at = piece * piece_step
@@ -306,6 +325,8 @@ def _transcode(
             )
         if SCALED:
             x_RV *= scale
+        if GAIN > 0:
+            x_RV = load_rows(lost + base, rem, "float32", TILE, 4) + x_RV
         target += target_at * TARGET_UNIT
         if KIND == "int":
             if SLICES != "same" or PIECES:
@@ -319,8 +340,33 @@ def _transcode(
             end = _store_scales(target_words + target_at * 4, scale_R, numel, base, rem, TARGET, TILE)
             if base + rem == numel:
                 _store_padding(target_bytes + target_at * 16, numel, end, BITS)
+            if GAIN > 0:
+                made_RV = code_RV.to(tl.float32, bitcast=True) - MAGIC
+                if TARGET.hadamard:
+                    made_RV = unrotated(made_RV, rem, R, V)
+                made_RV *= scale_R.to(tl.float32, bitcast=True)[:, None]
         else:
-            store(target + base, narrow(x_RV, KIND), rem, R, V, BLOCK)
+            code_RV = narrow(x_RV, KIND)
+            store(target + base, code_RV, rem, R, V, BLOCK)
+            if GAIN > 0:
+                made_RV = widen(code_RV, KIND)
+        if GAIN > 0:
+            # The values are read again, because registers are scarce. No thread may write before all have read.
+            SOURCE_KIND: tl.constexpr = SOURCE.kind
+            x_RV = widen(load(source + base, rem, R, V, BLOCK), SOURCE_KIND)
+            lost += base
+            missed_RV = _missed(x_RV, load(lost, rem, R, V, BLOCK), made_RV, GAIN)
+            tl.debug_barrier()
+            store(lost, missed_RV, rem, R, V, BLOCK)
+
+
+@triton.jit
+def _missed(x_RV, lost_RV, made_RV, GAIN: tl.constexpr):
+    """The loss after a message of ``lost + x`` that decodes to ``made``, in the steps of ``Coder._encode_feedback``."""
+    missed_RV = -(lost_RV + x_RV)
+    if GAIN < 1.0:
+        missed_RV = (missed_RV * (1.0 / (1.0 - GAIN)) + x_RV) * ((1.0 - GAIN) / GAIN)
+    return (missed_RV + made_RV) * -GAIN
 
 
 @triton.jit
@@ -346,10 +392,7 @@ def _values(
         if HADAMARD:
             # All columns of the tile are used, and it holds whole blocks; see _tile.
             ROWS: tl.constexpr = R * V // SCALED
-            code_RV = tl.reshape(code, (ROWS, SCALED))
-            turned_RV = flip_signs(butterflies(code_RV, ROWS, SCALED), SCALED)
-            whole_R = (tl.arange(0, ROWS) + 1) * SCALED <= rem
-            code = tl.reshape(tl.where(whole_R[:, None], turned_RV, code_RV), (R, V // 8, 8))
+            code = tl.reshape(unrotated(tl.reshape(code, (ROWS, SCALED)), rem, ROWS, SCALED), (R, V // 8, 8))
         words += _scales_at(numel, BITS)
         if SCALED == 0:
             x_RV = tl.reshape(code * tl.load(words).to(tl.float32, bitcast=True), (R, V))

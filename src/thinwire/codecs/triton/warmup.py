@@ -22,6 +22,7 @@ def warm_up(
     device: torch.device | str,
     *,
     messages: Sequence[int] = (2,),
+    gain: float | None = None,
 ) -> None:
     """Compile and load the kernels with which codecs encode, decode and sum, by running them on zeros.
 
@@ -34,6 +35,7 @@ def warm_up(
         dtypes: Dtypes of the tensors that are encoded. A codec skips those that it does not take.
         device: Device of the tensors.
         messages: Numbers of messages that are decoded or added at once, which are constants of a kernel.
+        gain: Gain of the error feedback of all codecs that encode fp32, a constant too; ``None`` for no feedback.
 
     Raises:
         UsageError: The kernels cannot run on the device.
@@ -44,7 +46,10 @@ def warm_up(
         for dtype in dict.fromkeys(dtypes):
             if dtype in valid:
                 for count in messages:
-                    _run(codec, codecs, torch.zeros(count * NUMEL, dtype=dtype, device=device), count)
+                    x = torch.zeros(count * NUMEL, dtype=dtype, device=device)
+                    _run(codec, codecs, x, count)
+                    if gain is not None and "float32" in encodable_dtypes(codec.spec):
+                        _run_feedback(codec, x, count, gain)
 
 
 def _run(codec: Codec, targets: list[Codec], x: torch.Tensor, count: int) -> None:
@@ -62,7 +67,14 @@ def _run(codec: Codec, targets: list[Codec], x: torch.Tensor, count: int) -> Non
         codec.decode_sum_into(added, torch.empty_like(fp32[:NUMEL]))
     if "float32" not in encodable_dtypes(codec.spec):
         return
-    codec.encode_feedback(first, fp32[:NUMEL], seed=1)
     for target in targets:
         if "float32" in encodable_dtypes(target.spec):
             codec.encode_sum(total, target, seed=1)
+
+
+def _run_feedback(codec: Codec, x: torch.Tensor, count: int, gain: float) -> None:
+    """Encode ``count`` slices of ``x`` with error feedback, at regular distances and not."""
+    lost = torch.zeros(x.numel(), device=x.device)
+    slices = [(i * NUMEL, (i + 1) * NUMEL) for i in range(count)]
+    codec.encode_slices_feedback(x, slices, lost, gain=gain, seed=1)
+    codec.encode_slices_feedback(x, [(0, NUMEL), (0, 0)], lost, gain=gain, seed=1)
