@@ -52,22 +52,31 @@ struct FixedKind {
     Parameters (*draw)(const Draw& draw);
 };
 
-// A codec of variable length that loses nothing. All functions throw std::invalid_argument for what does not fit.
-struct LosslessKind {
+// A wire format of variable length that loses nothing. All functions throw std::invalid_argument for what does not fit.
+class LosslessFormat {
+public:
+    virtual ~LosslessFormat() = default;
+
     // What messages begin with.
-    std::span<const std::uint32_t> magics;
+    virtual std::span<const std::uint32_t> magics() const = 0;
     // The dtypes that can be encoded.
-    std::span<const DType> dtypes;
+    virtual std::span<const DType> dtypes() const = 0;
     // The largest message for so many values.
-    std::int64_t (*wire_bytes)(std::int64_t numel, DType dtype);
+    virtual std::int64_t wire_bytes(std::int64_t numel, DType dtype) const = 0;
     // Writes nothing beyond wire_bytes; returns the message's bytes. Throws if `capacity` is less than wire_bytes.
-    std::int64_t (*encode)(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity,
-                           int threads);
+    virtual std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity,
+                                int threads) const = 0;
     // The `numel` values of a message of `encoded` ones, widened or rounded to `dtype`; or added to what `out` holds,
     // which must be float32. Other bytes may follow the message. Throws if the message is truncated or corrupt; `out`
     // may have been written to by then.
-    void (*decode)(const void* wire, std::int64_t wire_bytes, std::int64_t numel, DType encoded, void* out, DType dtype,
-                   bool add, int threads);
+    virtual void decode(const void* wire, std::int64_t wire_bytes, std::int64_t numel, DType encoded, void* out,
+                        DType dtype, bool add, int threads) const = 0;
+};
+
+struct LosslessKind {
+    // As of FixedKind.
+    std::unique_ptr<const LosslessFormat> (*make)(std::span<const std::int64_t> parameters);
+    Parameters (*draw)(const Draw& draw);
 };
 
 // One of the two.

@@ -690,7 +690,37 @@ void decode(const void* wire, std::int64_t nbytes, std::int64_t numel, DType enc
     });
 }
 
-constexpr LosslessKind kKind = {kMagics, kDTypes, wire_bytes, encode, decode};
+class Exp3 final : public LosslessFormat {
+public:
+    std::span<const std::uint32_t> magics() const override {
+        return kMagics;
+    }
+    std::span<const DType> dtypes() const override {
+        return kDTypes;
+    }
+    std::int64_t wire_bytes(std::int64_t numel, DType dtype) const override {
+        return thinwire::wire_bytes(numel, dtype);
+    }
+    std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity,
+                        int threads) const override {
+        return thinwire::encode(x, dtype, numel, wire, capacity, threads);
+    }
+    void decode(const void* wire, std::int64_t wire_bytes, std::int64_t numel, DType encoded, void* out, DType dtype,
+                bool add, int threads) const override {
+        thinwire::decode(wire, wire_bytes, numel, encoded, out, dtype, add, threads);
+    }
+};
+
+std::unique_ptr<const LosslessFormat> make(std::span<const std::int64_t> parameters) {
+    check_parameters("exp3", parameters, 0);
+    return std::make_unique<Exp3>();
+}
+
+Parameters draw(const Draw&) {
+    return {};
+}
+
+constexpr LosslessKind kKind = {make, draw};
 
 }  // namespace
 

@@ -1,5 +1,5 @@
-// MPC of 32-bit words (docs/wire-format.md): differences in chunks of 1024, their bits transposed in groups of 32,
-// differences of those, and of these the words that are not zero.
+// MPC of 32-bit words (docs/wire-format.md): in chunks of 1024, differences of words that are `stride` places apart;
+// their bits transposed in groups of 32; differences of those; and of these the words that are not zero.
 #include "kernels/kernels.hpp"
 
 namespace thinwire {
@@ -7,10 +7,10 @@ namespace thinwire {
 // `x` and `out` begin a chunk; `kept` are the residual words that are not zero, and what is returned is how many they
 // are.
 struct MpcKernels {
-    std::int64_t (*count)(const void* x, std::int64_t nbytes);
-    std::int64_t (*encode)(const void* x, std::int64_t nbytes, void* bitmap, void* kept);
+    std::int64_t (*count)(const void* x, std::int64_t nbytes, int stride);
+    std::int64_t (*encode)(const void* x, std::int64_t nbytes, int stride, void* bitmap, void* kept);
     std::int64_t (*announced)(const void* bitmap, std::int64_t words);
-    std::int64_t (*decode)(const void* bitmap, const void* kept, std::int64_t nbytes, void* out);
+    std::int64_t (*decode)(const void* bitmap, const void* kept, std::int64_t nbytes, int stride, void* out);
 };
 
 }  // namespace thinwire
@@ -122,14 +122,31 @@ Group differences(const Group& x, __m512i before) {
             _mm512_sub_epi32(x.high, _mm512_alignr_epi32(x.high, x.low, 15))};
 }
 
+// Sixteen words from word `at` of a chunk on, less those `stride` places before them.
+__m512i differences(const char* x, int at, int stride) {
+    const __m512i words = _mm512_loadu_si512(x + 4 * at);
+    const int missing = stride - at;  // so many words have none before them
+    if (missing >= 16) {
+        return words;
+    }
+    const auto there = static_cast<__mmask16>(missing > 0 ? 0xffffu << missing : 0xffffu);
+    return _mm512_sub_epi32(words, _mm512_maskz_loadu_epi32(there, x + 4 * (at - stride)));
+}
+
 // Residuals of the full groups among a chunk's words: the bits of those that are not zero, and these words.
 template <bool write>
-void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
+void encode_groups(const char* x, int groups, int stride, char* bitmap, Kept& kept) {
     __m512i before = _mm512_setzero_si512();
     for (int group = 0; group < groups; ++group) {
-        const Group words = {_mm512_loadu_si512(x + 128 * group), _mm512_loadu_si512(x + 128 * group + 64)};
-        const Group residual = differences(transpose(differences(words, before)), _mm512_setzero_si512());
-        before = words.high;
+        Group words;
+        if (stride == 1) {  // the words before are in registers
+            const Group loaded = {_mm512_loadu_si512(x + 128 * group), _mm512_loadu_si512(x + 128 * group + 64)};
+            words = differences(loaded, before);
+            before = loaded.high;
+        } else {
+            words = {differences(x, kGroup * group, stride), differences(x, kGroup * group + 16, stride)};
+        }
+        const Group residual = differences(transpose(words), _mm512_setzero_si512());
         const __mmask16 low = _mm512_test_epi32_mask(residual.low, residual.low);
         const __mmask16 high = _mm512_test_epi32_mask(residual.high, residual.high);
         if constexpr (write) {
@@ -192,8 +209,9 @@ void transpose_back(__m512i (&halves)[n]) {
     }
 }
 
-// The words of so many groups; each element of `before` is the word before them, and then the last one.
-template <int groups>
+// The words of so many groups, or their differences; each element of `before` is the word before them, and then the
+// last one.
+template <int groups, bool differences>
 void decode_several(const char* bitmap, const char*& kept, __m512i& before, char* out) {
     __m512i halves[2 * groups];
     for (int i = 0; i < groups; ++i) {
@@ -203,6 +221,12 @@ void decode_several(const char* bitmap, const char*& kept, __m512i& before, char
     }
     sums(halves);
     transpose_back(halves);
+    if constexpr (differences) {
+        for (int i = 0; i < 2 * groups; ++i) {
+            _mm512_storeu_si512(out + 64 * i, halves[i]);
+        }
+        return;
+    }
     sums(halves);
     for (int i = 0; i < groups; ++i) {
         _mm512_storeu_si512(out + 128 * i, _mm512_add_epi32(halves[2 * i], before));
@@ -211,20 +235,20 @@ void decode_several(const char* bitmap, const char*& kept, __m512i& before, char
     }
 }
 
-// The words of a chunk's full groups; returns the last one.
-std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
+// The words of a chunk's full groups, or their differences.
+template <bool differences>
+void decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
     constexpr int kSeveral = 4;
     const char* next = kept;  // not the reference: it might change with every store to `out`
     __m512i before = _mm512_setzero_si512();
     int group = 0;
     for (; group + kSeveral <= groups; group += kSeveral) {
-        decode_several<kSeveral>(bitmap + 4 * group, next, before, out + 128 * group);
+        decode_several<kSeveral, differences>(bitmap + 4 * group, next, before, out + 128 * group);
     }
     for (; group < groups; ++group) {
-        decode_several<1>(bitmap + 4 * group, next, before, out + 128 * group);
+        decode_several<1, differences>(bitmap + 4 * group, next, before, out + 128 * group);
     }
     kept = next;
-    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(_mm512_castsi512_si128(before)));
 }
 
 #else
@@ -359,8 +383,8 @@ struct Words {
     alignas(64) std::uint32_t at[kChunk];
 };
 
-// Each word (a multiple of 4 of them) becomes the sum of those up to it; returns the last one.
-std::uint32_t sums(const std::uint32_t* words, int count, char* out) {
+// Each word (a multiple of 4 of them) becomes the sum of those up to it.
+void sums(const std::uint32_t* words, int count, char* out) {
 #if defined(__SSE2__)
     __m128i before = _mm_setzero_si128();
     for (int i = 0; i < count; i += 4) {
@@ -371,28 +395,28 @@ std::uint32_t sums(const std::uint32_t* words, int count, char* out) {
         _mm_storeu_si128(reinterpret_cast<__m128i*>(out + 4 * i), x);
         before = _mm_shuffle_epi32(x, 0xff);
     }
-    return static_cast<std::uint32_t>(_mm_cvtsi128_si32(before));
 #else
     std::uint32_t before = 0;
     for (int i = 0; i < count; ++i) {
         before += words[i];
         store_word(out + 4 * i, before);
     }
-    return before;
 #endif
 }
 
 template <bool write>
-void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
+void encode_groups(const char* x, int groups, int stride, char* bitmap, Kept& kept) {
     if (groups == 0) {
         return;
     }
     const int count = groups * kGroup;
     Words words;
     Words planes;
-    words.at[0] = load_word(x);
-    for (int i = 1; i < count; ++i) {
-        words.at[i] = load_word(x + 4 * i) - load_word(x + 4 * i - 4);
+    for (int i = 0; i < stride; ++i) {
+        words.at[i] = load_word(x + 4 * i);
+    }
+    for (int i = stride; i < count; ++i) {
+        words.at[i] = load_word(x + 4 * i) - load_word(x + 4 * (i - stride));
     }
     for (int i = 0; i < count; i += kGroup) {
         transpose(words.at + i, planes.at + i);
@@ -418,7 +442,8 @@ void encode_groups(const char* x, int groups, char* bitmap, Kept& kept) {
     }
 }
 
-std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
+template <bool differences>
+void decode_groups(const char* bitmap, int groups, const char*& kept, char* out) {
     // A copy, for the sake of loops that read beyond a group's last word.
     Kept local;
     local.count = announced(bitmap, groups);
@@ -441,50 +466,61 @@ std::uint32_t decode_groups(const char* bitmap, int groups, const char*& kept, c
     for (int i = 0; i < count; i += kGroup) {
         transpose_back(planes.at + i, words.at + i);
     }
-    return sums(words.at, count, out);
+    if constexpr (differences) {
+        __builtin_memcpy(out, words.at, static_cast<std::size_t>(4 * count));
+    } else {
+        sums(words.at, count, out);
+    }
 }
 
 #endif
 
 // A chunk of at most kChunk words.
 template <bool write>
-void encode_chunk(const char* x, int words, char* bitmap, Kept& kept) {
+void encode_chunk(const char* x, int words, int stride, char* bitmap, Kept& kept) {
     kept.count = 0;
     const int groups = words / kGroup;
-    encode_groups<write>(x, groups, bitmap, kept);
+    encode_groups<write>(x, groups, stride, bitmap, kept);
     const int done = groups * kGroup;
     if (done == words) {
         return;
     }
-    std::uint32_t before = groups > 0 ? load_word(x + 4 * done - 4) : 0;
     std::uint32_t mask = 0;
-    for (int i = 0; i < words - done; ++i) {
-        const std::uint32_t word = load_word(x + 4 * (done + i));
+    for (int i = done; i < words; ++i) {
+        const std::uint32_t word = load_word(x + 4 * i);
+        const std::uint32_t before = i < stride ? 0 : load_word(x + 4 * (i - stride));
         if (word != before) {
-            mask |= 1u << i;
+            mask |= 1u << (i - done);
             kept.words[kept.count++] = word - before;
         }
-        before = word;
     }
     if constexpr (write) {
         store_word(bitmap + 4 * groups, mask);
     }
 }
 
-void decode_chunk(const char* bitmap, int words, const char*& kept, char* out) {
+void decode_chunk(const char* bitmap, int words, int stride, const char*& kept, char* out) {
     const int groups = words / kGroup;
-    std::uint32_t before = decode_groups(bitmap, groups, kept, out);
     const int done = groups * kGroup;
+    if (stride == 1) {
+        decode_groups<false>(bitmap, groups, kept, out);
+    } else {
+        decode_groups<true>(bitmap, groups, kept, out);
+        for (int i = stride; i < done; ++i) {
+            store_word(out + 4 * i, load_word(out + 4 * i) + load_word(out + 4 * (i - stride)));
+        }
+    }
     if (done == words) {
         return;
     }
     const std::uint32_t mask = load_word(bitmap + 4 * groups);
-    for (int i = 0; i < words - done; ++i) {
-        if (mask >> i & 1) {
-            before += load_word(kept);
+    for (int i = done; i < words; ++i) {
+        std::uint32_t word = i < stride ? 0 : load_word(out + 4 * (i - stride));
+        if (mask >> (i - done) & 1) {
+            word += load_word(kept);
             kept += 4;
         }
-        store_word(out + 4 * (done + i), before);
+        store_word(out + 4 * i, word);
     }
 }
 
@@ -509,30 +545,30 @@ std::int64_t for_chunks(std::int64_t nbytes, const Fn& fn) {
     return whole;
 }
 
-std::int64_t count_kept(const void* x, std::int64_t nbytes) {
+std::int64_t count_kept(const void* x, std::int64_t nbytes, int stride) {
     const auto* from = static_cast<const char*>(x);
     std::int64_t count = 0;
     Kept kept;
     const std::int64_t whole = for_chunks(nbytes, [&](std::int64_t at, int words) {
-        encode_chunk<false>(from + at, words, nullptr, kept);
+        encode_chunk<false>(from + at, words, stride, nullptr, kept);
         count += kept.count;
     });
     if (whole < nbytes) {
         const Completed completed(from + whole, nbytes - whole);
-        encode_chunk<false>(completed.bytes, completed.words, nullptr, kept);
+        encode_chunk<false>(completed.bytes, completed.words, stride, nullptr, kept);
         count += kept.count;
     }
     return count;
 }
 
-std::int64_t encode_chunks(const void* x, std::int64_t nbytes, void* bitmap, void* kept) {
+std::int64_t encode_chunks(const void* x, std::int64_t nbytes, int stride, void* bitmap, void* kept) {
     const auto* from = static_cast<const char*>(x);
     auto* bits = static_cast<char*>(bitmap);
     auto* to = static_cast<char*>(kept);
     std::int64_t count = 0;
     Kept local;
     const auto encode = [&](const char* chunk, std::int64_t at, int words) {
-        encode_chunk<true>(chunk, words, bits + at / kGroup, local);
+        encode_chunk<true>(chunk, words, stride, bits + at / kGroup, local);
         __builtin_memcpy(to + 4 * count, local.words, static_cast<std::size_t>(4 * local.count));
         count += local.count;
     };
@@ -544,15 +580,15 @@ std::int64_t encode_chunks(const void* x, std::int64_t nbytes, void* bitmap, voi
     return count;
 }
 
-std::int64_t decode_chunks(const void* bitmap, const void* kept, std::int64_t nbytes, void* out) {
+std::int64_t decode_chunks(const void* bitmap, const void* kept, std::int64_t nbytes, int stride, void* out) {
     const auto* bits = static_cast<const char*>(bitmap);
     const auto* from = static_cast<const char*>(kept);
     auto* to = static_cast<char*>(out);
-    const std::int64_t whole =
-        for_chunks(nbytes, [&](std::int64_t at, int words) { decode_chunk(bits + at / kGroup, words, from, to + at); });
+    const std::int64_t whole = for_chunks(
+        nbytes, [&](std::int64_t at, int words) { decode_chunk(bits + at / kGroup, words, stride, from, to + at); });
     if (whole < nbytes) {
         alignas(64) char chunk[4 * kChunk];
-        decode_chunk(bits + whole / kGroup, static_cast<int>((nbytes - whole + 3) / 4), from, chunk);
+        decode_chunk(bits + whole / kGroup, static_cast<int>((nbytes - whole + 3) / 4), stride, from, chunk);
         __builtin_memcpy(to + whole, chunk, static_cast<std::size_t>(nbytes - whole));
     }
     return (from - static_cast<const char*>(kept)) / 4;
@@ -584,7 +620,9 @@ THINWIRE_KERNELS(MpcKernels, kMpc, kernels)
 
 namespace {
 
-constexpr std::uint32_t kMagics[] = {0x3143504d};
+constexpr int kMostStride = 32;
+// "MPC" and the stride, from "1" on.
+constexpr std::uint32_t kMagic = 0x3043504d;
 constexpr DType kDTypes[] = {DType::float32, DType::bfloat16, DType::float16};
 
 constexpr std::int64_t kChunkBytes = 4 * 1024;
@@ -633,12 +671,34 @@ struct Segments {
     }
 };
 
-std::int64_t wire_bytes(std::int64_t numel, DType dtype) {
+class Mpc final : public LosslessFormat {
+public:
+    explicit Mpc(int stride) : stride_(stride), magic_{kMagic + (static_cast<std::uint32_t>(stride) << 24)} {}
+
+    std::span<const std::uint32_t> magics() const override {
+        return magic_;
+    }
+    std::span<const DType> dtypes() const override {
+        return kDTypes;
+    }
+    std::int64_t wire_bytes(std::int64_t numel, DType dtype) const override;
+    std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity,
+                        int threads) const override;
+    void decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel, DType encoded, void* out, DType dtype,
+                bool add, int threads) const override;
+
+private:
+    int stride_;
+    std::uint32_t magic_[1];
+};
+
+std::int64_t Mpc::wire_bytes(std::int64_t numel, DType dtype) const {
     const std::int64_t nbytes = numel * bytes_of(dtype);
     return nbytes == 0 ? 0 : kHeaderBytes + 4 * (bitmap_words(nbytes) + ceil_div(nbytes, 4));
 }
 
-std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity, int threads) {
+std::int64_t Mpc::encode(const void* x, DType dtype, std::int64_t numel, void* wire, std::int64_t capacity,
+                         int threads) const {
     check_values("mpc", numel);
     check_capacity("mpc", wire_bytes(numel, dtype), capacity);
     if (numel == 0) {
@@ -653,24 +713,25 @@ std::int64_t encode(const void* x, DType dtype, std::int64_t numel, void* wire, 
     const Segments segments{nbytes, useful_threads(nbytes, threads)};
     std::int64_t count = 0;
     if (segments.threads <= 1) {
-        count = use.encode(from, nbytes, bitmap, kept);
+        count = use.encode(from, nbytes, stride_, bitmap, kept);
     } else {
-        const auto starts = segments.offsets(
-            [&](std::int64_t, std::int64_t first, std::int64_t here) { return use.count(from + first, here); });
+        const auto starts = segments.offsets([&](std::int64_t, std::int64_t first, std::int64_t here) {
+            return use.count(from + first, here, stride_);
+        });
         count = starts.back();
         parallel_for(segments.count(), segments.threads, [&](std::int64_t begin, std::int64_t end) {
             const std::int64_t first = segments.bytes_before(begin);
-            use.encode(from + first, segments.bytes_before(end) - first, bitmap + bitmap_at(begin),
+            use.encode(from + first, segments.bytes_before(end) - first, stride_, bitmap + bitmap_at(begin),
                        kept + 4 * starts[static_cast<std::size_t>(begin)]);
         });
     }
     const std::int64_t size = kept + 4 * count - to;
-    write_header(kMagics[0], size, to);
+    write_header(magic_[0], size, to);
     return size;
 }
 
-void decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel, DType encoded, void* out, DType dtype,
-            bool add, int threads) {
+void Mpc::decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel, DType encoded, void* out, DType dtype,
+                 bool add, int threads) const {
     check_values("mpc", numel);
     check_add("mpc", dtype, add);
     if (numel == 0) {
@@ -679,7 +740,7 @@ void decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel, DTyp
     const std::int64_t nbytes = numel * bytes_of(encoded);
     const std::int64_t words = ceil_div(nbytes, 4);
     const std::int64_t bitmap_bytes = 4 * bitmap_words(nbytes);
-    const Message message = read_message("mpc", kMagics, wire, wire_nbytes);
+    const Message message = read_message("mpc", magic_, wire, wire_nbytes);
     if (message.body_bytes < bitmap_bytes) {
         throw std::invalid_argument("mpc: " + std::to_string(words) + " words need a bitmap of " +
                                     std::to_string(bitmap_bytes / 4) + ", " + std::to_string(message.body_bytes / 4) +
@@ -707,20 +768,33 @@ void decode(const void* wire, std::int64_t wire_nbytes, std::int64_t numel, DTyp
         const char* bits = bitmap + bitmap_at(begin);
         const char* next = kept + 4 * starts[static_cast<std::size_t>(begin)];
         if (encoded == dtype && !add) {
-            use.decode(bits, next, stop - first, static_cast<char*>(out) + first);
+            use.decode(bits, next, stop - first, stride_, static_cast<char*>(out) + first);
             return;
         }
         alignas(64) char piece[kPieceBytes];
         for (std::int64_t at = first; at < stop; at += kPieceBytes) {
             const std::int64_t here = std::min(kPieceBytes, stop - at);
-            next += 4 * use.decode(bits + 4 * ((at - first) / kBytesPerBitmapWord), next, here, piece);
+            next += 4 * use.decode(bits + 4 * ((at - first) / kBytesPerBitmapWord), next, here, stride_, piece);
             value_kernels().cast(piece, encoded, here / bytes_of(encoded),
                                  static_cast<char*>(out) + at / bytes_of(encoded) * bytes_of(dtype), dtype, add);
         }
     });
 }
 
-constexpr LosslessKind kKind = {kMagics, kDTypes, wire_bytes, encode, decode};
+std::unique_ptr<const LosslessFormat> make(std::span<const std::int64_t> parameters) {
+    check_parameters("mpc", parameters, 1);
+    const std::int64_t stride = parameters[0];
+    if (stride < 1 || stride > kMostStride) {
+        throw std::invalid_argument("mpc: a stride of " + std::to_string(stride) + " words");
+    }
+    return std::make_unique<Mpc>(static_cast<int>(stride));
+}
+
+Parameters draw(const Draw& draw) {
+    return {draw(0, 1) == 0 ? 1 : draw(1, kMostStride)};
+}
+
+constexpr LosslessKind kKind = {make, draw};
 
 }  // namespace
 

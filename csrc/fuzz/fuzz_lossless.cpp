@@ -1,4 +1,5 @@
 #include <cstring>
+#include <memory>
 #include <vector>
 
 #include "codec_kinds.hpp"
@@ -20,8 +21,13 @@ const LosslessKind& any_kind(Input& input) {
     return *kinds[static_cast<std::size_t>(input.number(0, std::ssize(kinds) - 1))];
 }
 
+std::unique_ptr<const LosslessFormat> any_format(Input& input) {
+    const LosslessKind& kind = any_kind(input);
+    return kind.make(kind.draw([&](std::int64_t least, std::int64_t most) { return input.number(least, most); }));
+}
+
 struct Call {
-    const LosslessKind& kind;
+    std::unique_ptr<const LosslessFormat> format;
     DType encoded;
     std::int64_t numel;
     DType dtype;
@@ -31,8 +37,8 @@ struct Call {
     std::int64_t misaligned_wire;
 
     explicit Call(Input& input)
-        : kind(any_kind(input)),
-          encoded(kind.dtypes[static_cast<std::size_t>(input.number(0, std::ssize(kind.dtypes) - 1))]),
+        : format(any_format(input)),
+          encoded(format->dtypes()[static_cast<std::size_t>(input.number(0, std::ssize(format->dtypes()) - 1))]),
           numel(input.flag() ? input.number(0, 200) : input.number(0, kMostValues)),
           dtype(static_cast<DType>(input.number(0, 2))),
           add(dtype == DType::float32 && input.flag()),
@@ -56,7 +62,7 @@ struct Call {
         return x;
     }
     std::int64_t capacity() const {
-        return kind.wire_bytes(numel, encoded);
+        return format->wire_bytes(numel, encoded);
     }
     // A message in memory that ends where it ends.
     Buffer encode(Buffer& x) const {
@@ -68,18 +74,19 @@ struct Call {
         return wire;
     }
     std::int64_t encode(Buffer& x, Buffer& room) const {
-        return kind.encode(x.data(), encoded, numel, room.data(), room.size(), threads);
+        return format->encode(x.data(), encoded, numel, room.data(), room.size(), threads);
     }
     void decode(Buffer& wire, Buffer& out, DType to, bool added) const {
-        kind.decode(wire.data(), wire.size(), numel, encoded, out.data(), to, added, threads);
+        format->decode(wire.data(), wire.size(), numel, encoded, out.data(), to, added, threads);
     }
 };
 
-void write_header(Input& input, const LosslessKind& kind, Buffer& wire) {
+void write_header(Input& input, const LosslessFormat& format, Buffer& wire) {
     if (wire.size() < kHeaderBytes) {
         return;
     }
-    const std::uint32_t magic = kind.magics[static_cast<std::size_t>(input.number(0, std::ssize(kind.magics) - 1))];
+    const auto magics = format.magics();
+    const std::uint32_t magic = magics[static_cast<std::size_t>(input.number(0, std::ssize(magics) - 1))];
     const auto words = static_cast<std::uint32_t>(wire.size() / 4);
     std::memcpy(wire.data(), &magic, sizeof magic);
     std::memcpy(&wire[4], &words, sizeof words);
@@ -97,7 +104,7 @@ void lossless_any_message(Input& input) {
     } else {
         wire = Buffer(input.number(0, call.capacity() + 64), call.misaligned_wire);
         wire.fill(input);
-        write_header(input, call.kind, wire);
+        write_header(input, *call.format, wire);
     }
     Buffer out = call.values(call.dtype);
     refuses([&] { call.decode(wire, out, call.dtype, call.add); });

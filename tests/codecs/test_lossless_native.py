@@ -17,6 +17,7 @@ from thinwire.codecs.cpp.lossless import LosslessCodec
 from thinwire.codecs.reference import make
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
+from thinwire.spec.codec import FAMILIES
 
 SIZES = [*range(1, 201), *range(511, 514), *range(1023, 1058), 2047, 4097, 100000]
 NUMBER = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -149,7 +150,8 @@ def test_addresses_may_be_misaligned(by: int) -> None:
             held, out = misaligned(x, by), misaligned(torch.zeros_like(x), by)
             wire = misaligned(torch.zeros(capacity, dtype=torch.uint8), by)
             x_at, wire_at, out_at, number = held.data_ptr(), wire.data_ptr(), out.data_ptr(), NUMBER[dtype]
-            codec = _native.Lossless(name)
+            spec = CodecSpec(name)
+            codec = _native.Lossless(spec.family, FAMILIES[spec.family].parameters(spec, "float32"))
             size = codec.encode(x_at, number, numel, wire_at, capacity, 1)
             codec.decode(wire_at, size, numel, number, out_at, number, False, 1)
             assert torch.equal(wire[:size], want)
@@ -187,11 +189,11 @@ def test_refuses_what_the_reference_refuses(name: str, dtype: torch.dtype) -> No
         broken += [with_word(wire, 1, words - 1), with_word(torch.cat((wire, wire[:4])), 1, words + 1)]
         for message in broken:
             for codec in (native(name), reference(name)):
-                with pytest.raises(WireError, match=f"^{name}: "):
+                with pytest.raises(WireError, match=f"^{CodecSpec(name).family}: "):
                     codec.decode(message, numel, dtype)
         for other in (numel - 600, numel + 600):
             for codec in (native(name), reference(name)):
-                with pytest.raises(WireError, match=f"^{name}: "):
+                with pytest.raises(WireError, match=f"^{CodecSpec(name).family}: "):
                     codec.decode(wire, other, dtype)
 
 
@@ -251,4 +253,26 @@ def test_any_bytes_after_a_header_do_no_harm() -> None:
         try:
             decode(name, wire, numel, torch.bfloat16)
         except WireError as error:
-            assert str(error).startswith(f"{name}: ")  # noqa: PT017  (either outcome is right)
+            assert str(error).startswith(f"{CodecSpec(name).family}: ")  # noqa: PT017  (either outcome is right)
+
+
+@pytest.mark.parametrize("stride", [2, 5, 16, 17, 31, 32])
+def test_strides_have_the_references_bytes_and_shorten_records(stride: int) -> None:
+    name = f"mpc:{stride}"
+    torch.manual_seed(stride)
+    for numel in FEW_SIZES:
+        # Records of unlike places, each of which changes little from record to record.
+        x = (torch.arange(numel) % stride) * 1000.0 + torch.randint(0, 4, (numel,)) * 0.25
+        wire = native(name).encode(x)
+        assert torch.equal(wire, reference(name).encode(x))
+        same_bits(decode(name, wire, numel, torch.float32), x)
+        if numel > 2000 and stride > 2:
+            assert wire.numel() < 0.8 * native("mpc").encode(x).numel()
+
+
+def test_a_message_of_another_stride_is_refused() -> None:
+    wire = native("mpc:3").encode(torch.randn(100))
+    for name in ("mpc", "mpc:4"):
+        for codec in (native(name), reference(name)):
+            with pytest.raises(WireError, match=r"mpc: a message starts with 0x3.43504d, this one with 0x3343504d"):
+                codec.decode(wire, 100, torch.float32)

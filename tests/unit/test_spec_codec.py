@@ -14,6 +14,7 @@ VALID = [
     "bf16",
     "fp16",
     "mpc",
+    "mpc:4",
     "exp3",
     "int8:256",
     "int4:2048",
@@ -71,6 +72,8 @@ def test_text_is_a_fixed_point(text: str) -> None:
     [
         (" int8:256 ", "int8:256"),
         ("zfp:8.0", "zfp:8"),
+        ("mpc:1", "mpc"),
+        ("mpc:04", "mpc:4"),
         ("int4:256,stochastic,hadamard", "int4:256,hadamard,stochastic"),
         ("int4:256, hadamard", "int4:256,hadamard"),
     ],
@@ -85,6 +88,7 @@ def test_parameters() -> None:
     assert (codec.family, codec.bits, codec.block, codec.options) == ("int", 4, 256, {"hadamard"})
     assert CodecSpec("int6:tensor").per_tensor
     assert CodecSpec("zfp:10.25").rate == 10.25
+    assert [CodecSpec(text).stride for text in ("mpc", "mpc:17")] == [1, 17]
     assert CodecSpec().is_none
     assert not codec.is_none
 
@@ -92,15 +96,15 @@ def test_parameters() -> None:
 @pytest.mark.parametrize("text", VALID)
 def test_loss_and_length(text: str) -> None:
     codec = CodecSpec(text)
-    assert codec.is_lossless == (text in {"none", "mpc", "exp3"})
-    assert codec.is_variable_length == (text in {"mpc", "exp3"})
+    assert codec.is_lossless == (text in {"none", "mpc", "mpc:4", "exp3"})
+    assert codec.is_variable_length == (text in {"mpc", "mpc:4", "exp3"})
 
 
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
         ("", "valid are none"),
-        ("gzip", "valid are none, bf16, fp16, intN:BLOCK, intN:tensor, zfp:RATE, mpc and exp3; "),
+        ("gzip", "valid are none, bf16, fp16, intN:BLOCK, intN:tensor, zfp:RATE, mpc, mpc:STRIDE and exp3; "),
         ("INT8:256", "valid are none"),
         ("none:3", "valid are none"),
         ("int8", "int8:256"),
@@ -121,6 +125,11 @@ def test_loss_and_length(text: str) -> None:
         ("zfp:nan", "at most 32"),
         ("zfp:0", "at most 32"),
         ("zfp:33", "at most 32"),
+        ("mpc:", "from 1 to 32"),
+        ("mpc:0", "from 1 to 32"),
+        ("mpc:33", "from 1 to 32"),
+        ("mpc:-2", "from 1 to 32"),
+        ("mpc:fast", "from 1 to 32"),
         (8, "expected text"),
     ],
 )

@@ -26,6 +26,8 @@ DTYPES = tuple(_ITEM_BYTES)
 OPTIONS = ("hadamard", "stochastic")
 _INT = re.compile(r"int(?P<bits>\d+)(?::(?P<block>[^:,]*))?(?P<options>(?:,[^,]*)*)")
 _ZFP = re.compile(r"zfp(?::(?P<rate>[^:,]*))?")
+_MPC = re.compile(r"mpc(?::(?P<stride>[^:,]*))?")
+_MOST_STRIDE = 32
 _SMALL_BLOCK, _LARGE_BLOCK = 8, 1 << 13
 
 
@@ -41,8 +43,7 @@ class Family:
         wire_bytes: size of a message in bytes, or its largest size with ``variable_length``, from the spec, the number
             of values (at least 0) and the bytes of one value.
         module: name of the codec's file in every backend (``codecs/reference``, ``codecs/triton``, ``csrc/codecs``).
-        parameters: for a codec of fixed length, the numbers that its native code takes, from the spec and the name of
-            the dtype that is encoded.
+        parameters: the numbers that its native code takes, from the spec and the name of the dtype that is encoded.
         dtypes: names of the dtypes that the codec encodes.
         lossless: whether decoding returns exactly what was encoded.
         variable_length: whether the size of a message depends on the values.
@@ -126,6 +127,16 @@ def _zfp_bytes(spec: CodecSpec, numel: int, _itemsize: int) -> int:
     return 8 * -(-(-(-numel // 4) * spec.zfp_block_bits) // 64)
 
 
+def _parse_mpc(text: str) -> Mapping[str, Any] | None:
+    match = _MPC.fullmatch(text)
+    if match is None:
+        return None
+    stride = 1 if match["stride"] is None else match["stride"].strip()
+    if not str(stride).isdecimal() or not 1 <= int(stride) <= _MOST_STRIDE:
+        raise _bad(text, f"the stride should be a whole number of 32-bit words from 1 to {_MOST_STRIDE}")
+    return {"family": "mpc", "stride": int(stride), "text": "mpc" if int(stride) == 1 else f"mpc:{int(stride)}"}
+
+
 def _mpc_bytes(_spec: CodecSpec, numel: int, itemsize: int) -> int:
     words = -(-numel * itemsize // 4)
     return 4 * (2 + words + -(-words // 32)) if numel else 0
@@ -188,11 +199,15 @@ FAMILIES: Final[Mapping[str, Family]] = {
         parameters=lambda spec, _dtype: (spec.zfp_block_bits,),
     ),
     "mpc": Family(
-        notation=(("mpc", "MPC: lossless, variable length"),),
-        examples=("mpc",),
-        parse=_named("mpc"),
+        notation=(
+            ("mpc", "MPC: lossless, variable length"),
+            ("mpc:STRIDE", "MPC of records of STRIDE 32-bit words (1 to 32): what is sent is how far each differs"),
+        ),
+        examples=("mpc", "mpc:4", "mpc:3"),
+        parse=_parse_mpc,
         wire_bytes=_mpc_bytes,
         module="mpc",
+        parameters=lambda spec, _dtype: (spec.stride,),
         lossless=True,
         variable_length=True,
         typical_ratio={"bfloat16": 1.28, "float32": 1.10},
@@ -252,6 +267,8 @@ class CodecSpec:
     """Bits per value of ``zfp``."""
     zfp_block_bits: int = field(init=False, compare=False, default=0)
     """Bits that ``zfp:RATE`` gives to a block of four values: at least the 9 of the block's exponent."""
+    stride: int = field(init=False, compare=False, default=1)
+    """Distance in 32-bit words between the values whose differences ``mpc`` sends."""
     parameters: str = field(init=False, compare=False, default="")
     """Text after the colon of a codec of another package, in its canonical spelling."""
     options: frozenset[str] = field(init=False, compare=False, default=frozenset())

@@ -26,7 +26,9 @@ class LosslessCodec(Codec):
 
     def __init__(self, spec: CodecSpec) -> None:
         super().__init__(spec)
-        self._native = _native.Lossless(FAMILIES[spec.family].module)
+        family = FAMILIES[spec.family]
+        # The parameters do not depend on the dtype: lossless codecs encode words, or one dtype.
+        self._native = _native.Lossless(family.module, family.parameters(spec, family.dtypes[0]))
 
     def _encode(self, x: Tensor, wire: Tensor, seed: int) -> int:
         del seed

@@ -1,5 +1,8 @@
-"""MPC: massively parallel compression of 32-bit words (Yang, Mukka, Hesaaraki and Burtscher, CLUSTER 2015), with
-dimension 1."""
+"""MPC: massively parallel compression of 32-bit words (Yang, Mukka, Hesaaraki and Burtscher, CLUSTER 2015).
+
+The stride is what the paper calls dimension: the number of words in a record, whose places resemble those of the record
+before.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,8 @@ from thinwire.errors import WireError
 
 __all__ = ["ReferenceMpc", "make"]
 
-MAGIC = 0x3143504D
+MAGIC = 0x3043504D
+"""What messages begin with, less the stride in the highest byte."""
 CHUNK = 1024
 
 
@@ -28,18 +32,18 @@ class ReferenceMpc(Codec):
         del seed
         data = as_bytes(x)
         words = words_of(torch.nn.functional.pad(data, (0, -data.numel() % 4)))
-        residual = _residual(words)
+        residual = _residual(words, self.spec.stride)
         kept = residual != 0
         bitmap = words_of(_whole_words(pack_bits(kept)))
         size = 2 + bitmap.numel() + int(kept.sum())
-        header = torch.tensor([MAGIC, size], device=x.device).to(torch.int32)
+        header = torch.tensor([self._magic, size], device=x.device).to(torch.int32)
         wire[: 4 * size] = as_bytes(torch.cat((header, bitmap, residual[kept])))
         return 4 * size
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
         num_words = -(-out.numel() * encoded.itemsize // 4)
         bitmap_words = -(-num_words // 32)
-        _, size = read_header(wire, "mpc", (MAGIC,))
+        _, size = read_header(wire, "mpc", (self._magic,))
         body = words_of(wire[8:size])
         if body.numel() < bitmap_words:
             raise WireError(f"mpc: {num_words} words need a bitmap of {bitmap_words}, {body.numel()} are there")
@@ -51,8 +55,12 @@ class ReferenceMpc(Codec):
             )
         residual = torch.zeros(num_words, dtype=torch.int32, device=wire.device)
         residual[bits[:num_words]] = body[bitmap_words:]
-        values = as_bytes(_words(residual))[: out.numel() * encoded.itemsize].view(encoded)
+        values = as_bytes(_words(residual, self.spec.stride))[: out.numel() * encoded.itemsize].view(encoded)
         store(values, out, add=add)
+
+    @property
+    def _magic(self) -> int:
+        return MAGIC + (self.spec.stride << 24)
 
 
 make = ReferenceMpc
@@ -63,9 +71,9 @@ def _whole_words(data: Tensor) -> Tensor:
     return torch.nn.functional.pad(data, (0, -data.numel() % 4))
 
 
-def _residual(words: Tensor) -> Tensor:
+def _residual(words: Tensor, stride: int) -> Tensor:
     chunks = torch.nn.functional.pad(words, (0, -words.numel() % CHUNK)).view(-1, CHUNK)
-    chunks = torch.cat((chunks[:, :1], chunks[:, 1:] - chunks[:, :-1]), 1)  # LNV
+    chunks = torch.cat((chunks[:, :stride], chunks[:, stride:] - chunks[:, :-stride]), 1)  # LNV
     flat = chunks.view(-1)[: words.numel()]
     grouped = words.numel() // 32 * 32
     planes = _transpose(flat[:grouped].view(-1, 32))  # BIT
@@ -73,12 +81,14 @@ def _residual(words: Tensor) -> Tensor:
     return torch.cat((planes.view(-1), flat[grouped:]))
 
 
-def _words(residual: Tensor) -> Tensor:
+def _words(residual: Tensor, stride: int) -> Tensor:
     grouped = residual.numel() // 32 * 32
     planes = residual[:grouped].view(-1, 32).cumsum(1, dtype=torch.int32)
     flat = torch.cat((_transpose_back(planes).view(-1), residual[grouped:]))
     chunks = torch.nn.functional.pad(flat, (0, -flat.numel() % CHUNK)).view(-1, CHUNK)
-    return chunks.cumsum(1, dtype=torch.int32).view(-1)[: residual.numel()]
+    records = torch.nn.functional.pad(chunks, (0, -CHUNK % stride)).view(len(chunks), -1, stride)
+    chunks = records.cumsum(1, dtype=torch.int32).view(len(chunks), -1)[:, :CHUNK]
+    return chunks.reshape(-1)[: residual.numel()]
 
 
 def _transpose(words: Tensor) -> Tensor:

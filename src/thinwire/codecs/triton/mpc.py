@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch
+from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch, power_of_two
 from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of
 from thinwire.errors import WireError
 
 __all__ = ["TritonMpc", "make"]
 
-MAGIC = 0x3143504D
+MAGIC = 0x3043504D
+"""What messages begin with, less the stride in the highest byte."""
 CHUNK = 1024
 
 
@@ -37,9 +38,12 @@ class TritonMpc(VariableCodec):
         words, message = _words_of(x), room.view(torch.int32)
         num_words, num_chunks = words.numel(), ceil_div(words.numel(), CHUNK)
         counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
-        launch(_count, (num_chunks,), words, message, counts, num_words)
+        stride = self.spec.stride
+        launch(_count, (num_chunks,), words, message, counts, num_words, STRIDE=stride)
         offsets = offsets_of(counts)
-        launch(_compact, (num_chunks,), words, message, offsets, num_words, num_chunks, MAGIC)
+        launch(
+            _compact, (num_chunks,), words, message, offsets, num_words, num_chunks, MAGIC=self._magic, STRIDE=stride
+        )
         return offsets[-1]
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
@@ -53,7 +57,7 @@ class TritonMpc(VariableCodec):
             counts = torch.empty(num_chunks, dtype=torch.int64, device=wire.device)
             launch(_count_bits, (num_chunks,), message, counts, num_words, TOO_MANY)
             offsets = offsets_of(counts)
-        _, size, found = header_of(wire, "mpc", (MAGIC,), offsets)
+        _, size, found = header_of(wire, "mpc", (self._magic,), offsets)
         there = size // 4 - 2 - bitmap_words
         if there < 0:
             raise WireError(f"mpc: {num_words} words need a bitmap of {bitmap_words}, {there + bitmap_words} are there")
@@ -61,10 +65,17 @@ class TritonMpc(VariableCodec):
             raise WireError(f"mpc: the bitmap announces {found % TOO_MANY} words of {num_words}, {there} are there")
         fits = not add and out.dtype == encoded and out.numel() * encoded.itemsize % 4 == 0 and out.data_ptr() % 4 == 0
         room = out.view(torch.int32) if fits else torch.empty(num_words, dtype=torch.int32, device=wire.device)
-        launch(_restore, (num_chunks,), message, room, offsets, num_words)
+        stride = self.spec.stride
+        launch(_restore, (num_chunks,), message, room, offsets, num_words, SUMS=stride == 1)
+        if stride > 1:
+            launch(_accumulate, (num_chunks,), room, num_words, STRIDE=stride, WIDTH=power_of_two(stride))
         if not fits:
             values = room.view(torch.uint8)[: out.numel() * encoded.itemsize].view(encoded)
             out.add_(values) if add else out.copy_(values)
+
+    @property
+    def _magic(self) -> int:
+        return MAGIC + (self.spec.stride << 24)
 
 
 make = TritonMpc
@@ -118,13 +129,13 @@ def _places(num_words, chunk):
 
 
 @triton.jit
-def _residual(words, num_words, chunk):
+def _residual(words, num_words, chunk, STRIDE: tl.constexpr):
     """The residual words (uint32) of a chunk, their bits in the bitmap, and the bitmap."""
     bit_GC, whole_G, rem = _places(num_words, chunk)
     at_GC = tl.arange(0, 32)[:, None] * 32 + tl.arange(0, 32)[None, :]
     words += chunk * 1024
     word_GC = tl.load(words + at_GC, mask=at_GC < rem, other=0)
-    before_GC = tl.load(words + at_GC - 1, mask=(at_GC < rem) & (at_GC > 0), other=0)
+    before_GC = tl.load(words + at_GC - STRIDE, mask=(at_GC < rem) & (at_GC >= STRIDE), other=0)
     difference_GC = word_GC.to(tl.uint32, bitcast=True) - before_GC.to(tl.uint32, bitcast=True)
     difference_GC = tl.where(at_GC < rem, difference_GC, 0)
     # The predecessor of a plane is the plane of the next higher bit, that is, of the words shifted down.
@@ -144,18 +155,18 @@ def _ranks(bitmap_G, bit_GC):
 
 
 @triton.jit
-def _count(words, message, counts, num_words):
+def _count(words, message, counts, num_words, STRIDE: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
-    _, _, bitmap_G, rem = _residual(words, num_words, chunk)
+    _, _, bitmap_G, rem = _residual(words, num_words, chunk, STRIDE)
     group_G = tl.arange(0, 32)
     tl.store(message + 2 + chunk * 32 + group_G, bitmap_G, mask=group_G * 32 < rem)
     tl.store(counts + chunk, tl.sum(num_ones(bitmap_G), axis=0))
 
 
 @triton.jit
-def _compact(words, message, offsets, num_words, num_chunks, MAGIC: tl.constexpr):
+def _compact(words, message, offsets, num_words, num_chunks, MAGIC: tl.constexpr, STRIDE: tl.constexpr):
     chunk = tl.program_id(0).to(tl.int64)
-    residual_GC, bit_GC, bitmap_G, _ = _residual(words, num_words, chunk)
+    residual_GC, bit_GC, bitmap_G, _ = _residual(words, num_words, chunk, STRIDE)
     start = 2 + (chunk * 0 + num_words + 31) // 32
     at_GC = start + tl.load(offsets + chunk) + _ranks(bitmap_G, bit_GC)
     tl.store(message + at_GC, residual_GC.to(tl.int32, bitcast=True), mask=residual_GC != 0)
@@ -179,7 +190,8 @@ def _count_bits(message, counts, num_words, TOO_MANY):
 
 
 @triton.jit
-def _restore(message, out, offsets, num_words):
+def _restore(message, out, offsets, num_words, SUMS: tl.constexpr):
+    """Write the words of a chunk or, without ``SUMS``, their differences."""
     chunk = tl.program_id(0).to(tl.int64)
     bit_GC, whole_G, rem = _places(num_words, chunk)
     group_G = tl.arange(0, 32)
@@ -192,9 +204,24 @@ def _restore(message, out, offsets, num_words):
     after_GC = tl.sum(residual_GC, axis=1).to(tl.int32)[:, None] - tl.cumsum(residual_GC, axis=1).to(tl.int32)
     words_GC = _transposed((residual_GC + after_GC).to(tl.uint32, bitcast=True)).to(tl.int32, bitcast=True)
     words_GC = tl.where(whole_G[:, None], words_GC, residual_GC)
-    # The sum of all words up to each one: within its group, plus the sums of earlier groups.
-    total_G = tl.sum(words_GC, axis=1).to(tl.int32)
-    before_G = tl.cumsum(total_G, axis=0).to(tl.int32) - total_G
-    words_GC = tl.cumsum(words_GC, axis=1).to(tl.int32) + before_G[:, None]
+    if SUMS:
+        # The sum of all words up to each one: within its group, plus the sums of earlier groups.
+        total_G = tl.sum(words_GC, axis=1).to(tl.int32)
+        before_G = tl.cumsum(total_G, axis=0).to(tl.int32) - total_G
+        words_GC = tl.cumsum(words_GC, axis=1).to(tl.int32) + before_G[:, None]
     at_GC = group_G[:, None] * 32 + tl.arange(0, 32)[None, :]
     tl.store(out + chunk * 1024 + at_GC, words_GC, mask=at_GC < rem)
+
+
+@triton.jit
+def _accumulate(words, num_words, STRIDE: tl.constexpr, WIDTH: tl.constexpr):
+    """Replace the differences of a chunk by the words: sums along each place of its records of STRIDE words."""
+    RECORDS: tl.constexpr = 2048 // WIDTH  # at least 1024 / STRIDE, because WIDTH is less than twice STRIDE
+    chunk = tl.program_id(0).to(tl.int64)
+    rem = tl.minimum(num_words - chunk * 1024, 1024).to(tl.int32)
+    place_RW = tl.broadcast_to(tl.arange(0, WIDTH)[None, :], (RECORDS, WIDTH))
+    at_RW = tl.arange(0, RECORDS)[:, None] * STRIDE + place_RW
+    inside_RW = (place_RW < STRIDE) & (at_RW < rem)
+    words += chunk * 1024
+    difference_RW = tl.load(words + at_RW, mask=inside_RW, other=0)
+    tl.store(words + at_RW, tl.cumsum(difference_RW, axis=0).to(tl.int32), mask=inside_RW)
