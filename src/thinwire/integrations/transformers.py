@@ -7,27 +7,25 @@ with the sharded state, which loads under any plan and on any number of ranks.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import thinwire as tw
 from thinwire.errors import SpecError, UsageError
+from thinwire.integrations.accelerate import STATE, SteppingOptimizer
+from thinwire.integrations.optimizers import is_sharded
+from thinwire.integrations.plans import chosen_plan, launched_mesh
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Plan
 
 __all__ = ["ThinwireArguments", "ThinwireTrainer", "ThinwireTrainerMixin"]
-
-_STATE: Final = "thinwire"
-"""Directory of the sharded state inside a checkpoint of the trainer."""
 
 _REFUSED: Final = {
     "fsdp": "thinwire shards the model itself; choose the sharding with plan=",
@@ -100,9 +98,7 @@ class ThinwireTrainerMixin:
             optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
         groups = [group for group in groups if group["params"]]
         inner = tw.optimizer(self.model, optimizer_class, param_groups=groups, **options)
-        # accelerate would move the optimizer's state to the device by a state dict of everything.
-        self.optimizer = AcceleratedOptimizer(inner, device_placement=False)
-        self.optimizer._is_accelerate_prepared = True
+        self.optimizer = SteppingOptimizer(inner)
         self.accelerator._optimizers.append(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
 
@@ -130,19 +126,19 @@ class ThinwireTrainerMixin:
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Every rank gathers the weights; one writes them."""
         trainer: Any = super()
-        if state_dict is None and _is_sharded(self.model):
+        if state_dict is None and is_sharded(self.model):
             state_dict = tw.full_state_dict(self.model)
         if self.args.should_save:
             trainer._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         extra = {"scheduler": self.lr_scheduler.state_dict()}
-        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, _STATE), extra=extra)
+        tw.save(self.model, _sharded(self.optimizer), Path(output_dir, STATE), extra=extra)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        extra = tw.load(self.model, _sharded(self.optimizer), Path(checkpoint, _STATE))
+        extra = tw.load(self.model, _sharded(self.optimizer), Path(checkpoint, STATE))
         self.lr_scheduler.load_state_dict(extra["scheduler"])
 
 
@@ -158,17 +154,10 @@ def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:
         arguments: Arguments of the trainer.
 
     Raises:
-        SpecError: There is no such preset or file, or the plan is for another number of ranks.
+        SpecError: There is no such preset or file, or the plan computes in another dtype than the arguments ask for.
     """
-    world = max(arguments.world_size, 1)
-    local = min(int(os.environ.get("LOCAL_WORLD_SIZE", world)), world)
-    if isinstance(plan, Plan):
-        chosen = plan
-    elif str(plan).endswith(".toml"):
-        chosen = Plan.load(plan)
-    else:
-        dtype = "bfloat16" if arguments.bf16 else "float32"
-        chosen = Plan.preset(str(plan), nodes=world // local, local=local, compute_dtype=dtype)
+    compute_dtype = "bfloat16" if arguments.bf16 else None
+    chosen = chosen_plan(plan, launched_mesh(arguments.world_size), compute_dtype)
     if chosen.compute_dtype == "float16":
         raise SpecError(
             f"plan {chosen.name}",
@@ -190,16 +179,8 @@ def _refuse(arguments: Any) -> None:
 
 
 def _shard(model: Any, plan: Plan) -> None:
-    if not _is_sharded(model):
+    if not is_sharded(model):
         tw.shard(model, plan)
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    try:
-        runtime_of(model)
-    except UsageError:
-        return False
-    return True
 
 
 def _sharded(optimizer: Any) -> ShardedOptimizer:

@@ -1,0 +1,402 @@
+"""Hugging Face's ``Accelerator`` over thinwire, for loops that are written by hand.
+
+``prepare`` shards the model and makes the optimizer anew over shares. The rest of the loop stays as it is. A checkpoint
+of ``save_state`` has a directory ``thinwire`` with the sharded state, which loads under any plan and on any number of
+ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DDPCommunicationHookType, DistributedType, DynamoBackend
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.integrations.optimizers import follow, is_sharded, over_shares
+from thinwire.integrations.plans import chosen_plan, launched_mesh
+from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.runtime import runtime_of
+from thinwire.spec import Plan
+
+__all__ = ["STATE", "SteppingOptimizer", "ThinwireAccelerator"]
+
+STATE: Final = "thinwire"
+"""Name of the directory with the sharded state inside a checkpoint."""
+
+_COMPUTE_DTYPES: Final = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
+"""Values of ``mixed_precision``, and the ``compute_dtype`` that has the same effect; ``None``: the plan's own."""
+
+_ENGINES: Final = ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_MEGATRON_LM")
+"""Variables by which accelerate's arguments and its launcher ask for another engine."""
+
+_KINDS: Final = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+"""Kinds of jobs in which accelerate itself leaves the model whole."""
+
+
+class SteppingOptimizer(AcceleratedOptimizer):
+    """accelerate's wrapper of an optimizer, over shares: it reports the steps that a loss scale skipped.
+
+    Args:
+        optimizer: The sharded optimizer.
+    """
+
+    optimizer: ShardedOptimizer
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        # accelerate would move the optimizer's state to the device by a state dict of everything.
+        super().__init__(optimizer, device_placement=False)
+        self._is_accelerate_prepared = True
+        self._skipped_before = 0
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:
+        """Make a step, if this is the last micro-batch of one."""
+        if self.optimizer.loss_scale is not None:
+            self._skipped_before = self.optimizer.skipped_steps
+        super().step(closure)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the latest step was skipped because its gradient was not finite."""
+        return self.optimizer.loss_scale is not None and self.optimizer.skipped_steps > self._skipped_before
+
+
+class _AcceleratedSteps:
+    """The part of the accelerator that runs the steps of a sharded model."""
+
+    sync_gradients: bool
+    loss_scale: LossScale | None
+    _sharded: nn.Module | None
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
+        inherited: Any = super()
+        with inherited.accumulate(*models):
+            for model in filter(is_sharded, models):
+                _begin_micro_batch(model, last=self.sync_gradients)
+            yield
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Combine no gradients in the backward inside: more micro-batches of the step follow."""
+        inherited: Any = super()
+        if not is_sharded(model):
+            with inherited.no_sync(model):
+                yield
+            return
+        _begin_micro_batch(model, last=False)
+        try:
+            yield
+        finally:
+            _begin_micro_batch(model, last=True)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
+        """Combine gradients in the backward inside, although its forward ran in :meth:`no_sync`."""
+        if is_sharded(model):
+            _begin_micro_batch(model, last=True)
+        yield
+
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
+        """Refuse to join ranks, because torch's ``Join`` works only with DDP's own wrapper."""
+        del joinables, even_batches
+        raise UsageError(
+            "join_uneven_inputs: torch's Join does not know shares; leave even_batches = True, or iterate over "
+            "thinwire.join(model, batches)"
+        )
+
+    def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
+        """Run the backward of a loss, divided by the number of micro-batches and multiplied by the loss scale."""
+        inherited: Any = super()
+        inherited.backward(loss if self.loss_scale is None else self.loss_scale.scale(loss), **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor:
+        """Clip the gradient of the whole model by its norm.
+
+        Args:
+            parameters: Parameters of the model; all that are trained.
+            max_norm: Upper bound of the norm; ``inf`` only measures.
+            norm_type: Order of the norm.
+
+        Returns:
+            The norm before clipping, 0-D, fp32; equal on every rank.
+
+        Raises:
+            UsageError: More micro-batches of the step follow, or the parameters are not those of the prepared model.
+        """
+        if self._sharded is None:
+            raise UsageError("clip_grad_norm_: no model is prepared for training; call prepare before")
+        given = {id(item) for item in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+        trained = {id(item): name for name, item in self._sharded.named_parameters() if item.requires_grad}
+        if trained.keys() - given:
+            name = next(name for key, name in trained.items() if key not in given)
+            raise UsageError(
+                f"clip_grad_norm_: {name!r} is not among the parameters, and thinwire clips by the norm of the whole "
+                "model; pass model.parameters()"
+            )
+        if not self.sync_gradients:
+            raise UsageError(
+                "clip_grad_norm_: ranks combine gradients in the last micro-batch of a step, and more of them follow; "
+                "call it under `if accelerator.sync_gradients:`"
+            )
+        return tw.clip_grad_norm_(self._sharded, float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Refuse to clip by value, as accelerate does for its other sharded models."""
+        del parameters
+        raise UsageError(f"clip_grad_value_({clip_value}): thinwire clips by the norm; use clip_grad_norm_")
+
+
+class _AcceleratedStates:
+    """The part of the accelerator that saves and loads shares."""
+
+    step: int
+    _models: list[nn.Module]
+    _optimizers: list[Any]
+    _sharded: nn.Module | None
+    _sharded_optimizer: ShardedOptimizer | None
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, torch.Tensor]:
+        """The whole state dict on every rank: fp32 masters and buffers on the CPU. Collective.
+
+        Args:
+            model: A prepared model.
+            unwrap: See ``accelerate.Accelerator``.
+        """
+        inherited: Any = super()
+        if not is_sharded(model):
+            whole: dict[str, torch.Tensor] = inherited.get_state_dict(model, unwrap)
+            return whole
+        weights = tw.full_state_dict(model)
+        first: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            # Names of one parameter share one tensor, as in the state dict of a whole model.
+            weights[name] = weights[first.setdefault(id(parameter), name)]
+        return weights
+
+    def save_state(self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+        """Save the shares, schedulers, random states and registered objects; see ``accelerate.Accelerator``.
+        Collective."""
+        inherited: Any = super()
+        with self._set_aside():
+            return inherited.save_state(output_dir, safe_serialization, **kwargs)
+
+    def load_state(self, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Load a state that was saved under any plan and on any number of ranks; see ``accelerate.Accelerator``.
+        Collective."""
+        inherited: Any = super()
+        with self._set_aside():
+            inherited.load_state(input_dir, load_kwargs, **kwargs)
+        # accelerate keeps the step with the random states of each rank, of which another job may have had fewer.
+        self.step = self._loaded.get("step", self.step)
+
+    @contextlib.contextmanager
+    def _set_aside(self) -> Iterator[None]:
+        """Keep accelerate from the shares of the model and of its optimizer, which the hooks below save and load."""
+        everything = self._models, self._optimizers
+        self._everything, self._loaded = everything, dict[str, Any]()
+        self._models = [model for model in self._models if model is not self._sharded]
+        self._optimizers = [item for item in self._optimizers if not isinstance(item, SteppingOptimizer)]
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = everything
+
+    def _save_shares(self, models: list[nn.Module], weights: list[Any], output_dir: str) -> None:
+        del models, weights
+        self._models = self._everything[0]  # the hooks that follow are given all models
+        if self._sharded is not None:
+            tw.save(self._sharded, self._sharded_optimizer, Path(output_dir, STATE), extra={"step": self.step})
+
+    def _load_shares(self, models: list[nn.Module], input_dir: str) -> None:
+        del models
+        if self._sharded is not None:
+            self._loaded = tw.load(self._sharded, self._sharded_optimizer, Path(input_dir, STATE))
+
+
+class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
+    """An ``Accelerator`` that shards the model it prepares: ``ThinwireAccelerator(plan="zero3")``.
+
+    Args:
+        *args: See ``accelerate.Accelerator``.
+        plan: How the model is sharded: a plan, the name of a preset or a plan file (``.toml``). Presets compute in the
+            dtype of ``mixed_precision``, and in float32 without one.
+        **kwargs: See ``accelerate.Accelerator``.
+
+    Attributes:
+        loss_scale: Scale of the losses of a plan with float16, in place of torch's ``GradScaler``; ``None`` for other
+            plans, and before a model is prepared.
+
+    Raises:
+        UsageError: The arguments, or the configuration of ``accelerate launch``, ask for what thinwire cannot do.
+    """
+
+    def __init__(self, *args: Any, plan: Plan | str | Path = "zero3", **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        _refuse(self)
+        self._plan = plan
+        self._names: dict[int, str] = {}
+        self._sharded = self._sharded_optimizer = self.loss_scale = None
+        # The plan's compute_dtype takes the place of autocast, and a loss scale that of torch's GradScaler.
+        self.native_amp, self.scaler = False, None
+        self.register_save_state_pre_hook(self._save_shares)
+        self.register_load_state_pre_hook(self._load_shares)
+
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+        """Shard the model, make its optimizer anew over shares, and prepare the rest as accelerate does.
+
+        Args:
+            *args: Models, optimizers, data loaders and schedulers. Pass a model together with its optimizer and
+                scheduler. A model without trainable parameters stays whole.
+            device_placement: Whether to place each object on the device; by default, accelerate's own choice.
+
+        Returns:
+            The prepared objects in the same order.
+
+        Raises:
+            UsageError: There is a second model or optimizer to train, or the optimizer is not the model's.
+        """
+        placements = [None] * len(args) if device_placement is None else device_placement
+        for item, placement in zip(args, placements, strict=False):  # accelerate checks their number
+            if isinstance(item, nn.Module) and _is_trained(item):
+                self._shard(item, placement)
+        made = {id(item): self._over_shares(item) for item in args if _is_plain_optimizer(item)}
+        for item in args:
+            if isinstance(item, LRScheduler) and id(item.optimizer) in made:
+                follow(item, made[id(item.optimizer)])
+        self._names.clear()
+        return super().prepare(*(made.get(id(item), item) for item in args), device_placement=device_placement)
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> nn.Module:
+        """Shard a model; see :meth:`prepare`. One that is only evaluated stays whole."""
+        if evaluation_mode or not _is_trained(model):
+            whole: nn.Module = super().prepare_model(model, device_placement, evaluation_mode=True)
+            return whole
+        self._shard(model, device_placement)
+        self._names.clear()
+        return model
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> torch.optim.Optimizer:
+        """Make an optimizer anew over shares; see :meth:`prepare`."""
+        if _is_plain_optimizer(optimizer):
+            self._sharded_optimizer = self._over_shares(optimizer)
+            optimizer = SteppingOptimizer(self._sharded_optimizer)
+        prepared: torch.optim.Optimizer = super().prepare_optimizer(optimizer, device_placement)
+        return prepared
+
+    def free_memory(self, *objects: Any) -> Any:
+        """Forget everything that was prepared, so that another model can be."""
+        self._sharded = self._sharded_optimizer = self.loss_scale = None
+        return super().free_memory(*objects)
+
+    def _shard(self, model: Any, device_placement: bool | None) -> None:
+        if self._sharded is not None and self._sharded is not model:
+            raise UsageError(
+                f"prepare({type(model).__name__}): {type(self._sharded).__name__} is prepared for training already, "
+                "and an accelerator trains one model; make both parts of one module, or freeze one with "
+                "requires_grad_(False)"
+            )
+        self._names |= _names(model)
+        if not is_sharded(model):
+            if self.device_placement if device_placement is None else device_placement:
+                model.to(self.device)
+            mesh = launched_mesh(self.num_processes)
+            tw.shard(model, chosen_plan(self._plan, mesh, _COMPUTE_DTYPES[self.mixed_precision]))
+            if self.state.dynamo_plugin.backend != DynamoBackend.NO:
+                model.compile(**self.state.dynamo_plugin.to_kwargs())
+        if self.loss_scale is None and runtime_of(model).plan.scales_loss:
+            self.loss_scale = _loss_scale(self.scaler_handler)
+        self._sharded = model
+        model._is_accelerate_prepared = True
+        if not any(model is known for known in self._models):
+            self._models.append(model)
+
+    def _over_shares(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+        kind = type(optimizer).__name__
+        if self._sharded is None:
+            raise UsageError(
+                f"prepare({kind}): no model is prepared; pass the model and the optimizer to one call of prepare"
+            )
+        if self._sharded_optimizer is not None:
+            raise UsageError(f"prepare({kind}): the model has an optimizer; put all parameter groups into that one")
+        return over_shares(self._sharded, optimizer, self._names | _names(self._sharded), self.loss_scale)
+
+
+def _refuse(accelerator: Accelerator) -> None:
+    state = accelerator.state
+    remedy = (
+        "thinwire shards the model itself; choose the sharding with plan=, and start the script with torchrun or with "
+        "a configuration of accelerate that names no engine"
+    )
+    for variable in _ENGINES:
+        if os.environ.get(variable, "false").lower() in ("true", "1"):
+            raise UsageError(f"{variable}={os.environ[variable]}: {remedy}")
+    if accelerator.distributed_type not in _KINDS:
+        raise UsageError(f"distributed_type = {accelerator.distributed_type.value}: {remedy}")
+    if accelerator.mixed_precision not in _COMPUTE_DTYPES:
+        valid = ", ".join(map(repr, _COMPUTE_DTYPES))
+        raise UsageError(f"mixed_precision = {accelerator.mixed_precision!r}: thinwire knows {valid}")
+    if accelerator.parallelism_config is not None:
+        raise UsageError("parallelism_config: use thinwire.parallelize for tensor and pipeline parallelism")
+    if state.dynamo_plugin.backend != DynamoBackend.NO and state.dynamo_plugin.use_regional_compilation:
+        raise UsageError(
+            "use_regional_compilation = True: thinwire compiles the whole model, unit by unit; leave it out"
+        )
+    if accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        raise UsageError(
+            "sync_each_batch = True: choose a plan with sharded gradients, such as zero2; it reduces them in every "
+            "micro-batch"
+        )
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        raise UsageError(f"comm_hook = {handler.comm_hook.value}: choose codecs in the plan's wire instead")
+
+
+def _loss_scale(handler: Any) -> LossScale:
+    """A loss scale with the settings of accelerate's ``GradScalerKwargs``."""
+    if handler is None:
+        return LossScale()
+    if not handler.enabled:
+        return LossScale(1.0, growth=1.0, backoff=1.0)
+    return LossScale(
+        handler.init_scale,
+        growth=handler.growth_factor,
+        backoff=handler.backoff_factor,
+        growth_interval=handler.growth_interval,
+    )
+
+
+def _begin_micro_batch(model: nn.Module, *, last: bool) -> None:
+    runtime = runtime_of(model)
+    runtime.begin_micro_batch(runtime.schedule.backwards, last=last)
+
+
+def _is_trained(model: nn.Module) -> bool:
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
+def _is_plain_optimizer(item: Any) -> bool:
+    return isinstance(item, torch.optim.Optimizer) and not isinstance(item, AcceleratedOptimizer)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    """Names of parameters by ``id``."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}

@@ -1,0 +1,81 @@
+"""Optimizers and schedules that were made before a model was sharded, made anew over its shares."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.sharding.runtime import runtime_of
+
+__all__ = ["follow", "is_sharded", "over_shares"]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether :func:`thinwire.shard` has sharded a model."""
+    try:
+        runtime_of(model)
+    except UsageError:
+        return False
+    return True
+
+
+def over_shares(
+    model: nn.Module, made: torch.optim.Optimizer, names: Mapping[int, str], loss_scale: LossScale | None = None
+) -> ShardedOptimizer:
+    """Make an optimizer anew over this rank's share, with the same class, groups and options.
+
+    Args:
+        model: The sharded model.
+        made: An optimizer over the model's parameters, which has made no step.
+        names: Names of the parameters, by the ``id`` of the parameter.
+        loss_scale: Scale of the losses, which plans with float16 need.
+
+    Raises:
+        UsageError: The optimizer has made a step, or has parameters without a name.
+    """
+    if isinstance(made, ShardedOptimizer):
+        return made
+    kind = type(made).__name__
+    if made.state:
+        raise UsageError(f"{kind} has made steps before the model was sharded: shard the model before its first step")
+    groups = []
+    for group in made.param_groups:
+        unknown = sum(id(parameter) not in names for parameter in group["params"])
+        if unknown:
+            raise UsageError(
+                f"{unknown} parameters of {kind} are not parameters of the sharded model: make the optimizer from "
+                "model.parameters(), and pass the model and the optimizer to one call of prepare"
+            )
+        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
+    # Some classes keep further defaults, which their constructors do not take; groups have them all.
+    taken = inspect.signature(type(made)).parameters
+    options = {key: value for key, value in made.defaults.items() if key in taken}
+    return tw.optimizer(model, type(made), param_groups=groups, loss_scale=loss_scale, **options)
+
+
+def follow(scheduler: Any, optim: ShardedOptimizer) -> None:
+    """Let a scheduler set the learning rates of another optimizer with equal groups."""
+    for part in getattr(scheduler, "_schedulers", ()):
+        follow(part, optim)
+    scheduler.optimizer = optim
+    if hasattr(optim.step, "_wrapped_by_lr_sched"):
+        return
+    step = optim.step
+
+    # Schedulers warn unless they can see that the optimizer's step runs before theirs.
+    @functools.wraps(step)
+    def tracked(*args: Any, **kwargs: Any) -> Any:
+        optim._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optim.step = tracked  # type: ignore[method-assign]

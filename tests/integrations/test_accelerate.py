@@ -1,0 +1,388 @@
+"""A loop by hand under ``ThinwireAccelerator`` beside the same loop under accelerate's own DDP."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+
+import thinwire as tw
+from thinwire.errors import SpecError, UsageError
+from thinwire.testing import run_ranks
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+from accelerate.state import AcceleratorState, GradientState, PartialState  # noqa: E402
+from accelerate.utils import (  # noqa: E402
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    GradientAccumulationPlugin,
+    TorchDynamoPlugin,
+)
+
+from thinwire.integrations.accelerate import ThinwireAccelerator  # noqa: E402
+
+STEPS = 20
+LENGTH = 8
+VOCABULARY = 32
+
+
+def build() -> Any:
+    """A small Llama whose output shares the weight of its embedding."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=LENGTH, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def tokens(number: int) -> list[torch.Tensor]:
+    return list(torch.randint(0, VOCABULARY, (number, LENGTH), generator=torch.Generator().manual_seed(1)))
+
+
+@contextlib.contextmanager
+def job() -> Iterator[None]:
+    """Give accelerate the environment that torchrun would, and forget the accelerator's state at the end."""
+    os.environ |= {
+        "RANK": str(dist.get_rank()), "WORLD_SIZE": str(dist.get_world_size()),
+        "LOCAL_RANK": str(dist.get_rank()), "LOCAL_WORLD_SIZE": str(dist.get_world_size()),
+    }  # fmt: skip
+    try:
+        yield
+    finally:
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+        PartialState._shared_state.clear()
+
+
+@dataclass
+class Course:
+    """What a loop has seen."""
+
+    losses: list[float] = field(default_factory=list)
+    """Loss of each micro-batch on this rank."""
+    norms: list[float] = field(default_factory=list)
+    """Norm of each step's gradient before clipping."""
+    rates: list[float] = field(default_factory=list)
+    """Learning rate of each step."""
+    metrics: list[torch.Tensor] = field(default_factory=list)
+    """Losses of all validation sequences, after each fifth step."""
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    """The whole weights at the end."""
+
+
+@dataclass
+class Loop:
+    """A loop as accelerate's examples write it; nothing in it knows thinwire."""
+
+    accelerator: Any
+    batch: int = 2
+    clip: float | None = None
+    steps: int = STEPS
+
+    def __post_init__(self) -> None:
+        accelerator, model = self.accelerator, build()
+        decayed = [item for item in model.parameters() if item.dim() > 1]
+        rest = [item for item in model.parameters() if item.dim() <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-2)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda count: 1 / (1 + count / 100))
+        training = DataLoader(tokens(10000), batch_size=self.batch, shuffle=True)
+        prepared = accelerator.prepare(model, optimizer, training, DataLoader(tokens(13), batch_size=2), scheduler)
+        self.model, self.optimizer, self.training, self.validation, self.scheduler = prepared
+
+    def train(self, skip: int = 0, save: tuple[int, Path] | None = None) -> Course:
+        accelerator, course = self.accelerator, Course()
+        batches = accelerator.skip_first_batches(self.training, skip * accelerator.gradient_accumulation_steps)
+        step = skip
+        for batch in batches:
+            with accelerator.accumulate(self.model):
+                loss = self.model(input_ids=batch, labels=batch).loss
+                accelerator.backward(loss)
+                course.losses.append(loss.item())
+                if accelerator.sync_gradients:
+                    parameters = self.model.parameters()
+                    clip = float("inf") if self.clip is None else self.clip
+                    course.norms.append(float(accelerator.clip_grad_norm_(parameters, clip)))
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+            if not accelerator.sync_gradients:
+                continue
+            course.rates.append(self.scheduler.get_last_lr()[0])
+            step += 1
+            if step % 5 == 0:
+                course.metrics.append(self.evaluate())
+            if save is not None and step == save[0]:
+                accelerator.save_state(str(save[1]))
+            if step == self.steps:
+                break
+        course.weights = {name: value.clone() for name, value in accelerator.get_state_dict(self.model).items()}
+        return course
+
+    @torch.no_grad()
+    def evaluate(self) -> torch.Tensor:
+        self.model.eval()
+        losses = []
+        for batch in self.validation:
+            logits = self.model(input_ids=batch).logits[:, :-1].float()
+            one = nn.functional.cross_entropy(logits.transpose(1, 2), batch[:, 1:], reduction="none").mean(1)
+            losses.append(self.accelerator.gather_for_metrics(one))
+        self.model.train()
+        return torch.cat(losses)
+
+
+def run(plan: str | None, clip: float | None = None, steps: int = STEPS, **options: Any) -> Course:
+    with job():
+        kind = accelerate.Accelerator if plan is None else ThinwireAccelerator
+        chosen = {} if plan is None else {"plan": plan}
+        return Loop(kind(cpu=True, **chosen, **options), clip=clip, steps=steps).train()
+
+
+def assert_alike(got: Course, want: Course) -> None:
+    assert got.rates == want.rates
+    torch.testing.assert_close(torch.tensor(got.losses), torch.tensor(want.losses), rtol=1e-4, atol=0)
+    torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms), rtol=2e-4, atol=0)
+    torch.testing.assert_close(torch.stack(got.metrics), torch.stack(want.metrics), rtol=1e-4, atol=0)
+    assert len(want.metrics[0]) == 13
+    assert got.weights.keys() == want.weights.keys()
+    for name, value in want.weights.items():
+        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+
+
+def compare(settings: Sequence[tuple[int, float | None]], plans: Sequence[str]) -> None:
+    for accumulation, clip in settings:
+        want = run(None, clip, gradient_accumulation_steps=accumulation)
+        assert len(want.norms) == STEPS
+        assert len(want.losses) == STEPS * accumulation
+        for plan in plans:
+            assert_alike(run(plan, clip, gradient_accumulation_steps=accumulation), want)
+
+
+def test_a_loop_trains_as_under_ddp() -> None:
+    run_ranks(4, compare, [(4, 0.1)], ["zero3"], timeout=100)
+
+
+@pytest.mark.slow
+def test_a_loop_trains_as_under_ddp_with_other_settings() -> None:
+    run_ranks(4, compare, [(1, 0.1), (1, None), (4, None)], ["zero3", "zero1"], timeout=300)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+class Counter:
+    """An object that the loop registers for checkpoints."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def save(directory: Path) -> Course:
+    with job():
+        # By default, accelerate steps a schedule once for each rank.
+        accelerator = ThinwireAccelerator(plan="zero3", cpu=True, step_scheduler_with_optimizer=False)
+        loop, counter = Loop(accelerator, batch=2, clip=0.1), Counter()
+        accelerator.register_for_checkpointing(counter)
+        names: list[str] = []
+        accelerator.register_save_state_pre_hook(lambda models, *_: names.extend(type(m).__name__ for m in models))
+        counter.count = 7
+        course = loop.train(save=(8, directory / "state"))
+        assert names == ["LlamaForCausalLM"]
+        accelerator.save_model(loop.model, str(directory / "saved"))
+        weights = accelerator.get_state_dict(loop.model)
+        whole = accelerator.unwrap_model(loop.model)
+        whole.save_pretrained(directory / "export", state_dict=weights, is_main_process=accelerator.is_main_process)
+        return course
+
+
+def resume(directory: Path) -> Course:
+    with job():
+        # Twice the batch of each rank; a step still has the same sequences.
+        accelerator = ThinwireAccelerator(plan="zero1", cpu=True, step_scheduler_with_optimizer=False)
+        loop, counter = Loop(accelerator, batch=4, clip=0.1), Counter()
+        accelerator.register_for_checkpointing(counter)
+        accelerator.load_state(str(directory / "state"))
+        assert counter.count == 7
+        assert accelerator.step == 8
+        return loop.train(skip=8)
+
+
+def load_nothing(directory: Path) -> str:
+    with job():
+        accelerator = ThinwireAccelerator(plan="zero1", cpu=True)
+        Loop(accelerator)
+        with pytest.raises(tw.errors.CheckpointError) as caught:
+            accelerator.load_state(str(directory))
+        return str(caught.value)
+
+
+def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
+    want = run_ranks(4, save, tmp_path, timeout=100)[0]
+    got = run_ranks(2, resume, tmp_path, timeout=100)[0]
+    torch.testing.assert_close(torch.tensor(got.norms), torch.tensor(want.norms[8:]), rtol=2e-4, atol=0)
+    assert got.rates == want.rates[8:]
+    for name, value in want.weights.items():
+        torch.testing.assert_close(got.weights[name], value, rtol=1e-4, atol=1e-5)
+    again = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "export")
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, want.weights[name]), name
+    model = build()
+    accelerate.load_checkpoint_in_model(model, str(tmp_path / "saved"))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, want.weights[name]), name
+    assert {path.name for path in (tmp_path / "state").iterdir()} >= {"thinwire", "scheduler.bin"}
+    (tmp_path / "empty").mkdir()
+    assert "thinwire" in run_ranks(2, load_nothing, tmp_path / "empty", timeout=60)[0]
+
+
+# ------------------------------------------------------------------------------------------------------ other settings
+
+
+def half_precision() -> tuple[Course, Course, int]:
+    """A course in float16, the same course in float32 without the steps that float16 skipped, and their number."""
+    with job():
+        scaling = accelerate.utils.GradScalerKwargs(init_scale=2.0**30)
+        accelerator = ThinwireAccelerator(plan="zero3", cpu=True, mixed_precision="fp16", kwargs_handlers=[scaling])
+        got = Loop(accelerator, clip=0.1).train()
+        assert accelerator.loss_scale is not None
+        skipped = accelerator.loss_scale.skipped_steps
+    with job():
+        return got, Loop(ThinwireAccelerator(plan="zero3", cpu=True), clip=0.1).train(skip=skipped), skipped
+
+
+@pytest.mark.slow
+def test_float16_has_a_loss_scale_and_skips_steps() -> None:
+    for got, want, skipped in run_ranks(2, half_precision, timeout=100):
+        assert 1 <= skipped < 15, "2 ** 30 overflows"
+        assert got.rates == [1e-2] * skipped + want.rates
+        assert got.losses[skipped:] == pytest.approx(want.losses, rel=2e-3)
+        assert got.norms[skipped:] == pytest.approx(want.norms, rel=2e-2)
+
+
+def deferred_and_compiled() -> None:
+    """Gradients that are combined by ``trigger_sync_in_backward``, and a compiled model."""
+
+    def deferred(plan: str | None) -> list[torch.Tensor]:
+        with job():
+            kind = accelerate.Accelerator if plan is None else ThinwireAccelerator
+            accelerator = kind(cpu=True, **({} if plan is None else {"plan": plan}))
+            loop = Loop(accelerator)
+            batches = iter(loop.training)
+            norms = []
+            for _ in range(3):
+                with accelerator.no_sync(loop.model):
+                    losses = [loop.model(input_ids=b, labels=b).loss for b in (next(batches), next(batches))]
+                    accelerator.backward(losses[0])
+                with accelerator.trigger_sync_in_backward(loop.model):
+                    accelerator.backward(losses[1])
+                norms.append(accelerator.clip_grad_norm_(loop.model.parameters(), 1.0))
+                loop.optimizer.step()
+                loop.optimizer.zero_grad()
+            return norms
+
+    torch.testing.assert_close(deferred("zero2"), deferred(None), rtol=1e-4, atol=0)
+    compiled = run("zero3", 0.1, steps=5, dynamo_plugin=TorchDynamoPlugin(backend="aot_eager"))
+    eager = run("zero3", 0.1, steps=5)
+    torch.testing.assert_close(compiled.losses, eager.losses, rtol=1e-4, atol=0)
+
+
+@pytest.mark.slow
+def test_deferred_gradients_and_compiled_models() -> None:
+    run_ranks(2, deferred_and_compiled, timeout=200)
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A job of one rank, whose state accelerate forgets at the end."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
+    PartialState._shared_state.clear()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"gradient_accumulation_plugin": GradientAccumulationPlugin(2, sync_each_batch=True)},
+            "sync_each_batch = True",
+        ),
+        (
+            {"kwargs_handlers": [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]},
+            "comm_hook = fp16: choose codecs in the plan's wire instead",
+        ),
+        (
+            {"dynamo_plugin": TorchDynamoPlugin(backend="aot_eager", use_regional_compilation=True)},
+            "use_regional_compilation = True: .* leave it out",
+        ),
+    ],
+)
+def test_arguments_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        ThinwireAccelerator(cpu=True, **options)
+
+
+@pytest.mark.usefixtures("alone")
+def test_another_engine_of_accelerate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(UsageError, match=r"ACCELERATE_USE_FSDP=true: .* choose the sharding with plan="):
+        ThinwireAccelerator(cpu=True)
+
+
+@pytest.mark.usefixtures("alone")
+def test_calls_that_cannot_work_are_refused() -> None:
+    accelerator = ThinwireAccelerator(cpu=True, gradient_accumulation_steps=2)
+    with pytest.raises(UsageError, match="no model is prepared; pass the model and the optimizer to one call"):
+        accelerator.prepare(torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(UsageError, match="clip_grad_norm_: no model is prepared"):
+        accelerator.clip_grad_norm_(nn.Linear(2, 2).parameters(), 1.0)
+    loop = Loop(accelerator)
+    with pytest.raises(UsageError, match=r"prepare.Linear.: LlamaForCausalLM is prepared for training already"):
+        accelerator.prepare(nn.Linear(2, 2))
+    with pytest.raises(UsageError, match=r"prepare.SGD.: the model has an optimizer"):
+        accelerator.prepare(torch.optim.SGD(loop.model.parameters()))
+    with pytest.raises(UsageError, match=r"join_uneven_inputs: .* thinwire.join"):
+        accelerator.join_uneven_inputs([loop.model])
+    with pytest.raises(UsageError, match=r"clip_grad_value_\(0.5\): .* use clip_grad_norm_"):
+        accelerator.clip_grad_value_(loop.model.parameters(), 0.5)
+    with pytest.raises(UsageError, match=r"clip_grad_norm_: 'model.layers.0.* pass model.parameters"):
+        accelerator.clip_grad_norm_([loop.model.get_input_embeddings().weight], 1.0)
+    with accelerator.accumulate(loop.model), pytest.raises(UsageError, match=r"if accelerator.sync_gradients"):
+        accelerator.clip_grad_norm_(loop.model.parameters(), 1.0)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    assert isinstance(accelerator.prepare(frozen).weight, nn.Parameter)
+    accelerator.free_memory()
+    with pytest.raises(UsageError, match="parameters of SGD are not parameters of the sharded model"):
+        accelerator.prepare(build(), torch.optim.SGD(build().parameters()))
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_plan_of_another_precision_is_refused() -> None:
+    plan = tw.Plan.preset("zero3", nodes=1, local=1, compute_dtype="float32")
+    accelerator = ThinwireAccelerator(cpu=True, mixed_precision="bf16", plan=plan)
+    with pytest.raises(SpecError, match=r'compute_dtype = "float32", but the mixed precision .* asks for "bfloat16"'):
+        accelerator.prepare(build())
