@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -218,13 +218,13 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"fp16": True}, "fp16=True: .* use bf16=True"),
+        ({"plan": "auto", "max_steps": 1}, 'plan="auto": the length of sequences is unknown'),
         ({"auto_find_batch_size": True}, "auto_find_batch_size=True: set per_device_train_batch_size"),
     ],
 )
 def test_what_cannot_work_is_one_sentence(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        ThinwireTrainer(build(), arguments(tmp_path, ThinwireArguments, **options))
+        ThinwireTrainer(build(), arguments(tmp_path, ThinwireArguments, **options)).create_optimizer()
 
 
 def test_an_optimizer_made_before_is_refused(tmp_path: Path) -> None:
@@ -232,6 +232,82 @@ def test_an_optimizer_made_before_is_refused(tmp_path: Path) -> None:
     optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
     with pytest.raises(UsageError, match="the optimizer was made before the model is sharded"):
         ThinwireTrainer(model, arguments(tmp_path, ThinwireArguments), optimizers=optimizers)
+
+
+# ------------------------------------------------------------------------------------------------------ other settings
+
+
+def in_half_precision(directory: Path, scale: float, resume: Path | None = None) -> Results:
+    settings = arguments(
+        directory, ThinwireArguments, plan="zero3", max_steps=12, fp16=True, save_strategy="steps", save_steps=8,
+        warmup_steps=0,
+    )  # fmt: skip
+    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
+    trainer.create_optimizer()
+    assert trainer.loss_scale is not None
+    trainer.loss_scale.restore({"value": scale, "finite_steps": 0, "skipped_steps": 0})
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    return Results(trainer.state.log_history, tw.full_state_dict(trainer.model))
+
+
+def half_precision(directory: Path) -> tuple[Results, Results, Results, Results]:
+    """Runs in float32 and float16, one in float16 with steps that overflow, and its resumption after eight steps."""
+    join()
+    return (
+        train(directory / "whole", "zero3", max_steps=12, warmup_steps=0),
+        in_half_precision(directory / "half", 2.0**16),
+        in_half_precision(directory / "overflow", 2.0**20),
+        in_half_precision(directory / "resumed", 2.0**16, directory / "overflow/checkpoint-8"),
+    )
+
+
+@pytest.mark.slow
+def test_float16_scales_losses_and_reports_skipped_steps(tmp_path: Path) -> None:
+    whole, half, overflow, resumed = run_ranks(2, half_precision, tmp_path, timeout=200)[0]
+    for one, other in zip(half.logs[:12], whole.logs[:12], strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=2e-3)
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=2e-2)
+        assert one["skipped_steps"] == 0
+    skipped = int(overflow.logs[11]["skipped_steps"])
+    assert 1 <= skipped < 8
+    assert overflow.logs[11]["loss_scale"] == 2.0 ** (20 - skipped)
+    rates = [entry["learning_rate"] for entry in overflow.logs[:12]]
+    assert rates[skipped:] == [entry["learning_rate"] for entry in whole.logs[: 12 - skipped]], "schedules wait"
+    for one, other in zip(resumed.logs[8:12], overflow.logs[8:12], strict=True):
+        assert one["loss_scale"] == other["loss_scale"]
+        assert one["skipped_steps"] == skipped
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4)
+
+
+def compiled(directory: Path) -> tuple[Results, Results]:
+    join()
+    options = {"max_steps": 4, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    return train(directory / "ddp", None, max_steps=4), train(directory / "compiled", "zero3", **options)
+
+
+@pytest.mark.slow
+def test_compiled_models_train_as_under_ddp(tmp_path: Path) -> None:
+    for want, got in run_ranks(2, compiled, tmp_path, timeout=200):
+        assert_alike(got, want)
+
+
+def automatic(directory: Path) -> tuple[str, list[float]]:
+    """The plan that ``auto`` chooses, and losses under it."""
+    join()
+    settings = arguments(directory, ThinwireArguments, plan="auto", sequence_length=LENGTH, max_steps=8)
+    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400))
+    trainer.train()
+    plan = runtime(trainer.model).plan
+    assert (plan.name, plan.compute_dtype, plan.micro_batch, plan.world) == ("auto", "float32", 2, 4)
+    return plan.to_toml(), [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.slow
+def test_a_plan_is_chosen_for_the_cluster(tmp_path: Path) -> None:
+    (plan, losses), *others = run_ranks(4, automatic, tmp_path, timeout=250)
+    assert all(other == (plan, losses) for other in others)
+    assert len(losses) == 8
+    assert losses[-1] < losses[0]
 
 
 # ------------------------------------------------------------------------------------------------------ adapters, TRL
@@ -277,55 +353,95 @@ def test_adapters_train_as_under_ddp(tmp_path: Path) -> None:
 TEXT = Path(__file__).parents[2] / "README.md"
 
 
+def tokenizer_of(text: str) -> Any:
+    """A tokenizer of the characters of a text."""
+    import tokenizers
+
+    symbols = ["?", "<end>", *sorted(set(text))]
+    characters = tokenizers.Tokenizer(tokenizers.models.WordLevel({symbol: i for i, symbol in enumerate(symbols)}, "?"))
+    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=characters, eos_token="<end>", pad_token="<end>", unk_token="?"
+    )
+
+
+def reader(vocabulary: int) -> Any:
+    """A Llama for texts."""
+    torch.manual_seed(0)
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+        )
+    )
+
+
+def logged(trainer: Any, *keys: str) -> list[dict[str, float]]:
+    return [{key: float(entry[key]) for key in keys} for entry in trainer.state.log_history if "loss" in entry]
+
+
 def supervised(directory: Path, plan: str | None) -> list[dict[str, float]]:
     """Losses and norms of TRL's SFTTrainer on sentences of a real text, with a tokenizer of characters."""
     import datasets
-    import tokenizers
     import trl
 
     from thinwire.integrations.transformers import ThinwireTrainerMixin
 
     join()
     text = TEXT.read_text()
-    characters = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({symbol: i for i, symbol in enumerate(["?", "<end>", *sorted(set(text))])}, "?")
-    )
-    characters.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
-    tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=characters, eos_token="<end>", pad_token="<end>", unk_token="?"
-    )
+    tokenizer = tokenizer_of(text)
     data = datasets.Dataset.from_dict({"text": [text[i : i + 60] for i in range(0, 6000, 60)]})
-    torch.manual_seed(0)
-    model = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
-        )
-    )
     settings = arguments(directory, trl.SFTConfig, max_steps=5, max_length=64, bf16=False)
 
     class Supervised(ThinwireTrainerMixin, trl.SFTTrainer):
         pass
 
+    model = reader(len(tokenizer))
     if plan is None:
         trainer = trl.SFTTrainer(model, settings, train_dataset=data, processing_class=tokenizer)
     else:
         trainer = Supervised(model, settings, train_dataset=data, processing_class=tokenizer, plan=plan)
     trainer.train()
-    return [
-        {key: float(entry[key]) for key in ("loss", "grad_norm")}
-        for entry in trainer.state.log_history
-        if "loss" in entry
-    ]
+    return logged(trainer, "loss", "grad_norm")
 
 
-def compare_supervised(directory: Path) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
-    return supervised(directory, None), supervised(directory, "zero3")
+def preferences(directory: Path, plan: str | None) -> list[dict[str, float]]:
+    """Losses, norms and margins of TRL's DPOTrainer, with a reference model that stays whole."""
+    import datasets
+    import trl
+
+    from thinwire.integrations.transformers import ThinwireTrainerMixin
+
+    join()
+    text = TEXT.read_text()
+    tokenizer = tokenizer_of(text)
+    parts = [text[i : i + 20] for i in range(0, 2400, 20)]
+    data = datasets.Dataset.from_dict({"prompt": parts[0::3], "chosen": parts[1::3], "rejected": parts[2::3]})
+    settings = arguments(directory, trl.DPOConfig, max_steps=5, max_length=64, bf16=False)
+
+    class Preferring(ThinwireTrainerMixin, trl.DPOTrainer):
+        pass
+
+    models = reader(len(tokenizer)), reader(len(tokenizer))
+    if plan is None:
+        trainer = trl.DPOTrainer(*models, settings, train_dataset=data, processing_class=tokenizer)
+    else:
+        trainer = Preferring(*models, settings, train_dataset=data, processing_class=tokenizer, plan=plan)
+    trainer.train()
+    return logged(trainer, "loss", "grad_norm", "rewards/margins")
+
+
+def compare_trl(
+    directory: Path, course: Callable[[Path, str | None], list[dict[str, float]]]
+) -> tuple[list[dict[str, float]], list[dict[str, float]]]:
+    return course(directory, None), course(directory, "zero3")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-def test_supervised_fine_tuning_of_trl(tmp_path: Path) -> None:
-    for want, got in run_ranks(2, compare_supervised, tmp_path, timeout=250):
+@pytest.mark.parametrize("course", [supervised, preferences])
+def test_trainers_of_trl(tmp_path: Path, course: Callable[[Path, str | None], list[dict[str, float]]]) -> None:
+    pytest.importorskip("trl")
+    for want, got in run_ranks(2, compare_trl, tmp_path, course, timeout=250):
         assert len(got) == 5
         for one, other in zip(got, want, strict=True):
-            assert one == pytest.approx(other, rel=2e-4)
+            assert one == pytest.approx(other, rel=2e-4, abs=1e-6)

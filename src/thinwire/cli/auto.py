@@ -50,10 +50,9 @@ def choose_plan(
     dataset = prepare(recipe.data)
     shape = recipe.model.shape(vocab=dataset.vocab, seq=recipe.train.seq)
     measured = Profile.read(profile) if profile else _measured(recipe, resolved, shape, ranks)
-    job = _job(recipe, resolved, shape, measured)
-    searched = planner.search(job)
-    if not searched.candidates:
-        raise _nothing_fits(job)
+    clip = recipe.optimizer.clip is not None
+    job = planner.profiled_job(shape, recipe.train.seq, resolved, measured, clip=clip)
+    searched = planner.search_fitting(job, "--plan auto")
     _say(job, searched, console)
     chosen = searched.candidates[0].plan
     return chosen.with_(name="auto", compute_dtype=resolved.compute_dtype), measured
@@ -101,38 +100,6 @@ def _measure_apart(recipe: Recipe, resolved: Plan, shape: ModelSpec, directory: 
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode or not out.exists():
         raise UsageError(f"--plan auto could not measure this machine:\n{result.stderr.strip()[-2000:]}")
-
-
-def _job(recipe: Recipe, resolved: Plan, shape: ModelSpec, measured: Profile) -> TrainingJob:
-    import thinwire.plan as planner
-    from thinwire.cost import ProfiledRates
-
-    seq = recipe.train.seq
-    return planner.TrainingJob(
-        shape,
-        planner.profiled_cluster(measured),
-        resolved.world * resolved.micro_batch * resolved.micro_batches * seq,
-        seq,
-        micro_batch=resolved.micro_batch,
-        recompute=resolved.recompute,
-        compute_dtype=resolved.compute_dtype,
-        clip=recipe.optimizer.clip is not None,
-        rates=ProfiledRates(measured, shape, resolved.compute_dtype),
-        overhead=measured.base_memory,
-    )
-
-
-def _nothing_fits(job: TrainingJob) -> Exception:
-    import thinwire.plan as planner
-    from thinwire.errors import UsageError
-    from thinwire.units import format_bytes
-
-    smallest, lacking = planner.shortage(job)
-    remedies = "; ".join(remedy.change for remedy in planner.remedies(job)) or "more ranks or a smaller model"
-    return UsageError(
-        f"--plan auto: nothing fits; the smallest plan ({planner.summary(smallest)}) lacks {format_bytes(lacking)} on "
-        f"every rank; what would do: {remedies}"
-    )
 
 
 def _say(job: TrainingJob, searched: Searched, console: Console) -> None:

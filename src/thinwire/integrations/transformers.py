@@ -17,10 +17,12 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import thinwire as tw
-from thinwire.errors import SpecError, UsageError
+from thinwire.errors import UsageError
 from thinwire.integrations.accelerate import STATE, SteppingOptimizer
+from thinwire.integrations.automatic import automatic_plan
 from thinwire.integrations.optimizers import is_sharded
 from thinwire.integrations.plans import chosen_plan, launched_mesh
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.runtime import runtime_of
 from thinwire.spec import Plan
@@ -42,7 +44,15 @@ class ThinwireArguments(TrainingArguments):
 
     plan: str = field(
         default="zero3",
-        metadata={"help": "How the model is sharded: the name of a preset, or a plan file (.toml)."},
+        metadata={"help": "How the model is sharded: the name of a preset, a plan file (.toml), or auto."},
+    )
+    profile: str | None = field(
+        default=None,
+        metadata={"help": "With plan=auto: a profile of the cluster (.json), in place of a measurement."},
+    )
+    sequence_length: int | None = field(
+        default=None,
+        metadata={"help": "With plan=auto: tokens in a sequence."},
     )
 
 
@@ -51,9 +61,14 @@ class ThinwireTrainerMixin:
 
     Args:
         *args: See the trainer.
-        plan: How the model is sharded: a plan, the name of a preset or a plan file. By default, the ``plan`` of the
-            arguments, or ``zero3``. Presets compute in bfloat16 with ``bf16=True``, else in float32.
+        plan: How the model is sharded: a plan, the name of a preset, a plan file, or ``"auto"``, which measures the
+            cluster and chooses. By default, the ``plan`` of the arguments, or ``zero3``. Presets compute in bfloat16
+            with ``bf16=True``, in float16 with ``fp16=True``, else in float32.
         **kwargs: See the trainer.
+
+    Attributes:
+        loss_scale: Scale of the losses of a plan with float16, in place of torch's ``GradScaler``; ``None`` for other
+            plans, and before the model is sharded.
 
     Raises:
         UsageError: The arguments ask for what thinwire cannot do in this loop.
@@ -74,6 +89,7 @@ class ThinwireTrainerMixin:
                 "the argument optim=, or with optimizer_cls_and_kwargs"
             )
         self._plan = plan if plan is not None else getattr(self.args, "plan", "zero3")
+        self.loss_scale: LossScale | None = None
         # The trainer's own way for models that place their parameters and combine their gradients themselves.
         self.is_distributed_loading_by_transformers = True
 
@@ -84,7 +100,10 @@ class ThinwireTrainerMixin:
         del model
         if self.optimizer is not None:
             return self.optimizer  # type: ignore[no-any-return]
-        _shard(self.model, resolved(self._plan, self.args))
+        if not is_sharded(self.model):
+            tw.shard(self.model, self._resolved_plan())
+        if runtime_of(self.model).plan.scales_loss:
+            self._scale_losses()
         trainer: Any = self
         decayed = set(trainer.get_decay_parameter_names(self.model))
         trained = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
@@ -97,10 +116,40 @@ class ThinwireTrainerMixin:
         else:
             optimizer_class, options = trainer.get_optimizer_cls_and_kwargs(self.args, self.model)
         groups = [group for group in groups if group["params"]]
-        inner = tw.optimizer(self.model, optimizer_class, param_groups=groups, **options)
+        inner = tw.optimizer(self.model, optimizer_class, param_groups=groups, loss_scale=self.loss_scale, **options)
         self.optimizer = SteppingOptimizer(inner)
         self.accelerator._optimizers.append(self.optimizer)
         return self.optimizer  # type: ignore[no-any-return]
+
+    def _resolved_plan(self) -> Plan:
+        template = resolved("zero3" if self._plan == "auto" else self._plan, self.args)
+        if self._plan != "auto":
+            return template
+        length = getattr(self.args, "sequence_length", None) or getattr(self.args, "max_length", None)
+        chosen = automatic_plan(
+            self.model.config.to_dict(),
+            length,
+            template.with_(recompute=_recomputes(self.args)),
+            self.args.device,
+            getattr(self.args, "profile", None),
+            clip=bool(self.args.max_grad_norm),
+        )
+        return chosen.with_(recompute=False)  # the trainer itself recomputes
+
+    def _scale_losses(self) -> None:
+        """Multiply losses by a loss scale of thinwire's before their backwards."""
+        self.loss_scale = LossScale()
+        self.accelerator.scaler = None
+        backward = self.accelerator.backward
+        # The trainer scales a loss nowhere else than in its accelerator, which it makes itself.
+        self.accelerator.backward = lambda loss, **kwargs: backward(self.loss_scale.scale(loss), **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log values; with a loss scale, also the scale and the number of steps that were skipped so far."""
+        if self.loss_scale is not None and "loss" in logs:
+            logs["loss_scale"], logs["skipped_steps"] = self.loss_scale.value, self.loss_scale.skipped_steps
+        trainer: Any = super()
+        trainer.log(logs, *args, **kwargs)
 
     def training_step(self, model: nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run a micro-batch. Ranks combine gradients in the last one of a step."""
@@ -156,13 +205,8 @@ def resolved(plan: Plan | str | Path, arguments: TrainingArguments) -> Plan:
     Raises:
         SpecError: There is no such preset or file, or the plan computes in another dtype than the arguments ask for.
     """
-    compute_dtype = "bfloat16" if arguments.bf16 else None
+    compute_dtype = "bfloat16" if arguments.bf16 else "float16" if arguments.fp16 else None
     chosen = chosen_plan(plan, launched_mesh(arguments.world_size), compute_dtype)
-    if chosen.compute_dtype == "float16":
-        raise SpecError(
-            f"plan {chosen.name}",
-            ['compute_dtype = "float16": the trainer has no loss scale for it; set bf16=True, or train in float32'],
-        )
     return chosen.with_(
         micro_batch=arguments.per_device_train_batch_size, micro_batches=arguments.gradient_accumulation_steps
     )
@@ -172,15 +216,14 @@ def _refuse(arguments: Any) -> None:
     for name, remedy in _REFUSED.items():
         if value := getattr(arguments, name, None):
             raise UsageError(f"{name}={value!r}: {remedy}")
-    if arguments.fp16:
-        raise UsageError("fp16=True: the trainer's gradient scaler does not know shares; use bf16=True")
     if arguments.world_size > 1 and not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised: start the script with torchrun")
 
 
-def _shard(model: Any, plan: Plan) -> None:
-    if not is_sharded(model):
-        tw.shard(model, plan)
+def _recomputes(arguments: Any) -> bool:
+    """Whether the trainer recomputes activations, under the new name of that argument or the old one."""
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    return any(bool(getattr(arguments, name, False)) for name in names)
 
 
 def _sharded(optimizer: Any) -> ShardedOptimizer:

@@ -1,6 +1,7 @@
 """The planner: rules, search, placement and explanation. Never imports torch."""
 
 from thinwire.plan.amsp import AmspPlan, BothObjectives, amsp_flips, amsp_search, beside_time
+from thinwire.plan.automatic import profiled_job, search_fitting
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.compare import Quantity, RunComparison, compare, refit
 from thinwire.plan.explain import (
@@ -56,6 +57,8 @@ __all__ = [
     "critical_path",
     "explain",
     "hostfile",
+    "profiled_job",
+    "search_fitting",
     "leaf_numbers",
     "place",
     "placed",

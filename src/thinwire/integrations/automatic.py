@@ -1,0 +1,79 @@
+"""``plan="auto"`` in the loop of a framework: measures the cluster and chooses a plan, as ``thinwire train`` does."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+import thinwire.plan as planner
+from thinwire.collectives import group
+from thinwire.errors import UsageError
+from thinwire.profile import Settings, measure
+from thinwire.spec import ModelSpec, Plan
+from thinwire.spec.huggingface import huggingface_shape
+from thinwire.spec.profile import Profile
+from thinwire.train.observing.pieces import pieces
+from thinwire.train.observing.room import rank_memory
+
+__all__ = ["automatic_plan"]
+
+_BUDGET: Final = 20.0
+"""Duration of the measurement in seconds."""
+
+log = logging.getLogger("thinwire")
+
+
+def automatic_plan(
+    config: Mapping[str, Any], seq: int | None, template: Plan, device: torch.device, profile: str | None, *, clip: bool
+) -> Plan:
+    """Choose a plan for a model of Hugging Face. Collective.
+
+    Args:
+        config: Configuration of the model.
+        seq: Number of tokens in a sequence; ``None`` if it is not known.
+        template: A plan with the job's mesh, batch, dtype and recomputation, which the choice keeps.
+        device: Device of this rank.
+        profile: A profile of the cluster; ``None`` measures one now, in some 20 seconds.
+        clip: Whether gradients are clipped by their norm.
+
+    Returns:
+        The plan, the same on every rank.
+
+    Raises:
+        SpecError: The configuration does not describe a shape that the planner knows.
+        UsageError: The length of sequences is unknown, or no plan fits.
+    """
+    if seq is None:
+        raise UsageError(
+            'plan="auto": the length of sequences is unknown, on which memory and time depend; set '
+            "ThinwireArguments(sequence_length=...), or max_length of TRL's configurations"
+        )
+    shape = ModelSpec.parse({**huggingface_shape(config), "seq": seq}, "model.config")
+    measured = _measured(shape, seq, template, device) if profile is None else Profile.read(Path(profile))
+    job = planner.profiled_job(shape, seq, template, measured, clip=clip)
+    best = planner.search_fitting(job, 'plan="auto"').candidates[0]
+    log.info("auto: %s; predicted step %.3f s", planner.summary(best.plan), best.seconds)
+    return best.plan.with_(name="auto", compute_dtype=template.compute_dtype)
+
+
+def _measured(shape: ModelSpec, seq: int, template: Plan, device: torch.device) -> Profile:
+    """A profile that the ranks of this job measure now."""
+    if not group.is_initialized():
+        group.init(device=device)
+    memory = rank_memory(device)
+    parts = pieces(
+        shape,
+        template.mesh,
+        seq=seq,
+        micro_batch=template.micro_batch,
+        dtype=template.compute_dtype,
+        memory=memory,
+    )
+    settings = Settings(template.mesh, device, _BUDGET, parts, memory)
+    with tempfile.TemporaryDirectory(prefix="thinwire-profile-") as directory:
+        return measure(settings, group.control(), Path(directory) / "profile.json", log.debug)
