@@ -21,7 +21,7 @@ SECONDS := 20
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test test-all test-torch lint format asan docs structure wheels picture site check-launchers bench-peers gpu-check clean
+.PHONY: help install train test test-all test-torch lint format asan docs structure wheels picture site check-launchers test-frameworks bench-peers gpu-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -62,6 +62,11 @@ test-torch: install ## every test that is not slow with another PyTorch, for exa
 	  --no-build-isolation --config-settings=build-dir=build/torch-$(TORCH) --editable '.[dev]'
 	PATH="$(abspath $(OTHER))/bin:$$PATH" $(OTHER)/bin/python -m pytest -n 2 -m "not slow and not gpu" \
 	  --ignore tests/architecture --ignore tests/unit/test_docs_commands.py
+
+# The newest releases are pinned in constraints.txt; these are the minor releases before them.
+FRAMEWORKS ?= transformers==5.22.2 accelerate==1.14.0 lightning==2.5.6
+test-frameworks: install ## tests/integrations with older releases, for example FRAMEWORKS=transformers==5.22.2 SLOW=1
+	$(BIN)/python tools/frameworks.py $(if $(SLOW),--slow) $(FRAMEWORKS)
 
 lint: install ## ruff, mypy, import contracts, clang-format
 	$(BIN)/clang-format --dry-run --Werror $(CXX_FILES)
