@@ -172,6 +172,14 @@ class ThinwireTrainerMixin:
 
     # -- saving and loading ------------------------------------------------------------------------------------
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the weights as ``save_pretrained`` does. Collective."""
+        # Releases of transformers differ in the ranks that reach _save, and all of them have to.
+        self._save(output_dir)
+        if self.args.push_to_hub and not _internal_call:
+            trainer: Any = self
+            trainer.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Every rank gathers the weights; one writes them."""
         trainer: Any = super()
