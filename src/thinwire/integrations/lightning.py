@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,12 +21,14 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
 
 _PRESETS: Final = ("zero1", "zero2", "zero3")
+_REMEDY: Final = "Look at state_dict() of your callbacks and at save_hyperparameters()"
 _COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16"}
 """Precisions of the trainer, and the ``compute_dtype`` of a plan that has the same effect."""
 
@@ -144,7 +145,7 @@ class _Checkpoints:
         if storage_options is not None:
             raise UsageError("storage_options: the strategy 'thinwire' writes to a local directory; leave them out")
         weights_only = "optimizer_states" not in checkpoint
-        trainer_state = _encoded({**checkpoint, "state_dict": {}})
+        trainer_state = encoded({**checkpoint, "state_dict": {}}, _REMEDY)
         path, trainer_state = self.broadcast((str(filepath), trainer_state))
         optim = None if weights_only or not self.optimizers else self.optimizers[0]
         tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state})
@@ -159,7 +160,7 @@ class _Checkpoints:
             raise UsageError(
                 f"{checkpoint_path} was not written by Lightning's Trainer: load it with thinwire.load(...)"
             )
-        state: dict[str, Any] = _decoded(extra["lightning"])
+        state: dict[str, Any] = decoded(extra["lightning"])
         return state
 
 
@@ -305,48 +306,6 @@ def _follow(scheduler: Any, optim: ShardedOptimizer) -> None:
 
     tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optim.step = tracked  # type: ignore[method-assign]
-
-
-def _encoded(state: Any) -> Any:
-    """A trainer's state as JSON values, which a checkpoint holds; nothing of it runs code when it is read.
-
-    Raises:
-        UsageError: The state holds an object of another type.
-    """
-    if state is None or isinstance(state, bool | int | str):
-        return state
-    if isinstance(state, float):
-        return state if math.isfinite(state) else {"float": repr(state)}
-    if isinstance(state, torch.Tensor):
-        dtype = str(state.dtype).removeprefix("torch.")
-        return {"tensor": [dtype, list(state.shape), _encoded(state.flatten().tolist())]}
-    if isinstance(state, Mapping):
-        return {"dict": [[_encoded(key), _encoded(value)] for key, value in state.items()]}
-    if isinstance(state, tuple):
-        return {"tuple": [_encoded(value) for value in state]}
-    if isinstance(state, list):
-        return [_encoded(value) for value in state]
-    raise UsageError(
-        f"the trainer's state holds a {type(state).__name__}: checkpoints hold numbers, texts, lists, dictionaries and "
-        "tensors. Look at state_dict() of your callbacks and at save_hyperparameters()"
-    )
-
-
-def _decoded(value: Any) -> Any:
-    """The inverse of :func:`_encoded`."""
-    if isinstance(value, list):
-        return [_decoded(item) for item in value]
-    if not isinstance(value, Mapping):
-        return value
-    ((kind, content),) = value.items()
-    if kind == "float":
-        return float(content)
-    if kind == "tensor":
-        dtype, shape, values = content
-        return torch.tensor(_decoded(values), dtype=getattr(torch, dtype)).reshape(shape)
-    if kind == "tuple":
-        return tuple(_decoded(item) for item in content)
-    return {_decoded(key): _decoded(item) for key, item in content}
 
 
 StrategyRegistry.register("thinwire", ThinwireStrategy, description="shards by thinwire's preset zero3")
