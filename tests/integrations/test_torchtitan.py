@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire as tw
+from thinwire.errors import UsageError
 from thinwire.sharding.api import runtime
 from thinwire.testing import RankError, run_ranks
 
@@ -234,7 +236,7 @@ def bytes_and_second_call(folder: Path) -> tuple[dict[str, int], dict[str, int],
     trainer.config.training.steps = 4
     trainer.train()
     sent = {lane: sum(by_scope.values()) for lane, by_scope in tw.traffic(model).items()}
-    program = runtime(model).schedule.programs.program(2, clip=True)
+    program = runtime(model).schedule.programs.program(2, clip=False)
     predicted = {str(lane): sum(by_scope.values()) for lane, by_scope in program.traffic().items()}
     # torchtitan's clipping asks for the norm of each parameter, in float64.
     predicted["control"] += 8 * len(list(model.parameters())) * (dist.get_world_size() - 1)
@@ -266,10 +268,6 @@ def attempt(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def refuse(folder: Path, cases: Sequence[tuple[dict[str, Any], str]]) -> None:
-    import re
-
-    from thinwire.errors import UsageError
-
     for changes, sentence in cases:
         with pytest.raises(UsageError, match=re.escape(sentence)):
             attempt(folder, changes)
@@ -322,16 +320,14 @@ def test_positions_of_other_ranks_are_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "--master-port", "0",
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
         "examples/torchtitan_debug.py", "--plan", "thinwire", "--steps", "12", "--out", str(tmp_path),
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     output = done.stdout + done.stderr
     assert "validate step: 10" in output
-    losses = [
-        float(line.split("loss:")[1].split()[0].split("\x1b")[0]) for line in output.splitlines() if " loss: " in line
-    ]
+    losses = [float(loss) for loss in re.findall(r"loss:\s+(\d+\.\d+)", output)]
     assert losses[-1] < losses[0]
     assert (tmp_path / "checkpoint" / "step-10" / "thinwire-manifest.json").is_file()

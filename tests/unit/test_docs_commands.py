@@ -36,6 +36,7 @@ ELSEWHERE = {
     r"tutorial\.md: .* --profile profile\.json": "has a profile of the reader's cluster",
     r"--device cuda": "needs a GPU",
     r"deepspeed\d": "needs `make bench-peers`",
+    r"examples/torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
     r"launchers/ray_train": "needs Ray; `make check-launchers` runs it",
 }
 """Commands that are parsed and not run: what they match, as ``page: $ command``, and why."""
