@@ -13,7 +13,6 @@ __all__ = ["EXTRAS", "extra_of", "missing_sentence", "require"]
 EXTRAS: Final[Mapping[str, tuple[str, ...]]] = {
     "train": ("matplotlib", "pyarrow", "tensorboard", "tokenizers"),
     "lightning": ("lightning",),
-    "torchtitan": ("torchtitan",),
     "report": ("jinja2", "matplotlib"),
     "transformers": ("accelerate", "transformers"),
     "bench": ("jinja2", "matplotlib", "pyarrow", "tensorboard", "tokenizers"),

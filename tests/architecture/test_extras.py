@@ -120,7 +120,7 @@ def test_a_command_without_its_extra_says_one_sentence(bare: Path, arguments: li
 
 
 def test_installed_extras_are_not_missing() -> None:
-    for extra in EXTRAS.keys() - {"torchtitan"}:  # its pins need an environment of its own
+    for extra in EXTRAS:
         require(extra, "a test")
     with pytest.raises(KeyError):
         require("no such extra", "a test")

@@ -143,9 +143,8 @@ def parallelize(
     training: Any,
     parallelism: Any,
     compile_config: Any,
-    ac_config: Any,
-    dump_folder: str,
     plan: str = "zero3",
+    **recomputation: Any,
 ) -> nn.Module:
     """Shard a model of torchtitan: a ``parallelize_fn`` with a plan.
 
@@ -158,9 +157,9 @@ def parallelize(
         training: Training options, of which this reads dtypes, ``enable_cpu_offload`` and ``local_batch_size``.
         parallelism: Options of parallelism. Those of FSDP must keep their defaults.
         compile_config: Compilation, which may cover the loss but not the model.
-        ac_config: Activation checkpointing of blocks; ``None`` for none.
-        dump_folder: Directory for output of activation checkpointing.
         plan: Name of a preset, or a plan file.
+        **recomputation: ``ac_config``, the activation checkpointing of blocks (``None`` for none), and ``dump_folder``,
+            the directory for its output.
 
     Returns:
         The same object.
@@ -181,8 +180,8 @@ def parallelize(
     tw.shard(model, chosen, units=list(_units(model)), values=_Unset(), device=device)
     # torchtitan would now allocate the parameters, but they are in place.
     model.to_empty = lambda *, device, recurse=True: model  # type: ignore[method-assign]
-    if ac_config is not None:
-        ac_config.build(dump_folder=dump_folder).apply(model)
+    if recomputation["ac_config"] is not None:
+        recomputation["ac_config"].build(dump_folder=recomputation["dump_folder"]).apply(model)
     logger.info("Sharded the model by the plan %s", plan)
     return model
 
