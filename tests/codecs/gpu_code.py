@@ -35,22 +35,23 @@ class Code:
     path: Counter[str]
 
 
-def read_code(kernel: Any, trips: tuple[int, ...] = ()) -> Code:
+def read_code(kernel: Any, trips: tuple[int, ...] = (), through: str = "") -> Code:
     """Read a kernel that Triton compiled.
 
     Args:
         kernel: What Triton's compiler returned.
         trips: How often each loop runs, in the order of the loops' first instructions.
+        through: Pattern of an opcode; the path is one with as many of these as possible.
 
     Raises:
         ValueError: The code has another number of loops.
     """
     if "cubin" in kernel.asm:
-        return _nvidia(kernel.asm["cubin"], trips)
-    return _amd(kernel.asm["amdgcn"], trips)
+        return _nvidia(kernel.asm["cubin"], trips, through)
+    return _amd(kernel.asm["amdgcn"], trips, through)
 
 
-def _nvidia(cubin: bytes, trips: tuple[int, ...]) -> Code:
+def _nvidia(cubin: bytes, trips: tuple[int, ...], through: str) -> Code:
     import triton.backends.nvidia
 
     tools = Path(triton.backends.nvidia.__file__).parent / "bin"
@@ -71,12 +72,12 @@ def _nvidia(cubin: bytes, trips: tuple[int, ...]) -> Code:
             ends = opcode.startswith(("EXIT", "RET", "BRA")) and not guarded and opcode != "BRA.DIV"
             # A warp that does not diverge passes the branch to the code for divergence.
             lines.append(_Line(opcode=opcode, jumps="" if opcode == "BRA.DIV" else jumps, ends=ends))
-    path = _path(lines, trips)
+    path = _path(lines, trips, through)
     barriers = sum(line.opcode.startswith("BAR.SYNC") for line in lines)
     return Code(int(_group(r" REG:(\d+)", usage)), spilled, barriers, path)
 
 
-def _amd(text: str, trips: tuple[int, ...]) -> Code:
+def _amd(text: str, trips: tuple[int, ...], through: str) -> Code:
     lines: list[_Line] = []
     for line in text[: text.index(".Lfunc_end")].splitlines():
         if label := re.match(r"(\.LBB\w+):", line):
@@ -87,7 +88,7 @@ def _amd(text: str, trips: tuple[int, ...]) -> Code:
             lines.append(_Line(opcode=opcode, jumps=jumps, ends=opcode in ("s_branch", "s_endpgm")))
     spilled = int(_group(r"\.vgpr_spill_count: (\d+)", text)) + int(_group(r"\.sgpr_spill_count: (\d+)", text))
     barriers = sum(line.opcode == "s_barrier" for line in lines)
-    return Code(int(_group(r"\.vgpr_count: +(\d+)", text)), spilled, barriers, _path(lines, trips))
+    return Code(int(_group(r"\.vgpr_count: +(\d+)", text)), spilled, barriers, _path(lines, trips, through))
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class _Line:
     ends: bool = False
 
 
-def _path(lines: list[_Line], trips: tuple[int, ...]) -> Counter[str]:
+def _path(lines: list[_Line], trips: tuple[int, ...], through: str) -> Counter[str]:
     labels = {line.label: at for at, line in enumerate(lines) if line.label}
     follows = [[] if line.ends or at + 1 == len(lines) else [at + 1] for at, line in enumerate(lines)]
     for at, line in enumerate(lines):
@@ -114,13 +115,16 @@ def _path(lines: list[_Line], trips: tuple[int, ...]) -> Counter[str]:
         for at in body:
             weights[at] *= count
     # Tiles at the end of a tensor take other ways: they leave early, or access the same bytes by narrower instructions.
-    best: dict[int, tuple[int, int]] = {}
+    # Paths are compared by the opcodes they should have, then by bytes, then by instructions.
+    best: dict[int, tuple[int, int, int]] = {}
     choice: dict[int, int | None] = {}
     for at in order:
         ways = [to for to in follows[at] if to in best]  # a jump back to the start of a loop is no way out
         choice[at] = max(ways, key=lambda to: best[to], default=None)
-        nbytes, instructions = max((best[to] for to in ways), default=(0, 0))
-        best[at] = nbytes + weights[at] * _num_bytes(lines[at].opcode), instructions - weights[at]
+        wanted, nbytes, instructions = max((best[to] for to in ways), default=(0, 0, 0))
+        opcode, weight = lines[at].opcode, weights[at]
+        wanted += weight if through and re.search(through, opcode) else 0
+        best[at] = wanted, nbytes + weight * _num_bytes(opcode), instructions - weight
     path: Counter[str] = Counter()
     step: int | None = 0
     while step is not None:

@@ -2,7 +2,10 @@
 """exp3. All parts of a message except the escapes have fixed places. A prefix sum of the blocks' escape counts tells
 the second pass where the escapes of each block go.
 
-Shapes: B blocks of V = 512 values per program; W = 16 words per bit plane.
+Kernels handle four values at a time, as the four bytes of a word, called quad. *Spread* bytes are those of values
+0, 2, 1 and 3: pairs of bf16 values become words of spread bytes, and back, by shifts and masks.
+
+Shapes: B blocks per program, of 512 values: Q = 128 quads, H = 64 pairs of quads, W = 16 words per bit plane.
 """
 
 from __future__ import annotations
@@ -15,16 +18,17 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch
-from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of
-from thinwire.codecs.triton.tiles import widen
+from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of, words_of
 from thinwire.errors import WireError
 
 __all__ = ["TritonExp3", "make"]
 
 CODED, RAW = 0x33505845, 0x30505845
 BLOCK = 512
-BLOCKS = 4
-"""Blocks per program: 16 values for each of 128 threads."""
+BLOCKS = 8
+"""Blocks per program: 32 values for each of 128 threads."""
+WORD_BLOCKS = 64
+"""Blocks per program of kernels that read bit planes only."""
 
 
 @final
@@ -39,10 +43,11 @@ class TritonExp3(VariableCodec):
         """Write the message to the start of ``room``; return the number of its escapes, on the device."""
         numel, num_blocks = x.numel(), ceil_div(x.numel(), BLOCK)
         grid = (ceil_div(num_blocks, BLOCKS),)
-        values, views = x.view(torch.int16), (room.view(torch.int32), room.view(torch.int16), room)
+        pairs = words_of(x)
+        values, views = pairs.view(torch.int16), (room.view(torch.int32), room.view(torch.int16), room)
         if _escapes_at(numel) < 2 + ceil_div(numel, 2):
             counts = torch.empty(num_blocks, dtype=torch.int32, device=x.device)
-            launch(_write_blocks, grid, values, *views, counts, numel, num_blocks, B=BLOCKS)
+            launch(_write_blocks, grid, pairs, *views, counts, numel, num_blocks, B=BLOCKS)
             offsets = offsets_of(counts)
         else:
             # Too few values for the message to be shorter. The kernel sees this by as many escapes as values.
@@ -60,7 +65,8 @@ class TritonExp3(VariableCodec):
         offsets = None
         if message.numel() >= 4 * escapes_at:
             counts = torch.empty(num_blocks, dtype=torch.int64, device=wire.device)
-            launch(_count_escapes, grid, *views, counts, numel, num_blocks, TOO_MANY, B=BLOCKS)
+            word_grid = (ceil_div(num_blocks, WORD_BLOCKS),)
+            launch(_count_escapes, word_grid, *views, counts, numel, num_blocks, TOO_MANY, B=WORD_BLOCKS)
             offsets = offsets_of(counts)
         magic, size, found = header_of(wire, "exp3", (CODED, RAW), offsets)
         if magic == RAW:
@@ -77,8 +83,12 @@ class TritonExp3(VariableCodec):
                 f"exp3: {found % TOO_MANY} escapes are marked, {there} bytes of them are there"
                 + (", and blocks announce other numbers" if found >= TOO_MANY else "")
             )
-        target = out if add else out.view(torch.int16)
-        launch(_expand, grid, *views, offsets, target, numel, num_blocks, ADD=add, B=BLOCKS)
+        fits = not add and out.dtype == encoded and numel % 2 == 0 and out.data_ptr() % 4 == 0
+        room = out.view(torch.int32) if fits else torch.empty(ceil_div(numel, 2), dtype=torch.int32, device=wire.device)
+        launch(_expand, grid, *views, offsets, room, room.view(torch.int16), numel, num_blocks, B=BLOCKS)
+        if not fits:
+            values = room.view(encoded)[:numel]
+            out.add_(values) if add else out.copy_(values)
 
 
 make = TritonExp3
@@ -93,6 +103,14 @@ def _escapes_at(numel: int) -> int:
 
 # ------------------------------------------------------------------------------------------------------ device
 
+ONES = tl.constexpr(0x01010101)
+HIGH = tl.constexpr(0x80808080)
+"""The highest bit of every byte."""
+TO_NIBBLE = tl.constexpr((1 << 28) + (1 << 22) + (1 << 13) + (1 << 7))
+"""Times the lowest bits of four spread bytes: brings them to the highest four bits, in the order of the values."""
+FROM_NIBBLE = tl.constexpr(1 + (1 << 6) + (1 << 15) + (1 << 21))
+"""Times four bits: brings them to the lowest bits of spread bytes; other bits of these have to be cleared."""
+
 
 @triton.jit
 def _parts(numel, num_blocks):
@@ -105,67 +123,120 @@ def _parts(numel, num_blocks):
 
 @triton.jit
 def _tile(numel, num_blocks, B: tl.constexpr):
-    """The first block; the number of each block relative to it, and whether the block exists; the number of each value
-    in the tile, and whether the value exists; the numbers of values and blocks in 64 bits."""
+    """The first block; the number of each block relative to it, and whether the block exists; the number of values from
+    the first block on, at most those of B blocks; the numbers of values and blocks in 64 bits."""
     first = tl.program_id(0).to(tl.int64) * B
     block_B = tl.arange(0, B)
     numel = first * 0 + numel
     num_blocks = first * 0 + num_blocks
-    at_BV = block_B[:, None] * 512 + tl.arange(0, 512)[None, :]
-    left = tl.minimum(numel - first * 512, B * 512).to(tl.int32)
-    return first, block_B, first + block_B < num_blocks, at_BV, at_BV < left, numel, num_blocks
+    rem = tl.minimum(numel - first * 512, B * 512).to(tl.int32)
+    return first, block_B, first + block_B < num_blocks, rem, numel, num_blocks
 
 
 @triton.jit
-def _codes(exponent_BV, base_B, inside_BV):
-    code_BV = base_B[:, None] - exponent_BV
-    code_BV = tl.where((code_BV >= 0) & (code_BV < 7), code_BV, 7)
-    return tl.where(inside_BV, code_BV, 0)
-
-
-@triton.jit
-def _write_blocks(values, words, halves, data, counts, numel, num_blocks, B: tl.constexpr):
-    first, block_B, there_B, at_BV, inside_BV, numel, num_blocks = _tile(numel, num_blocks, B)
-    counts_at, planes_at, rest_at, escapes_at = _parts(numel, num_blocks)
-    bits_BV = tl.load(values + first * 512 + at_BV, mask=inside_BV, other=0).to(tl.int32)
-    exponent_BV = (bits_BV >> 7) & 255
-    largest_B = tl.max(tl.where(inside_BV, exponent_BV, 0), axis=1)
-    base_B = largest_B
-    code_BV = _codes(exponent_BV, base_B, inside_BV)
-    count_B = tl.sum((code_BV == 7).to(tl.int32), axis=1)
+def _write_blocks(pairs, words, halves, data, counts, numel, num_blocks, B: tl.constexpr):
+    first, block_B, there_B, rem, numel, num_blocks = _tile(numel, num_blocks, B)
+    counts_at, planes_at, rest_at, _ = _parts(numel, num_blocks)
+    left_BQ, right_BQ = _load_quads(pairs + first * 256, rem, B)
+    # Shifted to the top, exponents are in the order of the words that they begin.
+    highest_BQ = tl.maximum(tl.maximum(left_BQ << 1, right_BQ << 1), tl.maximum(left_BQ << 17, right_BQ << 17))
+    largest_B = tl.max(highest_BQ, axis=1) >> 24
+    exponent_BQ = ((left_BQ >> 7) & 0x00FF00FF) | ((right_BQ << 1) & 0xFF00FF00)
+    # No byte exceeds the largest, so no byte borrows. Past the end, the difference is 0, which is code 0.
+    below_BQ = (largest_B * ONES)[:, None] - exponent_BQ
+    inside_BQ = tl.full((B, 128), 0xFFFFFFFF, tl.uint32)
+    if rem < B * 512:
+        inside_BQ = _existing(rem, B)
+        below_BQ &= inside_BQ
+    # For each base, largest - k, bit 7 of every byte: whether its code is 0 to 6. If largest < k, none is, so that a
+    # base below 0 is never the best.
+    small_BQ = below_BQ & 0x7F7F7F7F
+    fits_BQ = ~below_BQ & HIGH
+    best_B = tl.zeros((B,), tl.uint32)
+    count_B = 512 - _number(_coded(small_BQ + HIGH, fits_BQ))
+    values_B = tl.minimum(tl.maximum(rem - block_B * 512, 0), 512).to(tl.uint32)
     for k in tl.static_range(1, 4):
-        tried_B = tl.maximum(largest_B - k, 0)
-        tried_BV = _codes(exponent_BV, tried_B, inside_BV)
-        tried_count_B = tl.sum((tried_BV == 7).to(tl.int32), axis=1)
-        better_B = tried_count_B < count_B
-        base_B = tl.where(better_B, tried_B, base_B)
-        count_B = tl.where(better_B, tried_count_B, count_B)
-        code_BV = tl.where(better_B[:, None], tried_BV, code_BV)
-    tl.store(counts + first + block_B, count_B, mask=there_B)
-    tl.store(data + 8 + first + block_B, base_B.to(tl.uint8), mask=there_B)
+        tried_B = values_B - _number(_coded(small_BQ + (0x80 - k) * ONES, fits_BQ))
+        better_B = tried_B < count_B
+        best_B = tl.where(better_B, k, best_B)
+        count_B = tl.where(better_B, tried_B, count_B)
+    shifted_BQ = small_BQ + ((0x80 - best_B) * ONES)[:, None]
+    coded_BQ = _coded(shifted_BQ, fits_BQ)
+    code_BQ = ((shifted_BQ & 0x07070707) | (((coded_BQ >> 7) ^ ONES) * 7)) & inside_BQ
+    tl.store(counts + first + block_B, count_B.to(tl.int32), mask=there_B)
+    tl.store(data + 8 + first + block_B, (largest_B - best_B).to(tl.uint8), mask=there_B)
     tl.store(halves + 2 * counts_at + first + block_B, count_B.to(tl.int16), mask=there_B)
-    tl.store(data + 4 * rest_at + first * 512 + at_BV, _rest(bits_BV), mask=inside_BV)
-    word_W = tl.arange(0, 16)
-    bit = tl.arange(0, 32)[None, None, :]
-    code_BWV = tl.reshape(code_BV, (B, 16, 32))
-    words += planes_at + first * 48
-    for k in tl.static_range(3):
-        plane_BW = tl.sum(((code_BWV >> k) & 1) << bit, axis=2).to(tl.int32)
-        tl.store(words + block_B[:, None] * 48 + k * 16 + word_W[None, :], plane_BW, mask=there_B[:, None])
+    _store_planes(data + 4 * (planes_at + first * 48), code_BQ, block_B, there_B, B)
+    quad_BQ = block_B[:, None] * 128 + tl.arange(0, 128)[None, :]
+    rest_BQ = _rest(left_BQ, right_BQ).to(tl.int32, bitcast=True)
+    tl.store(words + rest_at + first * 128 + quad_BQ, rest_BQ, mask=quad_BQ * 4 < rem)
     if first == 0:
-        # Zeros up to the end of the last word of each part.
+        # Zeros up to the end of the last word of bases and counts.
         i = tl.arange(0, 4)
         zero = tl.zeros((4,), tl.uint8)
         tl.store(data + 8 + num_blocks + i, zero, mask=8 + num_blocks + i < 4 * counts_at)
         end = 4 * counts_at + 2 * num_blocks
         tl.store(data + end + i, zero, mask=end + i < 4 * planes_at)
-        tl.store(data + 4 * rest_at + numel + i, zero, mask=4 * rest_at + numel + i < 4 * escapes_at)
 
 
 @triton.jit
-def _rest(bits_BV):
-    """Sign and mantissa of bf16 values."""
-    return (((bits_BV >> 8) & 128) | (bits_BV & 127)).to(tl.uint8)
+def _load_quads(pairs, rem, B: tl.constexpr):
+    """Values 0 and 1, and values 2 and 3 of every quad, as uint32 of shape (B, Q); zeros past the end.
+
+    The shape that is loaded gives a block to 16 threads, whose sums need no shared memory: see ``tiles.load_rows``.
+    """
+    column_KBC = tl.broadcast_to(tl.arange(0, 4)[:, None, None] * 64 + tl.arange(0, 64)[None, None, :], (4, B, 64))
+    at_KBC = tl.arange(0, B)[None, :, None] * 256 + column_KBC
+    pairs += at_KBC
+    pair_KBC = tl.load(pairs, mask=at_KBC * 2 < rem, other=0) if rem < B * 512 else tl.load(pairs)
+    pair_BP = tl.reshape(tl.permute(pair_KBC, (1, 0, 2)), (B, 256))
+    return tl.split(tl.reshape(pair_BP, (B, 128, 2)).to(tl.uint32, bitcast=True))
+
+
+@triton.jit
+def _existing(rem, B: tl.constexpr):
+    """Spread bytes that are 255 where there is a value, and 0 past the end."""
+    left_BQ = rem - (tl.arange(0, B)[:, None] * 512 + tl.arange(0, 128)[None, :] * 4)
+    low_BQ = tl.where(left_BQ >= 2, 0x00FF00FF, tl.where(left_BQ == 1, 0xFF, 0))
+    high_BQ = tl.where(left_BQ >= 4, -0x00FF0100, tl.where(left_BQ == 3, 0x0000FF00, 0))
+    return (low_BQ | high_BQ).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _coded(shifted_BQ, fits_BQ):
+    """Bit 7 of every byte: whether ``shifted`` is 128 + (0 to 6), if ``fits`` says that it did not overflow."""
+    return shifted_BQ & ~(shifted_BQ - 0x07070707) & fits_BQ
+
+
+@triton.jit
+def _number(flag_BQ):
+    """The number of bytes of a block whose bit 7 is set. Each of a word's four sums is at most 128."""
+    bytes_B = tl.sum(flag_BQ >> 7, axis=1).to(tl.uint32)
+    halves_B = (bytes_B & 0x00FF00FF) + ((bytes_B >> 8) & 0x00FF00FF)
+    return (halves_B + (halves_B >> 16)) & 0xFFFF
+
+
+@triton.jit
+def _rest(left_BQ, right_BQ):
+    """Signs and mantissas of quads, in the order of the values."""
+    low_BQ = (left_BQ & 0x00FF00FF) | ((right_BQ << 8) & 0xFF00FF00)
+    high_BQ = ((left_BQ >> 8) & 0x00FF00FF) | (right_BQ & 0xFF00FF00)
+    return _swapped((low_BQ & 0x7F7F7F7F) | (high_BQ & HIGH))
+
+
+@triton.jit
+def _swapped(x):
+    """Swap the two bytes in the middle: from spread bytes to those in the order of the values, and back."""
+    return (x & 0xFF0000FF) | ((x >> 8) & 0x0000FF00) | ((x << 8) & 0x00FF0000)
+
+
+@triton.jit
+def _store_planes(planes, code_BQ, block_B, there_B, B: tl.constexpr):
+    for k in tl.static_range(3):
+        nibble_BQ = ((code_BQ & (ONES << k)) * (TO_NIBBLE >> k)) >> 28
+        even_BH, odd_BH = tl.split(tl.reshape(nibble_BQ, (B, 64, 2)))
+        at_BH = block_B[:, None] * 192 + k * 64 + tl.arange(0, 64)[None, :]
+        tl.store(planes + at_BH, (even_BH | (odd_BH << 4)).to(tl.uint8), mask=there_B[:, None])
 
 
 @triton.jit
@@ -182,22 +253,34 @@ def _write_rest(
     B: tl.constexpr,
 ):
     """Write the header and the escapes or, if there are too many of them, the unencoded values instead of all parts."""
-    first, block_B, there_B, at_BV, inside_BV, numel, num_blocks = _tile(numel, num_blocks, B)
-    _, _, _, escapes_at = _parts(numel, num_blocks)
+    first, block_B, there_B, rem, numel, num_blocks = _tile(numel, num_blocks, B)
+    _, planes_at, _, escapes_at = _parts(numel, num_blocks)
     total = tl.load(offsets + num_blocks)
     coded_end = escapes_at + (total + 3) // 4
     raw_end = 2 + (numel + 1) // 2
     coded = coded_end < raw_end
-    bits_BV = tl.load(values + first * 512 + at_BV, mask=inside_BV, other=0)
+    values += first * 512
     if coded:
-        exponent_BV = (bits_BV.to(tl.int32) >> 7) & 255
-        base_B = tl.load(data + 8 + first + block_B, mask=there_B, other=0).to(tl.int32)
-        escaped_BV = _codes(exponent_BV, base_B, inside_BV) == 7
-        start_B = tl.load(offsets + first + block_B, mask=there_B, other=0)
-        escape_BV = start_B[:, None] + _ranks(escaped_BV)
-        tl.store(data + 4 * escapes_at + escape_BV, exponent_BV.to(tl.uint8), mask=escaped_BV)
+        marked_BW = _marked(words + planes_at + first * 48, block_B, there_B)
+        from_BW = values + _word(block_B) * 32
+        to_BW = data + 4 * escapes_at + _before(marked_BW, offsets + first, block_B, there_B)
+        # Four loads at a time, because the compiler moves no load before a store.
+        for quad in tl.static_range(8):
+            a_BW, b_BW, c_BW, d_BW = _flags(marked_BW, quad)
+            value_a_BW = tl.load(from_BW + 4 * quad, mask=a_BW == 1, other=0)
+            value_b_BW = tl.load(from_BW + (4 * quad + 1), mask=b_BW == 1, other=0)
+            value_c_BW = tl.load(from_BW + (4 * quad + 2), mask=c_BW == 1, other=0)
+            value_d_BW = tl.load(from_BW + (4 * quad + 3), mask=d_BW == 1, other=0)
+            tl.store(to_BW, (value_a_BW >> 7).to(tl.uint8), mask=a_BW == 1)
+            tl.store(to_BW + a_BW, (value_b_BW >> 7).to(tl.uint8), mask=b_BW == 1)
+            tl.store(to_BW + (a_BW + b_BW), (value_c_BW >> 7).to(tl.uint8), mask=c_BW == 1)
+            to_BW += a_BW + b_BW + c_BW
+            tl.store(to_BW, (value_d_BW >> 7).to(tl.uint8), mask=d_BW == 1)
+            to_BW += d_BW
     else:
-        tl.store(halves + 4 + first * 512 + at_BV, bits_BV, mask=inside_BV)
+        at_BV = block_B[:, None] * 512 + tl.arange(0, 512)[None, :]
+        bits_BV = tl.load(values + at_BV, mask=at_BV < rem, other=0)
+        tl.store(halves + 4 + first * 512 + at_BV, bits_BV, mask=at_BV < rem)
     if first == 0:
         tl.store(words, tl.where(coded, CODED, RAW).to(tl.int32))
         tl.store(words + 1, tl.where(coded, coded_end, raw_end).to(tl.int32))
@@ -207,27 +290,49 @@ def _write_rest(
 
 
 @triton.jit
-def _ranks(escaped_BV):
-    """Number of escapes in the block before each value."""
-    escaped_BV = escaped_BV.to(tl.int32)
-    return tl.cumsum(escaped_BV, axis=1).to(tl.int32) - escaped_BV
+def _marked(planes, block_B, there_B):
+    """Bits of the values whose code is 7, as words (B, W)."""
+    planes += block_B[:, None] * 48 + tl.arange(0, 16)[None, :]
+    marked_BW = tl.load(planes, mask=there_B[:, None], other=0)
+    marked_BW &= tl.load(planes + 16, mask=there_B[:, None], other=0)
+    return marked_BW & tl.load(planes + 32, mask=there_B[:, None], other=0)
+
+
+@triton.jit
+def _word(block_B):
+    """Numbers of the words of a bit plane in the tile, (B, W). A thread handles whole words."""
+    return block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
+
+
+@triton.jit
+def _before(marked_BW, offsets, block_B, there_B):
+    """Number of the first escape of each word, in 64 bits."""
+    ones_BW = num_ones(marked_BW)
+    start_B = tl.load(offsets + block_B, mask=there_B, other=0)
+    return start_B[:, None] + (tl.cumsum(ones_BW, axis=1).to(tl.int32) - ones_BW)
+
+
+@triton.jit
+def _flags(marked_BW, quad):
+    """Of each of the four values of a quad of each word: 1 if it is marked, or 0."""
+    bits_BW = marked_BW >> (4 * quad)
+    return bits_BW & 1, (bits_BW >> 1) & 1, (bits_BW >> 2) & 1, (bits_BW >> 3) & 1
+
+
+@triton.jit
+def _before_the_end(marked_BW, block_B, rem):
+    """Without bits after the last value, which mark nothing."""
+    left_BW = rem - (block_B[:, None] * 512 + tl.arange(0, 16)[None, :] * 32)
+    partial_BW = (tl.full(marked_BW.shape, 1, tl.int32) << tl.minimum(tl.maximum(left_BW, 0), 31)) - 1
+    return tl.where(left_BW >= 32, marked_BW, marked_BW & partial_BW)
 
 
 @triton.jit
 def _count_escapes(words, halves, data, counts, numel, num_blocks, TOO_MANY, B: tl.constexpr):
     """Number of escapes that the planes of a block mark; a huge number if the block's count contradicts them."""
-    first, block_B, there_B, _, _, numel, num_blocks = _tile(numel, num_blocks, B)
+    first, block_B, there_B, rem, numel, num_blocks = _tile(numel, num_blocks, B)
     counts_at, planes_at, _, _ = _parts(numel, num_blocks)
-    word_BW = block_B[:, None] * 16 + tl.arange(0, 16)[None, :]
-    words += planes_at + first * 48 + block_B[:, None] * 48 + tl.arange(0, 16)[None, :]
-    inside_BW = tl.broadcast_to(there_B[:, None], (B, 16))
-    marked_BW = tl.load(words, mask=inside_BW, other=0)
-    marked_BW &= tl.load(words + 16, mask=inside_BW, other=0)
-    marked_BW &= tl.load(words + 32, mask=inside_BW, other=0)
-    # Bits after the last value mark nothing.
-    left_BW = tl.minimum(numel - first * 512, B * 512).to(tl.int32) - word_BW * 32
-    partial_BW = (tl.full((B, 16), 1, tl.int32) << tl.minimum(tl.maximum(left_BW, 0), 31)) - 1
-    marked_BW = tl.where(left_BW >= 32, marked_BW, marked_BW & partial_BW)
+    marked_BW = _before_the_end(_marked(words + planes_at + first * 48, block_B, there_B), block_B, rem)
     count_B = tl.sum(num_ones(marked_BW), axis=1)
     announced_B = tl.load(halves + 2 * counts_at + first + block_B, mask=there_B, other=0).to(tl.int32) & 0xFFFF
     count_B = count_B.to(tl.int64) + tl.where(count_B != announced_B, TOO_MANY, 0)
@@ -235,25 +340,56 @@ def _count_escapes(words, halves, data, counts, numel, num_blocks, TOO_MANY, B: 
 
 
 @triton.jit
-def _expand(words, halves, data, offsets, out, numel, num_blocks, ADD: tl.constexpr, B: tl.constexpr):
-    first, block_B, there_B, at_BV, inside_BV, numel, num_blocks = _tile(numel, num_blocks, B)
+def _expand(words, halves, data, offsets, pairs, values, numel, num_blocks, B: tl.constexpr):
+    """Write all values as if none were escaped, then those that are."""
+    first, block_B, there_B, rem, numel, num_blocks = _tile(numel, num_blocks, B)
     _, planes_at, rest_at, escapes_at = _parts(numel, num_blocks)
-    column_BV = tl.broadcast_to(tl.arange(0, 512)[None, :], (B, 512))
-    words += planes_at + first * 48 + block_B[:, None] * 48 + (column_BV >> 5)
-    bit_BV = column_BV & 31
-    code_BV = (tl.load(words, mask=inside_BV, other=0) >> bit_BV) & 1
-    code_BV |= ((tl.load(words + 16, mask=inside_BV, other=0) >> bit_BV) & 1) << 1
-    code_BV |= ((tl.load(words + 32, mask=inside_BV, other=0) >> bit_BV) & 1) << 2
-    escaped_BV = code_BV == 7
-    start_B = tl.load(offsets + first + block_B, mask=there_B, other=0)
-    escape_BV = start_B[:, None] + _ranks(escaped_BV)
-    exponent_BV = tl.load(data + 4 * escapes_at + escape_BV, mask=escaped_BV, other=0).to(tl.int32)
-    base_B = tl.load(data + 8 + first + block_B, mask=there_B, other=0).to(tl.int32)
-    exponent_BV = tl.where(escaped_BV, exponent_BV, (base_B[:, None] - code_BV) & 255)
-    rest_BV = tl.load(data + 4 * rest_at + first * 512 + at_BV, mask=inside_BV, other=0).to(tl.int32)
-    bits_BV = (((rest_BV & 128) << 8) | (exponent_BV << 7) | (rest_BV & 127)).to(tl.int16)
-    out += first * 512 + at_BV
-    if ADD:
-        tl.store(out, tl.load(out, mask=inside_BV, other=0) + widen(bits_BV, "bfloat16"), mask=inside_BV)
-    else:
-        tl.store(out, bits_BV, mask=inside_BV)
+    code_BQ = _load_planes(data + 4 * (planes_at + first * 48), block_B, there_B, B)
+    base_B = tl.load(data + 8 + first + block_B, mask=there_B, other=0).to(tl.uint32) * ONES
+    # base - code in every byte, modulo 256: the highest bit of each byte takes what the others borrow.
+    exponent_BQ = ((base_B | HIGH)[:, None] - code_BQ) ^ (~base_B & HIGH)[:, None]
+    quad_BQ = block_B[:, None] * 128 + tl.arange(0, 128)[None, :]
+    rest_BQ = tl.load(words + rest_at + first * 128 + quad_BQ, mask=quad_BQ * 4 < rem, other=0)
+    rest_BQ = _swapped(rest_BQ.to(tl.uint32, bitcast=True))
+    left_BQ = ((rest_BQ & 0x00800080) << 8) | ((exponent_BQ & 0x00FF00FF) << 7) | (rest_BQ & 0x007F007F)
+    right_BQ = (rest_BQ & 0x80008000) | ((exponent_BQ & 0xFF00FF00) >> 1) | ((rest_BQ >> 8) & 0x007F007F)
+    pair_BP = tl.reshape(tl.join(left_BQ, right_BQ), (B, 256)).to(tl.int32, bitcast=True)
+    at_BP = block_B[:, None] * 256 + tl.arange(0, 256)[None, :]
+    tl.store(pairs + first * 256 + at_BP, pair_BP, mask=at_BP * 2 < rem)
+    marked_BW = _before_the_end(_marked(words + planes_at + first * 48, block_B, there_B), block_B, rem)
+    from_BW = data + 4 * escapes_at + _before(marked_BW, offsets + first, block_B, there_B)
+    rest_at_BW = data + 4 * rest_at + first * 512 + _word(block_B) * 32
+    to_BW = values + first * 512 + _word(block_B) * 32
+    tl.debug_barrier()  # other threads have written the pairs
+    for quad in tl.static_range(8):
+        a_BW, b_BW, c_BW, d_BW = _flags(marked_BW, quad)
+        value_a_BW = _escaped(from_BW, rest_at_BW + 4 * quad, a_BW)
+        value_b_BW = _escaped(from_BW + a_BW, rest_at_BW + (4 * quad + 1), b_BW)
+        value_c_BW = _escaped(from_BW + (a_BW + b_BW), rest_at_BW + (4 * quad + 2), c_BW)
+        from_BW += a_BW + b_BW + c_BW
+        value_d_BW = _escaped(from_BW, rest_at_BW + (4 * quad + 3), d_BW)
+        from_BW += d_BW
+        tl.store(to_BW + 4 * quad, value_a_BW, mask=a_BW == 1)
+        tl.store(to_BW + (4 * quad + 1), value_b_BW, mask=b_BW == 1)
+        tl.store(to_BW + (4 * quad + 2), value_c_BW, mask=c_BW == 1)
+        tl.store(to_BW + (4 * quad + 3), value_d_BW, mask=d_BW == 1)
+
+
+@triton.jit
+def _escaped(escapes, rests, flag_BW):
+    """Values of which the exponents are escapes, where the flag is 1."""
+    exponent_BW = tl.load(escapes, mask=flag_BW == 1, other=0).to(tl.int32)
+    rest_BW = tl.load(rests, mask=flag_BW == 1, other=0).to(tl.int32)
+    return (((rest_BW & 128) << 8) | (exponent_BW << 7) | (rest_BW & 127)).to(tl.int16)
+
+
+@triton.jit
+def _load_planes(planes, block_B, there_B, B: tl.constexpr):
+    """Codes of quads, as spread bytes."""
+    code_BQ = tl.zeros((B, 128), tl.uint32)
+    for k in tl.static_range(3):
+        at_BH = block_B[:, None] * 192 + k * 64 + tl.arange(0, 64)[None, :]
+        byte_BH = tl.load(planes + at_BH, mask=there_B[:, None], other=0).to(tl.uint32)
+        nibble_BQ = tl.reshape(tl.join(byte_BH & 15, byte_BH >> 4), (B, 128))
+        code_BQ |= ((nibble_BQ * FROM_NIBBLE) & ONES) << k
+    return code_BQ

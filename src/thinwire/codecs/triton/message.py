@@ -13,10 +13,10 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.codecs.codec import Codec
-from thinwire.codecs.triton.launch import check_device, room_for
+from thinwire.codecs.triton.launch import ceil_div, check_device, room_for
 from thinwire.errors import WireError
 
-__all__ = ["TOO_MANY", "VariableCodec", "header_of", "num_ones", "offsets_of"]
+__all__ = ["TOO_MANY", "VariableCodec", "header_of", "num_ones", "offsets_of", "words_of"]
 
 TOO_MANY = 1 << 40
 """Added by kernels to a count of parts that contradicts the rest of the message. No message has so many parts, and sums
@@ -82,6 +82,16 @@ def header_of(wire: Tensor, codec: str, magics: tuple[int, ...], offsets: Tensor
     if words < 2 or 4 * words > wire.numel():
         raise WireError(f"{codec}: the message says it has {4 * words} bytes and {wire.numel()} are there")
     return magic, 4 * words, rest[0] if rest else 0
+
+
+def words_of(x: Tensor) -> Tensor:
+    """The memory of a tensor as words, copied if its size or its address is not a multiple of a word."""
+    data = x.view(torch.uint8)
+    if data.numel() % 4 or data.data_ptr() % 4:
+        padded = data.new_zeros(ceil_div(data.numel(), 4) * 4)
+        padded[: data.numel()] = data
+        data = padded
+    return data.view(torch.int32)
 
 
 # ------------------------------------------------------------------------------------------------------ device

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from thinwire.codecs.triton.launch import aligned, ceil_div, check_device, launch, power_of_two
-from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of
+from thinwire.codecs.triton.message import TOO_MANY, VariableCodec, header_of, num_ones, offsets_of, words_of
 from thinwire.errors import WireError
 
 __all__ = ["TritonMpc", "make"]
@@ -35,7 +35,7 @@ class TritonMpc(VariableCodec):
 
     def _write(self, x: Tensor, room: Tensor) -> Tensor:
         """Write the message to the start of ``room``; return the number of words that are kept, on the device."""
-        words, message = _words_of(x), room.view(torch.int32)
+        words, message = words_of(x), room.view(torch.int32)
         num_words, num_chunks = words.numel(), ceil_div(words.numel(), CHUNK)
         counts = torch.empty(num_chunks, dtype=torch.int32, device=x.device)
         stride = self.spec.stride
@@ -80,16 +80,6 @@ class TritonMpc(VariableCodec):
 
 make = TritonMpc
 """Make the codec of a spec."""
-
-
-def _words_of(x: Tensor) -> Tensor:
-    """The memory of a tensor as words, copied if its size or its address is not a multiple of a word."""
-    data = x.view(torch.uint8)
-    if data.numel() % 4 or data.data_ptr() % 4:
-        padded = data.new_zeros(ceil_div(data.numel(), 4) * 4)
-        padded[: data.numel()] = data
-        data = padded
-    return data.view(torch.int32)
 
 
 # ------------------------------------------------------------------------------------------------------ device
