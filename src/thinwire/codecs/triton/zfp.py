@@ -25,7 +25,7 @@ from thinwire.codecs.triton.transcode import Form
 
 __all__ = ["TritonZfp", "make"]
 
-BLOCKS = 256
+BLOCKS = 128
 """Blocks per program. Their bits fill whole words at any rate, so that programs share no words."""
 HEADER = tl.constexpr(9)
 WINDOW = tl.constexpr(8)
@@ -118,7 +118,7 @@ make = TritonZfp
 
 
 def _plane_code(significant: int, plane: int) -> int:
-    """For one bit plane: the code | its length << 8 | the number of values that are significant afterwards << 12."""
+    """For one bit plane: the code | its length << 8."""
     bits = [plane >> index & 1 for index in range(significant)]
     at = significant
     while at < 4:
@@ -132,12 +132,12 @@ def _plane_code(significant: int, plane: int) -> int:
                 break
             at += 1
         at += 1
-    return sum(bit << index for index, bit in enumerate(bits)) | len(bits) << 8 | at << 12
+    return sum(bit << index for index, bit in enumerate(bits)) | len(bits) << 8
 
 
 def _plane_value(there: int, significant: int, window: int) -> int:
-    """The inverse for the next eight bits, of which ``there`` exist: the plane, with length and significance as in
-    ``_plane_code``. A unary code ends at the end of its block; other missing bits are 0."""
+    """The inverse for the next eight bits, of which ``there`` exist: the plane | their number << 8 | the
+    number of values that are significant afterwards << 12. A unary code ends at the end of its block; other missing bits are 0."""
     bits = [window >> index & 1 for index in range(there)]
     taken = min(significant, there)
     plane = sum(bit << index for index, bit in enumerate(bits[:taken]))
@@ -157,8 +157,8 @@ def _plane_value(there: int, significant: int, window: int) -> int:
 
 @functools.cache
 def _plane_codes(device: torch.device) -> Tensor:
-    """Codes of the 16 planes for each number of significant values."""
-    codes = [_plane_code(significant, plane) for significant in range(5) for plane in range(16)]
+    """Codes of the 16 planes for up to two significant values."""
+    codes = [_plane_code(significant, plane) for significant in range(3) for plane in range(16)]
     return torch.tensor(codes, dtype=torch.int16).to(device)
 
 
@@ -218,10 +218,15 @@ def _encode(
     words += row * row_step * 4
     first_B4 = tl.arange(0, B)[:, None] * 4
     index_B4 = tl.arange(0, 4)[None, :]
-    # A partial last block is completed by its values: the third by its second, if it exists, the others by its first.
-    instead_B4 = tl.where((index_B4 == 2) & (first_B4 + 1 < left), first_B4 + 1, first_B4)
-    at_B4 = tl.where(first_B4 + index_B4 < left, first_B4 + index_B4, instead_B4)
-    x_B4 = widen(tl.load(x + offset + first + at_B4, mask=at_B4 < left, other=0), KIND)
+    x += offset + first
+    if left == B * 4:
+        x_B4 = widen(tl.load(x + first_B4 + index_B4), KIND)
+    else:
+        # A partial last block is completed by its values: the third by its second, if it exists, the others by its
+        # first.
+        instead_B4 = tl.where((index_B4 == 2) & (first_B4 + 1 < left), first_B4 + 1, first_B4)
+        at_B4 = tl.where(first_B4 + index_B4 < left, first_B4 + index_B4, instead_B4)
+        x_B4 = widen(tl.load(x + at_B4, mask=at_B4 < left, other=0), KIND)
     x_B, y_B, z_B, w_B = _four(x_B4, B)
 
     largest_B = tl.maximum(_magnitude(x_B), _magnitude(y_B))
@@ -252,42 +257,25 @@ def _encode(
     z_B = _negabinary(z_B)
     w_B = _negabinary(w_B)
 
-    header_B = tl.where(coded_B, 2 * (biased_B + 1) + 1, tl.where(poisoned_B, 1, 0))
-    low_B = header_B.to(tl.uint64)
-    high_B = tl.zeros((B,), tl.uint64)
-    at_B = tl.full((B,), HEADER, tl.int32)
-    significant_B = tl.zeros((B,), tl.int32)
-    # Each plane takes at least one bit, so at most as many planes as bits fit.
-    for _ in range(32 if BLOCK_BITS > 40 else BLOCK_BITS - 9):
-        plane_B = (x_B >> 31) | ((y_B >> 31) << 1) | ((z_B >> 31) << 2) | ((w_B >> 31) << 3)
-        x_B = x_B << 1
-        y_B = y_B << 1
-        z_B = z_B << 1
-        w_B = w_B << 1
-        entry_B = tl.load(codes + significant_B * 16 + plane_B.to(tl.int32)).to(tl.int32)
-        # Bits beyond the block's size are cut off; a truncated code is a prefix.
-        code_B = tl.where(coded_B & (at_B < BLOCK_BITS), entry_B & 255, 0).to(tl.uint64)
-        shift_B = (at_B & 63).to(tl.uint64)
-        if BLOCK_BITS > 64:
-            low_B |= tl.where(at_B < 64, code_B << shift_B, 0)
-            high_B |= tl.where(at_B < 64, (code_B >> 1) >> (63 - shift_B), code_B << shift_B)
-        else:
-            low_B |= code_B << shift_B
-        at_B += (entry_B >> 8) & 15
-        significant_B = entry_B >> 12
+    header_B = tl.where(coded_B, 2 * (biased_B + 1) + 1, tl.where(poisoned_B, 1, 0)).to(tl.uint32)
+    low_B, high_B = _planes(_reversed(x_B), _reversed(y_B), _reversed(z_B), _reversed(w_B), header_B, codes, BLOCK_BITS)
+    low_B = tl.where(coded_B, low_B, header_B)
+    high_B = tl.where(coded_B, high_B, 0)
     block_B = first // 4 + tl.arange(0, B)
     inside_B = tl.arange(0, B) * 4 < left
     if BLOCK_BITS % 32 == 0:
         to_B = words + block_B * (BLOCK_BITS // 32)
         for i in tl.static_range(BLOCK_BITS // 32):
             half_B = low_B if i < 2 else high_B
-            tl.store(to_B + i, (half_B >> (32 * (i % 2))).to(tl.int32), mask=inside_B)
+            if i % 2 == 1:
+                half_B = half_B >> 32
+            tl.store(to_B + i, half_B.to(tl.int32), mask=inside_B)
         # Messages consist of whole pairs of words.
         num_words = (numel + 3) // 4 * (BLOCK_BITS // 32)
         if (first + left == numel) & (num_words % 2 == 1):
             tl.store(words + num_words, 0)
     else:
-        low_B, high_B = _cut(low_B, high_B, BLOCK_BITS)
+        low_B, high_B = _cut(low_B.to(tl.uint64), high_B, BLOCK_BITS)
         start_B = block_B * BLOCK_BITS
         to_B = words + (start_B >> 5)
         shift_B = (start_B & 31).to(tl.uint64)
@@ -295,6 +283,146 @@ def _encode(
         _or(to_B + 2, ((low_B >> 1) >> (63 - shift_B)) | (high_B << shift_B), inside_B)
         if BLOCK_BITS > 64:
             _or(to_B + 4, (high_B >> 1) >> (63 - shift_B), inside_B)
+
+
+@triton.jit
+def _planes(x_B, y_B, z_B, w_B, header_B, codes, BLOCK_BITS: tl.constexpr):
+    """The header, followed by the codes of all bit planes, as a low and a high word. Plane p is bit p of the arguments.
+
+    The number of significant values only grows, so the planes of a block form four runs: those before its first set
+    bit, those with one and with two significant values, and those with more. In each run all planes but the last have
+    codes of one length, so that the bits of a run move together. Only the last plane of each of the first three runs,
+    in which further values become significant, takes a table.
+    """
+    zw_B = z_B | w_B
+    first_B = _first_plane(x_B | y_B | zw_B)
+    second_B = _first_plane(y_B | zw_B)
+    third_B = _first_plane(zw_B)
+    low_B = header_B if BLOCK_BITS <= 32 else header_B.to(tl.uint64)
+    high_B = tl.zeros(x_B.shape, tl.uint64)
+
+    at_B = HEADER + first_B
+    code_B, length_B = _change(x_B, y_B, z_B, w_B, first_B, 0, codes, first_B < 32)
+    low_B, high_B = _append(low_B, high_B, at_B, code_B, BLOCK_BITS)
+    at_B += length_B
+    # One significant value: its bit and a zero. The changes before take at least three bits.
+    planes_B = tl.maximum(second_B - first_B - 1, 0)
+    run_B = _run(x_B, first_B, planes_B)
+    for i in tl.static_range((min(BLOCK_BITS, 76) - 12 + 31) // 32):
+        low_B, high_B = _append(low_B, high_B, at_B + 32 * i, _every_second(run_B >> (16 * i)), BLOCK_BITS)
+    at_B += 2 * planes_B
+    changes_B = (second_B > first_B) & (second_B < 32)
+    code_B, length_B = _change(x_B, y_B, z_B, w_B, second_B, 1, codes, changes_B)
+    low_B, high_B = _append(low_B, high_B, at_B, code_B, BLOCK_BITS)
+    at_B += length_B
+    # Two significant values: their bits and a zero. The changes before take at least four bits.
+    planes_B = tl.maximum(third_B - second_B - 1, 0)
+    x_run_B = _run(x_B, second_B, planes_B)
+    y_run_B = _run(y_B, second_B, planes_B)
+    for i in tl.static_range((min(BLOCK_BITS, 109) - 13 + 23) // 24):
+        code_B = _every_third(x_run_B >> (8 * i)) | (_every_third(y_run_B >> (8 * i)) << 1)
+        low_B, high_B = _append(low_B, high_B, at_B + 24 * i, code_B, BLOCK_BITS)
+    at_B += 3 * planes_B
+    changes_B = (third_B > second_B) & (third_B < 32)
+    code_B, length_B = _change(x_B, y_B, z_B, w_B, third_B, 2, codes, changes_B)
+    low_B, high_B = _append(low_B, high_B, at_B, code_B, BLOCK_BITS)
+    at_B += length_B
+    # With three significant values the last code bit is that of the fourth, so that all further planes are copied.
+    rest_B = tl.where(third_B < 32, 31 - third_B, 0)
+    x_B = _run(x_B, third_B, rest_B)
+    y_B = _run(y_B, third_B, rest_B)
+    z_B = _run(z_B, third_B, rest_B)
+    w_B = _run(w_B, third_B, rest_B)
+    for i in tl.static_range((BLOCK_BITS - 13 + 31) // 32):
+        code_B = _interleaved(x_B >> (8 * i), y_B >> (8 * i), z_B >> (8 * i), w_B >> (8 * i))
+        low_B, high_B = _append(low_B, high_B, at_B + 32 * i, code_B, BLOCK_BITS)
+    return low_B, high_B
+
+
+@triton.jit
+def _append(low_B, high_B, at_B, code_B, BLOCK_BITS: tl.constexpr):
+    """Put up to 32 bits at a position. Bits beyond the block's size are cut off; a truncated code is a prefix."""
+    if BLOCK_BITS <= 32:
+        low_B |= tl.where(at_B < 32, code_B << (at_B & 31).to(tl.uint32), 0)
+    else:
+        shift_B = (at_B & 63).to(tl.uint64)
+        shifted_B = code_B.to(tl.uint64) << shift_B
+        low_B |= tl.where(at_B < 64, shifted_B, 0)
+        if BLOCK_BITS > 64:
+            carried_B = (code_B.to(tl.uint64) >> 1) >> (63 - shift_B)
+            high_B |= tl.where(at_B < 64, carried_B, tl.where(at_B < 128, shifted_B, 0))
+    return low_B, high_B
+
+
+@triton.jit
+def _first_plane(bits_B):
+    """The position of the lowest set bit, and 32 without one. A power of two is exact as fp32, and has its exponent."""
+    exponent_B = (bits_B & (0 - bits_B)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
+    return tl.where(bits_B == 0, 32, exponent_B - 127)
+
+
+@triton.jit
+def _change(x_B, y_B, z_B, w_B, plane_B, SIGNIFICANT: tl.constexpr, codes, changes_B):
+    """The code of a plane in which further values become significant, and its length. Both are 0 elsewhere."""
+    shift_B = (plane_B & 31).to(tl.uint32)
+    index_B = ((x_B >> shift_B) & 1) | (((y_B >> shift_B) & 1) << 1)
+    index_B |= (((z_B >> shift_B) & 1) << 2) | (((w_B >> shift_B) & 1) << 3)
+    entry_B = tl.load(codes + (SIGNIFICANT * 16 + index_B.to(tl.int32)), mask=changes_B, other=0).to(tl.int32)
+    return (entry_B & 255).to(tl.uint32), entry_B >> 8
+
+
+@triton.jit
+def _run(bits_B, before_B, planes_B):
+    """The bits of fewer than 32 planes after one plane."""
+    after_B = (bits_B >> 1) >> (before_B & 31).to(tl.uint32)
+    return after_B & ((tl.full(bits_B.shape, 1, tl.uint32) << planes_B.to(tl.uint32)) - 1)
+
+
+@triton.jit
+def _every_second(bits_B):
+    """The lowest 16 bits, each followed by a zero."""
+    bits_B = bits_B & 0xFFFF
+    bits_B = (bits_B | (bits_B << 8)) & 0x00FF00FF
+    bits_B = (bits_B | (bits_B << 4)) & 0x0F0F0F0F
+    bits_B = (bits_B | (bits_B << 2)) & 0x33333333
+    return (bits_B | (bits_B << 1)) & 0x55555555
+
+
+@triton.jit
+def _every_third(bits_B):
+    """The lowest 8 bits, each followed by two zeros."""
+    bits_B = bits_B & 0xFF
+    bits_B = (bits_B | (bits_B << 8)) & 0xF00F
+    bits_B = (bits_B | (bits_B << 4)) & 0xC30C3
+    return (bits_B | (bits_B << 2)) & 0x249249
+
+
+@triton.jit
+def _interleaved(x_B, y_B, z_B, w_B):
+    """The lowest bits of the four, then the second lowest, up to the eighth. Bits of the position are swapped in
+    pairs."""
+    bits_B = (x_B & 0xFF) | ((y_B & 0xFF) << 8) | ((z_B & 0xFF) << 16) | (w_B << 24)
+    bits_B = _swapped(bits_B, 14, 0x0000CCCC)
+    bits_B = _swapped(bits_B, 7, 0x00AA00AA)
+    bits_B = _swapped(bits_B, 12, 0x0000F0F0)
+    return _swapped(bits_B, 4, 0x00F000F0)
+
+
+@triton.jit
+def _swapped(bits_B, SHIFT: tl.constexpr, MASK: tl.constexpr):
+    """The bits of a mask, exchanged with those SHIFT places above."""
+    differ_B = ((bits_B >> SHIFT) ^ bits_B) & MASK
+    return bits_B ^ differ_B ^ (differ_B << SHIFT)
+
+
+@triton.jit
+def _reversed(bits_B):
+    """The bits in reverse order. Compilers recognize this form and use the GPU's instruction."""
+    bits_B = ((bits_B >> 1) & 0x55555555) | ((bits_B & 0x55555555) << 1)
+    bits_B = ((bits_B >> 2) & 0x33333333) | ((bits_B & 0x33333333) << 2)
+    bits_B = ((bits_B >> 4) & 0x0F0F0F0F) | ((bits_B & 0x0F0F0F0F) << 4)
+    bits_B = ((bits_B >> 8) & 0x00FF00FF) | ((bits_B & 0x00FF00FF) << 8)
+    return (bits_B >> 16) | (bits_B << 16)
 
 
 @triton.jit
