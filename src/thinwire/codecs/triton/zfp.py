@@ -2,7 +2,7 @@
 """ZFP at a fixed rate.
 
 Shapes: B blocks of four values per program. A block has at most 128 bits: two 64-bit words, low and high. Bit planes
-are coded and decoded by tables.
+are encoded in runs, and decoded one by one with a table.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from thinwire.codecs.triton.transcode import Form
 
 __all__ = ["TritonZfp", "make"]
 
-BLOCKS = 128
-"""Blocks per program. Their bits fill whole words at any rate, so that programs share no words."""
+ENCODED_BLOCKS = 128
+"""Blocks that a program encodes. Their bits fill whole words at any rate, so that programs share no words. Each thread
+has one block, so that its values and words need no exchange between threads."""
+DECODED_BLOCKS = 256
+"""Blocks that a program decodes."""
 HEADER = tl.constexpr(9)
 WINDOW = tl.constexpr(8)
 """Largest number of bits in the code of one plane."""
@@ -62,7 +65,7 @@ class TritonZfp(Codec):
         form, slices = Form.of_tensor(x.dtype), Slices.of(bounds, x)
         launch(
             _encode,
-            (ceil_div(longest, 4 * BLOCKS), len(wires)),
+            (ceil_div(longest, 4 * ENCODED_BLOCKS), len(wires)),
             form.view(x),
             wires.view(torch.int32),
             wires.stride(0) // 16,
@@ -74,7 +77,7 @@ class TritonZfp(Codec):
             SLICES=slices.mode,
             KIND=form.kind,
             BLOCK_BITS=self.spec.zfp_block_bits,
-            B=BLOCKS,
+            B=ENCODED_BLOCKS,
         )
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
@@ -94,7 +97,7 @@ class TritonZfp(Codec):
         form, words = Form.of_tensor(out.dtype), rows.view(torch.int32)
         launch(
             _decode,
-            (ceil_div(out.numel(), 4 * BLOCKS),),
+            (ceil_div(out.numel(), 4 * DECODED_BLOCKS),),
             words,
             words.stride(0) // 4 if len(words) > 1 else 0,
             words.shape[1],
@@ -106,7 +109,7 @@ class TritonZfp(Codec):
             KIND=form.kind,
             BLOCK_BITS=self.spec.zfp_block_bits,
             ADD=add,
-            B=BLOCKS,
+            B=DECODED_BLOCKS,
         )
 
 
@@ -118,7 +121,7 @@ make = TritonZfp
 
 
 def _plane_code(significant: int, plane: int) -> int:
-    """For one bit plane: the code | its length << 8."""
+    """For one bit plane: the code, from the highest of eight bits on, | its length << 8."""
     bits = [plane >> index & 1 for index in range(significant)]
     at = significant
     while at < 4:
@@ -132,12 +135,13 @@ def _plane_code(significant: int, plane: int) -> int:
                 break
             at += 1
         at += 1
-    return sum(bit << index for index, bit in enumerate(bits)) | len(bits) << 8
+    return sum(bit << 7 - index for index, bit in enumerate(bits)) | len(bits) << 8
 
 
 def _plane_value(there: int, significant: int, window: int) -> int:
-    """The inverse for the next eight bits, of which ``there`` exist: the plane | their number << 8 | the
-    number of values that are significant afterwards << 12. A unary code ends at the end of its block; other missing bits are 0."""
+    """The inverse for the next eight bits, of which ``there`` exist: the plane | the bits that it takes << 8 | the
+    number of values that are significant afterwards << 12. A unary code ends at the end of its block; other missing
+    bits are 0."""
     bits = [window >> index & 1 for index in range(there)]
     taken = min(significant, there)
     plane = sum(bit << index for index, bit in enumerate(bits[:taken]))
@@ -258,8 +262,8 @@ def _encode(
     w_B = _negabinary(w_B)
 
     header_B = tl.where(coded_B, 2 * (biased_B + 1) + 1, tl.where(poisoned_B, 1, 0)).to(tl.uint32)
-    low_B, high_B = _planes(_reversed(x_B), _reversed(y_B), _reversed(z_B), _reversed(w_B), header_B, codes, BLOCK_BITS)
-    low_B = tl.where(coded_B, low_B, header_B)
+    low_B, high_B = _planes(x_B, y_B, z_B, w_B, codes, BLOCK_BITS)
+    low_B = header_B | tl.where(coded_B, low_B, 0)
     high_B = tl.where(coded_B, high_B, 0)
     block_B = first // 4 + tl.arange(0, B)
     inside_B = tl.arange(0, B) * 4 < left
@@ -286,8 +290,11 @@ def _encode(
 
 
 @triton.jit
-def _planes(x_B, y_B, z_B, w_B, header_B, codes, BLOCK_BITS: tl.constexpr):
-    """The header, followed by the codes of all bit planes, as a low and a high word. Plane p is bit p of the arguments.
+def _planes(x_B, y_B, z_B, w_B, codes, BLOCK_BITS: tl.constexpr):
+    """The codes of all bit planes behind the place of the header, as a low and a high word.
+
+    Plane 0 is the highest bit of the arguments. So the codes are collected from the highest bit of a word on, and the
+    words are reversed at the end.
 
     The number of significant values only grows, so the planes of a block form four runs: those before its first set
     bit, those with one and with two significant values, and those with more. In each run all planes but the last have
@@ -298,7 +305,7 @@ def _planes(x_B, y_B, z_B, w_B, header_B, codes, BLOCK_BITS: tl.constexpr):
     first_B = _first_plane(x_B | y_B | zw_B)
     second_B = _first_plane(y_B | zw_B)
     third_B = _first_plane(zw_B)
-    low_B = header_B if BLOCK_BITS <= 32 else header_B.to(tl.uint64)
+    low_B = tl.zeros(x_B.shape, tl.uint32 if BLOCK_BITS <= 32 else tl.uint64)
     high_B = tl.zeros(x_B.shape, tl.uint64)
 
     at_B = HEADER + first_B
@@ -309,7 +316,7 @@ def _planes(x_B, y_B, z_B, w_B, header_B, codes, BLOCK_BITS: tl.constexpr):
     planes_B = tl.maximum(second_B - first_B - 1, 0)
     run_B = _run(x_B, first_B, planes_B)
     for i in tl.static_range((min(BLOCK_BITS, 76) - 12 + 31) // 32):
-        low_B, high_B = _append(low_B, high_B, at_B + 32 * i, _every_second(run_B >> (16 * i)), BLOCK_BITS)
+        low_B, high_B = _append(low_B, high_B, at_B + 32 * i, _every_second(run_B << (16 * i)), BLOCK_BITS)
     at_B += 2 * planes_B
     changes_B = (second_B > first_B) & (second_B < 32)
     code_B, length_B = _change(x_B, y_B, z_B, w_B, second_B, 1, codes, changes_B)
@@ -320,7 +327,7 @@ def _planes(x_B, y_B, z_B, w_B, header_B, codes, BLOCK_BITS: tl.constexpr):
     x_run_B = _run(x_B, second_B, planes_B)
     y_run_B = _run(y_B, second_B, planes_B)
     for i in tl.static_range((min(BLOCK_BITS, 109) - 13 + 23) // 24):
-        code_B = _every_third(x_run_B >> (8 * i)) | (_every_third(y_run_B >> (8 * i)) << 1)
+        code_B = _every_third(x_run_B << (8 * i)) | (_every_third(y_run_B << (8 * i)) >> 1)
         low_B, high_B = _append(low_B, high_B, at_B + 24 * i, code_B, BLOCK_BITS)
     at_B += 3 * planes_B
     changes_B = (third_B > second_B) & (third_B < 32)
@@ -334,8 +341,14 @@ def _planes(x_B, y_B, z_B, w_B, header_B, codes, BLOCK_BITS: tl.constexpr):
     z_B = _run(z_B, third_B, rest_B)
     w_B = _run(w_B, third_B, rest_B)
     for i in tl.static_range((BLOCK_BITS - 13 + 31) // 32):
-        code_B = _interleaved(x_B >> (8 * i), y_B >> (8 * i), z_B >> (8 * i), w_B >> (8 * i))
+        code_B = _interleaved(x_B << (8 * i), y_B << (8 * i), z_B << (8 * i), w_B << (8 * i))
         low_B, high_B = _append(low_B, high_B, at_B + 32 * i, code_B, BLOCK_BITS)
+    if BLOCK_BITS <= 32:
+        low_B = _reversed(low_B)
+    else:
+        low_B = _reversed_long(low_B)
+        if BLOCK_BITS > 64:
+            high_B = _reversed_long(high_B)
     return low_B, high_B
 
 
@@ -343,86 +356,94 @@ def _planes(x_B, y_B, z_B, w_B, header_B, codes, BLOCK_BITS: tl.constexpr):
 def _append(low_B, high_B, at_B, code_B, BLOCK_BITS: tl.constexpr):
     """Put up to 32 bits at a position. Bits beyond the block's size are cut off; a truncated code is a prefix."""
     if BLOCK_BITS <= 32:
-        low_B |= tl.where(at_B < 32, code_B << (at_B & 31).to(tl.uint32), 0)
+        low_B |= tl.where(at_B < 32, code_B >> (at_B & 31).to(tl.uint32), 0)
     else:
         shift_B = (at_B & 63).to(tl.uint64)
-        shifted_B = code_B.to(tl.uint64) << shift_B
-        low_B |= tl.where(at_B < 64, shifted_B, 0)
+        long_B = code_B.to(tl.uint64) << 32
+        low_B |= tl.where(at_B < 64, long_B >> shift_B, 0)
         if BLOCK_BITS > 64:
-            carried_B = (code_B.to(tl.uint64) >> 1) >> (63 - shift_B)
-            high_B |= tl.where(at_B < 64, carried_B, tl.where(at_B < 128, shifted_B, 0))
+            carried_B = (long_B << 1) << (63 - shift_B)
+            high_B |= tl.where(at_B < 64, carried_B, tl.where(at_B < 128, long_B >> shift_B, 0))
     return low_B, high_B
 
 
 @triton.jit
 def _first_plane(bits_B):
-    """The position of the lowest set bit, and 32 without one. A power of two is exact as fp32, and has its exponent."""
-    exponent_B = (bits_B & (0 - bits_B)).to(tl.float32).to(tl.int32, bitcast=True) >> 23
-    return tl.where(bits_B == 0, 32, exponent_B - 127)
+    """The number of zeros above the highest set bit, by the exponent of fp32. A zero below that bit keeps the
+    conversion from rounding up to the next power of two."""
+    top_B = (bits_B & ~(bits_B >> 1)).to(tl.float32).to(tl.int32, bitcast=True)
+    return tl.minimum(158 - (top_B >> 23), 32)
 
 
 @triton.jit
 def _change(x_B, y_B, z_B, w_B, plane_B, SIGNIFICANT: tl.constexpr, codes, changes_B):
     """The code of a plane in which further values become significant, and its length. Both are 0 elsewhere."""
-    shift_B = (plane_B & 31).to(tl.uint32)
+    shift_B = ((31 - plane_B) & 31).to(tl.uint32)
     index_B = ((x_B >> shift_B) & 1) | (((y_B >> shift_B) & 1) << 1)
     index_B |= (((z_B >> shift_B) & 1) << 2) | (((w_B >> shift_B) & 1) << 3)
     entry_B = tl.load(codes + (SIGNIFICANT * 16 + index_B.to(tl.int32)), mask=changes_B, other=0).to(tl.int32)
-    return (entry_B & 255).to(tl.uint32), entry_B >> 8
+    return entry_B.to(tl.uint32) << 24, entry_B >> 8
 
 
 @triton.jit
 def _run(bits_B, before_B, planes_B):
     """The bits of fewer than 32 planes after one plane."""
-    after_B = (bits_B >> 1) >> (before_B & 31).to(tl.uint32)
-    return after_B & ((tl.full(bits_B.shape, 1, tl.uint32) << planes_B.to(tl.uint32)) - 1)
+    after_B = (bits_B << 1) << (before_B & 31).to(tl.uint32)
+    return after_B & ~(tl.full(bits_B.shape, 0xFFFFFFFF, tl.uint32) >> planes_B.to(tl.uint32))
 
 
 @triton.jit
 def _every_second(bits_B):
-    """The lowest 16 bits, each followed by a zero."""
-    bits_B = bits_B & 0xFFFF
-    bits_B = (bits_B | (bits_B << 8)) & 0x00FF00FF
-    bits_B = (bits_B | (bits_B << 4)) & 0x0F0F0F0F
-    bits_B = (bits_B | (bits_B << 2)) & 0x33333333
-    return (bits_B | (bits_B << 1)) & 0x55555555
+    """The highest 16 bits, each followed by a zero."""
+    bits_B = bits_B & 0xFFFF0000
+    bits_B = (bits_B | (bits_B >> 8)) & 0xFF00FF00
+    bits_B = (bits_B | (bits_B >> 4)) & 0xF0F0F0F0
+    bits_B = (bits_B | (bits_B >> 2)) & 0xCCCCCCCC
+    return (bits_B | (bits_B >> 1)) & 0xAAAAAAAA
 
 
 @triton.jit
 def _every_third(bits_B):
-    """The lowest 8 bits, each followed by two zeros."""
-    bits_B = bits_B & 0xFF
-    bits_B = (bits_B | (bits_B << 8)) & 0xF00F
-    bits_B = (bits_B | (bits_B << 4)) & 0xC30C3
-    return (bits_B | (bits_B << 2)) & 0x249249
+    """The highest 8 bits, each followed by two zeros."""
+    bits_B = bits_B & 0xFF000000
+    bits_B = (bits_B | (bits_B >> 8)) & 0xF00F0000
+    bits_B = (bits_B | (bits_B >> 4)) & 0xC30C3000
+    return (bits_B | (bits_B >> 2)) & 0x92492400
 
 
 @triton.jit
 def _interleaved(x_B, y_B, z_B, w_B):
-    """The lowest bits of the four, then the second lowest, up to the eighth. Bits of the position are swapped in
-    pairs."""
-    bits_B = (x_B & 0xFF) | ((y_B & 0xFF) << 8) | ((z_B & 0xFF) << 16) | (w_B << 24)
-    bits_B = _swapped(bits_B, 14, 0x0000CCCC)
-    bits_B = _swapped(bits_B, 7, 0x00AA00AA)
-    bits_B = _swapped(bits_B, 12, 0x0000F0F0)
-    return _swapped(bits_B, 4, 0x00F000F0)
+    """The highest bits of the four, then the second highest, up to the eighth. Each step exchanges two bits of the
+    positions."""
+    bits_B = (x_B & 0xFF000000) | ((y_B >> 8) & 0xFF0000) | ((z_B >> 16) & 0xFF00) | (w_B >> 24)
+    bits_B = _swapped(bits_B, 14, 0x33330000)
+    bits_B = _swapped(bits_B, 7, 0x55005500)
+    bits_B = _swapped(bits_B, 12, 0x0F0F0000)
+    return _swapped(bits_B, 4, 0x0F000F00)
 
 
 @triton.jit
 def _swapped(bits_B, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """The bits of a mask, exchanged with those SHIFT places above."""
-    differ_B = ((bits_B >> SHIFT) ^ bits_B) & MASK
-    return bits_B ^ differ_B ^ (differ_B << SHIFT)
+    """The bits of a mask, exchanged with those SHIFT places below."""
+    differ_B = ((bits_B << SHIFT) ^ bits_B) & MASK
+    return bits_B ^ differ_B ^ (differ_B >> SHIFT)
 
 
 @triton.jit
 def _reversed(bits_B):
-    """The bits in reverse order. Compilers recognize this form and use the GPU's instruction."""
+    """The 32 bits in reverse order."""
     bits_B = ((bits_B >> 1) & 0x55555555) | ((bits_B & 0x55555555) << 1)
     bits_B = ((bits_B >> 2) & 0x33333333) | ((bits_B & 0x33333333) << 2)
     bits_B = ((bits_B >> 4) & 0x0F0F0F0F) | ((bits_B & 0x0F0F0F0F) << 4)
     bits_B = ((bits_B >> 8) & 0x00FF00FF) | ((bits_B & 0x00FF00FF) << 8)
     return (bits_B >> 16) | (bits_B << 16)
+
+
+@triton.jit
+def _reversed_long(bits_B):
+    """The 64 bits in reverse order."""
+    high_B = _reversed(bits_B.to(tl.uint32)).to(tl.uint64) << 32
+    return high_B | _reversed((bits_B >> 32).to(tl.uint32)).to(tl.uint64)
 
 
 @triton.jit
