@@ -394,6 +394,24 @@ def check_any_bytes(name: str, lengths: list[int]) -> None:
         assert same(codec.decode(before_a_wall(wire), numel, torch.float32), want), (name, numel)
 
 
+@pytest.mark.parametrize("name", ["zfp:8", "zfp:32"])
+def test_values_become_significant_at_any_planes(interpreter: Interpreter, name: str) -> None:
+    interpreter(check_significance, name)
+
+
+def check_significance(name: str) -> None:
+    reference, codec = pair(name)
+    numel = 1022
+    wire = torch.full(((numel + 3) // 4, 16), 255, dtype=torch.uint8)
+    for times in range(6):  # ever fewer ones: the values of a block become significant ever further apart
+        wire[times::6] = torch.randint(0, 256, wire[times::6].shape, dtype=torch.uint8)
+        for _ in range(times):
+            wire[times::6] &= torch.randint(0, 256, wire[times::6].shape, dtype=torch.uint8)
+    wire[:, 0] = wire[:, 0] | 129  # a block with values, and an exponent that keeps them from being denormals
+    x = codecs.get("zfp:32", backend="reference").decode(wire.view(-1), numel, torch.float32)
+    assert torch.equal(encode(codec, x), reference.encode(x, seed=5)), name
+
+
 @pytest.mark.parametrize(("name", "dtype"), LOSSLESS)
 def test_refuses_what_the_reference_refuses(interpreter: Interpreter, name: str, dtype: torch.dtype) -> None:
     interpreter(check_refusals, name, dtype)
