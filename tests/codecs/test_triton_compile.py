@@ -25,7 +25,7 @@ from thinwire.errors import UsageError
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-FEW = of_every_family(["int4:256,hadamard", "int8:tensor", "zfp:25"])  # of every kernel the longer form
+FEW = of_every_family(["int4:256,hadamard", "int8:tensor", "zfp:25", "mpc", "mpc:3"])  # of every kernel the longer form
 MANY = [
     *("none", "bf16", "fp16", "int8:256", "int4:256,stochastic", "int4:tensor", "int2:32", "int3:24", "int7:24"),
     *("int4:4104", "int8:8192,hadamard", "zfp:2.25", "zfp:10", "zfp:24", "zfp:31.8"),
