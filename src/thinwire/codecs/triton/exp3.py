@@ -44,7 +44,7 @@ class TritonExp3(VariableCodec):
         numel, num_blocks = x.numel(), ceil_div(x.numel(), BLOCK)
         grid = (ceil_div(num_blocks, BLOCKS),)
         pairs = words_of(x)
-        values, views = pairs.view(torch.int16), (room.view(torch.int32), room.view(torch.int16), room)
+        values, views = pairs.view(torch.int16), (room.view(torch.int32), room)
         if _escapes_at(numel) < 2 + ceil_div(numel, 2):
             counts = torch.empty(num_blocks, dtype=torch.int32, device=x.device)
             launch(_write_blocks, grid, pairs, *views, counts, numel, num_blocks, B=BLOCKS)
@@ -61,7 +61,7 @@ class TritonExp3(VariableCodec):
         escapes_at, grid = _escapes_at(numel), (ceil_div(num_blocks, BLOCKS),)
         message = aligned(wire)
         message = message[: message.numel() // 4 * 4]
-        views = message.view(torch.int32), message.view(torch.int16), message
+        views = message.view(torch.int32), message
         offsets = None
         if message.numel() >= 4 * escapes_at:
             counts = torch.empty(num_blocks, dtype=torch.int64, device=wire.device)
@@ -134,7 +134,7 @@ def _tile(numel, num_blocks, B: tl.constexpr):
 
 
 @triton.jit
-def _write_blocks(pairs, words, halves, data, counts, numel, num_blocks, B: tl.constexpr):
+def _write_blocks(pairs, words, data, counts, numel, num_blocks, B: tl.constexpr):
     first, block_B, there_B, rem, numel, num_blocks = _tile(numel, num_blocks, B)
     counts_at, planes_at, rest_at, _ = _parts(numel, num_blocks)
     left_BQ, right_BQ = _load_quads(pairs + first * 256, rem, B)
@@ -165,7 +165,7 @@ def _write_blocks(pairs, words, halves, data, counts, numel, num_blocks, B: tl.c
     code_BQ = ((shifted_BQ & 0x07070707) | (((coded_BQ >> 7) ^ ONES) * 7)) & inside_BQ
     tl.store(counts + first + block_B, count_B.to(tl.int32), mask=there_B)
     tl.store(data + 8 + first + block_B, (largest_B - best_B).to(tl.uint8), mask=there_B)
-    tl.store(halves + 2 * counts_at + first + block_B, count_B.to(tl.int16), mask=there_B)
+    tl.store(_halves(words + counts_at) + first + block_B, count_B.to(tl.int16), mask=there_B)
     _store_planes(data + 4 * (planes_at + first * 48), code_BQ, block_B, there_B, B)
     quad_BQ = block_B[:, None] * 128 + tl.arange(0, 128)[None, :]
     rest_BQ = _rest(left_BQ, right_BQ).to(tl.int32, bitcast=True)
@@ -177,6 +177,12 @@ def _write_blocks(pairs, words, halves, data, counts, numel, num_blocks, B: tl.c
         tl.store(data + 8 + num_blocks + i, zero, mask=8 + num_blocks + i < 4 * counts_at)
         end = 4 * counts_at + 2 * num_blocks
         tl.store(data + end + i, zero, mask=end + i < 4 * planes_at)
+
+
+@triton.jit
+def _halves(words):
+    """A pointer to 32-bit words as one to 16-bit words."""
+    return words.to(tl.pointer_type(tl.int16), bitcast=True)
 
 
 @triton.jit
@@ -243,7 +249,6 @@ def _store_planes(planes, code_BQ, block_B, there_B, B: tl.constexpr):
 def _write_rest(
     values,
     words,
-    halves,
     data,
     offsets,
     numel,
@@ -280,7 +285,7 @@ def _write_rest(
     else:
         at_BV = block_B[:, None] * 512 + tl.arange(0, 512)[None, :]
         bits_BV = tl.load(values + at_BV, mask=at_BV < rem, other=0)
-        tl.store(halves + 4 + first * 512 + at_BV, bits_BV, mask=at_BV < rem)
+        tl.store(_halves(words + 2) + first * 512 + at_BV, bits_BV, mask=at_BV < rem)
     if first == 0:
         tl.store(words, tl.where(coded, CODED, RAW).to(tl.int32))
         tl.store(words + 1, tl.where(coded, coded_end, raw_end).to(tl.int32))
@@ -328,19 +333,19 @@ def _before_the_end(marked_BW, block_B, rem):
 
 
 @triton.jit
-def _count_escapes(words, halves, data, counts, numel, num_blocks, TOO_MANY, B: tl.constexpr):
+def _count_escapes(words, data, counts, numel, num_blocks, TOO_MANY, B: tl.constexpr):
     """Number of escapes that the planes of a block mark; a huge number if the block's count contradicts them."""
     first, block_B, there_B, rem, numel, num_blocks = _tile(numel, num_blocks, B)
     counts_at, planes_at, _, _ = _parts(numel, num_blocks)
     marked_BW = _before_the_end(_marked(words + planes_at + first * 48, block_B, there_B), block_B, rem)
     count_B = tl.sum(num_ones(marked_BW), axis=1)
-    announced_B = tl.load(halves + 2 * counts_at + first + block_B, mask=there_B, other=0).to(tl.int32) & 0xFFFF
+    announced_B = tl.load(_halves(words + counts_at) + first + block_B, mask=there_B, other=0).to(tl.int32) & 0xFFFF
     count_B = count_B.to(tl.int64) + tl.where(count_B != announced_B, TOO_MANY, 0)
     tl.store(counts + first + block_B, count_B, mask=there_B)
 
 
 @triton.jit
-def _expand(words, halves, data, offsets, pairs, values, numel, num_blocks, B: tl.constexpr):
+def _expand(words, data, offsets, pairs, values, numel, num_blocks, B: tl.constexpr):
     """Write all values as if none were escaped, then those that are."""
     first, block_B, there_B, rem, numel, num_blocks = _tile(numel, num_blocks, B)
     _, planes_at, rest_at, escapes_at = _parts(numel, num_blocks)
