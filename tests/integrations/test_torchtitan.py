@@ -118,11 +118,12 @@ def train(config: Any) -> Results:
     return results
 
 
-def assert_alike(got: Results, want: Results) -> None:
+def assert_alike(got: Results, want: Results, *, clips: bool) -> None:
     assert got.losses.keys() == want.losses.keys()
     assert got.losses == pytest.approx(want.losses, rel=1e-5)
-    assert got.clipped == pytest.approx(want.clipped, rel=1e-4)
-    assert got.norms == pytest.approx(want.norms, rel=2e-4)  # torchtitan adds up squares in float32
+    # torchtitan adds up squares in float32, and divides by that norm where it clips.
+    assert got.norms == pytest.approx(want.norms, rel=2e-4)
+    assert got.clipped == pytest.approx(want.clipped, rel=2e-4 if clips else 1e-5)
     assert got.rates == pytest.approx(want.rates)
     assert got.validated == pytest.approx(want.validated, rel=1e-5)
     assert got.weights.keys() == want.weights.keys()
@@ -142,7 +143,7 @@ def compare(folder: Path, settings: Sequence[tuple[int, float]], plans: Sequence
             assert len(got.validated) == 3
             if wanted is None:
                 wanted = got
-            assert_alike(got, wanted)
+            assert_alike(got, wanted, clips=clip < 1)
             assert got.losses[STEPS] < got.losses[1]
             assert min(got.norms.values()) > 0.1
             assert max(got.clipped) < 0.1001 if clip == 0.1 else max(got.clipped) > 0.1
