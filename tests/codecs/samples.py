@@ -16,10 +16,13 @@ __all__ = [
     "LOSSLESS", "POISON", "VARIABLE", "before_a_wall", "dtype_for", "mixture", "of_every_family", "same", "with_word",
 ]  # fmt: skip
 
-VARIABLE = [*(family.examples[0] for family in FAMILIES.values() if family.variable_length), "mpc:3"]
+VARIABLE = [family.examples[0] for family in FAMILIES.values() if family.variable_length]
 """The codecs of variable length, which are the lossless ones but for ``none``."""
-LOSSLESS = [(name, getattr(torch, dtype)) for name in VARIABLE for dtype in encodable_dtypes(CodecSpec(name))]
-"""The same, with every dtype they take."""
+LOSSLESS = [
+    *((name, getattr(torch, dtype)) for name in VARIABLE for dtype in encodable_dtypes(CodecSpec(name))),
+    ("mpc:3", torch.float32),
+]
+"""The same, with every dtype they take, and ``mpc`` of records."""
 POISON = 0xA5
 """What memory is filled with that must stay as it is."""
 

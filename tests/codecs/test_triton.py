@@ -169,7 +169,7 @@ def test_messages_have_the_bytes_they_always_had(interpreter: Interpreter) -> No
 # ------------------------------------------------------------------------------------------------------ fused forms
 
 
-@pytest.mark.parametrize("name", ["none", "bf16", "int8:256", "int4:256,stochastic", "int4:tensor", "zfp:8", "mpc"])
+@pytest.mark.parametrize("name", ["none", "bf16", "int8:256", "int4:256,stochastic", "int4:tensor", "mpc"])
 def test_fused_forms_are_their_composition(interpreter: Interpreter, name: str) -> None:
     interpreter(check_fused, name, torch.float32, 700, ["int8:96"])
 

@@ -405,6 +405,7 @@ CHECKPOINTED = (
 )
 
 
+@pytest.mark.slow
 def test_activation_checkpointing_by_the_user() -> None:
     run_ranks(4, every, CHECKPOINTED)
 
@@ -453,7 +454,7 @@ def check_compiled(name: str, backend: str) -> None:
     close(model)
 
 
-@pytest.mark.parametrize("name", ["zero3", "zero1-node"])
+@pytest.mark.parametrize("name", ["zero3", pytest.param("zero1-node", marks=pytest.mark.slow)])
 def test_compiled_blocks(name: str) -> None:
     run_ranks(4, check_compiled, name, "aot_eager")
 

@@ -21,6 +21,7 @@ from thinwire.testing import run_ranks
 Pair = namedtuple("Pair", ["left", "right"])
 
 
+@pytest.mark.slow
 @dataclass
 class Result:
     hidden: torch.Tensor

@@ -153,9 +153,10 @@ def exact_job(plan: tw.Plan) -> list[float]:
     return train(model, optimizer, batches(plan, model.grid.data, sequences=16))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "grid",
-    [(1, 2, 2), pytest.param((2, 2, 1), marks=pytest.mark.slow), pytest.param((2, 1, 2), marks=pytest.mark.slow)],
+    [(1, 2, 2), (2, 2, 1), (2, 1, 2)],
 )
 def test_parallel_models_on_streams(grid: tuple[int, int, int]) -> None:
     encoded = {"tp": "int8:256", "pp": "int8:256"}

@@ -183,6 +183,7 @@ def test_bf16_learns_as_fsdp2_does() -> None:
             assert value.losses[0] == by_system["torch float32"].losses[0], f"{name} starts from the same bf16 weights"
 
 
+@pytest.mark.slow
 def test_bf16_with_fp32_reductions_is_fsdp2_to_rounding() -> None:
     """Casts and fp32 additions are the same; only the order of the additions differs."""
     by_system = curves()

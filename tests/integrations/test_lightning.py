@@ -200,6 +200,7 @@ def resume(folder: str, strategy: str) -> tuple[list[float], dict[str, torch.Ten
     return model.losses, weights(model), run.global_step
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
     kept, later, final = run_ranks(4, save_midway, str(tmp_path), "thinwire")[0]
     assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == ["step=10.ckpt", "step=5.ckpt"]

@@ -133,6 +133,7 @@ def resume_elsewhere(directory: Path, plan: str) -> Results:
     return train(directory, plan, checkpoint, per_device_train_batch_size=4, max_steps=12, save_strategy="no")
 
 
+@pytest.mark.slow
 def test_four_ranks_save_and_two_resume(tmp_path: Path) -> None:
     expected = run_ranks(4, save_and_expect, tmp_path, "zero3", timeout=200)[0]
     got = run_ranks(2, resume_elsewhere, tmp_path, "zero1", timeout=200)[0]

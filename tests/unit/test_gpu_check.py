@@ -152,6 +152,7 @@ def test_an_error_becomes_the_record(tmp_path: Path) -> None:
     assert (record.status, record.error) == (FAILED, "KeyError: 'tpu'")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_without_a_card_parts_fail_or_are_skipped_one_after_another(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
