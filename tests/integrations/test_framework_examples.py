@@ -77,3 +77,12 @@ def test_adapters_on_a_text_with_torchrun(tmp_path: Path) -> None:
     assert last < first - 0.8
     assert json.loads((tmp_path / "adapter_config.json").read_text())["r"] == 8
     assert (tmp_path / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_fabric_with_torchrun(tmp_path: Path) -> None:
+    printed = launch("fabric.py", "--out", str(tmp_path))
+    losses = [float(loss) for loss in re.findall(r"loss ([0-9.]+)", printed)]
+    assert len(losses) == 4
+    assert losses[-1] < 0.5 * losses[0]
+    assert (tmp_path / "state").is_dir()

@@ -24,6 +24,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.integrations.optimizers import follow, is_sharded, over_shares
 from thinwire.integrations.plans import chosen_plan, launched_mesh
+from thinwire.integrations.steps import begin_micro_batch, without_sync
 from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.sharding.runtime import runtime_of
@@ -34,6 +35,7 @@ __all__ = ["STATE", "SteppingOptimizer", "ThinwireAccelerator"]
 STATE: Final = "thinwire"
 """Name of the directory with the sharded state inside a checkpoint."""
 
+_TOGETHER: Final = "pass the model and the optimizer to one call of prepare"
 _COMPUTE_DTYPES: Final = {"no": None, "bf16": "bfloat16", "fp16": "float16"}
 """Values of ``mixed_precision``, and the ``compute_dtype`` that has the same effect; ``None``: the plan's own."""
 
@@ -84,7 +86,7 @@ class _AcceleratedSteps:
         inherited: Any = super()
         with inherited.accumulate(*models):
             for model in filter(is_sharded, models):
-                _begin_micro_batch(model, last=self.sync_gradients)
+                begin_micro_batch(model, last=self.sync_gradients)
             yield
 
     @contextlib.contextmanager
@@ -95,18 +97,15 @@ class _AcceleratedSteps:
             with inherited.no_sync(model):
                 yield
             return
-        _begin_micro_batch(model, last=False)
-        try:
+        with without_sync(model):
             yield
-        finally:
-            _begin_micro_batch(model, last=True)
 
     @staticmethod
     @contextlib.contextmanager
     def trigger_sync_in_backward(model: nn.Module) -> Iterator[None]:
         """Combine gradients in the backward inside, although its forward ran in :meth:`no_sync`."""
         if is_sharded(model):
-            _begin_micro_batch(model, last=True)
+            begin_micro_batch(model, last=True)
         yield
 
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Any:
@@ -332,12 +331,11 @@ class ThinwireAccelerator(_AcceleratedSteps, _AcceleratedStates, Accelerator):
     def _over_shares(self, optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
         kind = type(optimizer).__name__
         if self._sharded is None:
-            raise UsageError(
-                f"prepare({kind}): no model is prepared; pass the model and the optimizer to one call of prepare"
-            )
+            raise UsageError(f"prepare({kind}): no model is prepared; {_TOGETHER}")
         if self._sharded_optimizer is not None:
             raise UsageError(f"prepare({kind}): the model has an optimizer; put all parameter groups into that one")
-        return over_shares(self._sharded, optimizer, self._names | _names(self._sharded), self.loss_scale)
+        names = self._names | _names(self._sharded)
+        return over_shares(self._sharded, optimizer, names, remedy=_TOGETHER, loss_scale=self.loss_scale)
 
 
 def _refuse(accelerator: Accelerator) -> None:
@@ -382,11 +380,6 @@ def _loss_scale(handler: Any) -> LossScale:
         backoff=handler.backoff_factor,
         growth_interval=handler.growth_interval,
     )
-
-
-def _begin_micro_batch(model: nn.Module, *, last: bool) -> None:
-    runtime = runtime_of(model)
-    runtime.begin_micro_batch(runtime.schedule.backwards, last=last)
 
 
 def _is_trained(model: nn.Module) -> bool:

@@ -6,8 +6,6 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 
 from __future__ import annotations
 
-import functools
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,13 +15,12 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.optimizers import follow, is_sharded, over_shares
+from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
-from thinwire.sharding.optim import ShardedOptimizer
-from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
 
@@ -85,8 +82,7 @@ class _Steps:
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the forward of a micro-batch."""
-        runtime = runtime_of(self.lightning_module)
-        runtime.begin_micro_batch(runtime.schedule.backwards, last=not self._blocks_sync)
+        begin_micro_batch(self.lightning_module, last=not self._blocks_sync)
         return self._run_step("training_step", *args, **kwargs)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -222,7 +218,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
                 f"{type(module).__name__}.automatic_optimization = False: the strategy 'thinwire' needs automatic "
                 "optimization; for a loop of your own, use thinwire.shard without the trainer"
             )
-        if not _is_sharded(module):
+        if not is_sharded(module):
             self.model_to_device()
             tw.shard(module, self._resolved_plan())
         if trainer.state.fn == TrainerFn.FITTING:
@@ -233,9 +229,12 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         """Make the optimizer of ``configure_optimizers`` anew over this rank's share."""
         super().setup_optimizers(trainer)
         # Lightning itself refuses several optimizers under automatic optimization.
-        sharded = _over_shares(self.lightning_module, self.optimizers[0])
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        sharded = over_shares(
+            self.lightning_module, self.optimizers[0], names, remedy="do so inside configure_optimizers"
+        )
         for config in self.lr_scheduler_configs:
-            _follow(config.scheduler, sharded)
+            follow(config.scheduler, sharded)
         self.optimizers = [sharded]
 
     def _resolved_plan(self) -> tw.Plan:
@@ -260,52 +259,6 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    try:
-        return isinstance(runtime_of(module), Runtime)
-    except UsageError:
-        return False
-
-
-def _over_shares(module: nn.Module, made: torch.optim.Optimizer) -> ShardedOptimizer:
-    """Make an optimizer anew over this rank's share, with the same class, groups and options."""
-    if isinstance(made, ShardedOptimizer):
-        return made
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    groups = []
-    for group in made.param_groups:
-        unknown = sum(id(parameter) not in names for parameter in group["params"])
-        if unknown:
-            raise UsageError(
-                f"configure_optimizers: {unknown} parameters of {type(made).__name__} are not the module's; make the "
-                "optimizer from self.parameters() or self.named_parameters() inside configure_optimizers"
-            )
-        groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
-    # Some classes keep further defaults, which their constructors do not take; groups have them all.
-    taken = inspect.signature(type(made)).parameters
-    options = {key: value for key, value in made.defaults.items() if key in taken}
-    return tw.optimizer(module, type(made), param_groups=groups, **options)
-
-
-def _follow(scheduler: Any, optim: ShardedOptimizer) -> None:
-    """Let a scheduler set the learning rates of another optimizer with equal groups."""
-    for part in getattr(scheduler, "_schedulers", ()):
-        _follow(part, optim)
-    scheduler.optimizer = optim
-    if hasattr(optim.step, "_wrapped_by_lr_sched"):
-        return
-    step = optim.step
-
-    # Schedulers warn unless they can see that the optimizer's step runs before theirs.
-    @functools.wraps(step)
-    def tracked(*args: Any, **kwargs: Any) -> Any:
-        optim._opt_called = True  # type: ignore[attr-defined]
-        return step(*args, **kwargs)
-
-    tracked._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optim.step = tracked  # type: ignore[method-assign]
 
 
 StrategyRegistry.register("thinwire", ThinwireStrategy, description="shards by thinwire's preset zero3")

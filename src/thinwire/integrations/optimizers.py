@@ -29,7 +29,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def over_shares(
-    model: nn.Module, made: torch.optim.Optimizer, names: Mapping[int, str], loss_scale: LossScale | None = None
+    model: nn.Module,
+    made: torch.optim.Optimizer,
+    names: Mapping[int, str],
+    *,
+    remedy: str,
+    loss_scale: LossScale | None = None,
 ) -> ShardedOptimizer:
     """Make an optimizer anew over this rank's share, with the same class, groups and options.
 
@@ -37,6 +42,7 @@ def over_shares(
         model: The sharded model.
         made: An optimizer over the model's parameters, which has made no step.
         names: Names of the parameters, by the ``id`` of the parameter.
+        remedy: What to do about parameters without a name, for the message.
         loss_scale: Scale of the losses, which plans with float16 need.
 
     Raises:
@@ -53,7 +59,7 @@ def over_shares(
         if unknown:
             raise UsageError(
                 f"{unknown} parameters of {kind} are not parameters of the sharded model: make the optimizer from "
-                "model.parameters(), and pass the model and the optimizer to one call of prepare"
+                f"model.parameters(), and {remedy}"
             )
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
     # Some classes keep further defaults, which their constructors do not take; groups have them all.

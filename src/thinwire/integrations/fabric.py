@@ -1,0 +1,234 @@
+"""A strategy for Lightning's ``Fabric``: the loop stays as it is, and thinwire shards the module.
+
+Importing this module registers the strategies ``thinwire`` and, by preset, ``thinwire_zero1``, ``thinwire_zero2`` and
+``thinwire_zero3``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from lightning.fabric.plugins.precision import MixedPrecision, Precision
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.integrations.optimizers import follow, is_sharded, over_shares
+from thinwire.integrations.plans import chosen_plan
+from thinwire.integrations.steps import without_sync
+from thinwire.integrations.typed_state import decoded, encoded
+from thinwire.sharding.optim import ShardedOptimizer
+from thinwire.spec import Factor
+
+__all__ = ["ThinwireFabricStrategy"]
+
+_PRESETS: Final = ("zero1", "zero2", "zero3")
+_REMEDY: Final = "Give fabric.save numbers, texts, tensors, and objects with a state_dict() of these"
+_TOGETHER: Final = "pass the module and the optimizer to one call of fabric.setup"
+_COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16"}
+"""Precisions of Fabric, and the ``compute_dtype`` of a plan that has the same effect."""
+
+
+class _SyncControl:
+    """How ``fabric.no_backward_sync`` keeps ranks from combining gradients."""
+
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+        """Combine no gradients in the backward inside, if ``enabled``."""
+        return without_sync(module) if enabled else nullcontext()
+
+
+class ThinwireFabricStrategy(DDPStrategy):
+    """Shards the module that ``fabric.setup`` takes: ``Fabric(strategy=ThinwireFabricStrategy("zero3"))``.
+
+    The optimizer is made anew over this rank's share, with the same class, groups and options. Checkpoints are
+    directories that load under any plan and on any number of ranks.
+
+    Args:
+        plan: How the module is sharded: a plan, the name of a preset, or a plan file (``.toml``). Presets compute in
+            Fabric's precision.
+        **options: See ``lightning.fabric.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
+
+    Raises:
+        UsageError: Fabric is asked for what thinwire cannot do in this loop.
+    """
+
+    def __init__(self, plan: tw.Plan | str | Path = "zero3", **options: Any) -> None:
+        self._plan = plan
+        self._compute_dtype = "float32"
+        super().__init__(**options)
+        self._backward_sync_control: Any = _SyncControl()
+
+    # -- precision ---------------------------------------------------------------------------------------------
+
+    @property
+    def precision(self) -> Precision:
+        """A precision that leaves tensors as they are: the plan's ``compute_dtype`` has its effect."""
+        return self._precision or Precision()
+
+    @precision.setter
+    def precision(self, plugin: Precision | None) -> None:
+        name = "32-true" if plugin is None else str(plugin.precision)
+        if name not in _COMPUTE_DTYPES or type(plugin) not in (type(None), Precision, MixedPrecision):
+            raise UsageError(
+                f"precision = {name!r}: the strategy 'thinwire' supports {', '.join(map(repr, _COMPUTE_DTYPES))}. "
+                "Masters are always float32; 'bf16-mixed' computes in bfloat16 and needs no loss scale"
+            )
+        self._compute_dtype = _COMPUTE_DTYPES[name]
+        self._precision = Precision()
+
+    # -- module and optimizer ----------------------------------------------------------------------------------
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        """Shard a module. Collective."""
+        if not is_sharded(module):
+            mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
+            tw.shard(module, chosen_plan(self._plan, mesh, self._compute_dtype))
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
+        """Shard a module, and make its optimizer anew over this rank's share. Collective.
+
+        Raises:
+            UsageError: There are several optimizers, the optimizer is not the module's, or a scheduler of it is not
+                passed.
+        """
+        if len(optimizers) != 1:
+            raise UsageError(
+                f"fabric.setup: {len(optimizers)} optimizers; thinwire updates all parameters of a module by one. "
+                "Make one optimizer with a parameter group for each set of options"
+            )
+        if scheduler is None and hasattr(optimizers[0].step, "_wrapped_by_lr_sched"):
+            raise UsageError(
+                f"fabric.setup: a learning-rate scheduler follows {type(optimizers[0]).__name__}, which is made anew "
+                "over shares; pass it along, fabric.setup(model, optimizer, scheduler=scheduler), or make it afterwards"
+            )
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        sharded = over_shares(self.setup_module(module), optimizers[0], names, remedy=_TOGETHER)
+        if scheduler is not None:
+            follow(scheduler, sharded)
+        return module, [sharded], scheduler
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Take an optimizer of ``thinwire.optimizer`` as it is.
+
+        Raises:
+            UsageError: It is another one, made apart from its module.
+        """
+        if not isinstance(optimizer, ShardedOptimizer):
+            raise UsageError(
+                f"fabric.setup_optimizers({type(optimizer).__name__}): {_TOGETHER}, or make the optimizer by "
+                "thinwire.optimizer(module, ...) after fabric.setup_module"
+            )
+        return optimizer
+
+    def clip_gradients_norm(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> torch.Tensor:
+        """Clip by the norm of the whole model's gradient.
+
+        Returns:
+            The norm before clipping, 0-D, fp32; equal on every rank.
+
+        Raises:
+            RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
+        """
+        del optimizer
+        norm = tw.clip_grad_norm_(module, float(max_norm), float(norm_type))
+        if error_if_nonfinite and not math.isfinite(norm.item()):
+            raise RuntimeError(
+                f"the norm of the gradients is {norm.item()}; to clip anyway, set error_if_nonfinite = False"
+            )
+        return norm
+
+    def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
+        """Refuse to clip by value."""
+        raise UsageError(f"clip_val = {clip_val}: thinwire clips by the norm; use fabric.clip_gradients(max_norm=...)")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self, path: Any, state: dict[str, Any], storage_options: Any | None = None, filter: Any | None = None
+    ) -> None:
+        """Write a checkpoint directory atomically, with the other objects of rank 0 inside. Collective.
+
+        Raises:
+            UsageError: The state has no sharded module, or what a checkpoint cannot hold.
+        """
+        for name, value in (("storage_options", storage_options), ("filter", filter)):
+            if value:
+                raise UsageError(f"{name}: the strategy 'thinwire' writes whole states to a local directory; omit it")
+        module, optim = _sharded_objects("fabric.save", state)
+        others = {key: _state_of(item) for key, item in state.items() if item is not module and item is not optim}
+        where, content = self.broadcast((str(path), encoded(others, _REMEDY)))
+        tw.save(module, optim, where, extra={"fabric": content})
+
+    def load_checkpoint(
+        self, path: Any, state: Any | None = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint of any plan and number of ranks into the objects of a state. Collective.
+
+        Returns:
+            What the checkpoint holds beyond the state.
+
+        Raises:
+            UsageError: The state has no sharded module, or the checkpoint is not Fabric's.
+            KeyError: The state has a key that the checkpoint lacks, and ``strict`` is set.
+        """
+        if isinstance(state, nn.Module | torch.optim.Optimizer):  # fabric.load_raw: a file of one state dict
+            remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
+            return remainder
+        module, optim = _sharded_objects("fabric.load", state or {})
+        assert state is not None
+        extra = tw.load(module, optim, Path(path))
+        if "fabric" not in extra:
+            raise UsageError(f"{path} was not written by fabric.save: load it with thinwire.load(...)")
+        others: dict[str, Any] = decoded(extra["fabric"])
+        wanted = [key for key, item in state.items() if item is not module and item is not optim]
+        if strict and (missing := [key for key in wanted if key not in others]):
+            raise KeyError(f"the checkpoint {path} has no {', '.join(map(repr, missing))}; it has {sorted(others)}")
+        for key in (key for key in wanted if key in others):
+            value = others.pop(key)
+            if hasattr(state[key], "load_state_dict"):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+        return others
+
+
+def _sharded_objects(call: str, state: Mapping[str, Any]) -> tuple[nn.Module, ShardedOptimizer | None]:
+    """The sharded module of a state, and its optimizer."""
+    modules = [item for item in state.values() if isinstance(item, nn.Module) and is_sharded(item)]
+    optimizers = [item for item in state.values() if isinstance(item, ShardedOptimizer)]
+    if len(modules) != 1 or len(optimizers) > 1:
+        raise UsageError(
+            f"{call}: the state has {len(modules)} sharded modules and {len(optimizers)} of their optimizers; give it "
+            'one module that fabric.setup returned, and at most one optimizer: {"model": model, "optimizer": optimizer}'
+        )
+    return modules[0], optimizers[0] if optimizers else None
+
+
+def _state_of(item: Any) -> Any:
+    return item.state_dict() if hasattr(item, "state_dict") else item
+
+
+STRATEGY_REGISTRY.register("thinwire", ThinwireFabricStrategy, description="shards by thinwire's preset zero3")
+for _preset in _PRESETS:
+    STRATEGY_REGISTRY.register(
+        f"thinwire_{_preset}",
+        ThinwireFabricStrategy,
+        description=f"shards by thinwire's preset {_preset}",
+        plan=_preset,
+    )

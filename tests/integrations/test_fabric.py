@@ -1,0 +1,250 @@
+"""Fabric over thinwire: what its own DDP computes, in the same loop; checkpoints for other numbers of ranks."""
+
+from __future__ import annotations
+
+import logging
+import re
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import TorchElasticEnvironment
+from torch import nn
+
+import thinwire as tw
+from thinwire.errors import SpecError, UsageError
+from thinwire.integrations.fabric import ThinwireFabricStrategy
+from thinwire.testing import run_ranks
+
+WIDTH, BATCH, STEPS = 16, 8, 20
+
+
+class Blocks(nn.Module):
+    """Regression by three blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Counter:
+    """An object with a state of its own."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def fabric_of(world: int, strategy: Any, **options: Any) -> Fabric:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
+    # Ranks of the tests have torchrun's variables, which Lightning's own environment would delete.
+    plugins = [TorchElasticEnvironment()]
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=plugins, **options)
+    fabric.launch()
+    return fabric
+
+
+def parts(fabric: Fabric) -> tuple[Any, Any, Any]:
+    model = Blocks()
+    biases = [p for name, p in model.named_parameters() if name.endswith("bias")]
+    others = [p for name, p in model.named_parameters() if not name.endswith("bias")]
+    groups = [{"params": others, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    return fabric.setup(model, optimizer, scheduler=scheduler)
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    try:
+        return tw.full_state_dict(model)
+    except UsageError:
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def micro_batches(fabric: Fabric, accumulate: int, steps: range) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+    """This rank's micro-batches of each step; all ranks together see the same for any number of ranks."""
+    torch.manual_seed(1)
+    data = torch.randn(STEPS, accumulate, BATCH, WIDTH), torch.randn(STEPS, accumulate, BATCH, 4)
+    mine = slice(fabric.global_rank, None, fabric.world_size)
+    return [[(data[0][s, i, mine], data[1][s, i, mine]) for i in range(accumulate)] for s in steps]
+
+
+def loop(
+    fabric: Fabric, made: tuple[Any, Any, Any], accumulate: int, clip: float | None, steps: range
+) -> dict[str, list[float]]:
+    """A loop of one's own, with an evaluation in the middle."""
+    model, optimizer, scheduler = made
+    record: dict[str, list[float]] = {"losses": [], "norms": [], "evaluated": [], "rates": []}
+    for step, batches in zip(steps, micro_batches(fabric, accumulate, steps), strict=True):
+        for index, (x, y) in enumerate(batches):
+            with fabric.no_backward_sync(model, enabled=index + 1 < accumulate):
+                loss = nn.functional.mse_loss(model(x), y)
+                fabric.backward(loss / accumulate)
+            record["losses"].append(float(fabric.all_reduce(loss.detach())))
+        if clip is not None:
+            record["norms"].append(float(fabric.clip_gradients(model, optimizer, max_norm=clip)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        record["rates"].append(optimizer.param_groups[1]["lr"])
+        if step % 7 == 3:
+            model.eval()
+            with torch.no_grad():
+                record["evaluated"].append(float(fabric.all_reduce(model(batches[0][0]).square().mean())))
+            model.train()
+    return record
+
+
+def compare(
+    settings: Sequence[tuple[int, float | None]], names: Sequence[str]
+) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """Train with DDP and with strategies, in one job of four ranks."""
+    pairs = []
+    for accumulate, clip in settings:
+        results = {}
+        for name in ("ddp", *names):
+            fabric = fabric_of(4, name)
+            made = parts(fabric)
+            result = loop(fabric, made, accumulate, clip, range(STEPS))
+            results[name] = {**result, "weights": weights(made[0].module)}
+        pairs += [(f"{name}, accumulation {accumulate}, clip {clip}", results["ddp"], results[name]) for name in names]
+    return pairs
+
+
+@pytest.mark.parametrize(
+    ("settings", "names"),
+    [
+        ([(4, 0.1)], ["thinwire"]),
+        pytest.param(
+            [(1, None), (1, 0.1), (4, None), (4, 0.1)],
+            ["thinwire_zero1", "thinwire_zero2", "thinwire"],
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_training_equals_ddp(settings: Sequence[tuple[int, float | None]], names: Sequence[str]) -> None:
+    for case, reference, result in run_ranks(4, compare, settings, names)[0]:
+        assert len(result["losses"]) >= STEPS, case
+        for key in ("losses", "norms", "evaluated", "rates"):
+            assert result[key] == pytest.approx(reference[key], rel=1e-5), (case, key)
+        assert result["losses"][-1] != result["losses"][0]
+        for name, value in reference["weights"].items():
+            torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
+
+
+def save_midway(folder: str) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Save after half of the steps; return the later losses and the last weights."""
+    fabric = fabric_of(4, "thinwire")
+    made = parts(fabric)
+    counter = Counter()
+    loop(fabric, made, 2, 1.0, range(STEPS // 2))
+    counter.count = 7
+    model, optimizer, scheduler = made
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "counter": counter, "step": STEPS // 2}
+    fabric.save(f"{folder}/half", state | {"note": ("a", 1.5)})
+    later = loop(fabric, made, 2, 1.0, range(STEPS // 2, STEPS))
+    return later["losses"], weights(model.module)
+
+
+def resume(folder: str) -> tuple[list[float], dict[str, torch.Tensor], int, dict[str, Any]]:
+    fabric = fabric_of(2, ThinwireFabricStrategy("zero1"))
+    made = parts(fabric)
+    model, optimizer, scheduler = made
+    counter = Counter()
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "counter": counter, "step": 0}
+    rest = fabric.load(f"{folder}/half", state)
+    with pytest.raises(KeyError, match="has no 'epoch'; it has "):
+        fabric.load(f"{folder}/half", state | {"epoch": 0})
+    fabric.load(f"{folder}/half", state | {"epoch": 0}, strict=False)
+    later = loop(fabric, made, 2, 1.0, range(state["step"], STEPS))
+    return later["losses"], weights(model.module), counter.count, rest
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_ranks_resumes_on_two(tmp_path: Path) -> None:
+    later, final = run_ranks(4, save_midway, str(tmp_path))[0]
+    losses, resumed, count, rest = run_ranks(2, resume, str(tmp_path))[0]
+    assert (count, rest) == (7, {"note": ("a", 1.5)})
+    assert losses == pytest.approx(later, rel=1e-5)
+    for name, value in final.items():
+        torch.testing.assert_close(resumed[name], value, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def sent_bytes() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Bytes of three steps through Fabric, and of the same steps in a loop of one's own."""
+    fabric = fabric_of(4, "thinwire")
+    made = parts(fabric)
+    loop(fabric, made, 1, 1.0, range(3))
+    own = tw.shard(Blocks(), tw.Plan.preset("zero3", nodes=1, local=4, compute_dtype="float32"))
+    optimizer = tw.optimizer(own, torch.optim.AdamW, lr=0.01)
+    for ((x, y),) in micro_batches(fabric, 1, range(3)):
+        nn.functional.mse_loss(own(x), y).backward()
+        tw.clip_grad_norm_(own, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return tw.traffic(made[0].module), tw.traffic(own)
+
+
+@pytest.mark.slow
+def test_fabric_sends_what_a_loop_sends() -> None:
+    for by_fabric, own in run_ranks(4, sent_bytes):
+        for lane in ("reduce", "sync", "spread"):
+            assert by_fabric[lane] == own[lane], lane
+        assert sum(own["reduce"].values()) > 0
+
+
+def refusals() -> list[str]:
+    """Sentences of what thinwire cannot do in Fabric's loop."""
+    said = []
+
+    def refused(call: Any) -> None:
+        with pytest.raises((UsageError, SpecError)) as caught:
+            call()
+        said.append(str(caught.value))
+
+    refused(lambda: fabric_of(2, "thinwire", precision="64-true"))
+    fabric = fabric_of(2, "thinwire")
+    model = Blocks()
+    halves = [torch.optim.SGD(model.blocks.parameters(), 0.1), torch.optim.SGD(model.head.parameters(), 0.1)]
+    refused(lambda: fabric.setup(model, *halves))
+    other = Blocks()
+    refused(lambda: fabric.setup(model, torch.optim.SGD(other.parameters(), 0.1)))
+    scheduled = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(scheduled)
+    refused(lambda: fabric.setup(model, scheduled))
+    assert scheduler.optimizer is scheduled
+    module = fabric.setup_module(Blocks())
+    refused(lambda: fabric.setup_optimizers(torch.optim.SGD(module.parameters(), 0.1)))
+    optimizer = fabric.setup_optimizers(tw.optimizer(module.module, torch.optim.SGD, lr=0.1))
+    refused(lambda: fabric.clip_gradients(module, optimizer, clip_val=0.5))
+    refused(lambda: fabric.save("nowhere", {"step": 3}))
+    refused(lambda: fabric.save("nowhere", {"model": module}, filter={"model": lambda *_: True}))
+    return said
+
+
+def test_what_cannot_work_is_one_sentence() -> None:
+    said = run_ranks(2, refusals)[0]
+    wanted = (
+        "precision = '64-true'", "fabric.setup: 2 optimizers", "parameters of SGD are not parameters",
+        "pass it along", "fabric.setup_optimizers\\(SGD\\)", "clip_val = 0.5", "has 0 sharded modules",
+        "filter: the strategy",
+    )  # fmt: skip
+    for sentence, pattern in zip(said, wanted, strict=True):
+        assert re.search(pattern, sentence), (pattern, sentence)
