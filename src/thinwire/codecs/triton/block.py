@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Coder, Sum
 from thinwire.codecs.triton.launch import aligned_rows, check_device, room_for
-from thinwire.codecs.triton.transcode import Feedback, Form, Pieces, Treatment, Values, largest_keys, transcode
+from thinwire.codecs.triton.transcode import Compensation, Form, Pieces, Treatment, Values, largest_keys, transcode
 
 __all__ = ["ValueCodec", "make"]
 
@@ -45,7 +45,7 @@ class ValueCodec(Codec):
             return super()._encode_feedback(x, lost, gain, wire, seed)
         nbytes = self.max_wire_bytes(x.numel(), torch.float32)
         source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, torch.float32)
-        treatment = Treatment(seed=seed, feedback=Feedback(lost, gain))
+        treatment = Treatment(seed=seed, feedback=Compensation(lost, gain))
         transcode(Values(x, source), Values(wire[:nbytes].view(1, -1), target), x.numel(), treatment)
         return nbytes
 
@@ -68,7 +68,7 @@ class ValueCodec(Codec):
             return
         longest = max(stop - start for start, stop in bounds)
         source, target = Form.of_tensor(x.dtype), Form.of_message(self.spec, torch.float32)
-        treatment = Treatment(bounds=bounds, seed=seed, feedback=Feedback(lost, gain))
+        treatment = Treatment(bounds=bounds, seed=seed, feedback=Compensation(lost, gain))
         transcode(Values(x, source), Values(wires, target), longest, treatment)
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:

@@ -33,7 +33,7 @@ from thinwire.codecs.triton.tiles import (
 )
 from thinwire.spec import CodecSpec
 
-__all__ = ["Feedback", "Form", "Pieces", "Treatment", "Values", "largest_keys", "transcode"]
+__all__ = ["Compensation", "Form", "Pieces", "Treatment", "Values", "largest_keys", "transcode"]
 
 THREADS = 128
 """Threads of a program, unless a block is so long that they would hold too many values."""
@@ -130,7 +130,7 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
-class Feedback:
+class Compensation:
     """Error feedback: ``lost`` is added to the values, and becomes what their codes lose.
 
     Attributes:
@@ -163,7 +163,7 @@ class Treatment:
     scale: float = 1.0
     seed: int = 0
     onto: Values | None = None
-    feedback: Feedback | None = None
+    feedback: Compensation | None = None
     each: bool = False
     raw: bool = False
     pieces: Pieces | None = None
