@@ -120,6 +120,26 @@ def check_fixed(name: str, dtypes: list[torch.dtype], lengths: list[int]) -> Non
         assert same(codec.decode_add(wire, total, encoded=dtype), wanted), case
 
 
+def test_rotated_blocks_of_every_length(interpreter: Interpreter) -> None:
+    interpreter(check_rotated, [8, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192])
+
+
+def check_rotated(blocks: list[int]) -> None:
+    """Blocks of 8 bits, which are rotated back by matrix products: sums as large as codes allow, and ordinary ones."""
+    for values in blocks:
+        reference, codec = pair(f"int8:{values},hadamard")
+        numel = 3 * values + values // 2
+        noise = torch.rand(numel, generator=torch.Generator().manual_seed(values)) - 0.5
+        for name, x in (("equal", torch.ones(numel)), ("noise", noise)):
+            wire = reference.encode(x)
+            if name == "equal":
+                wire[: 3 * values] = 128  # codes of -128: the first value of a block is the sum of all
+            assert same(decode(codec, wire, numel, torch.float32), reference.decode(wire, numel, torch.float32)), (
+                name,
+                values,
+            )
+
+
 @pytest.mark.parametrize("name", ["int2:2048", "int3:2048", "int4:2048", "int5:4096"])
 def test_errors_of_long_blocks_do_not_overflow(interpreter: Interpreter, name: str) -> None:
     interpreter(check_one_sided, name, 4096)

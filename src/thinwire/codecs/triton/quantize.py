@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thinwire.codecs.triton.tiles import MAGIC, MAGIC_BITS, butterflies, flip_signs
+from thinwire.codecs.triton.tiles import MAGIC, MAGIC_BITS, butterflies, flip_signs, products
 
 INF_BITS = tl.constexpr(0x7F800000)
 NAN_BITS = tl.constexpr(0x7FC00000)
@@ -38,7 +38,7 @@ def rotated(x_RV, rem, R: tl.constexpr, V: tl.constexpr):
     """Rule 6: rotate blocks, and tell which had a non-finite value; those become zeros."""
     poisoned_R = tl.max(key_of(x_RV) >> 1, axis=1) >= INF_BITS
     x_RV = tl.where(poisoned_R[:, None], 0.0, x_RV)
-    turned_RV = butterflies(flip_signs(x_RV * (1.0 / V), V), R, V)
+    turned_RV = butterflies(flip_signs(x_RV * (1.0 / V), V), R, V, 1)
     whole_R = (tl.arange(0, R) + 1) * V <= rem
     return tl.where(whole_R[:, None], turned_RV, x_RV), poisoned_R
 
@@ -46,9 +46,11 @@ def rotated(x_RV, rem, R: tl.constexpr, V: tl.constexpr):
 @triton.jit
 def unrotated(code_RV, rem, R: tl.constexpr, V: tl.constexpr):
     """Rule 6 backwards: rotate the codes (fp32) of all whole blocks."""
-    turned_RV = flip_signs(butterflies(code_RV, R, V), V)
-    whole_R = (tl.arange(0, R) + 1) * V <= rem
-    return tl.where(whole_R[:, None], turned_RV, code_RV)
+    turned_RV = flip_signs(products(code_RV, R, V), V)
+    if rem < R * V:
+        whole_R = (tl.arange(0, R) + 1) * V <= rem
+        turned_RV = tl.where(whole_R[:, None], turned_RV, code_RV)
+    return turned_RV
 
 
 @triton.jit

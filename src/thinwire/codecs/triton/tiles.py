@@ -118,7 +118,7 @@ def narrow(x, KIND: tl.constexpr):
     """Convert from fp32, rounding to nearest even. NaN becomes the same bits on every device."""
     if KIND != "float32":
         bits = x.to(tl.uint32, bitcast=True)
-        is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+        is_nan = x != x
         if KIND == "bfloat16":
             rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
             x = tl.where(is_nan, 0x7FC0, rounded).to(tl.int16)
@@ -221,12 +221,46 @@ def eighths(x_RV, R: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def butterflies(x_RV, R: tl.constexpr, V: tl.constexpr):
-    """Unnormalised Walsh-Hadamard transform of every row, in the order of the wire format's rule 6."""
+def butterflies(x_RV, R: tl.constexpr, V: tl.constexpr, START: tl.constexpr):
+    """Unnormalised Walsh-Hadamard transform of every row, in the order of the wire format's rule 6, from the level on
+    at which values START columns apart are added and subtracted."""
     for level in tl.static_range(13):  # blocks have at most 8192 values
-        if 1 << level < V:
+        if 1 << level >= START and 1 << level < V:
             x_RV = _butterfly(x_RV, R, V, 1 << level)
     return x_RV
+
+
+@triton.jit
+def products(code_RV, R: tl.constexpr, V: tl.constexpr):
+    """``butterflies`` of all levels for codes, given as fp32: integers of at most 128.
+
+    Matrix products compute them, because sums of integers are exact in any order: below 2^11 in fp16, and below 2^24 in
+    fp32. Two products add 16 and up to 32 values each, and butterflies do the rest of a longer block.
+    """
+    if V < 16:
+        turned_RV = butterflies(code_RV, R, V, 1)
+    elif V <= 32:
+        turned_RV = tl.dot(code_RV.to(tl.float16), _hadamard(V, V))
+    else:
+        # Blocks of fewer than 256 values share a product with their neighbours.
+        N: tl.constexpr = min(max(V // 16, 16), 32)
+        P: tl.constexpr = R * V // (16 * N)
+        sums = tl.dot(tl.reshape(code_RV.to(tl.float16), (P * N, 16)), _hadamard(16, 16)).to(tl.float16)
+        sums = tl.reshape(tl.permute(tl.reshape(sums, (P, N, 16)), (0, 2, 1)), (P * 16, N))
+        sums = tl.reshape(tl.dot(sums, _hadamard(N, V // 16)), (P, 16, N))
+        turned_RV = butterflies(tl.reshape(tl.permute(sums, (0, 2, 1)), (R, V)), R, V, 16 * N)
+    return turned_RV
+
+
+@triton.jit
+def _hadamard(N: tl.constexpr, V: tl.constexpr):
+    """A matrix (N, N) that turns N values as ``butterflies`` does, or, if V is less than N, each V of them."""
+    row_NN = tl.broadcast_to(tl.arange(0, N)[:, None], (N, N))
+    column_NN = tl.broadcast_to(tl.arange(0, N)[None, :], (N, N))
+    # The sign is that of the number of bits that row and column share: N is at most 32.
+    shared_NN = row_NN & column_NN & (V - 1)
+    odd_NN = (0x6996 >> ((shared_NN ^ (shared_NN >> 4)) & 15)) & 1
+    return tl.where((row_NN ^ column_NN) < V, 1 - 2 * odd_NN, 0).to(tl.float16)
 
 
 @triton.jit

@@ -39,8 +39,9 @@ THREADS = 128
 """Threads of a program, unless a block is so long that they would hold too many values."""
 VALUES = 16
 """Values per thread."""
-SEARCHED_VALUES = 32
-"""Values per thread where scales are searched, because all threads that share a block repeat the work for the block."""
+MANY_VALUES = 32
+"""Values per thread where scales are searched, because all threads that share a block repeat its work, and
+where messages are rotated back, because every program makes the matrices anew."""
 PARTIALS = 256
 """Number of partial maxima of a message with a single scale."""
 
@@ -219,13 +220,13 @@ def transcode(source: Values, target: Values, numel: int, treatment: Treatment) 
         PIECES=how.pieces is not None,
         PARTIALS=0 if how.keys is None else PARTIALS,
         RAW=how.raw,
-        threads=min(max(tile.rows * tile.columns // _values_of(target.form), THREADS), 2 * THREADS),
+        threads=min(max(tile.rows * tile.columns // _values_of(source.form, target.form), THREADS), 2 * THREADS),
     )
 
 
 def _tile(source: Form, target: Form) -> Tile:
     """The tile of a program. A rotated source needs whole blocks, with all columns in use."""
-    values = _values_of(target)
+    values = _values_of(source, target)
     least = max(THREADS * values, source.block if source.hadamard else 0)
     block = target.block or least
     columns = power_of_two(block)
@@ -233,9 +234,9 @@ def _tile(source: Form, target: Form) -> Tile:
     return Tile(max(least // columns, 1), columns, block, max(columns // values, 1))
 
 
-def _values_of(target: Form) -> int:
+def _values_of(source: Form, target: Form) -> int:
     """Values per thread."""
-    return SEARCHED_VALUES if target.searches else VALUES
+    return MANY_VALUES if target.searches or source.hadamard else VALUES
 
 
 # ------------------------------------------------------------------------------------------------------ device
