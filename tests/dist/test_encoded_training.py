@@ -386,6 +386,8 @@ def test_codecs_without_work_are_named() -> None:
     one_by_one = plan("zeropp", bucket_chunks=4, overlap={"stages": False})
     assert any("bucket_chunks = 4 gains nothing" in line for line in idle_codecs(one_by_one))
     assert idle_codecs(one_by_one.with_(bucket_chunks=1)) == ()
+    in_buckets = plan("zero1", wire={"reduce_inter": "int8:256"}, bucket_chunks=4, overlap={"stages": False})
+    assert not any("bucket_chunks" in line for line in idle_codecs(in_buckets))
 
 
 def test_error_feedback_without_a_loss_at_the_last_hop_is_named() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from thinwire.program import Stage
 
-__all__ = ["Chunks", "Move", "Moves"]
+__all__ = ["Move", "Moves"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,28 +50,6 @@ class Moves(tuple[Move, ...]):
         """These moves, with ``finish`` at the end of the last."""
         *rest, last = self
         return Moves([*rest, Move(last.stage, _one_by_one(last.body, finish))])
-
-
-class Chunks(tuple[Moves, ...]):
-    """The moves of one collective in chunks, at least one. Chunks need each other's moves only where one stage performs
-    them, in order."""
-
-    __slots__ = ()
-
-    def perform(self) -> None:
-        """Perform all moves on the calling thread."""
-        for chunk in self:
-            chunk.perform()
-
-    def after(self, prepare: Callable[[], None]) -> Chunks:
-        """These moves, with ``prepare`` at the beginning of the first chunk."""
-        first, *rest = self
-        return Chunks([first.after(prepare), *rest])
-
-    def then(self, finish: Callable[[], None]) -> Chunks:
-        """These moves, with ``finish`` at the end of the last chunk."""
-        *rest, last = self
-        return Chunks([*rest, last.then(finish)])
 
 
 def _one_by_one(first: Callable[[], None], second: Callable[[], None]) -> Callable[[], None]:

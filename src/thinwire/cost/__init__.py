@@ -15,7 +15,7 @@ from thinwire.cost.memory import (
     memory,
     working_memory,
 )
-from thinwire.cost.operations import PricedStage, moves, one_chunk
+from thinwire.cost.operations import PricedStage, moves
 from thinwire.cost.peers import PEER_SYSTEMS, ZeroSettings, peer_memory
 from thinwire.cost.rates import ALONE, Beside, Efficiency, NominalRates, Rates, Work
 
@@ -49,7 +49,6 @@ __all__ = [
     "largest_memory",
     "memory",
     "moves",
-    "one_chunk",
     "parts",
     "peer_memory",
     "units",

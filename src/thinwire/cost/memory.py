@@ -290,7 +290,8 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
     shard = padded // plan.params.ranks
     total = produced + _spread_bytes(plan, shard)
     if plan.params.ranks > 1:
-        total += min(UNDER_WAY if plan.overlap.reduce else 1, len(units)) * _scattered(plan, largest)
+        copies = largest * ITEMSIZE[plan.effective_reduce_dtype] if plan.bucket_chunks > 1 else 0
+        total += min(UNDER_WAY if plan.overlap.reduce else 1, len(units)) * (copies + _scattered(plan, largest))
     if plan.params.ranks < plan.world:
         bucket = min(shard, max(plan.bucket_bytes // reduce_size, largest // plan.params.ranks))
         under_way = UNDER_WAY if plan.overlap.sync else 1
@@ -299,11 +300,9 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
 
 
 def _scattered(plan: Plan, numel: int) -> int:
-    """Bytes of gradients in a reduce-scatter, of their copies in chunks, and of the messages or values that it
-    receives."""
+    """Bytes of gradients in a reduce-scatter, and of the messages or values that it receives."""
     values = ITEMSIZE[plan.effective_reduce_dtype] * numel
-    copies = values if plan.bucket_chunks > 1 else 0
-    return values + copies + (_message_bytes(plan, numel) or values)
+    return values + (_message_bytes(plan, numel) or values)
 
 
 def _reduced(plan: Plan, numel: int) -> int:

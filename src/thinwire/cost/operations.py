@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from thinwire.cost.rates import ALONE, Beside, Rates, Work, largest_bytes_per_value, wire_bytes_per_value
 from thinwire.program import Axis, Hop, Kind, Lane, Operation, Scope, axis_shape
@@ -72,8 +72,6 @@ class CodedHop:
 def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     """The stages of an operation, in the order in which ``collectives/`` performs them.
 
-    An operation in several chunks is priced as if it had one; see :func:`one_chunk`.
-
     Args:
         plan: Plan with the codecs.
         operation: Operation of the plan's program.
@@ -81,7 +79,7 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     """
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
-    if operation.chunks > 1 and operation.kind is Kind.REDUCE_SCATTER:
+    if operation.chunks > 1 and operation.axis is Axis.PARAMS:
         # A chunk's parts of the pieces are copied side by side.
         priced = [PricedStage(priced[0].stage, None, rates.touch(whole_numel(coded)), copies=True), *priced]
     if operation.axis not in (Axis.SHARD, Axis.REPLICA) or operation.lane is Lane.SPREAD or not coded:
@@ -92,14 +90,6 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
     pack = PricedStage(priced[0].stage, None, rates.touch(whole), copies=True)
     return [pack, *priced, PricedStage(priced[-1].stage, None, rates.touch(taken), copies=True)]
-
-
-def one_chunk(operation: Operation) -> Operation:
-    """One chunk of an operation: an equal part of its bytes."""
-    if operation.chunks == 1:
-        return operation
-    hops = tuple(replace(hop, sent=hop.sent // operation.chunks) for hop in operation.hops)
-    return replace(operation, hops=hops)
 
 
 def coded_hops(plan: Plan, operation: Operation) -> list[CodedHop]:

@@ -15,7 +15,18 @@ from thinwire.program.mesh import (
     hops,
     node_order,
 )
-from thinwire.program.shares import ALIGNMENT_BYTES, Even, chunk_sizes, deal, flat_numel, padded, slot_offsets, together
+from thinwire.program.shares import (
+    ALIGNMENT_BYTES,
+    Even,
+    Span,
+    chunk_spans,
+    deal,
+    flat_numel,
+    padded,
+    slot_offsets,
+    together,
+    within,
+)
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.step import (
     BufferInfo,
@@ -49,6 +60,7 @@ __all__ = [
     "Operation",
     "Phase",
     "Scope",
+    "Span",
     "Stage",
     "StepProgram",
     "Trace",
@@ -60,6 +72,7 @@ __all__ = [
     "axis_shape",
     "axis_stride",
     "buckets",
+    "chunk_spans",
     "control_bytes",
     "deal",
     "default_trace",
@@ -68,9 +81,9 @@ __all__ = [
     "idle_codecs",
     "lower",
     "node_order",
-    "chunk_sizes",
     "padded",
     "reduction_turns",
     "slot_offsets",
     "together",
+    "within",
 ]

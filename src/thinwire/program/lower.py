@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, axis_stride, hops
-from thinwire.program.shares import Even, chunk_sizes, padded, together
+from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
 from thinwire.program.step import BufferInfo, Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
@@ -130,6 +130,9 @@ class _Call:
     axis: Axis
     units: tuple[int, ...]
     encoded: bool = False
+    bucket: tuple[int, ...] = ()
+    chunk: int = 0
+    chunks: int = 1
 
 
 class _Draft:
@@ -141,7 +144,6 @@ class _Draft:
         self._frees: dict[Event, list[int]] = {}
         self._waited: set[int] = set()
         self._first_gathers: dict[int, list[int]] = {}  # unit -> the operations of its first gather in the step
-        self._chunks = plan.bucket_chunks
         self._shapes = {axis: axis_shape(plan, axis) for axis in Axis}
         self._strides = {axis: axis_stride(plan, axis) for axis in Axis}
         self.places = {axis: axis_index(plan, axis, position) for axis in Axis}
@@ -159,13 +161,23 @@ class _Draft:
             Its index.
         """
         axis = call.axis
-        cut = chunk_sizes(pieces, self._chunks if call.lane in (Lane.REDUCE, Lane.SYNC) else 1)
         shape, place, stride = self._shapes[axis], self.places[axis], self._strides[axis]
-        by_chunk = [hops(call.kind, *shape, parts, place, sizes, stride) for parts in cut]
-        sent = tuple(replace(hop[0], sent=sum(part.sent for part in hop)) for hop in zip(*by_chunk, strict=True))
         index = len(self.operations)
         self.operations.append(
-            Operation(index, call.kind, call.lane, axis, call.units, sent, start, after, call.encoded, len(cut))
+            Operation(
+                index=index,
+                kind=call.kind,
+                lane=call.lane,
+                axis=axis,
+                units=call.units,
+                hops=hops(call.kind, *shape, pieces, place, sizes, stride),
+                start=start,
+                after=after,
+                encoded=call.encoded,
+                bucket=call.bucket,
+                chunk=call.chunk,
+                chunks=call.chunks,
+            )
         )
         if call.lane is Lane.GATHER:
             first = self._first_gathers.setdefault(call.units[0], [index])
@@ -283,18 +295,98 @@ class _Gathers:
             self._under_way[unit].append(self._draft.add_even(call, buffer.numel, gather_sizes(codec, buffer), event))
 
 
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A chunk of a bucket.
+
+    Attributes:
+        number: Number of the chunk, from 0.
+        span: Its elements in every piece of the bucket.
+        units: Units that have elements in it, in reduction order. It starts in the turn of the last.
+    """
+
+    number: int
+    span: Span
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """The encoded or the unencoded part of a bucket.
+
+    Attributes:
+        units: Units with gradients in it, in reduction order.
+        encoded: Whether the plan's codecs apply to it.
+        pieces: Number of elements that each member of the shard axis owns.
+        chunks: Its chunks.
+    """
+
+    units: tuple[int, ...]
+    encoded: bool
+    pieces: Sequence[int]
+    chunks: tuple[_Chunk, ...]
+
+
+def _bucket(plan: Plan, members: Sequence[tuple[int, BufferInfo]], replicas: int) -> _Bucket:
+    """A bucket of these buffers of units, cut into chunks that the replicas can divide among them."""
+    units = tuple(dict.fromkeys(unit for unit, _ in members))
+    pieces = together([buffer.shares for _, buffer in members])
+    longest = pieces.size if isinstance(pieces, Even) else max(pieces)
+    spans = chunk_spans(longest, plan.bucket_chunks, replicas)
+    chunks = (
+        _Chunk(number, span, units if len(spans) == 1 else _units_within(members, span))
+        for number, span in enumerate(spans)
+    )
+    return _Bucket(units, members[0][1].encoded, pieces, tuple(chunks))
+
+
+def _units_within(members: Sequence[tuple[int, BufferInfo]], span: Span) -> tuple[int, ...]:
+    """Units that have elements in a chunk, in any piece."""
+    owners = 1 if all(isinstance(buffer.shares, Even) for _, buffer in members) else len(members[0][1].shares)
+    ends, inside = [0] * owners, []
+    for unit, buffer in members:
+        begins, ends = ends, [end + buffer.shares[owner] for owner, end in enumerate(ends)]
+        if any(max(begin, span[0]) < min(end, span[1]) for begin, end in zip(begins, ends, strict=True)):
+            inside.append(unit)
+    return tuple(dict.fromkeys(inside))
+
+
 class _Reductions:
-    """Reductions of gradients. Their order does not depend on the order in which gradients become ready."""
+    """Reductions of gradients. Their order does not depend on the order in which gradients become ready.
+
+    A chunk of a bucket starts in the turn of the last unit that has elements in it, so the first chunks are on their
+    way while the backward computes the gradients of the last.
+    """
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
         self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
-        self._buckets = {bucket[-1]: bucket for bucket in buckets(plan, units, trace.reduction_order)}
+        self._turns: dict[int, list[tuple[_Bucket, _Chunk]]] = {}  # by unit: chunks that start in its turn
+        for bucket in self._cut_buckets(trace):
+            for chunk in bucket.chunks:
+                self._turns.setdefault(chunk.units[-1], []).append((bucket, chunk))
         self._over_params: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
-        self._under_way: deque[int] = deque()  # reductions that nothing has waited for yet, oldest first
+        # By units, encoding and lane of a bucket's reduction: its chunks that have started, while others have not.
+        self._open: dict[tuple[tuple[int, ...], bool, Lane], list[int]] = {}
+        self._under_way: deque[list[int]] = deque()  # whole reductions that nothing has waited for yet, oldest first
         self._pending: deque[int] = deque()
         self._ready: set[int] = set()
         self._last = True
+
+    def _cut_buckets(self, trace: Trace) -> Iterator[_Bucket]:
+        replicas = self._draft.extent(Axis.REPLICA)
+        if self._draft.extent(Axis.SHARD) == replicas == 1:
+            return
+        for bucket in buckets(self._plan, self._units, trace.reduction_order):
+            for encoded in (True, False):
+                members = [
+                    (unit, buffer)
+                    for unit in bucket
+                    for buffer in self._units[unit].buffers
+                    if buffer.trainable and buffer.encoded is encoded
+                ]
+                if members:
+                    yield _bucket(self._plan, members, replicas)
 
     def begin(self, *, last: bool) -> None:
         """Begin the backward of a micro-batch."""
@@ -316,54 +408,85 @@ class _Reductions:
     def _reduce(self, unit: int, event: Event) -> None:
         if self._draft.extent(Axis.PARAMS) > 1:
             self._over_params[unit] = [
-                self._reduce_over_params(unit, buffer, event)
+                operation
                 for buffer in self._units[unit].buffers
                 if buffer.trainable
+                for operation in self._reduce_over_params(unit, buffer, event)
             ]
-        for bucket in (self._buckets[unit],) if unit in self._buckets else ():
-            for encoded in (True, False):
-                self._reduce_bucket(bucket, event, encoded=encoded)
+        for bucket, chunk in self._turns.get(unit, ()):
+            self._reduce_chunk(bucket, chunk, event)
 
-    def _reduce_over_params(self, unit: int, buffer: BufferInfo, event: Event) -> int:
-        call = _Call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, (unit,), buffer.encoded)
+    def _reduce_over_params(self, unit: int, buffer: BufferInfo, event: Event) -> list[int]:
+        members = self._draft.extent(Axis.PARAMS)
         sizes = reduction_sizes(self._plan, Axis.PARAMS, encoded=buffer.encoded)
-        operation = self._draft.add_even(call, buffer.numel, sizes, event)
-        self._started(operation, event, overlapped=self._plan.overlap.reduce)
-        return operation
+        pieces = Even(buffer.numel // members, members)
+        spans = chunk_spans(pieces.size, self._plan.bucket_chunks)
+        operations = []
+        for number, span in enumerate(spans):
+            call = _Call(
+                Kind.REDUCE_SCATTER,
+                Lane.REDUCE,
+                Axis.PARAMS,
+                (unit,),
+                buffer.encoded,
+                bucket=(unit,),
+                chunk=number,
+                chunks=len(spans),
+            )
+            operations.append(self._draft.add(call, within(pieces, span), sizes, event))
+        self._started(operations, event, overlapped=self._plan.overlap.reduce)
+        return operations
 
-    def _reduce_bucket(self, bucket: tuple[int, ...], event: Event, *, encoded: bool) -> None:
-        """Reduce the encoded or the unencoded part of a bucket over the shard axis (in every micro-batch if ``G`` is
-        sharded like ``OS``), then over the replicas."""
-        carried = [
-            (unit, b) for unit in bucket for b in self._units[unit].buffers if b.trainable and b.encoded is encoded
-        ]
-        if not carried:
-            return
-        units, buffers = tuple(dict.fromkeys(unit for unit, _ in carried)), [buffer for _, buffer in carried]
-        overlapped = self._plan.overlap.sync if self._last else self._plan.overlap.reduce
-        after = tuple(operation for unit in bucket for operation in self._over_params.get(unit, ()))
-        pieces = together([buffer.shares for buffer in buffers])
+    def _reduce_chunk(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
+        """Reduce a chunk over the shard axis (in every micro-batch if ``G`` is sharded like ``OS``), then over the
+        replicas."""
+        after = tuple(operation for unit in chunk.units for operation in self._over_params.get(unit, ()))
         if self._draft.extent(Axis.SHARD) > 1 and (self._last or self._plan.grads_like_optimizer):
-            call = _Call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, units, encoded)
-            sizes = reduction_sizes(self._plan, Axis.SHARD, encoded=encoded)
-            after = (self._draft.add(call, pieces, sizes, event, after),)
-            self._started(after[0], event, overlapped=overlapped)
+            call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, chunk)
+            sizes = reduction_sizes(self._plan, Axis.SHARD, encoded=bucket.encoded)
+            after = (self._draft.add(call, within(bucket.pieces, chunk.span), sizes, event, after),)
+            self._chunk_started(bucket, call, after[0], event)
         replicas = self._draft.extent(Axis.REPLICA)
         if self._last and replicas > 1:
-            call = _Call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, units, encoded)
-            share = pieces[self._draft.places[Axis.SHARD]]
-            sizes = reduction_sizes(self._plan, Axis.REPLICA, encoded=encoded)
-            synced = self._draft.add_even(call, padded(share, replicas), sizes, event, after)
-            self._started(synced, event, overlapped=overlapped)
+            call = self._call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, chunk)
+            share = padded(bucket.pieces[self._draft.places[Axis.SHARD]], replicas)
+            sizes = reduction_sizes(self._plan, Axis.REPLICA, encoded=bucket.encoded)
+            synced = self._draft.add_even(call, within((share,), chunk.span)[0], sizes, event, after)
+            self._chunk_started(bucket, call, synced, event)
 
-    def _started(self, operation: int, event: Event, *, overlapped: bool) -> None:
-        """Let computation wait for a reduction at once, or for the oldest one if too many are in flight."""
+    @staticmethod
+    def _call(kind: Kind, lane: Lane, axis: Axis, bucket: _Bucket, chunk: _Chunk) -> _Call:
+        return _Call(
+            kind,
+            lane,
+            axis,
+            chunk.units,
+            bucket.encoded,
+            bucket=bucket.units,
+            chunk=chunk.number,
+            chunks=len(bucket.chunks),
+        )
+
+    def _chunk_started(self, bucket: _Bucket, call: _Call, operation: int, event: Event) -> None:
+        """Note that a chunk of a bucket has started; the bucket is under way once its last chunk has."""
+        key = bucket.units, bucket.encoded, call.lane
+        started = self._open.setdefault(key, [])
+        started.append(operation)
+        overlapped = self._plan.overlap.sync if self._last else self._plan.overlap.reduce
         if not overlapped:
             self._draft.wait(event, operation)
-            return
-        self._under_way.append(operation)
-        if len(self._under_way) > UNDER_WAY:
-            self._draft.wait(event, self._under_way.popleft())
+        if len(started) == len(bucket.chunks):
+            self._started(self._open.pop(key), event, overlapped=overlapped)
+
+    def _started(self, operations: list[int], event: Event, *, overlapped: bool) -> None:
+        """Let computation wait for a reduction at once, or for the oldest one if too many are in flight."""
+        if overlapped:
+            self._under_way.append(operations)
+            if len(self._under_way) <= UNDER_WAY:
+                return
+            operations = self._under_way.popleft()
+        for operation in operations:
+            self._draft.wait(event, operation)
 
 
 def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft, *, clip: bool) -> None:

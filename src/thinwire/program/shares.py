@@ -14,7 +14,8 @@ __all__ = [
     "CHUNK_MULTIPLE",
     "LARGE_LEAF",
     "Even",
-    "chunk_sizes",
+    "Span",
+    "chunk_spans",
     "compact",
     "deal",
     "flat_numel",
@@ -22,12 +23,17 @@ __all__ = [
     "slot_offsets",
     "summed",
     "together",
+    "within",
 ]
 
 ALIGNMENT_BYTES = 16
 
 CHUNK_MULTIPLE = 8192
-"""Elements that the part of a piece in a chunk has a multiple of, unless it is the last: codecs' blocks stay whole."""
+"""The part of a piece in a chunk has a multiple of this many elements, unless it is the last: codecs' blocks stay
+whole."""
+
+Span = tuple[int, int]
+"""Begin and end of a chunk in every piece of a vector. A piece that ends earlier has less of the chunk, or nothing."""
 
 LARGE_LEAF = 100
 """A leaf outside the blocks (embedding, head) becomes a unit if it holds at least 1/LARGE_LEAF of all parameters."""
@@ -75,25 +81,30 @@ def together(shares: Sequence[Sequence[int]]) -> Sequence[int]:
     return tuple(sum(column) for column in zip(*shares, strict=True))
 
 
-def chunk_sizes(pieces: Sequence[int], chunks: int) -> list[Sequence[int]]:
-    """Cut a vector into chunks, each with a part of every piece.
+def chunk_spans(longest: int, chunks: int, members: int = 1) -> list[Span]:
+    """Cut the pieces of a vector into chunks, each with a part of every piece.
 
     Args:
-        pieces: Number of elements in each piece.
-        chunks: Largest number of chunks. Small pieces have fewer, so that no chunk but the last is smaller than
-            ``CHUNK_MULTIPLE`` elements for each piece.
+        longest: Number of elements of the longest piece.
+        chunks: Largest number of chunks. Short pieces have fewer, so that no chunk but the last has less than
+            ``CHUNK_MULTIPLE`` elements of each part.
+        members: Number of parts that a piece's part in a chunk is cut into later.
 
     Returns:
-        For each chunk, the number of elements of each piece; at least one chunk.
+        The chunks, at least one. Their lengths are equal multiples of ``members``.
     """
     if chunks == 1:
-        return [pieces]
-    longest = pieces.size if isinstance(pieces, Even) else max(pieces, default=0)
-    step = padded(-(-longest // chunks), CHUNK_MULTIPLE)
-    begins = range(0, max(longest, 1), max(step, 1))
+        return [(0, padded(max(longest, 1), members))]
+    step = members * padded(-(-longest // (chunks * members)), CHUNK_MULTIPLE)
+    return [(begin, begin + step) for begin in range(0, max(longest, 1), max(step, 1))]
+
+
+def within(pieces: Sequence[int], span: Span) -> Sequence[int]:
+    """Number of elements of each piece in a chunk."""
+    begin, end = span
     if isinstance(pieces, Even):
-        return [Even(min(step, longest - begin), pieces.number) for begin in begins]
-    return [tuple(max(0, min(step, piece - begin)) for piece in pieces) for begin in begins]
+        return Even(max(0, min(end, pieces.size) - begin), pieces.number)
+    return tuple(max(0, min(end, piece) - begin) for piece in pieces)
 
 
 def padded(numel: int, multiple: int) -> int:

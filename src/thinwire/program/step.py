@@ -177,13 +177,16 @@ class Operation:
         kind: Kind of the collective.
         lane: The queue that the operation runs on; operations of a lane run in program order.
         axis: Axis of the mesh that the operation runs along.
-        units: Units whose data the operation transfers.
+        units: Units whose data the operation transfers, in the order of its vector.
         hops: The exchanges of the operation, with the bytes that this rank sends in each.
         start: Event that starts the operation.
         after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
             previous step.
         encoded: Whether the plan's codecs apply to the data.
-        chunks: Number of chunks, each of which takes all hops; ``hops`` adds up their bytes.
+        bucket: Units whose gradients are reduced as one vector, of which the operation carries a chunk; empty for
+            other operations.
+        chunk: Number of the operation's chunk, from 0.
+        chunks: Number of chunks of the vector.
     """
 
     index: int
@@ -195,6 +198,8 @@ class Operation:
     start: Event
     after: tuple[int, ...] = ()
     encoded: bool = False
+    bucket: tuple[int, ...] = ()
+    chunk: int = 0
     chunks: int = 1
 
     def sent(self, scope: Scope) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.program.mesh import Axis
 from thinwire.program.step import Event, Lane, Operation, StepProgram
 
 __all__ = ["ReductionTurn", "reduction_turns"]
@@ -27,22 +26,22 @@ class ReductionTurn:
         waits: Reductions that computation then waits for, counted back from the newest one, which is 0. Unlike indices
             of operations, these counts are the same in every micro-batch.
         settles: Units whose gradients take part in no later reduction of this micro-batch.
+        continued: Indices of operations in ``starts`` whose results another reduction takes on.
     """
 
     starts: tuple[Operation, ...] = ()
     waits: tuple[int, ...] = ()
     settles: tuple[int, ...] = ()
+    continued: frozenset[int] = frozenset()
 
 
-def reduction_turns(
-    program: StepProgram, micro_batch: int, closed: Sequence[tuple[int, ...]]
-) -> Mapping[int, ReductionTurn]:
+def reduction_turns(program: StepProgram, micro_batch: int, order: Sequence[int]) -> Mapping[int, ReductionTurn]:
     """Cut the reductions of one micro-batch into turns.
 
     Args:
         program: Program of a step.
         micro_batch: Number of the micro-batch.
-        closed: Buckets of trainable units, in reduction order.
+        order: Trainable units, in reduction order.
 
     Returns:
         The turn of each of these units, in reduction order.
@@ -50,13 +49,11 @@ def reduction_turns(
     reductions = [op for op in program.operations if op.lane in _REDUCTIONS]
     position = {op.index: number for number, op in enumerate(reductions)}
     mine = [op for op in reductions if op.start.micro_batch == micro_batch]
-    starts: dict[int, list[Operation]] = {unit: [] for bucket in closed for unit in bucket}
-    closes = {unit: bucket[-1] for bucket in closed for unit in bucket}
+    starts: dict[int, list[Operation]] = {unit: [] for unit in order}
     turn_of: dict[int, int] = {}  # unit -> the unit in whose turn its last reduction starts
     closing: dict[Event, tuple[int, int]] = {}  # event -> the last turn taken at it, and that turn's newest reduction
     for op in mine:
-        # A bucket is reduced in the turn of its last unit.
-        turn = op.units[0] if op.axis is Axis.PARAMS else closes[op.units[0]]
+        turn = op.units[-1]  # a reduction starts when the last of its gradients exist
         starts[turn].append(op)
         turn_of.update(dict.fromkeys(op.units, turn))
         closing[op.start] = turn, position[op.index]
@@ -67,6 +64,13 @@ def reduction_turns(
     settles: dict[int, list[int]] = {}
     for unit in starts:
         settles.setdefault(turn_of.get(unit, unit), []).append(unit)
+    taken_on = {index for op in mine for index in op.after}
     return {
-        unit: ReductionTurn(tuple(starts[unit]), waits.get(unit, ()), tuple(settles.get(unit, ()))) for unit in starts
+        unit: ReductionTurn(
+            tuple(operations),
+            waits.get(unit, ()),
+            tuple(settles.get(unit, ())),
+            frozenset(op.index for op in operations if op.index in taken_on),
+        )
+        for unit, operations in starts.items()
     }

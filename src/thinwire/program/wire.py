@@ -153,9 +153,9 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
             "wire.error_feedback = true does not reach reductions that go on to other nodes: it covers their last hop, "
             f"and reduce_inter = {str(plan.wire.reduce_inter)!r} loses nothing there"
         )
-    if plan.bucket_chunks > 1 and not plan.overlap.stages:
+    if plan.bucket_chunks > 1 and not plan.overlap.stages and plan.params.ranks == plan.world:
         lines.append(
-            f"bucket_chunks = {plan.bucket_chunks} gains nothing: overlap.stages = false runs hops and codecs one by "
-            "one, and chunks only add messages"
+            f"bucket_chunks = {plan.bucket_chunks} gains nothing: every unit is reduced by itself, overlap.stages = "
+            "false runs hops and codecs one by one, and chunks only add messages"
         )
     return tuple(lines)

@@ -17,7 +17,6 @@ from thinwire.program import (
     StepProgram,
     Trace,
     UnitInfo,
-    buckets,
     default_trace,
     lower,
     reduction_turns,
@@ -197,8 +196,7 @@ class Programs:
 
         def table(*, unit_by_unit: bool) -> Mapping[int, ReductionTurn]:
             program = self.program(micro_batches, trace=trace, unit_by_unit=unit_by_unit)
-            plan = _bucketed(self.plan, unit_by_unit=unit_by_unit)
-            return reduction_turns(program, position, buckets(plan, self.infos, trace.reduction_order))
+            return reduction_turns(program, position, [u for u in trace.reduction_order if self.infos[u].trainable])
 
         def alone(unit: int) -> ReductionTurn:
             if unit not in trace.reduction_order:

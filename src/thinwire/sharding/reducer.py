@@ -171,9 +171,8 @@ class Reducer:
     def _perform(self, unit: int, turn: ReductionTurn) -> None:
         self._reduced.add(unit)
         self.reductions.take(self.gradients[unit], last=self._last)
-        goes_on = {index for operation in turn.starts for index in operation.after}
         for operation in turn.starts:
-            self._start(operation, goes_on=operation.index in goes_on)
+            self._start(operation, goes_on=operation.index in turn.continued)
         self.reductions.settle(turn.settles, last=self._last)
         # Resolve all counts before waiting, because they count back from the newest reduction.
         for reduction in [self._under_way[-1 - ago] for ago in turn.waits if ago < len(self._under_way)]:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from thinwire.collectives.all_reduce import Feedback, feedback_numels
-from thinwire.collectives.chunks import Summing, all_reduce_chunks, reduce_scatter_chunks
+from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Residual
-from thinwire.collectives.moves import Chunks
-from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, residual_numel
+from thinwire.collectives.moves import Moves
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
+from thinwire.sharding.buckets import Bucket, Chunk
 from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.seeds import Seeds
@@ -21,10 +22,37 @@ from thinwire.spec import Plan
 
 __all__ = ["Reductions"]
 
-Bucket = list[tuple[UnitGradient, torch.Tensor]]
-"""Gradients that one collective carries, each with the tensor that currently holds its values."""
-
 _VERBS = {Axis.PARAMS: "reduce", Axis.SHARD: "scatter", Axis.REPLICA: "sync"}
+
+
+@dataclass(slots=True)
+class _Way:
+    """What holds a gradient on its way through the reductions of a micro-batch.
+
+    Attributes:
+        staged: This rank's gradient, in the layout of the flat buffer.
+        shard: The gradient of this rank's P shard; the same tensor if P is not sharded.
+        share: The gradient of this rank's optimizer share; the same tensor if the P shard is not sharded further.
+        adds: By axis, whether its reductions add to what they write. All chunks of a gradient have the same answer.
+    """
+
+    staged: torch.Tensor
+    shard: torch.Tensor
+    share: torch.Tensor
+    adds: dict[Axis, bool]
+
+
+@dataclass(slots=True)
+class _Vector:
+    """A bucket's sums between a reduce-scatter and an all-reduce.
+
+    Attributes:
+        values: 1-D tensor in wire dtype, padded for the replicas.
+        left: Number of chunks that have not gone on yet.
+    """
+
+    values: torch.Tensor
+    left: int
 
 
 class Reductions:
@@ -38,8 +66,8 @@ class Reductions:
         seeds: Seeds for codecs with stochastic rounding.
 
     Attributes:
-        lost: Rounding errors of this rank's messages, which the next step adds (error feedback); fp32, by reduction.
-            Every rank has the same reductions, but sizes may differ.
+        lost: Rounding errors of this rank's messages, which the next step adds (error feedback); fp32, by reduction,
+            chunk by chunk. Every rank has the same reductions, but sizes may differ.
     """
 
     def __init__(
@@ -53,8 +81,9 @@ class Reductions:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
         self._plan_codecs, self._codecs = codecs, codecs
         self._topology = Topology(plan)
-        self._sources: dict[UnitGradient, torch.Tensor] = {}  # gradients of units from their turn until they settle
-        self._vectors: dict[tuple[UnitGradient, ...], torch.Tensor] = {}  # sums of buckets between scatter and sync
+        self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they settle
+        self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
+        self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[UnitGradient, ...]], Load] = {}
         self.lost: dict[str, torch.Tensor] = {}
 
@@ -66,33 +95,29 @@ class Reductions:
             last: Whether this is the step's last micro-batch.
         """
         for part in parts:
-            self._sources[part] = part.finish(last=last)
+            staged = part.finish(last=last)
+            self._ways[part] = _Way(staged, staged, staged, {})
 
-    def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Chunks, Load]:
+    def moves(self, operation: Operation, *, goes_on: bool) -> tuple[Moves, Load]:
         """Build the moves of an operation, and the description of its data.
 
         Args:
             operation: Reduction of the program.
             goes_on: Whether another reduction continues with the result.
         """
-        bucket = [
-            (part, self._sources[part])
-            for unit in operation.units
-            for part in self._gradients[unit]
-            if part.layout.encoded is operation.encoded
-        ]
+        bucket = self._bucket(operation)
         if operation.axis is Axis.PARAMS:
-            moves = self._over_params(*bucket[0], operation.chunks)
+            moves = self._over_params(bucket, operation.chunk)
         elif operation.axis is Axis.REPLICA:
-            moves = self._synchronise(bucket, operation.chunks)
+            moves = self._synchronise(bucket, operation.chunk)
         elif goes_on and not self._topology.scatter_always:
-            moves = self._scatter(bucket, operation.chunks)
+            moves = self._scatter(bucket, operation.chunk)
         else:
-            moves = self._scatter_into_owned(bucket, operation.chunks)
-        return moves, self._load(operation.axis, tuple(part for part, _ in bucket))
+            moves = self._scatter_into_owned(bucket, operation.chunk)
+        return moves, self._load(operation, bucket)
 
     def settle(self, units: Sequence[int], *, last: bool) -> None:
-        """Release the sources of units that take part in no later reduction of this micro-batch.
+        """Release what holds the gradients of units that take part in no later reduction of this micro-batch.
 
         Args:
             units: Numbers of the units.
@@ -100,15 +125,19 @@ class Reductions:
         """
         for unit in units:
             for part in self._gradients[unit]:
-                self._sources.pop(part, None)
+                self._ways.pop(part, None)
                 if last:
                     part.unsynced = False
                     if self._topology.shard > 1 and part.has_local:
                         part.local.empty = True
 
     def drop_sources(self) -> None:
-        """Drop gradients that were collected and not reduced."""
-        self._sources.clear()
+        """Drop gradients that were collected and not reduced. Where only some chunks of a gradient are reduced, its
+        earlier content is lost as well."""
+        for part, way in self._ways.items():
+            if Axis.SHARD in way.adds or Axis.REPLICA in way.adds:
+                part.owned.empty = True
+        self._ways.clear()
         self._vectors.clear()
 
     def encode(self, *, wanted: bool) -> None:
@@ -117,207 +146,232 @@ class Reductions:
 
     # -- the three axes ----------------------------------------------------------------------------------------
 
-    def _over_params(self, part: UnitGradient, staging: torch.Tensor, chunks: int) -> Chunks:
+    def _over_params(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter the micro-batch's gradient over the ranks that share P, into the P-shard gradient."""
-        topology, group = self._topology, self._groups[Axis.PARAMS]
-        if topology.scatter_always:
-            target = Accumulator(allocate(part.layout.shard_numel, torch.float32, staging.device))
-        else:
-            target = part.local
-        shard, add = target.values, target.claim()
-        self._sources[part] = shard
+        topology, group, (part,) = self._topology, self._groups[Axis.PARAMS], bucket.gradients
+        chunk, way = bucket.chunks[number], self._ways[part]
+        if Axis.PARAMS not in way.adds:
+            if topology.scatter_always:
+                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, way.staged.device))
+            else:
+                target = part.local
+            way.shard = way.share = target.values
+            way.adds[Axis.PARAMS] = target.claim()
+        shard, add = way.shard, way.adds[Axis.PARAMS]
+        whole, pack = chunk.packed({part: way.staged}, topology.wire_dtype)
         direct = shard.dtype == torch.float32
-        out = shard if direct else allocate(shard.numel(), torch.float32, shard.device)
-        even_sizes = [out.numel()] * group.size
-        moves = reduce_scatter_chunks(
-            group,
-            staging,
-            out,
-            even_sizes,
-            chunks,
-            self._summing(group, [(part, staging)], accumulate=direct and add),
-            self._lost_by_scatter(Axis.PARAMS, [(part, staging)], even_sizes),
-        )
-        return moves if direct else moves.then(lambda: _deliver(out, shard, add=add))
-
-    def _scatter(self, bucket: Bucket, chunks: int) -> Chunks:
-        """Reduce-scatter a bucket over the shard axis, into a vector that goes on to the replicas in wire dtype."""
-        topology, group = self._topology, self._groups[Axis.SHARD]
-        sizes = _share_sizes(bucket)
-        mine = sizes[group.index]
-        replicas = self._groups[Axis.REPLICA].size
-        vector = allocate(padded(mine, replicas), topology.wire_dtype, bucket[0][1].device)
-        self._vectors[tuple(part for part, _ in bucket)] = vector
-        whole, pack = _packing(bucket, sizes, topology.wire_dtype)
-        moves = reduce_scatter_chunks(
+        mine = chunk.sizes[group.index]
+        out = shard[chunk.begin : chunk.begin + mine] if direct else allocate(mine, torch.float32, shard.device)
+        moves = reduce_scatter(
             group,
             whole,
-            vector[:mine],
-            sizes,
-            chunks,
-            self._summing(group, bucket, accumulate=False),
-            self._lost_by_scatter(Axis.SHARD, bucket, sizes),
+            out,
+            scale=topology.scale(group.size),
+            accumulate=direct and add,
+            sizes=list(chunk.sizes),
+            codecs=self._codecs_of(bucket),
+            residual=self._lost_by_scatter(Axis.PARAMS, bucket, number),
+            seed=self._seeds.next(),
         )
-        return moves.after(pack).then(lambda: _zero(vector[mine:]))
+        moves = moves if pack is None else moves.after(pack)
+        return moves if direct else moves.then(lambda: chunk.deliver(group.index, out, {part: shard}, [add]))
 
-    def _scatter_into_owned(self, bucket: Bucket, chunks: int) -> Chunks:
-        """Reduce-scatter a bucket over the shard axis, into the gradients of the optimizer shares."""
+    def _scatter(self, bucket: Bucket, number: int) -> Moves:
+        """Reduce-scatter a chunk over the shard axis, into a vector that goes on to the replicas in wire dtype."""
         topology, group = self._topology, self._groups[Axis.SHARD]
-        sizes = _share_sizes(bucket)
-        adds = [part.owned.claim() for part, _ in bucket]
-        whole, pack = _packing(bucket, sizes, topology.wire_dtype)
+        chunk, replicas = bucket.chunks[number], self._groups[Axis.REPLICA].size
+        numel = bucket.numels[group.index]
+        if bucket.gradients not in self._vectors:
+            values = allocate(padded(numel, replicas), topology.wire_dtype, chunk.device)
+            self._vectors[bucket.gradients] = _Vector(values, len(bucket.chunks))
+        vector = self._vectors[bucket.gradients].values
+        whole, pack = chunk.packed(self._shards(chunk), topology.wire_dtype)
+        end = chunk.begin + chunk.sizes[group.index]
+        moves = reduce_scatter(
+            group,
+            whole,
+            vector[chunk.begin : end],
+            scale=topology.scale(group.size),
+            sizes=list(chunk.sizes),
+            codecs=self._codecs_of(bucket),
+            residual=self._lost_by_scatter(Axis.SHARD, bucket, number),
+            seed=self._seeds.next(),
+        )
+        moves = moves if pack is None else moves.after(pack)
+        ends_here = chunk.begin < numel == end < vector.numel()
+        return moves.then(lambda: _zero(vector[numel:])) if ends_here else moves
+
+    def _scatter_into_owned(self, bucket: Bucket, number: int) -> Moves:
+        """Reduce-scatter a chunk over the shard axis, into the gradients of the optimizer shares."""
+        topology, group, chunk = self._topology, self._groups[Axis.SHARD], bucket.chunks[number]
+        whole, pack = chunk.packed(self._shards(chunk), topology.wire_dtype)
+        adds = [self._claim(Axis.SHARD, part) for part in chunk.gradients]
+        mine = chunk.sizes[group.index]
         alone = _takes_sums(bucket)
-        out = bucket[0][0].owned.values if alone else allocate(sizes[group.index], torch.float32, whole.device)
-        for part, _ in bucket:
-            self._sources[part] = part.owned.values
-        moves = reduce_scatter_chunks(
+        out = (
+            bucket.gradients[0].owned.values[chunk.begin : chunk.begin + mine]
+            if alone
+            else allocate(mine, torch.float32, chunk.device)
+        )
+        moves = reduce_scatter(
             group,
             whole,
             out,
-            sizes,
-            chunks,
-            self._summing(group, bucket, accumulate=alone and adds[0]),
-            self._lost_by_scatter(Axis.SHARD, bucket, sizes),
-        ).after(pack)
-        return moves if alone else moves.then(lambda: _distribute(bucket, out, adds))
+            scale=topology.scale(group.size),
+            accumulate=alone and any(adds),
+            sizes=list(chunk.sizes),
+            codecs=self._codecs_of(bucket),
+            residual=self._lost_by_scatter(Axis.SHARD, bucket, number),
+            seed=self._seeds.next(),
+        )
+        moves = moves if pack is None else moves.after(pack)
+        return moves if alone else moves.then(lambda: chunk.deliver(group.index, out, _owned(chunk), adds))
 
-    def _synchronise(self, bucket: Bucket, chunks: int) -> Chunks:
-        """All-reduce a bucket's optimizer shares over their replicas.
+    def _synchronise(self, bucket: Bucket, number: int) -> Moves:
+        """All-reduce a chunk of a bucket's optimizer shares over their replicas.
 
-        The shares come from the vector of a previous scatter (in wire dtype), which may be overwritten, or from the
-        sources.
+        The shares come from the vector of a previous scatter (in wire dtype), which may be overwritten, or from what
+        holds them.
         """
-        topology, group = self._topology, self._groups[Axis.REPLICA]
-        vector = self._vectors.pop(tuple(part for part, _ in bucket), None)
+        topology, group, chunk = self._topology, self._groups[Axis.REPLICA], bucket.chunks[number]
+        (numel,) = chunk.sizes
+        pad = padded(numel, group.size) - numel
+        between = self._vectors.get(bucket.gradients)
+        shares = {part: self._ways[part].share for part in chunk.gradients}
         # A share that already is the accumulated gradient is replaced by its mean; any other share is added.
         adds = [
-            False if vector is None and source is part.owned.values else part.owned.claim() for part, source in bucket
+            False if between is None and share is part.owned.values else self._claim(Axis.REPLICA, part)
+            for part, share in shares.items()
         ]
-        for part, _ in bucket:
-            part.synchronised = vector is None
-        whole, pack = (
-            (vector, _nothing) if vector is not None else _concatenation(bucket, group.size, topology.wire_dtype)
-        )
+        for part in chunk.gradients:
+            part.synchronised = between is None
+        if between is None:
+            accumulated = any(part.accumulates_in(share) for part, share in shares.items())
+            vector, pack = chunk.packed(shares, topology.wire_dtype, pad=pad, scratch=accumulated)
+        else:
+            vector, pack = between.values[chunk.begin : chunk.begin + numel + pad], None
+            between.left -= 1
+            if not between.left:
+                del self._vectors[bucket.gradients]
         alone = _takes_sums(bucket)
-        total = sum(part.owned.values.numel() for part, _ in bucket)
-        summed = bucket[0][0].owned.values if alone else allocate(total, torch.float32, whole.device)
-        scattered, gathered = feedback_numels(group, whole.numel())
-        moves = all_reduce_chunks(
+        summed = (
+            bucket.gradients[0].owned.values[chunk.begin : chunk.begin + numel]
+            if alone
+            else allocate(numel, torch.float32, chunk.device)
+        )
+        moves = all_reduce(
             group,
-            whole,
+            vector,
             summed,
-            chunks,
-            self._summing(group, bucket, accumulate=alone and adds[0]),
-            Feedback(
-                self._lost_of("replica", group, bucket, scattered),
-                self._lost_of("replica-sum", group, bucket, gathered) if gathered else None,
-            ),
+            scale=topology.scale(group.size),
+            accumulate=alone and any(adds),
+            codecs=self._codecs_of(bucket),
+            feedback=self._lost_by_sync(bucket, number),
+            seed=self._seeds.next(),
         )
         if not alone:
-            moves = moves.then(lambda: _distribute(bucket, summed, adds))
-        return moves.after(pack)
+            moves = moves.then(lambda: chunk.deliver(0, summed, _owned(chunk), adds))
+        return moves if pack is None else moves.after(pack)
 
-    def _summing(self, group: AxisGroup, bucket: Bucket, *, accumulate: bool) -> Summing:
-        """How the next reduction of a bucket adds."""
-        return Summing(self._topology.scale(group.size), accumulate, self._codecs_of(bucket), self._seeds.next())
+    # -- gradients on their way --------------------------------------------------------------------------------
+
+    def _bucket(self, operation: Operation) -> Bucket:
+        """The bucket that an operation carries a chunk of, which is cut once."""
+        key = operation.axis, operation.bucket, operation.encoded
+        bucket = self._buckets.get(key)
+        if bucket is None:
+            parts = [
+                part
+                for unit in operation.bucket
+                for part in self._gradients[unit]
+                if part.layout.encoded is operation.encoded
+            ]
+            bucket = self._buckets[key] = self._cut(operation.axis, parts)
+        return bucket
+
+    def _cut(self, axis: Axis, parts: Sequence[UnitGradient]) -> Bucket:
+        group, chunks = self._groups[axis], self._plan.bucket_chunks
+        if axis is Axis.PARAMS:
+            pieces = [[part.layout.shard_numel for part in parts]] * group.size
+            return Bucket(parts, pieces, is_even=True, members=1, chunks=chunks, longest=sum(pieces[0]))
+        by_owner = [list(piece) for piece in zip(*(part.share_sizes for part in parts), strict=True)]
+        longest, replicas = max(map(sum, by_owner)), self._groups[Axis.REPLICA].size
+        if axis is Axis.REPLICA:
+            by_owner = [[part.owned.values.numel() for part in parts]]
+        is_even = axis is Axis.REPLICA or all(part.even for part in parts)
+        return Bucket(parts, by_owner, is_even=is_even, members=replicas, chunks=chunks, longest=longest)
+
+    def _shards(self, chunk: Chunk) -> dict[UnitGradient, torch.Tensor]:
+        """P-shard gradients with elements in a chunk."""
+        return {part: self._ways[part].shard for part in chunk.gradients}
+
+    def _claim(self, axis: Axis, part: UnitGradient) -> bool:
+        """Announce that reductions along an axis write the gradient of an optimizer share; returns whether they add."""
+        way = self._ways[part]
+        if axis not in way.adds:
+            way.adds[axis] = part.owned.claim()
+        if axis is Axis.SHARD:
+            way.share = part.owned.values
+        return way.adds[axis]
 
     # -- error feedback ----------------------------------------------------------------------------------------
 
-    def _lost_by_scatter(self, axis: Axis, bucket: Bucket, sizes: Sequence[int]) -> Residual | None:
-        """Rounding errors so far of a reduce-scatter's last hop on the bucket's gradients."""
+    def _lost_by_scatter(self, axis: Axis, bucket: Bucket, number: int) -> Residual | None:
+        """Rounding errors so far of a reduce-scatter's last hop on a chunk."""
         group = self._groups[axis]
-        return self._lost_of(str(axis), group, bucket, residual_numel(group, sizes))
+        numels = [residual_numel(group, chunk.sizes) for chunk in bucket.chunks]
+        return self._lost_of(str(axis), group, bucket, numels, number)
 
-    def _lost_of(self, what: str, group: AxisGroup, bucket: Bucket, numel: int) -> Residual | None:
-        """Rounding errors, fp32, kept from step to step; ``None`` without error feedback or with lossless codecs."""
+    def _lost_by_sync(self, bucket: Bucket, number: int) -> Feedback:
+        """Rounding errors so far of an all-reduce of a chunk."""
+        group = self._groups[Axis.REPLICA]
+        numels = [feedback_numels(group, padded(chunk.sizes[0], group.size)) for chunk in bucket.chunks]
+        return Feedback(
+            self._lost_of("replica", group, bucket, [scattered for scattered, _ in numels], number),
+            self._lost_of("replica-sum", group, bucket, [gathered for _, gathered in numels], number),
+        )
+
+    def _lost_of(
+        self, what: str, group: AxisGroup, bucket: Bucket, numels: Sequence[int], number: int
+    ) -> Residual | None:
+        """Rounding errors of a chunk, fp32, kept from step to step; ``None`` without error feedback or with lossless
+        codecs.
+
+        Args:
+            what: Name of the reduction.
+            group: Ranks of the reduction.
+            bucket: The bucket.
+            numels: Number of elements that the last hop encodes, by chunk.
+            number: Number of the chunk.
+        """
         codecs = self._codecs_of(bucket)
         codec = codecs.across if group.nodes > 1 else codecs.inside
-        if not self._plan.wire.error_feedback or codec is None or codec.spec.is_lossless:
+        if not self._plan.wire.error_feedback or codec is None or codec.spec.is_lossless or not numels[number]:
             return None
-        key = f"{what}/{'-'.join(str(part.unit) for part, _ in bucket)}"
+        key = f"{what}/{'-'.join(str(part.unit) for part in bucket.gradients)}"
         lost = self.lost.get(key)
-        if lost is None or lost.numel() != numel:
-            lost = self.lost[key] = torch.zeros(numel, device=bucket[0][1].device)
-        return Residual(lost, self._plan.wire.feedback_gain)
+        if lost is None or lost.numel() != sum(numels):
+            lost = self.lost[key] = torch.zeros(sum(numels), device=bucket.chunks[0].device)
+        begin = sum(numels[:number])
+        return Residual(lost[begin : begin + numels[number]], self._plan.wire.feedback_gain)
 
     def _codecs_of(self, bucket: Bucket) -> HopCodecs:
-        return self._codecs if bucket[0][0].layout.encoded else EXACT
+        return self._codecs if bucket.gradients[0].layout.encoded else EXACT
 
-    def _load(self, axis: Axis, parts: tuple[UnitGradient, ...]) -> Load:
-        """The description of a reduction of these gradients, which is created once."""
-        load = self._loads.get((axis, parts))
+    def _load(self, operation: Operation, bucket: Bucket) -> Load:
+        """The description of a reduction's data, which is created once."""
+        parts = tuple(part for part in bucket.gradients if part.unit in operation.units)
+        load = self._loads.get((operation.axis, parts))
         if load is None:
-            label = f"{_VERBS[axis]} {', '.join(part.name for part in parts)}"
-            load = Load(label, axis, tuple(part.unit for part in parts), parts[0].layout.encoded)
-            self._loads[axis, parts] = load
+            label = f"{_VERBS[operation.axis]} {', '.join(part.name for part in parts)}"
+            load = Load(label, operation.axis, tuple(part.unit for part in parts), parts[0].layout.encoded)
+            self._loads[operation.axis, parts] = load
         return load
 
 
-def _share_sizes(bucket: Bucket) -> list[int]:
-    """Number of a bucket's elements that each rank of the shard axis owns."""
-    return [sum(column) for column in zip(*(g.share_sizes for g, _ in bucket), strict=True)]
-
-
-def _packing(bucket: Bucket, sizes: Sequence[int], dtype: torch.dtype) -> tuple[torch.Tensor, Callable[[], None]]:
-    """A bucket's P-shard gradients in wire dtype, ordered by the optimizer rank that owns each part.
-
-    Returns:
-        The vector, and the function that fills it.
-    """
-    first, source = bucket[0]
-    if len(bucket) == 1 and first.even and source.dtype == dtype:
-        return source, _nothing
-    whole = allocate(sum(sizes), dtype, source.device)
-    fill = _pack_rows if all(gradient.even for gradient, _ in bucket) else _pack_runs
-    return whole, lambda: fill(bucket, whole, len(sizes))
-
-
-def _pack_rows(bucket: Bucket, whole: torch.Tensor, owners: int) -> None:
-    """Equal slices: every source is a table with a row for each owner."""
-    table = whole.view(owners, -1)
-    column = 0
-    for _, source in bucket:
-        rows = source.view(owners, -1)
-        table[:, column : column + rows.shape[1]].copy_(rows)
-        column += rows.shape[1]
-
-
-def _pack_runs(bucket: Bucket, whole: torch.Tensor, owners: int) -> None:
-    """Whole fragments: each owner's runs, one after another."""
-    position = 0
-    for owner in range(owners):
-        for gradient, source in bucket:
-            for run in gradient.shares[owner]:
-                whole[position : position + run.length].copy_(source[run.start : run.start + run.length])
-                position += run.length
-
-
-def _concatenation(bucket: Bucket, ranks: int, dtype: torch.dtype) -> tuple[torch.Tensor, Callable[[], None]]:
-    """The sources laid end to end in wire dtype, padded to a multiple of ``ranks``, in memory that may be overwritten.
-
-    Returns:
-        The vector, and the function that fills it.
-    """
-    first, source = bucket[0]
-    # Staging may be overwritten; an accumulator may not.
-    is_staging = source is not first.owned.values and not first.has_local
-    if len(bucket) == 1 and is_staging and source.dtype == dtype and source.numel() % ranks == 0:
-        return source, _nothing
-    total = sum(source.numel() for _, source in bucket)
-    vector = allocate(padded(total, ranks), dtype, bucket[0][1].device)
-
-    def fill() -> None:
-        position = 0
-        for _, source in bucket:
-            vector[position : position + source.numel()].copy_(source)
-            position += source.numel()
-        _zero(vector[position:])
-
-    return vector, fill
-
-
-def _nothing() -> None:
-    """Do nothing: the vector is already filled."""
+def _owned(chunk: Chunk) -> dict[UnitGradient, torch.Tensor]:
+    """Gradients of this rank's optimizer shares, for a chunk's sums."""
+    return {part: part.owned.values for part in chunk.gradients}
 
 
 def _zero(padding: torch.Tensor) -> None:
@@ -326,21 +380,4 @@ def _zero(padding: torch.Tensor) -> None:
 
 def _takes_sums(bucket: Bucket) -> bool:
     """Whether fp32 sums can be written directly into the buffer of a bucket's only gradient."""
-    return len(bucket) == 1 and bucket[0][0].owned.values.dtype == torch.float32
-
-
-def _deliver(sums: torch.Tensor, target: torch.Tensor, *, add: bool) -> None:
-    """Write or add fp32 sums to an accumulator, with one rounding after the fp32 addition."""
-    if add:
-        target.add_(sums)
-    else:
-        target.copy_(sums)
-
-
-def _distribute(bucket: Bucket, values: torch.Tensor, adds: Sequence[bool]) -> None:
-    """Deliver to each unit of a bucket its part of ``values``."""
-    position = 0
-    for (gradient, _), add in zip(bucket, adds, strict=True):
-        owned = gradient.owned.values
-        _deliver(values[position : position + owned.numel()], owned, add=add)
-        position += owned.numel()
+    return len(bucket.gradients) == 1 and bucket.gradients[0].owned.values.dtype == torch.float32

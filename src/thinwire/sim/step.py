@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 
-from thinwire.cost import ModelPart, PricedStage, Rates, moves, one_chunk
+from thinwire.cost import ModelPart, PricedStage, Rates, moves
 from thinwire.program import (
     Axis,
     Even,
@@ -169,14 +169,12 @@ _Queue = tuple[Lane, Stage | None]
 
 @dataclass(slots=True, eq=False)
 class _Run:
-    """One operation of one step, or one of its chunks, on its way."""
+    """One operation of one step on its way."""
 
     operation: Operation
     moves: deque[PricedStage]
     needs: int
     """Operations that must end first."""
-    is_last: bool = True
-    """Whether no other chunk of the operation follows."""
     ended: bool = False
     then: list[Callable[[], None]] = field(default_factory=list)
 
@@ -288,17 +286,13 @@ class _Player:
     def _enqueue(self, index: int) -> None:
         operation = self._program.operations[index]
         self._carry(operation, 1)
-        earlier = [other for index in operation.after if not (other := self._runs[index]).ended]
-        for chunk in range(operation.chunks):
-            run = _Run(operation, deque(self._moves[index]), 0, is_last=chunk == operation.chunks - 1)
-            self._runs[index] = run  # the last chunk ends last, because chunks follow each other in every queue
-            self._enqueue_run(run, earlier)
-
-    def _enqueue_run(self, run: _Run, earlier: Sequence[_Run]) -> None:
-        for other in earlier:
-            run.needs += 1
-            other.then.append(lambda: self._freed(run))
-        lane = run.operation.lane
+        run = _Run(operation, deque(self._moves[index]), 0)
+        self._runs[index] = run
+        for other in (self._runs[index] for index in operation.after):
+            if not other.ended:
+                run.needs += 1
+                other.then.append(lambda: self._freed(run))
+        lane = operation.lane
         stages: list[Stage | None] = [move.stage for move in run.moves]
         if not stages or not self._plan.overlap.stages:
             stages = [None]
@@ -352,7 +346,7 @@ class _Player:
 
     def _ended(self, run: _Run) -> None:
         run.ended = True
-        if run.is_last and run.operation.lane is not Lane.GATHER:  # gathered parameters stay until they are freed
+        if run.operation.lane is not Lane.GATHER:  # gathered parameters stay until they are freed
             self._carry(run.operation, -1)
         for callback in run.then:
             callback()
@@ -362,7 +356,9 @@ class _Player:
         """Change the memory level of an operation in flight."""
         if self._spans is None or operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
             return
-        whole = sum(self._program.units[unit].nbytes for unit in operation.units)
+        whole = (
+            sum(self._program.units[unit].nbytes for unit in operation.bucket or operation.units) // operation.chunks
+        )
         if operation.lane is Lane.GATHER:
             self._hold(GATHERED, sign * whole)
         else:
@@ -391,7 +387,7 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
         if op.kind is Kind.BROADCAST:  # the sizes of its pieces depend on the units
             key += op.units
         if key not in known:
-            known[key] = pricing(plan, one_chunk(op), program.units)
+            known[key] = pricing(plan, op, program.units)
         moves.append(known[key])
     return moves
 

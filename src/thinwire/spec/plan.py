@@ -227,8 +227,8 @@ class Plan(Spec):
     bucket_bytes: Bytes = Field(default=4 * MIB, description='size of a synchronisation bucket, "4MiB" or bytes')
     bucket_chunks: Count = Field(
         default=1,
-        description="chunks that a gradient reduction is cut into: hops and codecs of different chunks overlap; small "
-        "reductions have fewer",
+        description="chunks that a gradient reduction is cut into: each starts when its gradients exist, and hops and "
+        "codecs of different chunks overlap; small reductions have fewer",
     )
     keep_gathered: Literal["none", "last"] = Field(
         default="last", description="which unit stays gathered between its forward and its backward"

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from thinwire.collectives.moves import Chunks, Move, Moves
+from thinwire.collectives.moves import Move, Moves
 from thinwire.collectives.streams import streams_of
 from thinwire.program import Axis, Event
 from thinwire.program import Lane as LaneName
@@ -57,7 +57,7 @@ class Lanes:
     def submit(
         self,
         lane: LaneName,
-        work: Chunks | Moves | Body,
+        work: Moves | Body,
         *,
         after: Sequence[Ticket] = (),
         load: Load = UNNAMED,
@@ -66,21 +66,16 @@ class Lanes:
 
         Args:
             lane: Lane of the collective; moves of one stage of a lane run one after another.
-            work: The moves, at least one, in one chunk or several, or a single body for the whole collective. They must
-                not allocate memory that outlives them.
+            work: The moves, at least one, or a single body for the whole collective. They must not allocate memory that
+                outlives them.
             after: Tickets that must finish first.
             load: Description of the data, for timelines and journals.
         """
-        needed = (*after, self._newest[lane]) if not self._stages and lane in self._newest else after
-        ends: list[Ticket] = []
-        for moves in _chunks_of(work):
-            ready = needed if self._stages else (*needed, *ends[-1:])
-            for number, move in enumerate(moves, start=1):
-                # The last move is done when all chunks are: it waits for the ends of the others, which run before it.
-                others = ends if number == len(moves) else ()
-                ticket = self._worker(lane, move.stage).submit(move.body, (*ready, *others), load.label)
-                ready = (ticket,)
-            ends.append(ticket)
+        moves = work if isinstance(work, Moves) else Moves([Move(Stage.SCATTER_INSIDE, work)])
+        ready = (*after, self._newest[lane]) if not self._stages and lane in self._newest else tuple(after)
+        for move in moves:
+            ticket = self._worker(lane, move.stage).submit(move.body, ready, load.label)
+            ready = (ticket,)
         if not self._stages:
             self._newest[lane] = ticket
         if (journal := self._recorder.journal) is not None:
@@ -169,9 +164,3 @@ class Lanes:
                 else StreamWorker(name, self._streams, self._recorder)
             )
         return self._workers[key]
-
-
-def _chunks_of(work: Chunks | Moves | Body) -> Chunks:
-    if isinstance(work, Chunks):
-        return work
-    return Chunks([work if isinstance(work, Moves) else Moves([Move(Stage.SCATTER_INSIDE, work)])])
