@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from tests.dist.parity import Case, alone, gap, sharded
 from tests.dist.test_failed_backward import train
-from tests.dist.test_program import Model, follow
+from tests.dist.test_program import Model, follow, train_step
 from tests.dist.test_streams import Outcome, assert_ordered, check_cases, preset
 
 import thinwire as tw
@@ -51,6 +51,26 @@ def check_parity(names: tuple[str, ...], micro_batches: int) -> dict[str, str]:
 def test_chunks_reduce_the_same_gradients(names: tuple[str, ...], micro_batches: int) -> None:
     for differences in run_ranks(4, check_parity, names, micro_batches):
         assert differences == dict.fromkeys(names, "")
+
+
+def trained_with_codecs(chunks: int) -> list[float]:
+    """Parameters after steps with codecs and error feedback, whose blocks are no larger than chunks."""
+    with mock.patch.object(shares, "CHUNK_MULTIPLE", 256):
+        torch.manual_seed(0)
+        model = tw.shard(
+            Model(), tw.Plan.preset("thinwire", nodes=2, local=2, bucket_bytes=1 << 30, bucket_chunks=chunks)
+        )
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3)
+        torch.manual_seed(1 + dist.get_rank())
+        for _ in range(3):
+            train_step(model, optim, 2)
+        assert len(runtime(model).reducer.reductions.lost) > 0
+        with tw.full_parameters(model):
+            return [float(value) for parameter in model.parameters() for value in parameter.flatten()]
+
+
+def test_codecs_and_error_feedback_lose_the_same_in_chunks() -> None:
+    assert run_ranks(4, trained_with_codecs, 3) == run_ranks(4, trained_with_codecs, 1)
 
 
 # -- the program -----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ class Reductions:
         self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they settle
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
-        self._loads: dict[tuple[Axis, tuple[UnitGradient, ...]], Load] = {}
+        self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
         self.lost: dict[str, torch.Tensor] = {}
 
     def take(self, parts: Sequence[UnitGradient], *, last: bool) -> None:
@@ -360,12 +360,13 @@ class Reductions:
 
     def _load(self, operation: Operation, bucket: Bucket) -> Load:
         """The description of a reduction's data, which is created once."""
-        parts = tuple(part for part in bucket.gradients if part.unit in operation.units)
-        load = self._loads.get((operation.axis, parts))
+        key = operation.axis, operation.units, operation.encoded
+        load = self._loads.get(key)
         if load is None:
+            parts = [part for part in bucket.gradients if part.unit in operation.units]
             label = f"{_VERBS[operation.axis]} {', '.join(part.name for part in parts)}"
-            load = Load(label, operation.axis, tuple(part.unit for part in parts), parts[0].layout.encoded)
-            self._loads[operation.axis, parts] = load
+            units = tuple(part.unit for part in parts)
+            load = self._loads[key] = Load(label, operation.axis, units, operation.encoded)
         return load
 
 
