@@ -88,6 +88,27 @@ def test_steady_state_allocates_what_the_model_alone_does(preset: str) -> None:
         assert sum(extra) <= added
 
 
+def allocations_of_shards(preset: str) -> dict[str, int]:
+    """Number of storages that hold each kind of shard, and number of units."""
+    model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
+    tw.optimizer(model, torch.optim.SGD, lr=1e-2)
+    buffers = [buffer for unit in runtime(model).units for buffer in unit.buffers]
+    parts = {
+        "params": [buffer.shard for buffer in buffers],
+        "masters": [buffer.master for buffer in buffers],
+        "secondary": [buffer.secondary for buffer in buffers],
+        "gradients": [owned.grad for owned in runtime(model).fragments()],
+    }
+    tensors = {name: [part for part in several if part is not None] for name, several in parts.items()}
+    storages = {name: len({part.untyped_storage().data_ptr() for part in several}) for name, several in tensors.items()}
+    return {**storages, "units": len(buffers)}
+
+
+def test_shards_of_all_units_share_one_allocation_of_their_kind() -> None:
+    for counts in run_ranks(4, allocations_of_shards, "hpz"):
+        assert counts == {"params": 1, "masters": 1, "secondary": 1, "gradients": 1, "units": DEPTH}
+
+
 def spans_of_a_step(preset: str) -> list[tuple[str, str, float, float]]:
     model = tw.shard(Chain(), tw.Plan.preset(preset, nodes=2, local=2))
     optim = tw.optimizer(model, torch.optim.SGD, lr=1e-2)

@@ -160,6 +160,13 @@ def test_the_memory_that_flips_amsps_choice_flips_it() -> None:
     assert amsp_search(tight)[0].label == "amsp-paper"
 
 
+def test_plans_of_amsp_s_objective_need_the_memory_that_they_are_listed_with() -> None:
+    asked = job("a800-80g:2x8", ModelSpec.preset("llama-7b", seq=4096), 1, micro_batch=1)
+    for row in amsp_search(asked)[:5]:
+        trained = memory(asked.model, row.plan, units(asked.model, row.plan), seq=asked.seq, overhead=asked.overhead)
+        assert trained.total == row.memory.total
+
+
 def test_a_job_that_does_not_fit_gets_remedies_that_work() -> None:
     asked = job("a800-80g:1x8", ModelSpec.preset("llama-13b", seq=4096), 4, micro_batch=4, recompute=False)
     assert not search(asked).candidates

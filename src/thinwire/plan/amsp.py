@@ -108,7 +108,14 @@ def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
         SpecError: The job has a profile, and ``contention`` is false; or the profile lacks collectives over some links.
     """
     collectives = _collectives(job, contention)
-    base = Plan(mesh=job.mesh, params=Factor(), grads=Factor(), optimizer=Factor(), partition="inter")
+    base = Plan(
+        mesh=job.mesh,
+        params=Factor(),
+        grads=Factor(),
+        optimizer=Factor(),
+        partition="inter",
+        accumulate_dtype="bfloat16",  # what AMSP_STATES counts, so that the plan needs the memory that it is said to need
+    )
     priced = [
         _priced(job, collectives, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes
     ]
