@@ -121,3 +121,41 @@ def test_a_new_codec_touches_at_most_six_files() -> None:
     modules = {family.module for family in FAMILIES.values()}
     missing = [file for name in modules for file in files if not (ROOT / file.replace("NAME", name)).is_file()]
     assert missing == []
+
+
+STATES = ("complete", "other form", "missing")
+COVERAGE = (ROOT / "docs" / "coverage.md").read_text(encoding="utf-8")
+
+
+def rows_of_coverage() -> list[list[str]]:
+    """The cells of each mechanism and experiment; the first is its letter and number."""
+    return [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in COVERAGE.splitlines()
+        if re.match(r"\| [AZHE]\d+ \|", line)
+    ]
+
+
+def test_the_coverage_page_counts_its_rows() -> None:
+    states = {cells[0]: next(state for state in STATES if cells[-1].startswith(state)) for cells in rows_of_coverage()}
+    counted = re.findall(r"^\| (?:\[.+\(.+\)|all) \| (\d+) \| (\d+) \| (\d+) \|$", COVERAGE, re.MULTILINE)
+    for letters, counts in zip(("A", "Z", "H", "E", "AZHE"), counted, strict=True):
+        mine = [state for row, state in states.items() if row[0] in letters]
+        assert list(map(int, counts)) == [mine.count(state) for state in STATES], letters
+
+
+def test_the_coverage_page_names_tests_and_files_that_exist() -> None:
+    for cells in rows_of_coverage():
+        tests = re.findall(r"`([\w/]+\.py)::(\w+)`", cells[3])
+        assert tests or cells[-1].startswith("missing"), f"{cells[0]} names no test"
+        for file, name in tests:
+            text = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert re.search(rf"^def {name}\(", text, re.MULTILINE), f"{cells[0]}: {file}::{name}"
+        for path, name in re.findall(r"`([a-z_]+/[\w/]+\.py)`(?: `([A-Za-z_]+)(?:\.\w+)?`)?", cells[2]):
+            source = ROOT / "src" / "thinwire" / path
+            assert source.is_file(), f"{cells[0]}: {path}"
+            if name:
+                pattern = rf"^(class|def) {name}\b|^{name}\b"
+                assert re.search(pattern, source.read_text(encoding="utf-8"), re.MULTILINE), (
+                    f"{cells[0]}: {path} {name}"
+                )

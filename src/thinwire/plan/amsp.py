@@ -114,7 +114,7 @@ def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
         grads=Factor(),
         optimizer=Factor(),
         partition="inter",
-        accumulate_dtype="bfloat16",  # what AMSP_STATES counts, so that the plan needs the memory that it is said to need
+        accumulate_dtype="bfloat16",  # as AMSP_STATES counts them
     )
     priced = [
         _priced(job, collectives, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes
