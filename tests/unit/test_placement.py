@@ -58,6 +58,13 @@ def test_without_groups_across_nodes_leaves_stay_together() -> None:
     assert place(job(4), plan(4, optimizer=1), hosts).order == ("a", "c", "b", "d")
 
 
+def test_as_many_groups_as_possible_have_a_leaf_of_their_own() -> None:
+    hosts = dict(zip("abcdef", "xyxyxy", strict=True))
+    order = place(job(6), plan(6, optimizer=2), hosts).order
+    groups = [order[start : start + 2] for start in (0, 2, 4)]
+    assert sum(hosts[one] != hosts[other] for one, other in groups) == 1, "three hosts of a leaf make one pair"
+
+
 SIX = list(itertools.permutations(range(6)))
 
 
