@@ -65,7 +65,7 @@ def measure(target: str) -> dict[str, dict[str, Any]]:
     key = ""
 
     def keep(name: str, kernel: Any, programs: int) -> None:
-        code = read_code(kernel, _trips(target, key, name), _THROUGH.get(name, ""))
+        code = read_code(kernel, _trips(name), _THROUGH.get(name, ""))
         threads = programs * kernel.metadata.num_warps * TARGETS[target][2]
         pipes = _pipes(target, code.path)
         costs[f"{key} {name}"] = {
@@ -94,12 +94,8 @@ _THROUGH = {"_write_rest": r"STG\.E\.U8|global_store_byte"}
 copies tensors that do not become shorter."""
 
 
-def _trips(target: str, key: str, kernel: str) -> tuple[int, ...]:
+def _trips(kernel: str) -> tuple[int, ...]:
     """How often the loops of a kernel run."""
-    if key == "zfp:8 float32 decode":
-        # 23 bit planes, because the first 9 bits of a block of 32 are its header. The number of table lookups in a loop
-        # says how many of them it handles at a time: AMD's compiler takes two, NVIDIA's three after two.
-        return (12,) if target.startswith("gfx") else (7,)
     return (1,) if kernel == "_largest_keys" else ()
 
 

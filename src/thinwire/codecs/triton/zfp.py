@@ -1,8 +1,9 @@
 # mypy: disable-error-code="no-untyped-def,no-any-return,untyped-decorator"
 """ZFP at a fixed rate.
 
-Shapes: B blocks of four values per program. A block has at most 128 bits: two 64-bit words, low and high. Bit planes
-are encoded in runs, and decoded one by one with a table.
+Shapes: B blocks of four values per program. A block has at most 128 bits, which are four words of 32 bits. Tables say
+what a few bits mean at once, so that no loop goes from bit to bit: two planes are encoded, and eight bits decoded, by
+one look-up.
 """
 
 from __future__ import annotations
@@ -28,11 +29,9 @@ __all__ = ["TritonZfp", "make"]
 ENCODED_BLOCKS = 128
 """Blocks that a program encodes. Their bits fill whole words at any rate, so that programs share no words. Each thread
 has one block, so that its values and words need no exchange between threads."""
-DECODED_BLOCKS = 256
+DECODED_BLOCKS = 512
 """Blocks that a program decodes."""
 HEADER = tl.constexpr(9)
-WINDOW = tl.constexpr(8)
-"""Largest number of bits in the code of one plane."""
 
 
 @final
@@ -69,7 +68,7 @@ class TritonZfp(Codec):
             form.view(x),
             wires.view(torch.int32),
             wires.stride(0) // 16,
-            _plane_codes(x.device),
+            _plane_pairs(x.device),
             slices.table,
             longest,
             slices.start,
@@ -102,9 +101,10 @@ class TritonZfp(Codec):
             words.stride(0) // 4 if len(words) > 1 else 0,
             words.shape[1],
             form.view(out),
-            _plane_values(out.device),
+            _windows(self.spec.zfp_block_bits, out.device),
             out.numel(),
             scale,
+            SCALED=scale != 1.0,
             COUNT=len(words),
             KIND=form.kind,
             BLOCK_BITS=self.spec.zfp_block_bits,
@@ -120,8 +120,8 @@ make = TritonZfp
 """Make the codec of a spec."""
 
 
-def _plane_code(significant: int, plane: int) -> int:
-    """For one bit plane: the code, from the highest of eight bits on, | its length << 8."""
+def _plane_code(significant: int, plane: int) -> tuple[int, int, int]:
+    """For one bit plane: the code, its length, and the number of values that are significant afterwards."""
     bits = [plane >> index & 1 for index in range(significant)]
     at = significant
     while at < 4:
@@ -135,45 +135,80 @@ def _plane_code(significant: int, plane: int) -> int:
                 break
             at += 1
         at += 1
-    return sum(bit << 7 - index for index, bit in enumerate(bits)) | len(bits) << 8
+    return sum(bit << index for index, bit in enumerate(bits)), len(bits), at
 
 
-def _plane_value(there: int, significant: int, window: int) -> int:
-    """The inverse for the next eight bits, of which ``there`` exist: the plane | the bits that it takes << 8 | the
-    number of values that are significant afterwards << 12. A unary code ends at the end of its block; other missing
-    bits are 0."""
-    bits = [window >> index & 1 for index in range(there)]
-    taken = min(significant, there)
-    plane = sum(bit << index for index, bit in enumerate(bits[:taken]))
-    while significant < 4 and taken < there:
-        taken += 1
-        if not bits[taken - 1]:
-            break
-        while significant < 3 and taken < there:
-            taken += 1
-            if bits[taken - 1]:
-                break
-            significant += 1
-        plane |= 1 << significant
-        significant += 1
-    return plane | taken << 8 | significant << 12
+def _pair_code(significant: int, pair: int) -> int:
+    """For two bit planes: the length of their code | the number of values that are significant afterwards << 8 | the
+    code << 16. From the highest bit of ``pair`` on, each value has two: its bits in the first plane and in the second.
+    With three significant values the fourth one has a bit in each code, as if it were significant."""
+    code, length = 0, 0
+    for second in range(2):
+        plane = sum((pair >> 7 - 2 * value - second & 1) << value for value in range(4))
+        plane_code, plane_length, significant = _plane_code(significant, plane)
+        code |= plane_code << length
+        length += plane_length
+    return length | min(significant, 3) << 8 | code << 16
 
 
 @functools.cache
-def _plane_codes(device: torch.device) -> Tensor:
-    """Codes of the 16 planes for up to two significant values."""
-    codes = [_plane_code(significant, plane) for significant in range(3) for plane in range(16)]
-    return torch.tensor(codes, dtype=torch.int16).to(device)
+def _plane_pairs(device: torch.device) -> Tensor:
+    """Codes of all pairs of planes for zero, one, two, and more significant values."""
+    codes = [_pair_code(significant, pair) for significant in range(4) for pair in range(256)]
+    return torch.tensor(codes, dtype=torch.int32).to(device)
+
+
+_PLACES = [
+    *(("more", value) for value in range(3)),
+    *(("first", value) for value in range(3)),
+    *((f"one of {known}", value) for known in range(1, 4) for value in range(known)),
+    ("one of 3", 3),
+]
+"""What the next bit of a code may say: whether any value from this one on has a bit in this plane, whether this one is
+the first of them, or the bit of this value, which is one of 1, 2 or more significant ones. (With three of them the
+fourth value has a bit of its own, which says whether it has become significant.) A block begins at the first place."""
+
+
+def _follow(place: tuple[str, int], bit: int) -> tuple[int | None, tuple[str, int], bool]:
+    """Read a bit of a code: the value whose bit it sets, the next place, and whether that is in the next plane."""
+    kind, value = place
+    if kind == "more":
+        after = ("first", value) if bit else _PLACES[0] if value == 0 else (f"one of {value}", 0)
+        return None, after, not bit
+    if kind == "first" and not bit:
+        return (None, ("first", value + 1), False) if value < 2 else (3, ("one of 3", 0), True)
+    known = value + 1 if kind == "first" else int(kind[-1])
+    after = (kind, value + 1) if value + 1 < known else ("more", known) if known < 3 else ("one of 3", (value + 1) % 4)
+    return value if bit else None, after, value == 3
+
+
+def _window(place: int, window: int, there: int, *, ends: bool) -> int:
+    """What the next ``there`` bits mean from a place on: four bytes with bits of the values, the lowest for the current
+    plane | 256 * the next place << 32 | 2^planes << 48, where so many planes end. A block may end while values are
+    sought of which one has a bit; then the current one has it."""
+    at, planes, values = _PLACES[place], 0, 0
+    for index in range(there):
+        value, at, next_plane = _follow(at, window >> index & 1)
+        values |= 0 if value is None else 1 << 8 * value + planes
+        planes += next_plane
+    if ends and at[0] == "first":
+        values |= 1 << 8 * at[1] + planes
+    return values | _PLACES.index(at) << 40 | 1 << 48 + planes
 
 
 @functools.cache
-def _plane_values(device: torch.device) -> Tensor:
-    """Planes of the 256 windows for each number of significant values and each number of available bits."""
-    values = [_plane_value(t, significant, w) for t in range(9) for significant in range(5) for w in range(256)]
-    return torch.tensor(values, dtype=torch.int16).to(device)
+def _windows(block_bits: int, device: torch.device) -> Tensor:
+    """What windows of eight bits mean, and after them the last window of a block, which may be shorter: for each place
+    and each of 256 windows."""
+    last = (block_bits - HEADER.value - 1) % 8 + 1
+    entries = [_window(place, window, 8, ends=False) for place in range(len(_PLACES)) for window in range(256)]
+    entries += [_window(place, window, last, ends=True) for place in range(len(_PLACES)) for window in range(256)]
+    return torch.tensor(entries).to(device)
 
 
 # ------------------------------------------------------------------------------------------------------ device
+
+NUM_PLACES = tl.constexpr(len(_PLACES))
 
 
 @triton.jit
@@ -186,14 +221,6 @@ def _four(x_B4, B: tl.constexpr):
 
 
 @triton.jit
-def _integer(x_B, factor_B, overflows_B):
-    # For such small exponents, libzfp's factor overflows fp32, and x86 casts infinities and NaN to the smallest
-    # integer. Kernels avoid the cast, because its result differs between GPUs.
-    x_B = tl.where(overflows_B, 0.0, x_B)
-    return tl.where(overflows_B, -2147483648, (x_B * factor_B).to(tl.int32))
-
-
-@triton.jit
 def _negabinary(x_B):
     return (x_B.to(tl.uint32, bitcast=True) + 0xAAAAAAAA) ^ 0xAAAAAAAA
 
@@ -203,7 +230,7 @@ def _encode(
     x,
     words,
     row_step,
-    codes,
+    pairs,
     table,
     numel,
     start,
@@ -219,32 +246,34 @@ def _encode(
     if first >= numel:
         return
     left = tl.minimum(numel - first, B * 4).to(tl.int32)
-    words += row * row_step * 4
-    first_B4 = tl.arange(0, B)[:, None] * 4
-    index_B4 = tl.arange(0, 4)[None, :]
     x += offset + first
     if left == B * 4:
-        x_B4 = widen(tl.load(x + first_B4 + index_B4), KIND)
+        at_B4 = tl.arange(0, B)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        x_B, y_B, z_B, w_B = _four(widen(tl.load(x + at_B4), KIND), B)
     else:
         # A partial last block is completed by its values: the third by its second, if it exists, the others by its
         # first.
-        instead_B4 = tl.where((index_B4 == 2) & (first_B4 + 1 < left), first_B4 + 1, first_B4)
-        at_B4 = tl.where(first_B4 + index_B4 < left, first_B4 + index_B4, instead_B4)
-        x_B4 = widen(tl.load(x + at_B4, mask=at_B4 < left, other=0), KIND)
-    x_B, y_B, z_B, w_B = _four(x_B4, B)
+        at_B = tl.arange(0, B) * 4
+        second_B = tl.where(at_B + 1 < left, at_B + 1, at_B)
+        third_B = tl.where(at_B + 2 < left, at_B + 2, second_B)
+        fourth_B = tl.where(at_B + 3 < left, at_B + 3, at_B)
+        x_B = widen(tl.load(x + at_B, mask=at_B < left, other=0), KIND)
+        y_B = widen(tl.load(x + second_B, mask=at_B < left, other=0), KIND)
+        z_B = widen(tl.load(x + third_B, mask=at_B < left, other=0), KIND)
+        w_B = widen(tl.load(x + fourth_B, mask=at_B < left, other=0), KIND)
 
     largest_B = tl.maximum(_magnitude(x_B), _magnitude(y_B))
     largest_B = tl.maximum(largest_B, tl.maximum(_magnitude(z_B), _magnitude(w_B)))
-    biased_B = (largest_B >> 23).to(tl.int32)
-    poisoned_B = biased_B == 255
-    coded_B = (largest_B > 0) & (biased_B < 255)
-    # The exponent e with 2^(e-1) <= largest < 2^e is biased - 126, and -126 for denormals.
-    overflows_B = (biased_B < 29) | poisoned_B
-    factor_B = (tl.where(overflows_B, 127, 283 - biased_B) << 23).to(tl.float32, bitcast=True)
-    x_B = _integer(x_B, factor_B, overflows_B)
-    y_B = _integer(y_B, factor_B, overflows_B)
-    z_B = _integer(z_B, factor_B, overflows_B)
-    w_B = _integer(w_B, factor_B, overflows_B)
+    biased_B = (largest_B >> 24).to(tl.int32)
+    # The exponent e with 2^(e-1) <= largest < 2^e is biased - 126, and -126 for denormals. For such small exponents,
+    # libzfp's factor overflows fp32, and x86 casts infinities and NaN to the smallest integer.
+    overflows_B = biased_B < 29
+    factor_B = tl.where(overflows_B, 0, (283 - biased_B) << 23).to(tl.float32, bitcast=True)
+    instead_B = tl.where(overflows_B, -2147483648.0, 0.0)
+    x_B = tl.fma(x_B, factor_B, instead_B).to(tl.int32)
+    y_B = tl.fma(y_B, factor_B, instead_B).to(tl.int32)
+    z_B = tl.fma(z_B, factor_B, instead_B).to(tl.int32)
+    w_B = tl.fma(w_B, factor_B, instead_B).to(tl.int32)
 
     x_B = (x_B + w_B) >> 1
     w_B = w_B - x_B
@@ -256,182 +285,125 @@ def _encode(
     y_B = y_B - w_B
     w_B = w_B + (y_B >> 1)
     y_B = y_B - (w_B >> 1)
-    x_B = _negabinary(x_B)
-    y_B = _negabinary(y_B)
-    z_B = _negabinary(z_B)
-    w_B = _negabinary(w_B)
 
-    header_B = tl.where(coded_B, 2 * (biased_B + 1) + 1, tl.where(poisoned_B, 1, 0)).to(tl.uint32)
-    low_B, high_B = _planes(x_B, y_B, z_B, w_B, codes, BLOCK_BITS)
-    low_B = header_B | tl.where(coded_B, low_B, 0)
-    high_B = tl.where(coded_B, high_B, 0)
-    block_B = first // 4 + tl.arange(0, B)
+    # Integers of a block with Inf or NaN differ between GPUs, and are not used.
+    header_B = (2 * (biased_B + 1) + 1).to(tl.uint32)
+    words_B = _coded(
+        _negabinary(x_B), _negabinary(y_B), _negabinary(z_B), _negabinary(w_B), header_B, pairs, BLOCK_BITS, B
+    )
+    poisoned_B = biased_B == 255
+    coded_B = (largest_B > 0) & (biased_B < 255)
+    words += row * row_step * 4 + first // 4 * BLOCK_BITS // 32
     inside_B = tl.arange(0, B) * 4 < left
+    NUM_WORDS: tl.constexpr = (BLOCK_BITS + 31) // 32
     if BLOCK_BITS % 32 == 0:
-        to_B = words + block_B * (BLOCK_BITS // 32)
-        for i in tl.static_range(BLOCK_BITS // 32):
-            half_B = low_B if i < 2 else high_B
-            if i % 2 == 1:
-                half_B = half_B >> 32
-            tl.store(to_B + i, half_B.to(tl.int32), mask=inside_B)
-        # Messages consist of whole pairs of words.
-        num_words = (numel + 3) // 4 * (BLOCK_BITS // 32)
-        if (first + left == numel) & (num_words % 2 == 1):
-            tl.store(words + num_words, 0)
+        to_B = words + tl.arange(0, B) * NUM_WORDS
+        for i in tl.static_range(NUM_WORDS):
+            instead_B = poisoned_B.to(tl.uint32) if i == 0 else 0
+            tl.store(to_B + i, tl.where(coded_B, words_B[i], instead_B).to(tl.int32, bitcast=True), mask=inside_B)
+        if left < B * 4:
+            # Messages consist of whole pairs of words, and so does what a whole tile writes.
+            num_words = (left + 3) // 4 * NUM_WORDS
+            tl.store(words + num_words, 0, mask=num_words % 2 == 1)
     else:
-        low_B, high_B = _cut(low_B.to(tl.uint64), high_B, BLOCK_BITS)
-        start_B = block_B * BLOCK_BITS
-        to_B = words + (start_B >> 5)
+        start_B = tl.arange(0, B) * BLOCK_BITS
         shift_B = (start_B & 31).to(tl.uint64)
-        _or(to_B, low_B << shift_B, inside_B)
-        _or(to_B + 2, ((low_B >> 1) >> (63 - shift_B)) | (high_B << shift_B), inside_B)
-        if BLOCK_BITS > 64:
-            _or(to_B + 4, (high_B >> 1) >> (63 - shift_B), inside_B)
+        carried_B = tl.zeros((B,), tl.uint64)
+        for i in tl.static_range(NUM_WORDS):
+            instead_B = poisoned_B.to(tl.uint32) if i == 0 else 0
+            bits_B = tl.where(coded_B, words_B[i], instead_B)
+            if i == NUM_WORDS - 1:
+                bits_B = bits_B & ((1 << BLOCK_BITS % 32) - 1)
+            carried_B = (carried_B >> 32) | (bits_B.to(tl.uint64) << shift_B)
+            _or(words + (start_B >> 5) + i, carried_B, inside_B)
+        _or(words + (start_B >> 5) + NUM_WORDS, carried_B >> 32, inside_B)
 
 
 @triton.jit
-def _planes(x_B, y_B, z_B, w_B, codes, BLOCK_BITS: tl.constexpr):
-    """The codes of all bit planes behind the place of the header, as a low and a high word.
+def _coded(x_B, y_B, z_B, w_B, header_B, pairs, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+    """The header and the codes of all bit planes, as four words. Bits beyond the block's size may be set.
 
-    Plane 0 is the highest bit of the arguments. So the codes are collected from the highest bit of a word on, and the
-    words are reversed at the end.
-
-    The number of significant values only grows, so the planes of a block form four runs: those before its first set
-    bit, those with one and with two significant values, and those with more. In each run all planes but the last have
-    codes of one length, so that the bits of a run move together. Only the last plane of each of the first three runs,
-    in which further values become significant, takes a table.
+    Codes are multiplied by 2^at and added, where ``at`` is the number of bits before. 2^at is a number of 128 bits like
+    the block, so that codes beyond the block are multiplied by 0.
     """
-    zw_B = z_B | w_B
-    first_B = _first_plane(x_B | y_B | zw_B)
-    second_B = _first_plane(y_B | zw_B)
-    third_B = _first_plane(zw_B)
-    low_B = tl.zeros(x_B.shape, tl.uint32 if BLOCK_BITS <= 32 else tl.uint64)
-    high_B = tl.zeros(x_B.shape, tl.uint64)
-
-    at_B = HEADER + first_B
-    code_B, length_B = _change(x_B, y_B, z_B, w_B, first_B, 0, codes, first_B < 32)
-    low_B, high_B = _append(low_B, high_B, at_B, code_B, BLOCK_BITS)
-    at_B += length_B
-    # One significant value: its bit and a zero. The changes before take at least three bits.
-    planes_B = tl.maximum(second_B - first_B - 1, 0)
-    run_B = _run(x_B, first_B, planes_B)
-    for i in tl.static_range((min(BLOCK_BITS, 76) - 12 + 31) // 32):
-        low_B, high_B = _append(low_B, high_B, at_B + 32 * i, _every_second(run_B << (16 * i)), BLOCK_BITS)
-    at_B += 2 * planes_B
-    changes_B = (second_B > first_B) & (second_B < 32)
-    code_B, length_B = _change(x_B, y_B, z_B, w_B, second_B, 1, codes, changes_B)
-    low_B, high_B = _append(low_B, high_B, at_B, code_B, BLOCK_BITS)
-    at_B += length_B
-    # Two significant values: their bits and a zero. The changes before take at least four bits.
-    planes_B = tl.maximum(third_B - second_B - 1, 0)
-    x_run_B = _run(x_B, second_B, planes_B)
-    y_run_B = _run(y_B, second_B, planes_B)
-    for i in tl.static_range((min(BLOCK_BITS, 109) - 13 + 23) // 24):
-        code_B = _every_third(x_run_B << (8 * i)) | (_every_third(y_run_B << (8 * i)) >> 1)
-        low_B, high_B = _append(low_B, high_B, at_B + 24 * i, code_B, BLOCK_BITS)
-    at_B += 3 * planes_B
-    changes_B = (third_B > second_B) & (third_B < 32)
-    code_B, length_B = _change(x_B, y_B, z_B, w_B, third_B, 2, codes, changes_B)
-    low_B, high_B = _append(low_B, high_B, at_B, code_B, BLOCK_BITS)
-    at_B += length_B
-    # With three significant values the last code bit is that of the fourth, so that all further planes are copied.
-    rest_B = tl.where(third_B < 32, 31 - third_B, 0)
-    x_B = _run(x_B, third_B, rest_B)
-    y_B = _run(y_B, third_B, rest_B)
-    z_B = _run(z_B, third_B, rest_B)
-    w_B = _run(w_B, third_B, rest_B)
-    for i in tl.static_range((BLOCK_BITS - 13 + 31) // 32):
-        code_B = _interleaved(x_B << (8 * i), y_B << (8 * i), z_B << (8 * i), w_B << (8 * i))
-        low_B, high_B = _append(low_B, high_B, at_B + 32 * i, code_B, BLOCK_BITS)
-    if BLOCK_BITS <= 32:
-        low_B = _reversed(low_B)
-    else:
-        low_B = _reversed_long(low_B)
-        if BLOCK_BITS > 64:
-            high_B = _reversed_long(high_B)
-    return low_B, high_B
+    first_B = _leading_zeros(tl.maximum(tl.maximum(x_B, y_B), tl.maximum(z_B, w_B))) & 31
+    x_B = x_B << first_B
+    y_B = y_B << first_B
+    z_B = z_B << first_B
+    w_B = w_B << first_B
+    # A zero stands for each plane before the first value becomes significant, at plane 31 at the latest.
+    start_B = tl.full((B,), 1, tl.uint64) << (first_B + HEADER).to(tl.uint64)
+    factor0_B = start_B.to(tl.uint32)
+    factor1_B = (start_B >> 32).to(tl.uint32)
+    factor2_B = tl.zeros((B,), tl.uint32)
+    factor3_B = tl.zeros((B,), tl.uint32)
+    # Sums of products at words 0 and 1, 1 and 2, and so on.
+    sum0_B = header_B.to(tl.uint64)
+    sum1_B = tl.zeros((B,), tl.uint64)
+    sum2_B = tl.zeros((B,), tl.uint64)
+    sum3_B = tl.zeros((B,), tl.uint64)
+    entry_B = tl.zeros((B,), tl.uint32)
+    # Then a first plane takes at least three bits, and others take at least two.
+    for i in tl.static_range(min(max(BLOCK_BITS - HEADER, 1), 61) // 4 + 1):
+        if i % 8 == 0:
+            even_B, odd_B = _pairs_of(x_B << (2 * i), y_B << (2 * i), z_B << (2 * i), w_B << (2 * i))
+        pair_B = _pair(even_B, odd_B, i % 8)
+        entry_B = tl.load(pairs + ((entry_B & 0x300) | pair_B)).to(tl.uint32, bitcast=True)
+        code_B = (entry_B >> 16).to(tl.uint64)
+        sum0_B += code_B * factor0_B
+        sum1_B += code_B * factor1_B
+        sum2_B += code_B * factor2_B
+        sum3_B += code_B * factor3_B
+        length_B = entry_B & 15
+        factor3_B = (factor3_B << length_B) | (factor2_B >> (32 - length_B))
+        factor2_B = (factor2_B << length_B) | (factor1_B >> (32 - length_B))
+        factor1_B = (factor1_B << length_B) | (factor0_B >> (32 - length_B))
+        factor0_B = factor0_B << length_B
+    sum1_B += sum0_B >> 32
+    sum2_B += sum1_B >> 32
+    sum3_B += sum2_B >> 32
+    return sum0_B.to(tl.uint32), sum1_B.to(tl.uint32), sum2_B.to(tl.uint32), sum3_B.to(tl.uint32)
 
 
 @triton.jit
-def _append(low_B, high_B, at_B, code_B, BLOCK_BITS: tl.constexpr):
-    """Put up to 32 bits at a position. Bits beyond the block's size are cut off; a truncated code is a prefix."""
-    if BLOCK_BITS <= 32:
-        low_B |= tl.where(at_B < 32, code_B >> (at_B & 31).to(tl.uint32), 0)
-    else:
-        shift_B = (at_B & 63).to(tl.uint64)
-        long_B = code_B.to(tl.uint64) << 32
-        low_B |= tl.where(at_B < 64, long_B >> shift_B, 0)
-        if BLOCK_BITS > 64:
-            carried_B = (long_B << 1) << (63 - shift_B)
-            high_B |= tl.where(at_B < 64, carried_B, tl.where(at_B < 128, long_B >> shift_B, 0))
-    return low_B, high_B
+def _pairs_of(x_B, y_B, z_B, w_B):
+    """The highest 16 bits of the four as eight bytes. A byte has two bits of each: those of an even or of an odd pair of
+    planes. See ``_pair`` for the order."""
+    xz_B = (x_B & 0xFFFF0000) | (z_B >> 16)
+    yw_B = (y_B & 0xFFFF0000) | (w_B >> 16)
+    even_B = (xz_B & 0xCCCCCCCC) | ((yw_B & 0xCCCCCCCC) >> 2)
+    odd_B = ((xz_B & 0x33333333) << 2) | (yw_B & 0x33333333)
+    return _swapped(even_B, 12, 0xF0F0), _swapped(odd_B, 12, 0xF0F0)
 
 
 @triton.jit
-def _first_plane(bits_B):
-    """The number of zeros above the highest set bit, by the exponent of fp32. A zero below that bit keeps the
-    conversion from rounding up to the next power of two."""
-    top_B = (bits_B & ~(bits_B >> 1)).to(tl.float32).to(tl.int32, bitcast=True)
-    return tl.minimum(158 - (top_B >> 23), 32)
-
-
-@triton.jit
-def _change(x_B, y_B, z_B, w_B, plane_B, SIGNIFICANT: tl.constexpr, codes, changes_B):
-    """The code of a plane in which further values become significant, and its length. Both are 0 elsewhere."""
-    shift_B = ((31 - plane_B) & 31).to(tl.uint32)
-    index_B = ((x_B >> shift_B) & 1) | (((y_B >> shift_B) & 1) << 1)
-    index_B |= (((z_B >> shift_B) & 1) << 2) | (((w_B >> shift_B) & 1) << 3)
-    entry_B = tl.load(codes + (SIGNIFICANT * 16 + index_B.to(tl.int32)), mask=changes_B, other=0).to(tl.int32)
-    return entry_B.to(tl.uint32) << 24, entry_B >> 8
-
-
-@triton.jit
-def _run(bits_B, before_B, planes_B):
-    """The bits of fewer than 32 planes after one plane."""
-    after_B = (bits_B << 1) << (before_B & 31).to(tl.uint32)
-    return after_B & ~(tl.full(bits_B.shape, 0xFFFFFFFF, tl.uint32) >> planes_B.to(tl.uint32))
-
-
-@triton.jit
-def _every_second(bits_B):
-    """The highest 16 bits, each followed by a zero."""
-    bits_B = bits_B & 0xFFFF0000
-    bits_B = (bits_B | (bits_B >> 8)) & 0xFF00FF00
-    bits_B = (bits_B | (bits_B >> 4)) & 0xF0F0F0F0
-    bits_B = (bits_B | (bits_B >> 2)) & 0xCCCCCCCC
-    return (bits_B | (bits_B >> 1)) & 0xAAAAAAAA
-
-
-@triton.jit
-def _every_third(bits_B):
-    """The highest 8 bits, each followed by two zeros."""
-    bits_B = bits_B & 0xFF000000
-    bits_B = (bits_B | (bits_B >> 8)) & 0xF00F0000
-    bits_B = (bits_B | (bits_B >> 4)) & 0xC30C3000
-    return (bits_B | (bits_B >> 2)) & 0x92492400
-
-
-@triton.jit
-def _interleaved(x_B, y_B, z_B, w_B):
-    """The highest bits of the four, then the second highest, up to the eighth. Each step exchanges two bits of the
-    positions."""
-    bits_B = (x_B & 0xFF000000) | ((y_B >> 8) & 0xFF0000) | ((z_B >> 16) & 0xFF00) | (w_B >> 24)
-    bits_B = _swapped(bits_B, 14, 0x33330000)
-    bits_B = _swapped(bits_B, 7, 0x55005500)
-    bits_B = _swapped(bits_B, 12, 0x0F0F0000)
-    return _swapped(bits_B, 4, 0x0F000F00)
+def _pair(even_B, odd_B, I: tl.constexpr):
+    """Pair I of the planes of ``_pairs_of``, from 0 to 7."""
+    bits_B = odd_B if I % 2 == 1 else even_B
+    return (bits_B >> (24 - 16 * (I // 2 % 2) - 8 * (I // 4))) & 255
 
 
 @triton.jit
 def _swapped(bits_B, SHIFT: tl.constexpr, MASK: tl.constexpr):
-    """The bits of a mask, exchanged with those SHIFT places below."""
-    differ_B = ((bits_B << SHIFT) ^ bits_B) & MASK
-    return bits_B ^ differ_B ^ (differ_B >> SHIFT)
+    """The bits of a mask, exchanged with those SHIFT places above."""
+    differ_B = ((bits_B >> SHIFT) ^ bits_B) & MASK
+    return bits_B ^ differ_B ^ (differ_B << SHIFT)
+
+
+@triton.jit
+def _leading_zeros(bits_B):
+    """The number of zeros above the highest set bit."""
+    # Compilers know this as one instruction: the population of the zeros below the lowest bit of the reverse.
+    bits_B = _reversed(bits_B)
+    bits_B = ~bits_B & (bits_B - 1)
+    bits_B = bits_B - ((bits_B >> 1) & 0x55555555)
+    bits_B = (bits_B & 0x33333333) + ((bits_B >> 2) & 0x33333333)
+    return (((bits_B + (bits_B >> 4)) & 0x0F0F0F0F) * 0x01010101) >> 24
 
 
 @triton.jit
 def _reversed(bits_B):
-    """The 32 bits in reverse order."""
+    """The 32 bits in reverse order, which compilers know as one instruction too."""
     bits_B = ((bits_B >> 1) & 0x55555555) | ((bits_B & 0x55555555) << 1)
     bits_B = ((bits_B >> 2) & 0x33333333) | ((bits_B & 0x33333333) << 2)
     bits_B = ((bits_B >> 4) & 0x0F0F0F0F) | ((bits_B & 0x0F0F0F0F) << 4)
@@ -440,34 +412,16 @@ def _reversed(bits_B):
 
 
 @triton.jit
-def _reversed_long(bits_B):
-    """The 64 bits in reverse order."""
-    high_B = _reversed(bits_B.to(tl.uint32)).to(tl.uint64) << 32
-    return high_B | _reversed((bits_B >> 32).to(tl.uint32)).to(tl.uint64)
-
-
-@triton.jit
-def _cut(low_B, high_B, BITS: tl.constexpr):
-    """The first BITS bits."""
-    if BITS < 64:
-        low_B = low_B & ((1 << BITS) - 1)
-    elif BITS > 64:
-        high_B = high_B & ((1 << (BITS - 64)) - 1)
-    return low_B, high_B
-
-
-@triton.jit
 def _or(words, bits_B, inside_B):
     """Combine words that neighbouring blocks share. Words without bits may lie outside the message."""
-    low_B = bits_B.to(tl.int32)
-    high_B = (bits_B >> 32).to(tl.int32)
-    tl.atomic_or(words, low_B, mask=inside_B & (low_B != 0), sem="relaxed")
-    tl.atomic_or(words + 1, high_B, mask=inside_B & (high_B != 0), sem="relaxed")
+    word_B = bits_B.to(tl.int32)
+    tl.atomic_or(words, word_B, mask=inside_B & (word_B != 0), sem="relaxed")
 
 
 @triton.jit
 def _magnitude(x_B):
-    return x_B.to(tl.uint32, bitcast=True) & 0x7FFFFFFF
+    """fp32 without its sign, which keeps the order of bits."""
+    return x_B.to(tl.uint32, bitcast=True) << 1
 
 
 @triton.jit(do_not_specialize=["row_step"])
@@ -476,9 +430,10 @@ def _decode(
     row_step,
     num_words,
     out,
-    planes,
+    windows,
     numel,
     scale,
+    SCALED: tl.constexpr,
     COUNT: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_BITS: tl.constexpr,
@@ -487,106 +442,130 @@ def _decode(
 ):
     first = tl.program_id(0).to(tl.int64) * B * 4
     left = tl.minimum(numel - first, B * 4).to(tl.int32)
-    x_B4 = _values(words, num_words, planes, first, left, BLOCK_BITS, B)
+    words += first // 4 * BLOCK_BITS // 32
+    num_words = tl.minimum(num_words - first // 4 * BLOCK_BITS // 32, B * 5).to(tl.int32)
+    x_B4 = _values(words, num_words, windows, left, BLOCK_BITS, B)
     for _ in range(1, COUNT):
         words += row_step.to(tl.int64) * 4
-        x_B4 += _values(words, num_words, planes, first, left, BLOCK_BITS, B)
-    x_B4 *= scale
+        x_B4 += _values(words, num_words, windows, left, BLOCK_BITS, B)
+    if SCALED:
+        x_B4 *= scale
     at_B4 = tl.arange(0, B)[:, None] * 4 + tl.arange(0, 4)[None, :]
     out += first
-    if ADD:
-        x_B4 = tl.load(out + at_B4, mask=at_B4 < left, other=0) + x_B4
-    tl.store(out + at_B4, narrow(x_B4, KIND), mask=at_B4 < left)
+    if left == B * 4:
+        if ADD:
+            x_B4 = tl.load(out + at_B4) + x_B4
+        tl.store(out + at_B4, narrow(x_B4, KIND))
+    else:
+        if ADD:
+            x_B4 = tl.load(out + at_B4, mask=at_B4 < left, other=0) + x_B4
+        tl.store(out + at_B4, narrow(x_B4, KIND), mask=at_B4 < left)
 
 
 @triton.jit
-def _values(words, num_words, planes, first, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+def _values(words, num_words, windows, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
     """Decode values of a message, fp32 (B, 4)."""
-    low_B, high_B = _bits(words, num_words, first, left, BLOCK_BITS, B)
-    header_B = (low_B & 511).to(tl.int32)
+    words_B = _words(words, num_words, left, BLOCK_BITS, B)
+    x_B, y_B, z_B, w_B = _decoded(words_B, windows, BLOCK_BITS, B)
+    x_B = _integer_of(x_B)
+    y_B = _integer_of(y_B)
+    z_B = _integer_of(z_B)
+    w_B = _integer_of(w_B)
+
+    y_B = y_B + (w_B >> 1)
+    w_B = w_B - (y_B >> 1)
+    y_B, w_B = y_B + w_B, w_B - y_B
+    x_B, z_B = x_B - z_B, x_B + z_B
+    y_B, z_B = y_B + z_B, z_B - y_B
+    x_B, w_B = x_B - w_B, x_B + w_B
+
+    # 2^(biased - 157) as fp32, which may be a denormal, or zero.
+    header_B = words_B[0] & 511
+    power_B = (((header_B >> 1) << 23) - (1 << 23)).to(tl.float32, bitcast=True) * 2.0**-29
+    # Products are kept by adding -0. Blocks of zeros become 0 * x + 0, and poisoned ones NaN.
+    power_B = tl.where((header_B & 1) == 1, power_B, 0.0)
+    added_B = tl.where(header_B == 1, 0x7FC00000, header_B << 31).to(tl.float32, bitcast=True)
+    x_B = tl.fma(x_B.to(tl.float32), power_B, added_B)
+    y_B = tl.fma(y_B.to(tl.float32), power_B, added_B)
+    z_B = tl.fma(z_B.to(tl.float32), power_B, added_B)
+    w_B = tl.fma(w_B.to(tl.float32), power_B, added_B)
+    return tl.reshape(tl.join(tl.join(x_B, z_B), tl.join(y_B, w_B)), (B, 4))
+
+
+@triton.jit
+def _decoded(words_B, windows, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+    """The negabinary numbers of each block with all bits in reverse order: plane 0 is the lowest bit."""
     x_B = tl.zeros((B,), tl.uint32)
     y_B = tl.zeros((B,), tl.uint32)
     z_B = tl.zeros((B,), tl.uint32)
     w_B = tl.zeros((B,), tl.uint32)
-    at_B = tl.full((B,), HEADER, tl.int32)
-    significant_B = tl.zeros((B,), tl.int32)
-    NUM_PLANES: tl.constexpr = 32 if BLOCK_BITS > 40 else BLOCK_BITS - 9
-    for _ in range(NUM_PLANES):
-        # At the end of a block no bits are available, and the bits that are read do not matter.
-        offset_B = (at_B & 63).to(tl.uint64)
-        window_B = low_B >> offset_B
-        if BLOCK_BITS > 64:
-            window_B |= (high_B << 1) << (63 - offset_B)
-            window_B = tl.where(at_B < 64, window_B, high_B >> offset_B)
-        there_B = tl.minimum(BLOCK_BITS - at_B, WINDOW)
-        entry_B = tl.load(planes + (there_B * 5 + significant_B) * 256 + (window_B & 255).to(tl.int32)).to(tl.int32)
-        plane_B = entry_B.to(tl.uint32)
-        x_B = (x_B << 1) | (plane_B & 1)
-        y_B = (y_B << 1) | ((plane_B >> 1) & 1)
-        z_B = (z_B << 1) | ((plane_B >> 2) & 1)
-        w_B = (w_B << 1) | ((plane_B >> 3) & 1)
-        at_B += (entry_B >> 8) & 15
-        significant_B = entry_B >> 12
-    x_B = _integer_of(x_B, NUM_PLANES)
-    y_B = _integer_of(y_B, NUM_PLANES)
-    z_B = _integer_of(z_B, NUM_PLANES)
-    w_B = _integer_of(w_B, NUM_PLANES)
-
-    y_B = y_B + (w_B >> 1)
-    w_B = w_B - (y_B >> 1)
-    y_B = y_B + w_B
-    w_B = (w_B << 1) - y_B
-    z_B = z_B + x_B
-    x_B = (x_B << 1) - z_B
-    y_B = y_B + z_B
-    z_B = (z_B << 1) - y_B
-    w_B = w_B + x_B
-    x_B = (x_B << 1) - w_B
-
-    # 2^(biased - 157) as fp32, which may be a denormal, or zero.
-    biased_B = header_B >> 1
-    power_B = tl.where(biased_B >= 31, (biased_B - 30) << 23, 1 << (tl.maximum(biased_B - 8, 0) & 31))
-    power_B = tl.where(biased_B >= 8, power_B, 0).to(tl.float32, bitcast=True)
-    xz_B2 = tl.join(x_B.to(tl.float32) * power_B, z_B.to(tl.float32) * power_B)
-    yw_B2 = tl.join(y_B.to(tl.float32) * power_B, w_B.to(tl.float32) * power_B)
-    x_B4 = tl.reshape(tl.join(xz_B2, yw_B2), (B, 4))
-    nonzero_B = (header_B & 1) == 1
-    x_B4 = tl.where(nonzero_B[:, None], x_B4, 0.0)
-    return tl.where((nonzero_B & (biased_B == 0))[:, None], float("nan"), x_B4)
+    # The factor 2^p puts bits at plane p. It becomes 0 after plane 31.
+    factor_B = tl.full((B,), 1, tl.uint32)
+    place_B = tl.zeros((B,), tl.uint32)
+    STEPS: tl.constexpr = (BLOCK_BITS - HEADER + 7) // 8
+    for i in tl.static_range(STEPS):
+        window_B = _byte(words_B, HEADER + 8 * i) & (2 ** min(BLOCK_BITS - HEADER - 8 * i, 8) - 1)
+        entry_B = tl.load(windows + (256 * NUM_PLACES if i == STEPS - 1 else 0) + (place_B | window_B))
+        values_B = entry_B.to(tl.uint32)
+        next_B = (entry_B >> 32).to(tl.uint32)
+        x_B += (values_B & 255) * factor_B
+        y_B += ((values_B >> 8) & 255) * factor_B
+        z_B += ((values_B >> 16) & 255) * factor_B
+        w_B += (values_B >> 24) * factor_B
+        factor_B = factor_B * (next_B >> 16)
+        place_B = next_B & 0xFFFF
+    return x_B, y_B, z_B, w_B
 
 
 @triton.jit
-def _bits(words, num_words, first, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
-    """The bits of each block, followed by others if there is room."""
+def _byte(words_B, AT: tl.constexpr):
+    """At least eight bits from a position on, of which those beyond the last word are 0."""
+    byte_B = words_B[AT // 32] >> (AT % 32)
+    if AT % 32 > 24 and AT < 96:
+        byte_B = byte_B | (words_B[AT // 32 + 1] << (32 - AT % 32))
+    return byte_B
+
+
+@triton.jit
+def _words(words, num_words, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+    """The bits of each block as four words, followed by others if there is room."""
+    start_B = tl.arange(0, B) * BLOCK_BITS
     inside_B = tl.arange(0, B) * 4 < left
-    start_B = (first // 4 + tl.arange(0, B)) * BLOCK_BITS
-    at_B = start_B >> 5
-    low_B = _pair(words, at_B, num_words, inside_B)
-    high_B = tl.zeros((B,), tl.uint64)
-    # Blocks of whole words start at a word; others start up to 31 bits after one.
-    if (BLOCK_BITS > 64) or (BLOCK_BITS > 33 and BLOCK_BITS % 32 != 0):
-        high_B = _pair(words, at_B + 2, num_words, inside_B)
+    word0_B = _word(words, start_B, 0, num_words, inside_B, BLOCK_BITS, B)
+    word1_B = _word(words, start_B, 1, num_words, inside_B, BLOCK_BITS, B)
+    word2_B = _word(words, start_B, 2, num_words, inside_B, BLOCK_BITS, B)
+    word3_B = _word(words, start_B, 3, num_words, inside_B, BLOCK_BITS, B)
     if BLOCK_BITS % 32 != 0:
         shift_B = (start_B & 31).to(tl.uint64)
-        low_B = (low_B >> shift_B) | ((high_B << 1) << (63 - shift_B))
-        high_B = high_B >> shift_B
-        if BLOCK_BITS > 97:
-            high_B |= (_pair(words, at_B + 4, num_words, inside_B) << 1) << (63 - shift_B)
-    return low_B, high_B
+        word4_B = _word(words, start_B, 4, num_words, inside_B, BLOCK_BITS, B)
+        word0_B = _shifted(word0_B, word1_B, shift_B)
+        word1_B = _shifted(word1_B, word2_B, shift_B)
+        word2_B = _shifted(word2_B, word3_B, shift_B)
+        word3_B = _shifted(word3_B, word4_B, shift_B)
+    return word0_B, word1_B, word2_B, word3_B
 
 
 @triton.jit
-def _pair(words, at_B, num_words, inside_B):
-    """Two words as a 64-bit word, with 0 beyond the message."""
-    low_B = tl.load(words + at_B, mask=inside_B & (at_B < num_words), other=0)
-    high_B = tl.load(words + at_B + 1, mask=inside_B & (at_B + 1 < num_words), other=0)
-    low_B = low_B.to(tl.uint32, bitcast=True).to(tl.uint64)
-    return low_B | (high_B.to(tl.uint32, bitcast=True).to(tl.uint64) << 32)
+def _word(words, start_B, I: tl.constexpr, num_words, inside_B, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+    """Word I from the word on in which each block starts, or 0 if no block can have bits there."""
+    at_B = (start_B >> 5) + I
+    if BLOCK_BITS % 32 == 0 and 32 * I < BLOCK_BITS:
+        word_B = tl.load(words + at_B, mask=inside_B, other=0).to(tl.uint32, bitcast=True)
+    elif BLOCK_BITS % 32 != 0 and 32 * I < BLOCK_BITS + 31:
+        # Blocks start up to 31 bits after a word. So the last block may seem to have words behind the message.
+        word_B = tl.load(words + at_B, mask=inside_B & (at_B < num_words), other=0).to(tl.uint32, bitcast=True)
+    else:
+        word_B = tl.zeros((B,), tl.uint32)
+    return word_B
 
 
 @triton.jit
-def _integer_of(negabinary_B, NUM_PLANES: tl.constexpr):
-    """Integers from the NUM_PLANES highest bits of negabinary numbers, which are the lowest bits of the argument."""
-    if NUM_PLANES > 0:
-        negabinary_B = negabinary_B << (32 - NUM_PLANES)
-    return ((negabinary_B ^ 0xAAAAAAAA) - 0xAAAAAAAA).to(tl.int32, bitcast=True)
+def _shifted(low_B, high_B, shift_B):
+    """32 of 64 bits."""
+    return ((low_B.to(tl.uint64) | (high_B.to(tl.uint64) << 32)) >> shift_B).to(tl.uint32)
+
+
+@triton.jit
+def _integer_of(reversed_B):
+    """Integers from negabinary numbers whose bits are in reverse order."""
+    return ((_reversed(reversed_B) ^ 0xAAAAAAAA) - 0xAAAAAAAA).to(tl.int32, bitcast=True)
