@@ -26,12 +26,13 @@ from thinwire.codecs.triton.transcode import Form
 
 __all__ = ["TritonZfp", "make"]
 
-ENCODED_BLOCKS = 128
+ENCODED_BLOCKS = 512
 """Blocks that a program encodes. Their bits fill whole words at any rate, so that programs share no words. Each thread
 has one block, so that its values and words need no exchange between threads."""
 DECODED_BLOCKS = 512
 """Blocks that a program decodes."""
 HEADER = tl.constexpr(9)
+INF_BITS = tl.constexpr(0x7F800000)
 
 
 @final
@@ -291,16 +292,17 @@ def _encode(
     words_B = _coded(
         _negabinary(x_B), _negabinary(y_B), _negabinary(z_B), _negabinary(w_B), header_B, pairs, BLOCK_BITS, B
     )
-    poisoned_B = biased_B == 255
-    coded_B = (largest_B > 0) & (biased_B < 255)
+    # Zeros, and headers of 1 for poisoned blocks: 0 < largest < Inf elsewhere.
+    coded_B = largest_B - 1 < 2 * INF_BITS - 1
+    instead_B = tl.minimum(largest_B, 1)
     words += row * row_step * 4 + first // 4 * BLOCK_BITS // 32
     inside_B = tl.arange(0, B) * 4 < left
     NUM_WORDS: tl.constexpr = (BLOCK_BITS + 31) // 32
     if BLOCK_BITS % 32 == 0:
-        to_B = words + tl.arange(0, B) * NUM_WORDS
+        to_B = tl.max_contiguous(words + tl.arange(0, B) * NUM_WORDS, 1)
         for i in tl.static_range(NUM_WORDS):
-            instead_B = poisoned_B.to(tl.uint32) if i == 0 else 0
-            tl.store(to_B + i, tl.where(coded_B, words_B[i], instead_B).to(tl.int32, bitcast=True), mask=inside_B)
+            word_B = tl.where(coded_B, words_B[i], instead_B if i == 0 else 0)
+            tl.store(to_B + i, word_B.to(tl.int32, bitcast=True), mask=inside_B)
         if left < B * 4:
             # Messages consist of whole pairs of words, and so does what a whole tile writes.
             num_words = (left + 3) // 4 * NUM_WORDS
@@ -310,8 +312,7 @@ def _encode(
         shift_B = (start_B & 31).to(tl.uint64)
         carried_B = tl.zeros((B,), tl.uint64)
         for i in tl.static_range(NUM_WORDS):
-            instead_B = poisoned_B.to(tl.uint32) if i == 0 else 0
-            bits_B = tl.where(coded_B, words_B[i], instead_B)
+            bits_B = tl.where(coded_B, words_B[i], instead_B if i == 0 else 0)
             if i == NUM_WORDS - 1:
                 bits_B = bits_B & ((1 << BLOCK_BITS % 32) - 1)
             carried_B = (carried_B >> 32) | (bits_B.to(tl.uint64) << shift_B)
