@@ -19,18 +19,15 @@ from torch import Tensor
 
 from thinwire.codecs.codec import Codec
 from thinwire.codecs.coder import Sum
-from thinwire.codecs.triton.launch import aligned, aligned_rows, ceil_div, check_device, launch, room_for
+from thinwire.codecs.triton.launch import aligned, aligned_rows, ceil_div, check_device, launch, power_of_two, room_for
 from thinwire.codecs.triton.slices import Slices, slice_of
 from thinwire.codecs.triton.tiles import narrow, widen
 from thinwire.codecs.triton.transcode import Form
 
 __all__ = ["TritonZfp", "make"]
 
-ENCODED_BLOCKS = 512
-"""Blocks that a program encodes. Their bits fill whole words at any rate, so that programs share no words. Each thread
-has one block, so that its values and words need no exchange between threads."""
-DECODED_BLOCKS = 512
-"""Blocks that a program decodes."""
+BLOCKS = 512
+"""Blocks of a program. Their bits fill whole words at any rate, so that programs share no words."""
 HEADER = tl.constexpr(9)
 INF_BITS = tl.constexpr(0x7F800000)
 
@@ -63,9 +60,11 @@ class TritonZfp(Codec):
 
     def _launch_encode(self, x: Tensor, bounds: Sequence[tuple[int, int]] | None, wires: Tensor, longest: int) -> None:
         form, slices = Form.of_tensor(x.dtype), Slices.of(bounds, x)
+        # The words of all blocks of a thread are in registers.
+        blocks = BLOCKS // power_of_two(ceil_div(self.spec.zfp_block_bits, 32))
         launch(
             _encode,
-            (ceil_div(longest, 4 * ENCODED_BLOCKS), len(wires)),
+            (ceil_div(longest, 4 * blocks), len(wires)),
             form.view(x),
             wires.view(torch.int32),
             wires.stride(0) // 16,
@@ -77,7 +76,7 @@ class TritonZfp(Codec):
             SLICES=slices.mode,
             KIND=form.kind,
             BLOCK_BITS=self.spec.zfp_block_bits,
-            B=ENCODED_BLOCKS,
+            B=blocks,
         )
 
     def _decode(self, wire: Tensor, out: Tensor, encoded: torch.dtype, *, add: bool) -> None:
@@ -97,12 +96,12 @@ class TritonZfp(Codec):
         form, words = Form.of_tensor(out.dtype), rows.view(torch.int32)
         launch(
             _decode,
-            (ceil_div(out.numel(), 4 * DECODED_BLOCKS),),
+            (ceil_div(out.numel(), 4 * BLOCKS),),
             words,
             words.stride(0) // 4 if len(words) > 1 else 0,
             words.shape[1],
             form.view(out),
-            _windows(self.spec.zfp_block_bits, out.device),
+            _windows((self.spec.zfp_block_bits - HEADER.value - 1) % 8 + 1, out.device),
             out.numel(),
             scale,
             SCALED=scale != 1.0,
@@ -110,7 +109,7 @@ class TritonZfp(Codec):
             KIND=form.kind,
             BLOCK_BITS=self.spec.zfp_block_bits,
             ADD=add,
-            B=DECODED_BLOCKS,
+            B=BLOCKS,
         )
 
 
@@ -198,10 +197,9 @@ def _window(place: int, window: int, there: int, *, ends: bool) -> int:
 
 
 @functools.cache
-def _windows(block_bits: int, device: torch.device) -> Tensor:
-    """What windows of eight bits mean, and after them the last window of a block, which may be shorter: for each place
-    and each of 256 windows."""
-    last = (block_bits - HEADER.value - 1) % 8 + 1
+def _windows(last: int, device: torch.device) -> Tensor:
+    """What windows of eight bits mean, and after them those of ``last`` bits that end a block: for each place, 256
+    windows."""
     entries = [_window(place, window, 8, ends=False) for place in range(len(_PLACES)) for window in range(256)]
     entries += [_window(place, window, last, ends=True) for place in range(len(_PLACES)) for window in range(256)]
     return torch.tensor(entries).to(device)
@@ -299,6 +297,7 @@ def _encode(
     inside_B = tl.arange(0, B) * 4 < left
     NUM_WORDS: tl.constexpr = (BLOCK_BITS + 31) // 32
     if BLOCK_BITS % 32 == 0:
+        # Threads store single words. To store more at once, they would exchange values before.
         to_B = tl.max_contiguous(words + tl.arange(0, B) * NUM_WORDS, 1)
         for i in tl.static_range(NUM_WORDS):
             word_B = tl.where(coded_B, words_B[i], instead_B if i == 0 else 0)
@@ -327,12 +326,12 @@ def _coded(x_B, y_B, z_B, w_B, header_B, pairs, BLOCK_BITS: tl.constexpr, B: tl.
     Codes are multiplied by 2^at and added, where ``at`` is the number of bits before. 2^at is a number of 128 bits like
     the block, so that codes beyond the block are multiplied by 0.
     """
+    # A zero stands for each plane before the first one with a bit.
     first_B = _leading_zeros(tl.maximum(tl.maximum(x_B, y_B), tl.maximum(z_B, w_B))) & 31
     x_B = x_B << first_B
     y_B = y_B << first_B
     z_B = z_B << first_B
     w_B = w_B << first_B
-    # A zero stands for each plane before the first value becomes significant, at plane 31 at the latest.
     start_B = tl.full((B,), 1, tl.uint64) << (first_B + HEADER).to(tl.uint64)
     factor0_B = start_B.to(tl.uint32)
     factor1_B = (start_B >> 32).to(tl.uint32)
@@ -344,8 +343,8 @@ def _coded(x_B, y_B, z_B, w_B, header_B, pairs, BLOCK_BITS: tl.constexpr, B: tl.
     sum2_B = tl.zeros((B,), tl.uint64)
     sum3_B = tl.zeros((B,), tl.uint64)
     entry_B = tl.zeros((B,), tl.uint32)
-    # Then a first plane takes at least three bits, and others take at least two.
-    for i in tl.static_range(min(max(BLOCK_BITS - HEADER, 1), 61) // 4 + 1):
+    # From there on, each pair of planes takes at least four bits.
+    for i in tl.static_range(min((BLOCK_BITS - HEADER + 3) // 4, 16)):
         if i % 8 == 0:
             even_B, odd_B = _pairs_of(x_B << (2 * i), y_B << (2 * i), z_B << (2 * i), w_B << (2 * i))
         pair_B = _pair(even_B, odd_B, i % 8)
@@ -368,8 +367,8 @@ def _coded(x_B, y_B, z_B, w_B, header_B, pairs, BLOCK_BITS: tl.constexpr, B: tl.
 
 @triton.jit
 def _pairs_of(x_B, y_B, z_B, w_B):
-    """The highest 16 bits of the four as eight bytes. A byte has two bits of each: those of an even or of an odd pair of
-    planes. See ``_pair`` for the order."""
+    """The highest 16 bits of the four as eight bytes, each of two planes: those of even pairs of planes, and of odd
+    ones. See ``_pair`` for the order."""
     xz_B = (x_B & 0xFFFF0000) | (z_B >> 16)
     yw_B = (y_B & 0xFFFF0000) | (w_B >> 16)
     even_B = (xz_B & 0xCCCCCCCC) | ((yw_B & 0xCCCCCCCC) >> 2)
@@ -378,10 +377,10 @@ def _pairs_of(x_B, y_B, z_B, w_B):
 
 
 @triton.jit
-def _pair(even_B, odd_B, I: tl.constexpr):
-    """Pair I of the planes of ``_pairs_of``, from 0 to 7."""
-    bits_B = odd_B if I % 2 == 1 else even_B
-    return (bits_B >> (24 - 16 * (I // 2 % 2) - 8 * (I // 4))) & 255
+def _pair(even_B, odd_B, INDEX: tl.constexpr):
+    """Of the pairs of planes of ``_pairs_of`` the one with an index from 0 to 7."""
+    bits_B = odd_B if INDEX % 2 == 1 else even_B
+    return (bits_B >> (24 - 16 * (INDEX // 2 % 2) - 8 * (INDEX // 4))) & 255
 
 
 @triton.jit
@@ -547,12 +546,12 @@ def _words(words, num_words, left, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
 
 
 @triton.jit
-def _word(words, start_B, I: tl.constexpr, num_words, inside_B, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
-    """Word I from the word on in which each block starts, or 0 if no block can have bits there."""
-    at_B = (start_B >> 5) + I
-    if BLOCK_BITS % 32 == 0 and 32 * I < BLOCK_BITS:
+def _word(words, start_B, INDEX: tl.constexpr, num_words, inside_B, BLOCK_BITS: tl.constexpr, B: tl.constexpr):
+    """Word INDEX from the word on in which each block starts, or 0 if no block can have bits there."""
+    at_B = (start_B >> 5) + INDEX
+    if BLOCK_BITS % 32 == 0 and 32 * INDEX < BLOCK_BITS:
         word_B = tl.load(words + at_B, mask=inside_B, other=0).to(tl.uint32, bitcast=True)
-    elif BLOCK_BITS % 32 != 0 and 32 * I < BLOCK_BITS + 31:
+    elif BLOCK_BITS % 32 != 0 and 32 * INDEX < BLOCK_BITS + 31:
         # Blocks start up to 31 bits after a word. So the last block may seem to have words behind the message.
         word_B = tl.load(words + at_B, mask=inside_B & (at_B < num_words), other=0).to(tl.uint32, bitcast=True)
     else:
