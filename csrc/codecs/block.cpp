@@ -58,10 +58,9 @@ bool is_poisoned(const Largest& largest) {
 
 // ------------------------------------------------------------------------------------------------ rounding
 
-// x * factor rounded to nearest even and bounded. |x * factor| is at most 128, so adding 1.5 * 2^23 leaves the integer
-// in the low bits, in two's complement.
+// x * factor rounded to nearest even and bounded. |x * factor| is at most 128, so adding kShift leaves the integer in
+// the low bits, in two's complement.
 void round_values(const float* x, std::int64_t numel, float factor, int levels, std::int8_t* codes) {
-    constexpr float kShift = 12582912.0F;
     const auto most = static_cast<float>(levels - 1);
     std::int64_t i = 0;
 #ifdef THINWIRE_AVX512
@@ -289,7 +288,7 @@ float encode_block(const void* x, DType dtype, std::int64_t numel, const BlockFo
         return quantize(block.x, numel, format, block.largest, position, seed, reinterpret_cast<std::int8_t*>(out));
     }
     const float scale = format.search
-                            ? search_codes(search_of(format.bits), block.x, numel, signed_max(block.largest), codes)
+                            ? search_codes(format.bits, block.x, numel, signed_max(block.largest), codes)
                             : quantize(block.x, numel, format, block.largest, position, seed, codes);
     pack_codes(codes, numel, format.bits, out);
     return scale;

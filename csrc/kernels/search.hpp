@@ -1,4 +1,4 @@
-// Rule 4 of docs/wire-format.md: codes and scale of a block of N-bit codes, N of 2 to 5, by the step of least error.
+// Rule 4 of docs/wire-format.md: codes and scale of a block of N-bit codes, N of 2 to 5, by the best of three gains.
 // Included by block.cpp only.
 #pragma once
 
@@ -10,149 +10,163 @@
 namespace thinwire::THINWIRE_TARGET {
 namespace {
 
-constexpr int kBins = 128;  // a block's 8-bit codes, two by two
-
-// A step that the search may try.
-struct Step {
-    // Of the middle of a bin, which is indexed by the low seven bits of a >> 1. At most 127.
-    alignas(64) std::uint8_t error[kBins];
-    std::int32_t reciprocal;  // a value in 1/32768 of the largest, times this / 65536: its code at the top of 8 bits
-};
-
+// The constants of rule 4 for N bits.
 struct Search {
-    int bits;
-    int num_distances;
-    int distance[3];  // in entries of `step`
-    int start;
-    Step step[15];
+    int coarse;    // the largest of the coarse values
+    int finer;     // fine values of a coarse one
+    int outlier;   // added to the sum of squares
+    float base;    // of the gain in the middle
+    float slope;   // of the gain in the middle
+    float spread;  // distance of the two other gains
 };
 
-constexpr int floor_div(int numerator, int denominator) {
-    return numerator / denominator - (numerator % denominator < 0 ? 1 : 0);
+constexpr Search kSearches[] = {
+    {63, 2, 8192, 34.0F, 1575.0F, 12.0F},
+    {63, 4, 8192, 38.0F, 1282.0F, 8.0F},
+    {63, 8, 8192, 47.25F, 783.0F, 5.0F},
+    {127, 8, 49152, 56.5F, 764.0F, 4.0F},
+};
+
+constexpr float kMostGain = 255.0F;
+
+// A float that this is added to, and that is below 2^22, has its nearest integer in the low bits.
+constexpr float kShift = 12582912.0F;
+
+constexpr std::int16_t magnitude(std::int16_t value) {
+    return static_cast<std::int16_t>(value < 0 ? -value : value);
 }
 
-void fill(Step& step, int bits, int size) {
-    const int levels = 1 << (bits - 1);
-    for (int bin = 0; bin < kBins; ++bin) {
-        const int middle = 4 * (bin < kBins / 2 ? bin : bin - kBins) + 1;
-        int code = floor_div(2 * middle + size, 2 * size);
-        code = code < -levels ? -levels : (code > levels - 1 ? levels - 1 : code);
-        int error = middle - code * size;
-        error = error < 0 ? -error : error;
-        step.error[bin] = static_cast<std::uint8_t>(error > 127 ? 127 : error);
-    }
-    step.reciprocal = ((1 << (18 - bits)) + size) / (2 * size);
+// a * b / 2^15 rounded, halves upwards: one instruction of SSSE3 and later, which compilers recognise.
+constexpr std::int16_t rounded_product(std::int16_t a, std::int16_t b) {
+    return static_cast<std::int16_t>(((a * b >> 14) + 1) >> 1);
 }
 
-void fill(Search& search, int bits, int start) {
-    const int unit = 256 >> (bits - 1);
-    const int finest = unit < 32 ? 1 : unit / 32;
-    search.bits = bits;
-    search.num_distances = 0;
-    search.start = 0;
-    for (int part = 8; part <= 32 && unit >= part; part *= 2) {
-        const int distance = unit / part / finest;
-        search.distance[search.num_distances++] = distance;
-        search.start += distance;
-    }
-    for (int i = 0; i <= 2 * search.start; ++i) {
-        fill(search.step[i], bits, start + (i - search.start) * finest);
-    }
+template <int kBits>
+constexpr std::int16_t limited(std::int16_t code) {
+    constexpr std::int16_t kMost = (1 << (kBits - 1)) - 1;
+    const std::int16_t below = code < kMost ? code : kMost;
+    return below > -kMost - 1 ? below : static_cast<std::int16_t>(-kMost - 1);
 }
 
-struct Searches {
-    Search of_bits[4];
-    Searches() {
-        constexpr int kStart[4] = {84, 46, 27, 15};
-        for (int i = 0; i < 4; ++i) {
-            fill(of_bits[i], i + 2, kStart[i]);
-        }
+// What decides between gains: the least-squares scale of a gain's codes is num / den, and num^2 / den the part of the
+// squares that they explain.
+struct Products {
+    float num;
+    float den;
+
+    bool is_better_than(const Products& other) const {
+        return (num * num) * other.den > (other.num * other.num) * den;
     }
 };
 
-const Search& search_of(int bits) {
-    static const Searches searches;
-    return searches.of_bits[bits - 2];
-}
-
-// Errors are summed over the bins, not the values: plain loops that every compiler vectorises.
-std::int32_t error_of(const std::int16_t* count, const Step& step) {
-    std::int32_t sum = 0;
-    for (int bin = 0; bin < kBins; ++bin) {
-        const auto error = static_cast<std::int16_t>(step.error[bin]);
-        sum += static_cast<std::int32_t>(static_cast<std::int16_t>(error * error)) * count[bin];
+// Codes and scale of up to kMostBlock values whose signed largest is `max`. All loops are over 16-bit numbers: twice as
+// many fit in a vector, and products are added in pairs.
+template <int kBits>
+class Searched {
+public:
+    float encode(const float* x, std::int64_t numel, float max, std::int8_t* codes) {
+        numel_ = numel;
+        round_values(x, static_cast<float>(-kSearch.coarse * kSearch.finer) / max);
+        const Products best = best_of_three();
+        const Products last = write_codes(to_fine_gain(best), codes);
+        return last.den == 0 ? 0.0F : (max * (-1.0F / static_cast<float>(kSearch.coarse))) * (last.num / last.den);
     }
-    return sum;
-}
 
-const Step& best_step(const Search& search, const std::int16_t* count) {
-    int best = search.start;
-    std::int32_t least = error_of(count, search.step[best]);
-    for (int i = 0; i < search.num_distances; ++i) {
-        const int below = best - search.distance[i];
-        const int above = best + search.distance[i];
-        const std::int32_t error_below = error_of(count, search.step[below]);
-        const std::int32_t error_above = error_of(count, search.step[above]);
-        if (error_below < least) {
-            least = error_below;
-            best = below;
+private:
+    static constexpr Search kSearch = kSearches[kBits - 2];
+    // Gains have a unit of 64 (coarse + 1) / 2^(N-1), which a product is divided by. As factors of rounded_product, they
+    // have one of 2^15.
+    static constexpr int kGainShift = 15 - 6 - (kSearch.coarse == 127 ? 7 : 6) + kBits - 1;
+
+    std::int64_t numel_;
+    alignas(64) std::int16_t fine_[kMostBlock];
+    alignas(64) std::int16_t coarse_[kMostBlock];
+
+    // Rounds to nearest even: |x * factor| is at most 1016.
+    void round_values(const float* x, float factor) {
+        for (std::int64_t i = 0; i < numel_; ++i) {
+            fine_[i] = static_cast<std::int16_t>(bits_of(x[i] * factor + kShift));
         }
-        if (error_above < least) {
-            least = error_above;
-            best = above;
+        // Halves are rounded away from zero, because the factor is a little larger than a whole fraction.
+        constexpr auto kFraction = static_cast<std::int16_t>((1 << 15) / kSearch.finer + 1);
+        for (std::int64_t i = 0; i < numel_; ++i) {
+            coarse_[i] = rounded_product(fine_[i], kFraction);
         }
     }
-    return search.step[best];
+
+    Products best_of_three() const {
+        const float centre = middle_gain();
+        std::int16_t gains[3];
+        for (int i = 0; i < 3; ++i) {
+            const float offset = i == 0 ? 0.0F : (i == 1 ? -kSearch.spread : kSearch.spread);
+            gains[i] = static_cast<std::int16_t>(static_cast<int>(centre + offset) << kGainShift);
+        }
+        std::int32_t num[3] = {};
+        std::int32_t den[3] = {};
+        for (std::int64_t i = 0; i < numel_; ++i) {
+            for (int gain = 0; gain < 3; ++gain) {
+                const std::int16_t code = limited<kBits>(rounded_product(coarse_[i], gains[gain]));
+                num[gain] += coarse_[i] * code;
+                den[gain] += code * code;
+            }
+        }
+        Products best = {static_cast<float>(num[0]), static_cast<float>(den[0])};
+        for (int gain = 1; gain < 3; ++gain) {
+            const Products tried = {static_cast<float>(num[gain]), static_cast<float>(den[gain])};
+            best = tried.is_better_than(best) ? tried : best;
+        }
+        return best;
+    }
+
+    float middle_gain() const {
+        std::int32_t sum = 0;
+        std::int32_t squares = 0;
+        for (std::int64_t i = 0; i < numel_; ++i) {
+            sum += magnitude(coarse_[i]);
+            squares += coarse_[i] * coarse_[i];
+        }
+        const float ratio = static_cast<float>(sum) / static_cast<float>(squares + kSearch.outlier);
+        const float centre = (ratio * kSearch.slope + kSearch.base + kShift) - kShift;
+        return centre < kMostGain - kSearch.spread ? centre : kMostGain - kSearch.spread;
+    }
+
+    // The gain of fine values, in 1/2^15, whose step is the scale.
+    static std::int16_t to_fine_gain(const Products& best) {
+        const float scaled = best.den * static_cast<float>((1 << 15) / kSearch.finer);
+        const float gain = scaled / (best.num > 1.0F ? best.num : 1.0F);
+        return static_cast<std::int16_t>(bits_of(gain + kShift));
+    }
+
+    Products write_codes(std::int16_t gain, std::int8_t* codes) const {
+        std::int32_t num = 0;
+        std::int32_t den = 0;
+        for (std::int64_t i = 0; i < numel_; ++i) {
+            const std::int16_t code = limited<kBits>(rounded_product(fine_[i], gain));
+            num += coarse_[i] * code;
+            den += code * code;
+            codes[i] = static_cast<std::int8_t>(code);
+        }
+        return {static_cast<float>(num), static_cast<float>(den)};
+    }
+};
+
+template <int kBits>
+float search_codes(const float* x, std::int64_t numel, float max, std::int8_t* codes) {
+    Searched<kBits> searched;  // without initial values
+    return searched.encode(x, numel, max, codes);
 }
 
-// x * factor rounded to nearest even and bounded. |x * factor| is at most 32768, so adding 1.5 * 2^23 leaves the
-// integer in the low bits.
-void round_finely(const float* x, std::int64_t numel, float factor, std::int16_t* w) {
-    constexpr float kShift = 12582912.0F;
-    for (std::int64_t i = 0; i < numel; ++i) {
-        const float scaled = x[i] * factor;
-        const float bounded = scaled > 32767.0F ? 32767.0F : scaled;
-        w[i] = static_cast<std::int16_t>(bits_of(bounded + kShift));
+float search_codes(int bits, const float* x, std::int64_t numel, float max, std::int8_t* codes) {
+    switch (bits) {
+        case 2:
+            return search_codes<2>(x, numel, max, codes);
+        case 3:
+            return search_codes<3>(x, numel, max, codes);
+        case 4:
+            return search_codes<4>(x, numel, max, codes);
+        default:
+            return search_codes<5>(x, numel, max, codes);
     }
-}
-
-// The codes of values (up to kMostBlock of them) whose signed largest is `max`. Returns the scale. Loops over 16-bit
-// numbers throughout: twice as many fit in a vector, and the upper half of their products is one instruction.
-float search_codes(const Search& search, const float* x, std::int64_t numel, float max, std::int8_t* codes) {
-    alignas(64) std::int16_t w[kMostBlock];
-    alignas(64) std::int16_t a[kMostBlock];
-    alignas(64) std::int16_t code[kMostBlock];
-    std::int16_t count[2][kBins] = {};
-    round_finely(x, numel, -32768.0F / max, w);
-    for (std::int64_t i = 0; i < numel; ++i) {
-        const auto rounded = static_cast<std::int16_t>(((w[i] >> 7) + 1) >> 1);  // (w + 128) / 256, without overflow
-        a[i] = static_cast<std::int16_t>(rounded > 127 ? 127 : rounded);
-    }
-    for (std::int64_t i = 0; i < numel; ++i) {
-        ++count[i & 1][(a[i] >> 1) & (kBins - 1)];  // in turn, for equal bins in a row would wait for one another
-    }
-    for (int bin = 0; bin < kBins; ++bin) {
-        count[0][bin] = static_cast<std::int16_t>(count[0][bin] + count[1][bin]);
-    }
-    const Step& step = best_step(search, count[0]);
-    const auto reciprocal = static_cast<std::int16_t>(step.reciprocal);
-    const auto levels = static_cast<std::int16_t>(1 << (search.bits - 1));
-    const auto half = static_cast<std::int16_t>(1 << (7 - search.bits));
-    const int shift = 8 - search.bits;
-    for (std::int64_t i = 0; i < numel; ++i) {
-        const auto finer = static_cast<std::int16_t>((w[i] * reciprocal) >> 16);
-        const auto nearest = static_cast<std::int16_t>(static_cast<std::int16_t>(finer + half) >> shift);
-        const auto bounded = nearest < levels ? nearest : static_cast<std::int16_t>(levels - 1);
-        code[i] = bounded < -levels ? static_cast<std::int16_t>(-levels) : bounded;
-    }
-    std::int32_t num = 0;
-    std::int32_t den = 0;
-    for (std::int64_t i = 0; i < numel; ++i) {
-        num += a[i] * code[i];
-        den += code[i] * code[i];
-        codes[i] = static_cast<std::int8_t>(code[i]);
-    }
-    return den == 0 ? 0.0F : (max * (-1.0F / 128)) * (static_cast<float>(num) / static_cast<float>(den));
 }
 
 }  // namespace

@@ -95,65 +95,71 @@ def to_codes(x_RV, max_R, R: tl.constexpr, LEVELS: tl.constexpr):
 def search(x_RV, max_R, R: tl.constexpr, V: tl.constexpr, BITS: tl.constexpr):
     """Rule 4. All sums are of integers, and therefore exact in any order."""
     LEVELS: tl.constexpr = 1 << (BITS - 1)
-    UNIT: tl.constexpr = 256 >> (BITS - 1)
-    START: tl.constexpr = 84 if BITS == 2 else 46 if BITS == 3 else 27 if BITS == 4 else 15
-    # w + 128 in the lowest bits. Adding the even number 128 to MAGIC changes no rounding.
-    factor_R = tl.div_rn(tl.full((R,), -32768, tl.float32), max_R)
-    fine_RV = tl.minimum(x_RV * factor_R[:, None] + (MAGIC + 128), MAGIC + (128 + 32767))
-    # Values of a = 127 and more count as the smallest of them, so that neither a nor v needs another limit.
-    below_RV = tl.minimum(fine_RV, MAGIC + 32767).to(tl.int32, bitcast=True)
-    fine_RV = fine_RV.to(tl.int32, bitcast=True)
-    bits_RV = (below_RV >> 9) * 4 + (1 + MAGIC_BITS - 4 * (MAGIC_BITS >> 9))
-    middle_RV = bits_RV.to(tl.float32, bitcast=True) - MAGIC
-    best_R = tl.full((R,), START, tl.int32)
-    error_R = error_of(middle_RV, bits_RV, best_R, R, V, LEVELS)
-    for part in tl.static_range(3):
-        if UNIT >> (3 + part) >= 1:
-            centre_R = best_R
-            for sign in tl.static_range(2):
-                tried_R = centre_R + (2 * sign - 1) * (UNIT >> (3 + part))
-                tried_error_R = error_of(middle_RV, bits_RV, tried_R, R, V, LEVELS)
-                better_R = tried_error_R < error_R
-                best_R = tl.where(better_R, tried_R, best_R)
-                error_R = tl.where(better_R, tried_error_R, error_R)
-    # r is 2^(17-N) / S rounded, with halves upwards. A quarter more in the numerator gives the same in any rounding.
-    reciprocal_R = (((1 << (17 - BITS)) + 0.25) / best_R.to(tl.float32) + MAGIC).to(tl.int32, bitcast=True) - MAGIC_BITS
-    half_R = (1 << (23 - BITS)) - (MAGIC_BITS + 128) * reciprocal_R
-    code_RV = (fine_RV * reciprocal_R[:, None] + half_R[:, None]) >> (24 - BITS)
-    code_RV = tl.maximum(tl.minimum(code_RV, LEVELS - 1), -LEVELS)
-    a_RV = (below_RV >> 8) - (MAGIC_BITS >> 8)
-    num_R = tl.sum(a_RV * code_RV, axis=1)
-    den_R = tl.sum(code_RV * code_RV, axis=1)
-    ratio_R = tl.div_rn(num_R.to(tl.float32), tl.maximum(den_R, 1).to(tl.float32))
-    scale_R = max_R * (-1.0 / 128) * ratio_R
-    return code_RV + MAGIC_BITS, tl.where(den_R == 0, 0.0, scale_R)
+    COARSE: tl.constexpr = 127 if BITS == 5 else 63
+    FINER: tl.constexpr = 8 if BITS >= 4 else LEVELS
+    UNIT: tl.constexpr = 64 * (COARSE + 1) // LEVELS
+    OUTLIER: tl.constexpr = 49152 if BITS == 5 else 8192
+    BASE: tl.constexpr = 34.0 if BITS == 2 else 38.0 if BITS == 3 else 47.25 if BITS == 4 else 56.5
+    SLOPE: tl.constexpr = 1575.0 if BITS == 2 else 1282.0 if BITS == 3 else 783.0 if BITS == 4 else 764.0
+    SPREAD: tl.constexpr = 12 if BITS == 2 else 8 if BITS == 3 else 5 if BITS == 4 else 4
+    fine_RV = x_RV * tl.div_rn(tl.full((R,), -COARSE * FINER, tl.float32), max_R)[:, None] + MAGIC - MAGIC
+    # Halves are rounded away from zero, because the product is a little larger. It is exact.
+    step_RV = tl.full(fine_RV.shape, (1 + 2**-12) / FINER, tl.float32)
+    coarse_RV = tl.fma(fine_RV, step_RV, tl.full(fine_RV.shape, MAGIC, tl.float32))
+    bits_RV = coarse_RV.to(tl.int32, bitcast=True)
+    coarse_RV -= MAGIC
+    squares_R = sum_of_products(bits_RV, bits_RV, COARSE * COARSE, V)
+    ratio_R = tl.div_rn(tl.sum(tl.abs(coarse_RV), axis=1), squares_R + OUTLIER)
+    centre_R = tl.minimum((ratio_R * SLOPE + BASE + MAGIC) - MAGIC, 255 - SPREAD)
+    num_R, den_R = products_of(coarse_RV, bits_RV, centre_R, UNIT, COARSE, V, LEVELS)
+    for sign in tl.static_range(2):
+        gain_R = centre_R + (2 * sign - 1) * SPREAD
+        tried_num_R, tried_den_R = products_of(coarse_RV, bits_RV, gain_R, UNIT, COARSE, V, LEVELS)
+        better_R = (tried_num_R * tried_num_R) * den_R > (num_R * num_R) * tried_den_R
+        num_R = tl.where(better_R, tried_num_R, num_R)
+        den_R = tl.where(better_R, tried_den_R, den_R)
+    gain_R = (tl.div_rn(den_R * (32768 // FINER), tl.maximum(num_R, 1.0)) + MAGIC) - MAGIC
+    code_RV = codes_of(fine_RV, gain_R, 32768, LEVELS)
+    num_R = sum_of_products(bits_RV, code_RV, COARSE * LEVELS, V)
+    den_R = sum_of_products(code_RV, code_RV, LEVELS * LEVELS, V)
+    scale_R = max_R * (-1.0 / COARSE) * tl.div_rn(num_R, tl.maximum(den_R, 1.0))
+    return code_RV, tl.where(den_R == 0, 0.0, scale_R)
 
 
 @triton.jit
-def error_of(middle_RV, bits_RV, step_R, R: tl.constexpr, V: tl.constexpr, LEVELS: tl.constexpr):
-    """error(S) of each row, from the middles of its values (fp32) and MAGIC_BITS plus them (int32). A value takes four
-    instructions and a sum."""
-    # q is v / S rounded and limited. The limits are those of saturation to [0, 1], which costs no instruction. Rounding
-    # may take halves to either side, because both multiples of S are then at the same distance. Other quotients are at
-    # least 1 / 2S away from every half, and the error of fp32 is far below that, fused or not.
-    inverse_R = (1.0 / step_R.to(tl.float32)) * (1.0 / (2 * LEVELS - 1))
-    inverse_RV = tl.broadcast_to(inverse_R[:, None], middle_RV.shape)
-    at_RV = tl.fma(middle_RV, inverse_RV, tl.full(middle_RV.shape, LEVELS / (2 * LEVELS - 1), tl.float32))
+def products_of(
+    coarse_RV, bits_RV, gain_R, UNIT: tl.constexpr, COARSE: tl.constexpr, V: tl.constexpr, LEVELS: tl.constexpr
+):
+    """The sums of value * code and of code * code (fp32) of each row, for the codes of a gain. A value takes four
+    instructions and two sums."""
+    code_RV = codes_of(coarse_RV, gain_R, UNIT, LEVELS)
+    num_R = sum_of_products(bits_RV, code_RV, COARSE * LEVELS, V)
+    return num_R, sum_of_products(code_RV, code_RV, LEVELS * LEVELS, V)
+
+
+@triton.jit
+def codes_of(x_RV, gain_R, UNIT: tl.constexpr, LEVELS: tl.constexpr):
+    """MAGIC_BITS + the codes of integers (fp32): x * gain / UNIT rounded, halves upwards, and limited."""
+    # The limits are those of saturation to [0, 1], which costs no instruction. The quotient is a multiple of 1 / UNIT.
+    # Half of that more turns no other quotient and keeps it so far from every half that the error of fp32 does not
+    # matter, fused or not.
+    RANGE: tl.constexpr = 2 * LEVELS - 1
+    factor_RV = tl.broadcast_to((gain_R * (1.0 / (UNIT * RANGE)))[:, None], x_RV.shape)
+    at_RV = tl.fma(x_RV, factor_RV, tl.full(x_RV.shape, (LEVELS + 0.5 / UNIT) / RANGE, tl.float32))
     at_RV = tl.minimum(tl.maximum(at_RV, 0.0), 1.0)
-    steps_RV = tl.full(middle_RV.shape, 2 * LEVELS - 1, tl.float32)
-    q_RV = tl.fma(at_RV, steps_RV, tl.full(middle_RV.shape, MAGIC - LEVELS, tl.float32)).to(tl.int32, bitcast=True)
-    difference_RV = bits_RV - q_RV * step_R[:, None]
-    if LEVELS < 8 or V > 512:
-        difference_RV = (difference_RV << 10) >> 10
-        if LEVELS < 8:
-            difference_RV = tl.minimum(tl.abs(difference_RV), 127)
-        error_R = tl.sum(difference_RV * difference_RV, axis=1)
+    range_RV = tl.full(x_RV.shape, RANGE, tl.float32)
+    return tl.fma(at_RV, range_RV, tl.full(x_RV.shape, MAGIC - LEVELS, tl.float32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def sum_of_products(a_RV, b_RV, MOST: tl.constexpr, V: tl.constexpr):
+    """The sum (fp32) of each row's products, which are 0 to MOST, of integers that are given as MAGIC_BITS more."""
+    if MOST * V < 1 << 22:
+        # MAGIC_BITS is a multiple of 2^22. So the lowest bits of a product are those of the integers' product.
+        sum_R = tl.sum(a_RV * b_RV, axis=1) & ((1 << 22) - 1)
     else:
-        # MAGIC_BITS is a multiple of 2^22. So this is the difference modulo 2^22, and its square is the square of the
-        # difference modulo 2^23. With 4 bits, 20 <= S <= 34, so a difference is at most 34, or 253 - 7 * 20 = 113 at
-        # the ends; with 5 bits, it is at most 253 - 15 * 12 = 73. The sum of 512 squares is below 2^23.
-        error_R = tl.sum(difference_RV * difference_RV, axis=1) & 0x7FFFFF
-    return error_R
+        sum_R = tl.sum((a_RV - MAGIC_BITS) * (b_RV - MAGIC_BITS), axis=1)
+    return sum_R.to(tl.float32)
 
 
 @triton.jit
