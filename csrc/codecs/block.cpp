@@ -287,9 +287,8 @@ float encode_block(const void* x, DType dtype, std::int64_t numel, const BlockFo
     if (format.bits == 8) {  // codes of eight bits are the bytes of the wire
         return quantize(block.x, numel, format, block.largest, position, seed, reinterpret_cast<std::int8_t*>(out));
     }
-    const float scale = format.search
-                            ? search_codes(format.bits, block.x, numel, signed_max(block.largest), codes)
-                            : quantize(block.x, numel, format, block.largest, position, seed, codes);
+    const float scale = format.search ? search_codes(format.bits, block.x, numel, signed_max(block.largest), codes)
+                                      : quantize(block.x, numel, format, block.largest, position, seed, codes);
     pack_codes(codes, numel, format.bits, out);
     return scale;
 }

@@ -74,8 +74,8 @@ public:
 
 private:
     static constexpr Search kSearch = kSearches[kBits - 2];
-    // Gains have a unit of 64 (coarse + 1) / 2^(N-1), which a product is divided by. As factors of rounded_product, they
-    // have one of 2^15.
+    // Gains have a unit of 64 (coarse + 1) / 2^(N-1), which a product is divided by. As factors of rounded_product,
+    // they have one of 2^15.
     static constexpr int kGainShift = 15 - 6 - (kSearch.coarse == 127 ? 7 : 6) + kBits - 1;
 
     std::int64_t numel_;

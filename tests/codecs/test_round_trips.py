@@ -14,6 +14,7 @@ from tests.codecs.samples import VARIABLE
 from torch import Tensor
 
 from thinwire import codecs
+from thinwire.codecs.reference.block import SEARCHES
 from thinwire.errors import WireError
 from thinwire.spec import CodecSpec
 from thinwire.spec.codec import encodable_dtypes
@@ -184,6 +185,13 @@ def check_error(spec: CodecSpec, x: Tensor, y: Tensor) -> None:
     assert y.isinf().equal(x.abs() >= beyond)
 
 
+def coarse_error(spec: CodecSpec) -> float:
+    """Twice what rounding to fine values and these to coarse values changes at most, as part of the largest value."""
+    assert spec.bits is not None
+    search = SEARCHES[spec.bits]
+    return (1 + 1 / search.finer) / search.coarse
+
+
 def check_block(spec: CodecSpec, x: Tensor, y: Tensor) -> None:
     """One block. Rules are those of docs/wire-format.md."""
     assert spec.bits is not None
@@ -192,12 +200,14 @@ def check_block(spec: CodecSpec, x: Tensor, y: Tensor) -> None:
     if "hadamard" in spec.options and len(x) == spec.block:
         # The rotation spreads errors over the block but keeps their sum of squares (times the block's length), and the
         # largest rotated value is at most the mean magnitude (rule 6).
-        step = x.abs().sum().clamp(min=len(x) * SMALLEST_MAX) / (128 if spec.searches_clip else levels)
+        step = x.abs().sum().clamp(min=len(x) * SMALLEST_MAX) * (
+            coarse_error(spec) if spec.searches_clip else 1 / levels
+        )
         bound = x.norm() + step if spec.searches_clip else step
         assert error.norm() <= bound * (1 + SLACK)
     elif spec.searches_clip:
-        # A scale of least squares is no worse than 0 for the 8-bit codes, which are up to a step off (rule 4).
-        assert error.norm() <= (x.norm() + len(x) ** 0.5 * largest / 128) * (1 + SLACK)
+        # A scale of least squares is no worse than 0 for the coarse values (rule 4).
+        assert error.norm() <= (x.norm() + len(x) ** 0.5 * largest * coarse_error(spec)) * (1 + SLACK)
     elif "stochastic" in spec.options:
         assert (error <= largest / levels * (1 + SLACK)).all()
     else:

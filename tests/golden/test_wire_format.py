@@ -6,6 +6,7 @@ writes ``wire_format.json`` anew. The tensors come from integer arithmetic, so t
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import sys
@@ -19,6 +20,8 @@ from thinwire.spec import CodecSpec
 from thinwire.spec.codec import FAMILIES, encodable_dtypes
 
 FILE = Path(__file__).with_name("wire_format.json")
+SEARCHED = Path(__file__).with_name("searched_messages.json")
+"""Messages of an encoder that chose scales by another search, and checksums of their 600 values."""
 MORE = ["zfp:16", "zfp:3.3", "int8:64,hadamard", "int8:256,stochastic"]
 CODECS = [*(text for family in FAMILIES.values() for text in family.examples), *MORE]
 NUMEL = 3001
@@ -48,6 +51,15 @@ def checksums(backend: str) -> dict[str, str]:
 @pytest.mark.parametrize("backend", ["reference", "cpp"])
 def test_messages_have_the_bytes_they_always_had(backend: str) -> None:
     assert checksums(backend) == json.loads(FILE.read_text())
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpp"])
+@pytest.mark.parametrize("name", sorted(json.loads(SEARCHED.read_text())))
+def test_messages_of_the_earlier_search_are_still_read(name: str, backend: str) -> None:
+    kept = json.loads(SEARCHED.read_text())[name]
+    message = torch.frombuffer(bytearray(base64.b64decode(kept["message"])), dtype=torch.uint8)
+    values = codecs.get(name, backend=backend).decode(message, 600, torch.float32)
+    assert hashlib.sha256(values.numpy().tobytes()).hexdigest()[:16] == kept["values"]
 
 
 if __name__ == "__main__":

@@ -95,7 +95,9 @@ class BlockCodec(Codec):
         sum_B = magnitude_BV.sum(1, dtype=torch.int32)
         squares_B = (coarse_BV * coarse_BV).sum(1, dtype=torch.int32)
         ratio_B = sum_B.float() / (squares_B + search.outlier).float()
-        centre_B = torch.round(ratio_B * search.slope + search.base).clamp(max=MOST_GAIN - search.spread).to(torch.int32)
+        centre_B = (
+            torch.round(ratio_B * search.slope + search.base).clamp(max=MOST_GAIN - search.spread).to(torch.int32)
+        )
         # A code of the coarse values is c * gain / unit, rounded.
         unit = 64 * (search.coarse + 1) >> (bits - 1)
         num_B, den_B = _products(coarse_BV, _codes_of(coarse_BV, centre_B, unit, bits))
