@@ -19,6 +19,7 @@ TESTS: Final = {
     "transformers": ("test_transformers*.py", "test_accelerate*.py", "test_framework_examples.py"),
     "accelerate": ("test_accelerate*.py", "test_transformers*.py"),
     "lightning": ("test_lightning*.py",),
+    "torchtitan": ("test_torchtitan*.py",),
 }
 """Files of tests/integrations that use a framework."""
 

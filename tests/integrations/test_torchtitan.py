@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from tests.integrations.torchtitan_jobs import STEPS, V02, Results, build, change, configure, join, train, whole_weights
 
 import thinwire as tw
 from thinwire.errors import UsageError
@@ -24,98 +24,7 @@ pytest.importorskip("torchtitan", reason="torchtitan is not installed: see docs/
 pytestmark = pytest.mark.filterwarnings("default")
 
 ROOT = Path(__file__).parents[2]
-STEPS = 20
-
-
-@dataclass
-class Results:
-    """What a run has logged, by step, and the weights at its end.
-
-    Attributes:
-        losses: Mean loss over all tokens of a step.
-        norms: Norm of the gradient before clipping, as torchtitan computes it in float32.
-        clipped: Norm of the gradient that the optimizer gets, computed in float64.
-        rates: Learning rate.
-        validated: Loss of each validation.
-        weights: Weights at the end, whole.
-    """
-
-    losses: dict[int, float] = field(default_factory=dict)
-    norms: dict[int, float] = field(default_factory=dict)
-    clipped: list[float] = field(default_factory=list)
-    rates: dict[int, float] = field(default_factory=dict)
-    validated: dict[int, float] = field(default_factory=dict)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-
-
-def join() -> None:
-    """Give torchtitan the environment that torchrun would."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
-    torch.set_num_threads(1)
-
-
-def configure(folder: Path, plan: str | None, *, accumulate: int = 1, clip: float = 1.0, sequences: int = 1) -> Any:
-    """A short run of two layers of the debug model: under a plan, or replicated by torchtitan itself."""
-    from examples.torchtitan_debug import debug_config
-
-    from thinwire.integrations.torchtitan import sharded
-
-    world = dist.get_world_size()
-    config = debug_config(STEPS, str(folder), length=16, batch=sequences)
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
-    config.training.max_norm = clip
-    config.training.global_batch_size = world * sequences * accumulate
-    config.validator.freq = 7
-    if plan is None:
-        config.parallelism.data_parallel_replicate_degree = world
-        config.parallelism.data_parallel_shard_degree = 1
-        config.parallelism.spmd_backend = "partial_dtensor"  # the one that PyTorch 2.13 has
-        return config
-    return sharded(config, plan)
-
-
-def record(trainer: Any) -> Results:
-    """Collect what a trainer logs."""
-    results, processor = Results(), trainer.metrics_processor
-    log, log_validation = processor.log, processor.log_validation
-
-    def noting(number: int, loss: float, largest: float, norm: float, extra_metrics: dict[str, Any]) -> None:
-        results.losses[number], results.norms[number] = loss, norm
-        (results.rates[number],) = (value for key, value in extra_metrics.items() if key.startswith("lr/"))
-        log(number, loss, largest, norm, extra_metrics=extra_metrics)
-
-    def noting_validation(loss: float, step: int) -> None:
-        results.validated[step] = loss
-        log_validation(loss=loss, step=step)
-
-    def noting_gradients(*args: Any) -> None:
-        gradients = [whole(parameter.grad) for parameter in trainer.model_parts[0].parameters()]
-        results.clipped.append(float(torch.cat([value.double().flatten() for value in gradients]).norm()))
-
-    processor.log, processor.log_validation = noting, noting_validation
-    trainer.optimizers.register_step_pre_hook(noting_gradients)
-    return results
-
-
-def whole(value: torch.Tensor) -> torch.Tensor:
-    return (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-
-
-def whole_weights(trainer: Any) -> dict[str, torch.Tensor]:
-    model = trainer.model_parts[0]
-    if type(trainer).__name__ == "ThinwireTrainer":
-        return tw.full_state_dict(model)
-    return {name: whole(value) for name, value in model.state_dict().items()}
-
-
-def train(config: Any) -> Results:
-    trainer = config.build()
-    results = record(trainer)
-    trainer.train()
-    results.weights = whole_weights(trainer)
-    trainer.close()
-    return results
+EXAMPLE = "examples/torchtitan_v02_debug.py" if V02 else "examples/torchtitan_debug.py"
 
 
 def assert_alike(got: Results, want: Results, *, clips: bool) -> None:
@@ -137,7 +46,7 @@ def compare(folder: Path, settings: Sequence[tuple[int, float]], plans: Sequence
         wanted: Results | None = None
         for plan in (None, *plans):
             config = configure(folder, plan, accumulate=accumulate, clip=clip)
-            config.validator.enable = True
+            change(config, {"validator.enable": True})
             got = train(config)
             assert len(got.losses) == STEPS
             assert len(got.validated) == 3
@@ -188,7 +97,7 @@ def start_from(folder: Path, export: Path, plan: str | None, in_hf: bool) -> dic
     config = configure(folder, plan)
     config.checkpoint.enable, config.checkpoint.initial_load_path = True, str(export)
     config.checkpoint.initial_load_in_hf = in_hf
-    trainer = config.build()
+    trainer = build(config)
     trainer.checkpointer.load()
     weights = whole_weights(trainer)
     trainer.close()
@@ -230,7 +139,7 @@ def bytes_and_second_call(folder: Path) -> tuple[dict[str, int], dict[str, int],
     join()
     config = configure(folder, "zero3", accumulate=2)
     config.training.steps = 3
-    trainer = config.build()
+    trainer = build(config)
     trainer.train()
     model = trainer.model_parts[0]
     tw.traffic(model)
@@ -259,13 +168,8 @@ def attempt(folder: Path, changes: dict[str, Any]) -> None:
     """Build a trainer from a configuration with changes, by dotted names."""
     join()
     config = configure(folder, "zero3")
-    for path, value in changes.items():
-        *parents, name = path.split(".")
-        place = config
-        for parent in parents:
-            place = place[int(parent)] if parent.isdigit() else getattr(place, parent)
-        setattr(place, name, value)
-    config.build()
+    change(config, changes)
+    build(config)
 
 
 def refuse(folder: Path, cases: Sequence[tuple[dict[str, Any], str]]) -> None:
@@ -275,7 +179,6 @@ def refuse(folder: Path, cases: Sequence[tuple[dict[str, Any], str]]) -> None:
 
 
 REFUSED = [
-    ({"training.disable_cuda_graphs": False}, "training.disable_cuda_graphs = False"),
     ({"checkpoint.create_seed_checkpoint": True}, "checkpoint.create_seed_checkpoint = True"),
     ({"parallelism.tensor_parallel_degree": 2}, "parallelism.tensor_parallel_degree = 2"),
     ({"parallelism.pipeline_parallel_degree": 2}, "parallelism.pipeline_parallel_degree = 2"),
@@ -283,14 +186,24 @@ REFUSED = [
     ({"parallelism.expert_parallel_degree": 2}, "parallelism.expert_parallel_degree = 2"),
     ({"parallelism.data_parallel_replicate_degree": 2}, "parallelism.data_parallel_replicate_degree = 2"),
     ({"parallelism.fsdp_reshard_after_forward": "never"}, "parallelism.fsdp_reshard_after_forward = 'never'"),
-    ({"parallelism.spmd_backend": "full_dtensor"}, "parallelism.spmd_backend = 'full_dtensor'"),
     ({"compile.enable": True}, "compile.components has 'model'"),
     ({"training.enable_cpu_offload": True}, "training.enable_cpu_offload = True"),
     ({"training.dtype": "bfloat16"}, "training.dtype = 'bfloat16'"),
-    ({"optimizer.param_groups.0.optimizer_name": "DistMuon"}, "optimizer_name = 'DistMuon'"),
-    ({"optimizer.implementation": "fused_opt_states_bf16"}, "optimizer.implementation = 'fused_opt_states_bf16'"),
     ({"checkpoint.enable": True, "checkpoint.async_mode": "async"}, "checkpoint.async_mode = 'async'"),
 ]
+REFUSED += (
+    [
+        ({"optimizer.early_step_in_backward": True}, "optimizer.early_step_in_backward = True"),
+        ({"model.converters": ["quantize.linear.float8"]}, "model.converters = ['quantize.linear.float8']"),
+    ]
+    if V02
+    else [
+        ({"training.disable_cuda_graphs": False}, "training.disable_cuda_graphs = False"),
+        ({"parallelism.spmd_backend": "full_dtensor"}, "parallelism.spmd_backend = 'full_dtensor'"),
+        ({"optimizer.param_groups.0.optimizer_name": "DistMuon"}, "optimizer_name = 'DistMuon'"),
+        ({"optimizer.implementation": "fused_opt_states_bf16"}, "optimizer.implementation = 'fused_opt_states_bf16'"),
+    ]
+)
 
 
 @pytest.mark.slow
@@ -303,8 +216,8 @@ def resume_data(folder: Path) -> None:
     join()
     config = configure(folder, "zero3")
     config.checkpoint.enable = True
-    trainer = config.build()
-    from thinwire.integrations.torchtitan import _continue
+    trainer = build(config)
+    from thinwire.integrations.torchtitan_parts import _continue
 
     _continue(trainer.dataloader, [{"dict": [["next", 1]]}, {"dict": [["next", 2]]}, {"dict": [["next", 3]]}])
 
@@ -322,7 +235,7 @@ def test_positions_of_other_ranks_are_refused(tmp_path: Path) -> None:
 def test_the_example_trains_on_four_ranks(tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4",
-        "examples/torchtitan_debug.py", "--plan", "thinwire", "--steps", "12", "--out", str(tmp_path),
+        EXAMPLE, "--plan", "thinwire", "--steps", "12", "--out", str(tmp_path),
     ]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)

@@ -1,13 +1,14 @@
 """Lets torchtitan run without an accelerator, to rehearse a configuration on CPUs.
 
-torchtitan 0.3 has no CPU path of its own: without an accelerator, it assumes CUDA. Its device is two attributes of one
-module, which other modules copy when they are imported. :func:`use_cpu` sets them first. ``flex`` attention has no
-backward on CPUs; the override that :data:`DENSE_ATTENTION` names replaces it.
+torchtitan has no CPU path of its own: without an accelerator, it assumes CUDA. Its device is two attributes of one
+module, which other modules copy when they are imported. :func:`use_cpu` sets them, and their copies. ``flex`` attention
+has no backward on CPUs; the override that :data:`DENSE_ATTENTION` names replaces it in torchtitan 0.3.
 """
 
 from __future__ import annotations
 
 import datetime
+import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -16,15 +17,10 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from thinwire.errors import UsageError
-
 __all__ = ["DENSE_ATTENTION", "CpuDevice", "use_cpu"]
 
 DENSE_ATTENTION = "thinwire.integrations.torchtitan.dense_attention"
 """Target for ``override.imports`` that replaces ``flex`` attention by causal attention over whole sequences."""
-
-_COPIES = "torchtitan.distributed.utils"
-"""A module of torchtitan that copies the device when it is imported."""
 
 
 class CpuDevice:
@@ -67,26 +63,18 @@ class CpuDevice:
 
 
 def use_cpu() -> None:
-    """Make torchtitan use CPUs and gloo. Call this before you import anything else of torchtitan.
+    """Make torchtitan use CPUs and gloo. Call this before you make anything of torchtitan.
 
     torchtitan 0.3 also calls ``torch.distributed.set_timeout``, which releases of PyTorch lack up to 2.13. It is added
     there under the name that nightly builds have.
-
-    Raises:
-        UsageError: torchtitan has already chosen another device.
     """
-    import torchtitan.tools.utils as device
-
+    importlib.import_module("torchtitan.tools.utils")
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = _set_timeout  # type: ignore[attr-defined]
-    if device.device_type == "cpu":
-        return
-    if _COPIES in sys.modules:
-        raise UsageError(
-            f"{_COPIES} was imported with the device {device.device_type!r}: call use_cpu() before other imports of "
-            "torchtitan"
-        )
-    device.device_type, device.device_module = "cpu", CpuDevice()
+    device = CpuDevice()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan.") and {"device_type", "device_module"} & vars(module).keys():
+            vars(module).update(device_type="cpu", device_module=device)
 
 
 def _set_timeout(timeout: datetime.timedelta, group: Any = None) -> None:
