@@ -5,6 +5,11 @@ memory. The framework's collates them, and does what it does around a step: logg
 
     python benchmarks/framework_overhead.py trainer
     python benchmarks/framework_overhead.py lightning --ranks 2 --hidden 256 --rounds 7 --json overhead.json
+
+torchtitan needs an environment of its own, as `make test-frameworks` makes it:
+
+    make test-frameworks FRAMEWORKS=torchtitan==0.3.0
+    build/frameworks/torchtitan-0.3.0/bin/python benchmarks/framework_overhead.py torchtitan
 """
 
 from __future__ import annotations
@@ -20,6 +25,8 @@ import tempfile
 import time
 import warnings
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +66,11 @@ class Loop(ABC):
 
     model: Any
     optim: Any
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of a batch, for the plain loop."""
+        loss: torch.Tensor = self.model(input_ids=tokens, labels=tokens).loss
+        return loss
 
     @abstractmethod
     def turn(self) -> list[float]:
@@ -199,7 +211,107 @@ class LightningLoop(Loop):
         return self.times
 
 
-LOOPS = {"trainer": TrainerLoop, "accelerate": AccelerateLoop, "fabric": FabricLoop, "lightning": LightningLoop}
+class TorchtitanLoop(Loop):
+    """The Trainer of torchtitan 0.3, with four layers of its debug model in the place of the other loops' model."""
+
+    def __init__(self, model: Any, data: Tokens, steps: int, directory: str) -> None:
+        from thinwire.integrations.torchtitan_cpu import DENSE_ATTENTION, use_cpu
+
+        use_cpu()
+        from torchtitan.components.loss import CrossEntropyLoss
+        from torchtitan.models.llama3.config_registry import llama3_debugmodel
+        from torchtitan.trainer import Trainer
+
+        from thinwire.integrations.torchtitan import sharded
+
+        del model
+        self.steps, self.times = steps, list[float]()
+        config: Trainer.Config = llama3_debugmodel()
+        config.model_spec.model.layers = config.model_spec.model.layers[:4]
+        config.dump_folder, config.dataloader, config.tokenizer = directory, *in_memory(data)
+        config.training.seq_len, config.training.local_batch_size, config.training.steps = LENGTH, BATCH, 0
+        config.training.mixed_precision_param = "float32"
+        config.lr_scheduler.total_steps = 1 << 20
+        config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
+        config.activation_checkpoint, config.override.imports = None, [DENSE_ATTENTION]
+        config.metrics.log_freq = 10
+        config.debug.seed, config.debug.enable_structured_logging = 0, False
+        self.trainer = sharded(config, "zero3").build()
+        self.model, self.optim = self.trainer.model_parts[0], self.trainer.optimizers.optimizers[0]
+        step = self.trainer.train_step
+
+        def timed(batches: Any) -> None:
+            step(batches)
+            self.times.append(time.perf_counter())
+
+        self.trainer.train_step = timed
+
+    def loss(self, tokens: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(LENGTH - 1).expand(len(tokens), -1)
+        logits = self.model(tokens[:, :-1], positions=positions)
+        everywhere = logits.shape[0] * logits.shape[1] * dist.get_world_size()
+        labels = tokens[:, 1:].flatten()
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / everywhere
+
+    def turn(self) -> list[float]:
+        self.times.clear()
+        self.trainer.config.training.steps += self.steps
+        self.trainer.train()
+        return self.times
+
+
+def in_memory(data: Tokens) -> tuple[Any, Any]:
+    """Configurations of a loader over a data set for torchtitan, and of the tokenizer that it does not need."""
+    from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.tokenizer import BaseTokenizer
+
+    class Loader(BaseDataLoader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseDataLoader.Config):
+            pass
+
+        def __init__(self, config: Config, **others: Any) -> None:
+            del config, others
+
+        def __iter__(self) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
+            positions = torch.arange(LENGTH - 1).expand(BATCH, -1)
+            for tokens in itertools.cycle(data.tokens.split(BATCH)):
+                yield {"input": tokens[:, :-1], "positions": positions}, tokens[:, 1:]
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+            del state_dict
+
+    class NoTokenizer(BaseTokenizer):
+        @dataclass(kw_only=True, slots=True)
+        class Config(BaseTokenizer.Config):
+            pass
+
+        def __init__(self, config: Config, **others: Any) -> None:
+            del config, others
+            super().__init__()
+
+        def encode(self, *args: Any, **options: Any) -> list[int]:
+            return []
+
+        def decode(self, *args: Any, **options: Any) -> str:
+            return ""
+
+        def get_vocab_size(self) -> int:
+            return VOCABULARY
+
+    return Loader.Config(), NoTokenizer.Config()
+
+
+LOOPS = {
+    "trainer": TrainerLoop,
+    "accelerate": AccelerateLoop,
+    "fabric": FabricLoop,
+    "lightning": LightningLoop,
+    "torchtitan": TorchtitanLoop,
+}
 
 
 def measure(framework: str, directory: str, hidden: int, steps: int, rounds: int) -> dict[str, list[float]]:
@@ -230,7 +342,7 @@ def plain_loop(loop: Loop, data: Tokens, steps: int) -> list[float]:
     times = []
     for step in range(steps):
         batch = data.tokens[BATCH * step : BATCH * step + BATCH]
-        loop.model(input_ids=batch, labels=batch).loss.backward()
+        loop.loss(batch).backward()
         tw.clip_grad_norm_(loop.model, 1.0)
         loop.optim.step()
         loop.optim.zero_grad()
@@ -247,7 +359,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("framework", choices=LOOPS)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--hidden", type=int, default=256, help="width of the model")
+    parser.add_argument("--hidden", type=int, default=256, help="width of the model, except of torchtitan's")
     parser.add_argument("--steps", type=int, default=20, help="steps of a loop's turn")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write the seconds to this file")

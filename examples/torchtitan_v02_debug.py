@@ -21,7 +21,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.validate import BaseValidator, Validator
 from torchtitan.config import JobConfig
 from torchtitan.models.llama3 import get_train_spec
-from torchtitan.protocols.train_spec import register_train_spec
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import init_logger
 
 from thinwire.integrations.torchtitan_v02 import ThinwireTrainer
@@ -74,15 +74,14 @@ def counting(job_config: JobConfig, dp_world_size: int, dp_rank: int, first: int
     return Counting(dp_world_size, dp_rank, training.seq_len, training.local_batch_size, first)
 
 
-register_train_spec(
-    "counting",
-    dataclasses.replace(
-        get_train_spec(),
-        build_dataloader_fn=counting,
-        build_tokenizer_fn=None,
-        build_validator_fn=CountingValidator,
-    ),
-)
+def counted(spec: TrainSpec) -> TrainSpec:
+    """The specification of a model, with these data."""
+    return dataclasses.replace(
+        spec, build_dataloader_fn=counting, build_tokenizer_fn=None, build_validator_fn=CountingValidator
+    )
+
+
+register_train_spec("counting", counted(get_train_spec()))
 
 
 def debug_config(steps: int, folder: str, *, length: int = 64, batch: int = 2) -> JobConfig:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import os
+import random
+import string
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -19,6 +23,8 @@ import thinwire as tw
 
 STEPS = 20
 V02 = find_spec("torchtitan") is not None and importlib.metadata.version("torchtitan").startswith("0.2.")
+
+HISTC = torch.histc
 
 
 @dataclass
@@ -47,6 +53,13 @@ def join() -> None:
     rank, world = str(dist.get_rank()), str(dist.get_world_size())
     os.environ |= {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     torch.set_num_threads(1)
+    if V02:
+        torch.histc = count_whole_numbers
+
+
+def count_whole_numbers(values: torch.Tensor, **options: Any) -> torch.Tensor:
+    """``torch.histc``, by which routers of 0.2 count tokens; on CPUs, it takes no whole numbers."""
+    return HISTC(values.float(), **options).to(values.dtype)
 
 
 def change(config: Any, changes: dict[str, Any]) -> None:
@@ -59,25 +72,68 @@ def change(config: Any, changes: dict[str, Any]) -> None:
         setattr(place, name, value)
 
 
-def configure(folder: Path, plan: str | None, *, accumulate: int = 1, clip: float = 1.0, sequences: int = 1) -> Any:
-    """A short run of two layers of the debug model: under a plan, or by torchtitan itself.
+def configure(
+    folder: Path,
+    plan: str | None,
+    *,
+    accumulate: int = 1,
+    clip: float = 1.0,
+    sequences: int = 1,
+    experts: bool = False,
+    text: Path | None = None,
+    recomputation: str = "selective",
+) -> Any:
+    """A short run of two layers of a debug model: under a plan, or by torchtitan itself.
 
     torchtitan 0.3 replicates the model. In 0.2, replicas divide gradients by the number of ranks once more, so that
     only its FSDP is the reference there.
+
+    Args:
+        folder: Directory of the run.
+        plan: A plan for thinwire; ``None`` for torchtitan's own trainer.
+        accumulate: Micro-batches of a step.
+        clip: Largest norm of the gradient.
+        sequences: Sequences of a micro-batch.
+        experts: Whether the second layer is a mixture of experts.
+        text: Directory that :func:`write_text` has filled, to read it by torchtitan's own loader.
+        recomputation: Activation checkpointing: ``selective``, ``full`` or ``none``.
     """
     world = dist.get_world_size()
-    config = (_configured_v02 if V02 else _configured)(folder, plan, sequences)
+    config = (_configured_v02 if V02 else _configured)(folder, plan, sequences, experts, text)
     options = {"training.max_norm": clip, "training.global_batch_size": world * sequences * accumulate}
     change(config, {**options, "validator.freq": 7})
+    if V02:
+        config.activation_checkpoint.mode = recomputation
+    elif recomputation != "selective":
+        from torchtitan.distributed.activation_checkpoint import FullAC
+
+        config.activation_checkpoint = FullAC.Config() if recomputation == "full" else None
     return config
 
 
-def _configured(folder: Path, plan: str | None, sequences: int) -> Any:
+def job() -> Any:
+    """A configuration for the command line of torchtitan 0.3."""
     from examples.torchtitan_debug import debug_config
 
     from thinwire.integrations.torchtitan import sharded
 
+    return sharded(debug_config(2, "", length=16, batch=1), plan="zero3")
+
+
+def _configured(folder: Path, plan: str | None, sequences: int, experts: bool, text: Path | None) -> Any:
+    from examples.torchtitan_debug import debug_config
+    from torchtitan.components.tokenizer import HuggingFaceTokenizer
+    from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+    from torchtitan.models.deepseek_v3 import model_registry
+
+    from thinwire.integrations.torchtitan import sharded
+
     config = debug_config(STEPS, str(folder), length=16, batch=sequences)
+    if experts:
+        config.model_spec = model_registry("debugmodel")
+    if text is not None:
+        config.dataloader = HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=str(text / "text"))
+        config.tokenizer, config.hf_assets_path = HuggingFaceTokenizer.Config(), str(text)
     config.model_spec.model.layers = config.model_spec.model.layers[:2]
     if plan is not None:
         return sharded(config, plan)
@@ -87,15 +143,37 @@ def _configured(folder: Path, plan: str | None, sequences: int) -> Any:
     return config
 
 
-def _configured_v02(folder: Path, plan: str | None, sequences: int) -> Any:
-    from examples.torchtitan_v02_debug import debug_config
-    from torchtitan.protocols.train_spec import get_train_spec
+def _configured_v02(folder: Path, plan: str | None, sequences: int, experts: bool, text: Path | None) -> Any:
+    from examples.torchtitan_v02_debug import counted, debug_config
+    from torchtitan.models import deepseek_v3, llama3
+    from torchtitan.protocols import train_spec
 
     config = debug_config(STEPS, str(folder), length=16, batch=sequences)
-    spec = get_train_spec(config.model.name)
+    config.model.name = "debug"
+    spec = (deepseek_v3 if experts else llama3).get_train_spec()
     spec.model_args = {"debugmodel": dataclasses.replace(spec.model_args["debugmodel"], n_layers=2)}
+    if text is None:
+        spec = counted(spec)
+    else:
+        config.training.dataset_path, config.model.hf_assets_path = str(text / "text"), str(text)
+    train_spec._extra_train_specs[config.model.name] = spec  # a process has several of these
     config.plan = plan
     return config
+
+
+def write_text(folder: Path) -> None:
+    """Write a small data set and a tokenizer for it."""
+    (folder / "text").mkdir(parents=True)
+    generator = random.Random(0)
+    lines = [" ".join(generator.choices(string.ascii_letters, k=generator.randint(5, 40))) for _ in range(200)]
+    texts = "".join(json.dumps({"text": line}) + "\n" for line in lines)
+    (folder / "text" / "data.jsonl").write_text(texts)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = ["<unk>", "<s>", "</s>"]
+    tokenizer.train_from_iterator(lines, tokenizers.trainers.WordLevelTrainer(special_tokens=special))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", "eos_token": "</s>"}))
 
 
 def build(config: Any) -> Any:

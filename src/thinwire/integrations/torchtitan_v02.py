@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,8 +32,8 @@ from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import ConfigManager, JobConfig
 from torchtitan.distributed.activation_checkpoint import apply_ac
 from torchtitan.models.llama3.infra.parallelize import _op_sac_save_list
+from torchtitan.tools import utils
 from torchtitan.tools.logging import init_logger
-from torchtitan.tools.utils import device_type
 from torchtitan.train import Trainer
 
 from thinwire.integrations.optimizers import over_shares
@@ -153,7 +154,8 @@ def parallelize(
     """
     refuse_other_parallelism(parallel_dims, job_config.parallelism)
     refuse_training(job_config.training, job_config.compile)
-    shard(model, plan, job_config.training, parallel_dims.world_size, torch.device(device_type))
+    device = torch.device(utils.device_type, int(os.environ["LOCAL_RANK"]))
+    shard(model, plan, job_config.training, parallel_dims.world_size, device)
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,

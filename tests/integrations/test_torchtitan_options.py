@@ -1,0 +1,187 @@
+"""What users of torchtitan set in their configurations, beside torchtitan's own trainer."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.integrations.torchtitan_jobs import STEPS, V02, Results, build, change, configure, join, train, write_text
+
+from thinwire.errors import UsageError
+from thinwire.testing import run_ranks
+
+pytest.importorskip("torchtitan", reason="torchtitan is not installed: see docs/torchtitan.md")
+pytestmark = pytest.mark.filterwarnings("default")
+
+ROOT = Path(__file__).parents[2]
+
+
+def beside(folder: Path, changes: dict[str, Any], options: dict[str, Any], plan: str) -> tuple[Results, Results]:
+    """Results of torchtitan's own trainer, and those under a plan, with the same changes of the configuration."""
+    join()
+    results = []
+    for chosen in (None, plan):
+        config = configure(folder, chosen, **options)
+        change(config, changes)
+        results.append(train(config))
+    return results[0], results[1]
+
+
+def assert_close(want: Results, got: Results, relative: float) -> None:
+    assert len(want.losses) == STEPS
+    assert got.losses == pytest.approx(want.losses, rel=relative)
+    assert got.norms == pytest.approx(want.norms, rel=20 * relative)
+    assert got.rates == pytest.approx(want.rates)
+    assert want.losses[STEPS] < want.losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_it_computes_in_bfloat16_as_torchtitan_does(tmp_path: Path, accumulate: int) -> None:
+    changes = {"training.mixed_precision_param": "bfloat16"}
+    want, got = run_ranks(4, beside, tmp_path, changes, {"accumulate": accumulate}, "zero3", timeout=250)[0]
+    assert_close(want, got, 2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero3", "zero1"])
+def test_a_mixture_of_experts_trains(tmp_path: Path, plan: str) -> None:
+    want, got = run_ranks(4, beside, tmp_path, {}, {"experts": True}, plan, timeout=250)[0]
+    assert_close(want, got, 5e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_activation_checkpointing_changes_no_number(tmp_path: Path, mode: str) -> None:
+    options = {"accumulate": 2, "recomputation": mode}
+    want, got = run_ranks(2, beside, tmp_path, {}, options, "zero3", timeout=250)[0]
+    assert_close(want, got, 1e-5)
+
+
+@pytest.mark.slow
+def test_schedules_of_the_learning_rate_are_torchtitans(tmp_path: Path) -> None:
+    changes = {
+        "lr_scheduler.decay_type": "cosine",
+        "lr_scheduler.min_lr_factor": 0.1,
+        "lr_scheduler.warmup_steps": 5,
+        "lr_scheduler.decay_ratio": 0.5,
+    }
+    want, got = run_ranks(2, beside, tmp_path, changes, {}, "zero1", timeout=250)[0]
+    assert_close(want, got, 1e-5)
+    assert len(set(want.rates.values())) > 10
+
+
+# ------------------------------------------------------------------------------------------------------ resuming
+
+
+def read_text(folder: Path, text: Path, resumes: bool, workers: int) -> Results:
+    """Six steps over text with torchtitan's own loader: in one go, or those that follow the checkpoint of the third."""
+    join()
+    config = configure(folder, "zero3", accumulate=2, sequences=2, text=text)
+    change(config, {"training.steps": 6, "lr_scheduler.total_steps": STEPS, "checkpoint.enable": True})
+    change(config, {"checkpoint.interval": 3, "checkpoint.last_save_model_only": False})
+    if resumes:
+        change(config, {"checkpoint.load_step": 3, "checkpoint.load_only": True})
+    place = config.training.dataloader if V02 else config.dataloader
+    place.num_workers = workers
+    return train(config)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, workers: int) -> None:
+    write_text(tmp_path)
+    runs = [run_ranks(2, read_text, tmp_path / "run", tmp_path, resumes, workers, timeout=200) for resumes in (0, 1)]
+    for whole, rest in zip(*runs, strict=True):
+        assert len(rest.losses) == 3
+        assert rest.losses == {step: loss for step, loss in whole.losses.items() if step > 3}
+        assert rest.norms == {step: norm for step, norm in whole.norms.items() if step > 3}
+        assert rest.rates == {step: rate for step, rate in whole.rates.items() if step > 3}
+        for name, value in whole.weights.items():
+            assert torch.equal(rest.weights[name], value), name
+
+
+# ------------------------------------------------------------------------------------------------------ the command
+
+
+def command(folder: Path, *flags: str) -> str:
+    """Run torchtitan's command on two ranks; returns what it logs."""
+    if V02:
+        (folder / "run.toml").write_text(TOML)
+        program = ["thinwire.integrations.torchtitan_v02", "--job.config_file", str(folder / "run.toml")]
+        program += ["--job.dump_folder", str(folder)]
+    else:
+        program = ["torchtitan.train", "--module", "tests.integrations.torchtitan_jobs", "--config", "job"]
+        program += ["--dump_folder", str(folder)]
+    ranks = ["--standalone", "--nproc-per-node", "2", "--role", "", "--tee", "3", "-m"]
+    line = [sys.executable, "-m", "torch.distributed.run", *ranks, *program, *flags]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+TOML = """
+plan = "zero3"
+[model]
+name = "counting"
+flavor = "debugmodel"
+[training]
+steps = 2
+seq_len = 16
+local_batch_size = 1
+mixed_precision_param = "float32"
+[experimental]
+custom_import = "examples.torchtitan_v02_debug"
+"""
+
+
+@pytest.mark.slow
+def test_the_command_line_chooses_the_plan(tmp_path: Path) -> None:
+    output = command(tmp_path, "--plan", "zero1", "--training.steps", "3")
+    assert "Sharded the model by the plan zero1" in output
+    assert "Training completed" in output
+    assert len(re.findall(r"step:\s+3", output)) >= 1
+
+
+@pytest.mark.slow
+def test_the_configuration_has_a_plan_of_its_own(tmp_path: Path) -> None:
+    assert "Sharded the model by the plan zero3" in command(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------ refusals
+
+
+def convert(folder: Path, kind: str) -> str:
+    """The sentence about a model with converted layers."""
+    join()
+    from torchtitan.models.llama3 import model_registry
+
+    config = configure(folder, "zero3")
+    config.model_spec = model_registry("debugmodel", converters=[converter(kind)])
+    with pytest.raises(UsageError) as caught:
+        build(config)
+    return str(caught.value)
+
+
+def converter(kind: str) -> Any:
+    """The configuration of a converter that this machine can apply."""
+    if kind == "float8":
+        from torchtitan.components.quantization.float8 import Float8LinearConverter
+
+        return Float8LinearConverter.Config(emulate=True)
+    from torchtitan.components.lora import LoRAConverter
+
+    return LoRAConverter.Config()
+
+
+@pytest.mark.skipif(V02, reason="0.2 names converters in its configuration: see test_torchtitan.py")
+def test_float8_layers_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    for sentence in run_ranks(2, convert, tmp_path, "float8", timeout=120):
+        assert "float8" in sentence
