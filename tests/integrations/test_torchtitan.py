@@ -142,7 +142,7 @@ def bytes_and_second_call(folder: Path) -> tuple[dict[str, int], dict[str, int],
     trainer.train()
     model = trainer.model_parts[0]
     tw.traffic(model)
-    trainer.config.training.steps = 4
+    config.training.steps = 4
     trainer.train()
     sent = {lane: sum(by_scope.values()) for lane, by_scope in tw.traffic(model).items()}
     program = runtime(model).schedule.programs.program(2, clip=False)

@@ -221,7 +221,8 @@ def record(trainer: Any) -> Results:
         log_validation(loss=loss, step=step)
 
     def noting_gradients(*args: Any) -> None:
-        gradients = [whole(parameter.grad) for parameter in trainer.model_parts[0].parameters()]
+        trained = [parameter for parameter in trainer.model_parts[0].parameters() if parameter.requires_grad]
+        gradients = [whole(parameter.grad) for parameter in trained]
         results.clipped.append(float(torch.cat([value.double().flatten() for value in gradients]).norm()))
 
     processor.log, processor.log_validation = noting, noting_validation
