@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +26,7 @@ from torchtitan.tools.logging import logger
 import thinwire as tw
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.collectives.group import control
-from thinwire.errors import UsageError
+from thinwire.errors import CheckpointError, UsageError
 from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.memory.initial import Region
@@ -41,6 +42,9 @@ __all__ = [
 
 _STATES: Final = (TRAIN_STATE, LR_SCHEDULER)
 """Parts of the trainer that are equal on every rank."""
+
+_OF_WEIGHTS: Final = (".metadata", "model.safetensors.index.json")
+"""Files of torchtitan's own checkpoints, one of which each has."""
 
 _REMEDY: Final = "Look at state_dict() of your data loader"
 
@@ -218,7 +222,11 @@ class CheckpointsOfShares(CheckpointManager):
         self.states[MODEL] = _WholeModel(model)
 
     def dcp_save(self, state_dict: dict[str, Any], checkpoint_id: str, *rest: Any, **options: Any) -> Any:
-        """Save all states as shares, or weights alone as torchtitan does. Collective."""
+        """Save all states as shares, or weights alone as torchtitan does. Collective.
+
+        A checkpoint of the same step is replaced, whatever it holds.
+        """
+        _make_way(Path(checkpoint_id), shares=MODEL in state_dict)
         if MODEL not in state_dict:
             return super().dcp_save(state_dict, checkpoint_id, *rest, **options)
         extra = {name: encoded(state_dict[name].state_dict(), _REMEDY) for name in _STATES}
@@ -248,12 +256,35 @@ class CheckpointsOfShares(CheckpointManager):
                 _continue(state_dict[DATALOADER], extra[DATALOADER])
 
     def _find_load_step(self, folder: str = "") -> int:
-        saved = Path(folder or self.folder).glob(f"step-*/{MANIFEST_NAME}")
+        place = Path(folder or self.folder)
+        saved = place.glob(f"step-*/{MANIFEST_NAME}")
         steps = [int(match[1]) for path in saved if (match := re.fullmatch(r"step-(\d+)", path.parent.name))]
-        return max(steps, default=-1) if max(steps, default=-1) >= 0 else super()._find_load_step(folder)
+        of_weights: int = super()._find_load_step(folder)
+        if not steps:
+            return of_weights
+        if of_weights > max(steps):
+            logger.warning(
+                "%s has weights alone: training goes on from step %d", place / f"step-{of_weights}", max(steps)
+            )
+        return max(steps)
 
     def _flattened_model_states_sd(self, state_dict: dict[str, Any] | None = None) -> dict[str, Any]:
         return dict(self.states if state_dict is None else state_dict)
+
+
+def _make_way(directory: Path, *, shares: bool) -> None:
+    """Delete the checkpoint of a step that is saved again with other files, as torchtitan overwrites its own.
+    Collective."""
+
+    def delete() -> None:
+        if control().rank:
+            return
+        is_ours = Path(directory, MANIFEST_NAME).is_file()
+        is_of_weights = not is_ours and any(Path(directory, name).is_file() for name in _OF_WEIGHTS)
+        if is_of_weights if shares else is_ours:
+            shutil.rmtree(directory)
+
+    control().agree(delete, lambda problems: CheckpointError(f"{directory} cannot be replaced: {problems[0]}"))
 
 
 def _position(loader: Any) -> Any:

@@ -70,6 +70,8 @@ class ThinwireTrainer(Trainer):
         SpecError: There is no such preset or file, or the plan is for another number of ranks.
     """
 
+    checkpointer: ShardedCheckpoints
+
     def __init__(self, job_config: JobConfig, plan: str | Path | None = None) -> None:
         self.plan = str(plan if plan is not None else getattr(job_config, "plan", "zero3"))
         _refuse_job(job_config)
