@@ -179,6 +179,7 @@ def refuse(folder: Path, cases: Sequence[tuple[dict[str, Any], str]]) -> None:
 
 REFUSED = [
     ({"checkpoint.create_seed_checkpoint": True}, "checkpoint.create_seed_checkpoint = True"),
+    ({"comm.mode": "fake_backend"}, "comm.mode = 'fake_backend'"),
     ({"parallelism.tensor_parallel_degree": 2}, "parallelism.tensor_parallel_degree = 2"),
     ({"parallelism.pipeline_parallel_degree": 2}, "parallelism.pipeline_parallel_degree = 2"),
     ({"parallelism.context_parallel_degree": 2}, "parallelism.context_parallel_degree = 2"),

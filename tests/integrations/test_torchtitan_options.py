@@ -52,7 +52,7 @@ def test_it_computes_in_bfloat16_as_torchtitan_does(tmp_path: Path, accumulate: 
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["zero3", "zero1"])
 def test_a_mixture_of_experts_trains(tmp_path: Path, plan: str) -> None:
-    want, got = run_ranks(4, beside, tmp_path, {}, {"experts": True}, plan, timeout=250)[0]
+    want, got = run_ranks(4, beside, tmp_path, {}, {"model": "experts"}, plan, timeout=250)[0]
     assert_close(want, got, 5e-5)
 
 
@@ -75,6 +75,28 @@ def test_schedules_of_the_learning_rate_are_torchtitans(tmp_path: Path) -> None:
     want, got = run_ranks(2, beside, tmp_path, changes, {}, "zero1", timeout=250)[0]
     assert_close(want, got, 1e-5)
     assert len(set(want.rates.values())) > 10
+
+
+def of_tied(folder: Path, plan: str | None) -> Results:
+    """A run whose head is the embedding, with four sequences a step on any number of ranks."""
+    join()
+    accumulate = 4 // torch.distributed.get_world_size()
+    return train(configure(folder, plan, accumulate=accumulate, model="tied"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["zero3", "zero1"])
+def test_tied_embeddings_train_as_on_one_rank(tmp_path: Path, plan: str) -> None:
+    (want,) = run_ranks(1, of_tied, tmp_path, None, timeout=200)
+    got = run_ranks(4, of_tied, tmp_path, plan, timeout=200)[0]
+    assert_close(want, got, 1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(V02, reason="torchtitan 0.2 has no LoRA")
+def test_lora_trains_alike(tmp_path: Path) -> None:
+    want, got = run_ranks(2, beside, tmp_path, {}, {"model": "lora"}, "zero3", timeout=250)[0]
+    assert_close(want, got, 1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ resuming
@@ -104,6 +126,30 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: Path, worke
         assert rest.rates == {step: rate for step, rate in whole.rates.items() if step > 3}
         for name, value in whole.weights.items():
             assert torch.equal(rest.weights[name], value), name
+
+
+def go_on(folder: Path, steps: int, weights_alone: bool) -> dict[int, float]:
+    """Train in a folder up to a step, with a checkpoint every two; returns the losses."""
+    join()
+    config = configure(folder, "zero3")
+    change(config, {"training.steps": steps, "lr_scheduler.total_steps": STEPS, "checkpoint.enable": True})
+    change(config, {"checkpoint.interval": 2, "checkpoint.last_save_model_only": weights_alone})
+    return train(config).losses
+
+
+@pytest.mark.slow
+def test_a_run_that_has_ended_goes_on_in_its_folder(tmp_path: Path) -> None:
+    first = run_ranks(2, go_on, tmp_path, 4, True, timeout=120)[0]
+    second = run_ranks(2, go_on, tmp_path, 6, True, timeout=120)[0]
+    assert list(second) == [3, 4, 5, 6]  # step 4 had saved weights alone
+    assert second[3] == first[3]
+    assert second[4] == first[4]
+    kept = {path.parent.name for path in tmp_path.glob("checkpoint/step-*/thinwire-manifest.json")}
+    assert kept == {"step-2", "step-4"}
+    assert (tmp_path / "checkpoint/step-6/.metadata").is_file()
+    run_ranks(2, go_on, tmp_path, 8, False, timeout=120)
+    third = run_ranks(2, go_on, tmp_path, 10, True, timeout=120)[0]
+    assert list(third) == [9, 10]
 
 
 # ------------------------------------------------------------------------------------------------------ the command

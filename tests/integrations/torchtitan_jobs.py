@@ -79,7 +79,7 @@ def configure(
     accumulate: int = 1,
     clip: float = 1.0,
     sequences: int = 1,
-    experts: bool = False,
+    model: str = "llama",
     text: Path | None = None,
     recomputation: str = "selective",
 ) -> Any:
@@ -94,12 +94,13 @@ def configure(
         accumulate: Micro-batches of a step.
         clip: Largest norm of the gradient.
         sequences: Sequences of a micro-batch.
-        experts: Whether the second layer is a mixture of experts.
+        model: ``llama``; ``experts``, whose second layer is a mixture of experts; ``tied``, whose head is the
+            embedding; or ``lora``, which 0.2 lacks.
         text: Directory that :func:`write_text` has filled, to read it by torchtitan's own loader.
         recomputation: Activation checkpointing: ``selective``, ``full`` or ``none``.
     """
     world = dist.get_world_size()
-    config = (_configured_v02 if V02 else _configured)(folder, plan, sequences, experts, text)
+    config = (_configured_v02 if V02 else _configured)(folder, plan, sequences, model, text)
     options = {"training.max_norm": clip, "training.global_batch_size": world * sequences * accumulate}
     change(config, {**options, "validator.freq": 7})
     if V02:
@@ -120,17 +121,23 @@ def job() -> Any:
     return sharded(debug_config(2, "", length=16, batch=1), plan="zero3")
 
 
-def _configured(folder: Path, plan: str | None, sequences: int, experts: bool, text: Path | None) -> Any:
+def _configured(folder: Path, plan: str | None, sequences: int, model: str, text: Path | None) -> Any:
     from examples.torchtitan_debug import debug_config
+    from torchtitan.components.lora import LoRAConverter
     from torchtitan.components.tokenizer import HuggingFaceTokenizer
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
-    from torchtitan.models.deepseek_v3 import model_registry
+    from torchtitan.models import deepseek_v3, llama3, qwen3
 
     from thinwire.integrations.torchtitan import sharded
 
     config = debug_config(STEPS, str(folder), length=16, batch=sequences)
-    if experts:
-        config.model_spec = model_registry("debugmodel")
+    if model == "experts":
+        config.model_spec = deepseek_v3.model_registry("debugmodel")
+    elif model == "tied":
+        config.model_spec = qwen3.model_registry("debugmodel")
+        config.model_spec.model.enable_weight_tying = True
+    elif model == "lora":
+        config.model_spec = llama3.model_registry("debugmodel", converters=[LoRAConverter.Config(rank=4)])
     if text is not None:
         config.dataloader = HuggingFaceTextDataLoader.Config(dataset="c4_test", dataset_path=str(text / "text"))
         config.tokenizer, config.hf_assets_path = HuggingFaceTokenizer.Config(), str(text)
@@ -143,15 +150,16 @@ def _configured(folder: Path, plan: str | None, sequences: int, experts: bool, t
     return config
 
 
-def _configured_v02(folder: Path, plan: str | None, sequences: int, experts: bool, text: Path | None) -> Any:
+def _configured_v02(folder: Path, plan: str | None, sequences: int, model: str, text: Path | None) -> Any:
     from examples.torchtitan_v02_debug import counted, debug_config
-    from torchtitan.models import deepseek_v3, llama3
+    from torchtitan.models import deepseek_v3, llama3, qwen3
     from torchtitan.protocols import train_spec
 
     config = debug_config(STEPS, str(folder), length=16, batch=sequences)
     config.model.name = "debug"
-    spec = (deepseek_v3 if experts else llama3).get_train_spec()
-    spec.model_args = {"debugmodel": dataclasses.replace(spec.model_args["debugmodel"], n_layers=2)}
+    spec = {"llama": llama3, "experts": deepseek_v3, "tied": qwen3}[model].get_train_spec()
+    changed = {"enable_weight_tying": True} if model == "tied" else {}
+    spec.model_args = {"debugmodel": dataclasses.replace(spec.model_args["debugmodel"], n_layers=2, **changed)}
     if text is None:
         spec = counted(spec)
     else:

@@ -37,6 +37,7 @@ ELSEWHERE = {
     r"--device cuda": "needs a GPU",
     r"deepspeed\d": "needs `make bench-peers`",
     r"examples/torchtitan": "needs torchtitan; tests/integrations/test_torchtitan.py runs it",
+    r"build/frameworks/": "needs an environment that `make test-frameworks` makes",
     r"launchers/ray_train": "needs Ray; `make check-launchers` runs it",
 }
 """Commands that are parsed and not run: what they match, as ``page: $ command``, and why."""

@@ -38,6 +38,7 @@ import thinwire as tw
 from thinwire.integrations.torchtitan_parts import (
     CheckpointsOfShares,
     begin_micro_batch_of,
+    refuse_other_jobs,
     refuse_other_parallelism,
     refuse_training,
     shard,
@@ -83,11 +84,7 @@ class ThinwireTrainer(Trainer):
                 "training.disable_cuda_graphs = False: a captured graph cannot contain thinwire's collectives; set it "
                 "to True"
             )
-        if config.checkpoint.create_seed_checkpoint:
-            raise UsageError(
-                "checkpoint.create_seed_checkpoint = True: every plan starts from the same values for a debug.seed; "
-                "leave it out"
-            )
+        refuse_other_jobs(config)
         assert config.model_spec is not None
         split = functools.partial(parallelize, plan=config.plan)
         config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=split)

@@ -35,6 +35,7 @@ from thinwire.sharding.runtime import runtime_of
 __all__ = [
     "CheckpointsOfShares",
     "begin_micro_batch_of",
+    "refuse_other_jobs",
     "refuse_other_parallelism",
     "refuse_training",
     "shard",
@@ -120,6 +121,24 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
             yield from child.children()
         elif sum(parameter.numel() for parameter in child.parameters()) > 1 << 16:
             yield child
+
+
+def refuse_other_jobs(job: Any) -> None:
+    """Refuse jobs that do not train on real ranks. Call this before torchtitan joins them.
+
+    Args:
+        job: Configuration of the whole job.
+
+    Raises:
+        UsageError: The job writes initial values, or has no real ranks.
+    """
+    if job.checkpoint.create_seed_checkpoint:
+        raise UsageError(
+            "checkpoint.create_seed_checkpoint = True: every plan starts from the same values for a debug.seed; "
+            "leave it out"
+        )
+    if job.comm.mode != "default":
+        raise UsageError(f"comm.mode = {job.comm.mode!r}: thinwire exchanges over real ranks; use 'default'")
 
 
 def refuse_other_parallelism(parallel_dims: Any, parallelism: Any) -> None:

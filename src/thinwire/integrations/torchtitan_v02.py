@@ -40,6 +40,7 @@ from thinwire.integrations.optimizers import over_shares
 from thinwire.integrations.torchtitan_parts import (
     CheckpointsOfShares,
     begin_micro_batch_of,
+    refuse_other_jobs,
     refuse_other_parallelism,
     refuse_training,
     shard,
@@ -112,11 +113,7 @@ class ThinwireTrainer(Trainer):
 
 
 def _refuse_job(job_config: JobConfig) -> None:
-    if job_config.checkpoint.create_seed_checkpoint:
-        raise UsageError(
-            "checkpoint.create_seed_checkpoint = True: every plan starts from the same values for a debug.seed; "
-            "leave it out"
-        )
+    refuse_other_jobs(job_config)
     if job_config.model.converters:
         raise UsageError(
             f"model.converters = {job_config.model.converters!r}: float8 and other converted layers gather weights "
