@@ -23,6 +23,9 @@ TESTS: Final = {
 }
 """Files of tests/integrations that use a framework."""
 
+BESIDE: Final = {"torchtitan": ("torchao>=0.18",)}
+"""What a framework's tests need that it does not require: for torchtitan, float8 layers."""
+
 
 def environment(release: str) -> Path:
     """Make the environment of a release, unless it exists, and return its interpreter.
@@ -42,7 +45,7 @@ def environment(release: str) -> Path:
     shared = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     (Path(own) / "shared-packages.pth").write_text(shared)
     pip = [str(interpreter), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, release], check=True)
+    subprocess.run([*pip, release, *BESIDE.get(release.partition("==")[0], ())], check=True)
     return interpreter
 
 

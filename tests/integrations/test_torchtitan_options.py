@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import re
 import subprocess
@@ -38,7 +39,6 @@ def assert_close(want: Results, got: Results, relative: float) -> None:
     assert got.losses == pytest.approx(want.losses, rel=relative)
     assert got.norms == pytest.approx(want.norms, rel=20 * relative)
     assert got.rates == pytest.approx(want.rates)
-    assert want.losses[STEPS] < want.losses[1]
 
 
 @pytest.mark.slow
@@ -97,6 +97,11 @@ def test_tied_embeddings_train_as_on_one_rank(tmp_path: Path, plan: str) -> None
 def test_lora_trains_alike(tmp_path: Path) -> None:
     want, got = run_ranks(2, beside, tmp_path, {}, {"model": "lora"}, "zero3", timeout=250)[0]
     assert_close(want, got, 1e-5)
+    adapters = {name: value for name, value in got.weights.items() if name.endswith("lora_b.weight")}
+    assert adapters
+    for name, value in adapters.items():
+        assert value.count_nonzero() > 0, name  # they began as zeros
+        torch.testing.assert_close(value, want.weights[name], rtol=1e-4, atol=1e-5)
 
 
 # ------------------------------------------------------------------------------------------------------ resuming
@@ -112,6 +117,7 @@ def read_text(folder: Path, text: Path, resumes: bool, workers: int) -> Results:
         change(config, {"checkpoint.load_step": 3, "checkpoint.load_only": True})
     place = config.training.dataloader if V02 else config.dataloader
     place.num_workers = workers
+    multiprocessing.current_process()._config["daemon"] = False  # the ranks of tests are daemons, without children
     return train(config)
 
 

@@ -8,7 +8,6 @@ has no backward on CPUs; the override that :data:`DENSE_ATTENTION` names replace
 from __future__ import annotations
 
 import datetime
-import importlib
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -68,7 +67,8 @@ def use_cpu() -> None:
     torchtitan 0.3 also calls ``torch.distributed.set_timeout``, which releases of PyTorch lack up to 2.13. It is added
     there under the name that nightly builds have.
     """
-    importlib.import_module("torchtitan.tools.utils")
+    import torchtitan.tools.utils  # noqa: F401 - the module that chooses the device
+
     if not hasattr(dist, "set_timeout"):
         dist.set_timeout = _set_timeout  # type: ignore[attr-defined]
     device = CpuDevice()
