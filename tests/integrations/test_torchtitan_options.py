@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import re
@@ -188,6 +189,8 @@ steps = 2
 seq_len = 16
 local_batch_size = 1
 mixed_precision_param = "float32"
+[metrics]
+log_freq = 1
 [experimental]
 custom_import = "examples.torchtitan_v02_debug"
 """
@@ -209,31 +212,29 @@ def test_the_configuration_has_a_plan_of_its_own(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------ refusals
 
 
-def convert(folder: Path, kind: str) -> str:
-    """The sentence about a model with converted layers."""
+def test_the_module_for_another_release_names_the_right_one() -> None:
+    mine, other = "thinwire.integrations.torchtitan", "thinwire.integrations.torchtitan_v02"
+    if V02:
+        mine, other = other, mine
+    with pytest.raises(UsageError, match=f"^{other} is not for torchtitan .*: import from {mine}$"):
+        importlib.import_module(other)
+
+
+def convert(folder: Path) -> str:
+    """The sentence about a model with float8 layers."""
     join()
+    from torchtitan.components.quantization.float8 import Float8LinearConverter
     from torchtitan.models.llama3 import model_registry
 
     config = configure(folder, "zero3")
-    config.model_spec = model_registry("debugmodel", converters=[converter(kind)])
+    config.model_spec = model_registry("debugmodel", converters=[Float8LinearConverter.Config(emulate=True)])
     with pytest.raises(UsageError) as caught:
         build(config)
     return str(caught.value)
 
 
-def converter(kind: str) -> Any:
-    """The configuration of a converter that this machine can apply."""
-    if kind == "float8":
-        from torchtitan.components.quantization.float8 import Float8LinearConverter
-
-        return Float8LinearConverter.Config(emulate=True)
-    from torchtitan.components.lora import LoRAConverter
-
-    return LoRAConverter.Config()
-
-
 @pytest.mark.skipif(V02, reason="0.2 names converters in its configuration: see test_torchtitan.py")
 def test_float8_layers_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("torchao")
-    for sentence in run_ranks(2, convert, tmp_path, "float8", timeout=120):
+    for sentence in run_ranks(2, convert, tmp_path, timeout=120):
         assert "float8" in sentence
