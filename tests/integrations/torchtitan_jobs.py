@@ -256,4 +256,7 @@ def train(config: Any) -> Results:
     trainer.train()
     results.weights = whole_weights(trainer)
     trainer.close()
+    batches = getattr(trainer.dataloader, "_iterator", None)
+    if hasattr(batches, "_shutdown_workers"):
+        batches._shutdown_workers()  # they would outlive a rank that is ended
     return results
