@@ -13,6 +13,8 @@ import argparse
 import ctypes
 import datetime
 import gc
+import importlib.metadata
+import importlib.util
 import itertools
 import json
 import multiprocessing
@@ -22,16 +24,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from traceback import walk_stack
+from types import FrameType
+from typing import Any, Final
 
-from thinwire.cost import ZeroSettings, peer_memory
+from thinwire.cost import HOST, Memory, ZeroSettings, largest_memory, peer_memory
 from thinwire.spec import ModelSpec, Plan
 from thinwire.testing.ranks import free_port
 
 SYSTEMS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
+OURS: Final = "thinwire-"
+KINDS: Final[dict[str, dict[str, Any]]] = {
+    "plain": {},
+    "accumulate": {"micro_batches": 3},
+    "recompute": {"recompute": True},
+    "both": {"micro_batches": 3, "recompute": True},
+}
+"""Kinds of steps."""
+
 SHAPES = {
     "wide": {"vocab": 8192, "hidden": 768, "layers": 6, "heads": 12, "kv_heads": 12, "ffn": 2048, "seq": 128},
     "deep": {"vocab": 4096, "hidden": 512, "layers": 12, "heads": 8, "kv_heads": 8, "ffn": 1408, "seq": 256},
@@ -68,6 +81,7 @@ class Sampler(threading.Thread):
 
     Attributes:
         peak: Most bytes allocated so far.
+        stack: Calls of the thread that made the sampler, when they were allocated; outermost first.
     """
 
     def __init__(self) -> None:
@@ -75,6 +89,8 @@ class Sampler(threading.Thread):
         self._libc = _libc()
         self._finished = threading.Event()
         self.peak = 0
+        self.stack: list[str] = []
+        self._watched = threading.current_thread().ident
 
     def allocated(self) -> int:
         """Bytes that the process has allocated now."""
@@ -83,7 +99,10 @@ class Sampler(threading.Thread):
 
     def run(self) -> None:
         while not self._finished.wait(0.0002):
-            self.peak = max(self.peak, self.allocated())
+            now = self.allocated()
+            if now > self.peak:
+                self.peak, frame = now, sys._current_frames()[self._watched]
+                self.stack = [_call(frame, line) for frame, line in walk_stack(frame)][::-1]
 
     def finish(self) -> int:
         """Stop, and return the peak."""
@@ -92,176 +111,262 @@ class Sampler(threading.Thread):
         return self.peak
 
 
+def _call(frame: FrameType, line: int) -> str:
+    return f"{frame.f_code.co_qualname} ({Path(frame.f_code.co_filename).name}:{line})"
+
+
 @dataclass(frozen=True)
-class Trained:
-    """A model as a system has wrapped it.
+class Case:
+    """What one measurement trains.
 
     Attributes:
-        forward: Computes the loss of ids of shape [1, seq + 1].
-        finish: Backward and update.
+        system: One of ``SYSTEMS``, or ``thinwire-`` and the name of a preset.
+        shape: One of ``SHAPES``.
+        ranks: Number of ranks.
+        micro_batches: Micro-batches of a step.
+        recompute: Whether blocks are recomputed in the backward.
     """
 
-    forward: Callable[[Any], Any]
-    finish: Callable[[Any], None]
+    system: str
+    shape: str
+    ranks: int
+    micro_batches: int = 1
+    recompute: bool = False
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of thinwire's systems; for others, it carries ranks and batch."""
+        name = self.system.removeprefix(OURS) if self.system.startswith(OURS) else "ddp"
+        # Two nodes of two ranks: presets that differ inside of nodes and across need both.
+        nodes = 2 if self.ranks % 4 == 0 else 1
+        batch = {"micro_batches": self.micro_batches, "recompute": self.recompute}
+        return Plan.preset(name, nodes=nodes, local=self.ranks // nodes, **batch)
 
 
-def build(system: str, shape: dict[str, int]) -> Trained:
-    """A system around a model of a shape, whose whole fp32 weights are freed once it is built."""
-    import torch
+Step = Callable[[list[Any]], None]
+"""Trains one step on micro-batches of ids, each of shape [1, seq + 1]."""
 
+
+def build(case: Case, shape: dict[str, int]) -> Step:
+    """The step of a system around a model of a shape, whose whole fp32 weights are freed once it is built."""
     from thinwire.train.models.llama import Llama, LlamaConfig
 
-    model: Any = Llama(LlamaConfig(**shape))
-    if system.startswith("zero"):
-        return _deepspeed(model, int(system[-1]))
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    if system == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model: Any = Llama(LlamaConfig(**shape, recompute=case.recompute))
+    if case.system.startswith(OURS):
+        return _thinwire(model, case)
+    if case.system.startswith("zero"):
+        return _deepspeed(model, case)
+    return _ddp(model) if case.system == "ddp" else _fsdp2(model)
 
-        def context() -> AbstractContextManager[Any]:
-            return torch.autocast("cpu", torch.bfloat16)
-    else:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        for block in model.layers:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+def _loss(model: Any, ids: Any, count: int) -> Any:
+    return model(ids[:, :-1], labels=ids[:, 1:]).loss / count
 
-    def forward(ids: torch.Tensor) -> torch.Tensor:
-        with context():
-            loss: torch.Tensor = model(ids[:, :-1], labels=ids[:, 1:]).loss
-        return loss
 
-    def finish(loss: torch.Tensor) -> None:
-        loss.backward()
+def _thinwire(model: Any, case: Case) -> Step:
+    import torch
+
+    import thinwire as tw
+
+    model = tw.shard(model, case.plan)
+    optim = tw.optimizer(model, torch.optim.AdamW, lr=1e-3, fused=True)
+
+    def step(batch: list[Any]) -> None:
+        for ids in tw.micro_batches(model, batch):
+            _loss(model, ids, len(batch)).backward()
         optim.step()
         optim.zero_grad()
 
-    return Trained(forward, finish)
+    return step
 
 
-def _deepspeed(model: Any, stage: int) -> Trained:
+def _ddp(model: Any) -> Step:
+    import torch
+
+    model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(batch: list[Any]) -> None:
+        for index, ids in enumerate(batch, 1):
+            with model.no_sync() if index < len(batch) else nullcontext():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = _loss(model, ids, len(batch))
+                loss.backward()
+            del loss
+        optim.step()
+        optim.zero_grad()
+
+    return step
+
+
+def _fsdp2(model: Any) -> Step:
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for block in model.layers:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+    def step(batch: list[Any]) -> None:
+        for ids in batch:
+            _loss(model, ids, len(batch)).backward()
+        optim.step()
+        optim.zero_grad()
+
+    return step
+
+
+def _deepspeed(model: Any, case: Case) -> Step:
     import deepspeed
     import torch
 
     zero = {
-        "stage": stage,
+        "stage": int(case.system[-1]),
         "overlap_comm": False,
         "reduce_bucket_size": ZERO.reduce_bucket,
         "allgather_bucket_size": ZERO.reduce_bucket,
         "stage3_max_live_parameters": ZERO.live,
-        "stage3_max_reuse_distance": ZERO.prefetch,
+        "stage3_max_reuse_distance": ZERO.reuse,
         "stage3_prefetch_bucket_size": ZERO.prefetch,
         "stage3_param_persistence_threshold": 10_000,
     }
     optim = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": case.micro_batches,
+        "bf16": {"enabled": True},
+        "zero_optimization": zero,
+    }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optim, config=config)
 
-    def finish(loss: torch.Tensor) -> None:
-        engine.backward(loss)
-        engine.step()
+    def step(batch: list[Any]) -> None:
+        for ids in batch:
+            engine.backward(_loss(engine, ids, 1))
+            engine.step()
 
-    return Trained(lambda ids: engine(ids[:, :-1], labels=ids[:, 1:]).loss, finish)
+    return step
 
 
-def _train(system: str, shape: dict[str, int]) -> Iterator[None]:
+def _train(case: Case, shape: dict[str, int]) -> Iterator[None]:
     """Train for some steps; yields after each."""
     import torch
 
-    trained = build(system, shape)
+    step = build(case, shape)
     gc.collect()
     for _ in range(STEPS):
-        loss = trained.forward(torch.randint(0, shape["vocab"], (1, shape["seq"] + 1)))
-        trained.finish(loss)
-        del loss
+        step([torch.randint(0, shape["vocab"], (1, shape["seq"] + 1)) for _ in range(case.micro_batches)])
         yield
 
 
-def _rank(system: str, shape: str, rank: int, world: int, port: int, results: Any) -> None:
+def _rank(case: Case, rank: int, port: int, results: Any) -> None:
     _libc().mallopt(M_MMAP_THRESHOLD, 1 << 16)  # so that large tensors are returned to the kernel when they are freed
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(world), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"WORLD_SIZE": str(case.ranks), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    if system.startswith("zero"):
+    if case.system.startswith("zero"):
         import deepspeed
 
         deepspeed.init_distributed("gloo")
     else:
-        dist.init_process_group("gloo", rank=rank, world_size=world)
-    for _ in _train(system, TINY):
+        dist.init_process_group("gloo", rank=rank, world_size=case.ranks)
+    for _ in _train(case, TINY):
         pass
     gc.collect()
     sampler = Sampler()
     base = sampler.allocated()
-    for step, _ in enumerate(_train(system, SHAPES[shape])):
+    for step, _ in enumerate(_train(case, SHAPES[case.shape])):
         if step == STEPS - 2:
             sampler.start()
-    results.put(sampler.finish() - base)
+    results.put((sampler.finish() - base, sampler.stack))
     results.close()
     results.join_thread()
     dist.barrier()
     os._exit(0)  # DeepSpeed's threads and handlers would only delay the end
 
 
-def measured(system: str, shape: str, world: int, *, timeout: float = 300.0) -> int:
+def measured(case: Case, *, timeout: float = 300.0) -> tuple[int, list[str]]:
     """Peak bytes of a rank above what its process needs without a model.
 
     Args:
-        system: One of ``SYSTEMS``.
-        shape: One of ``SHAPES``.
-        world: Number of ranks.
+        case: What to train.
         timeout: Most seconds to wait.
+
+    Returns:
+        The bytes, and what the main thread of that rank was doing when it needed them, outermost call first.
     """
     context = multiprocessing.get_context("spawn")
     results, port = context.Queue(), free_port()
-    ranks = [context.Process(target=_rank, args=(system, shape, rank, world, port, results)) for rank in range(world)]
+    ranks = [context.Process(target=_rank, args=(case, rank, port, results)) for rank in range(case.ranks)]
     for process in ranks:
         process.start()
     deadline = time.monotonic() + timeout
-    peaks = [results.get(timeout=max(1.0, deadline - time.monotonic())) for _ in ranks]
-    for process in ranks:
-        process.join(30)
-    return int(max(peaks))
+    try:
+        peaks = [results.get(timeout=max(1.0, deadline - time.monotonic())) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+    peak: int
+    peak, stack = max(peaks)
+    return peak, stack
 
 
-def estimated(system: str, shape: str, world: int) -> int:
+def estimated(case: Case) -> Memory:
     """The estimate for the same step, without overhead."""
-    model = ModelSpec(kind="llama", **SHAPES[shape])
-    return peer_memory(system, model, Plan.preset("ddp", nodes=1, local=world), overhead=0, zero=ZERO).total
+    model = ModelSpec(kind="llama", **SHAPES[case.shape])
+    device = replace(HOST, touched_only=False)  # the samplers count what is allocated, as a GPU's allocator does
+    if case.system.startswith(OURS):
+        return largest_memory(model, case.plan, seq=model.seq, overhead=0, device=device)
+    return peer_memory(case.system, model, case.plan, overhead=0, zero=ZERO, device=device)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", default=",".join(SYSTEMS), help="also thinwire-zero3, for any preset")
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--ranks", default="2,4")
+    parser.add_argument("--steps", default=",".join(KINDS), help="kinds of steps: plain, accumulate, recompute, both")
+    parser.add_argument("--peaks", action="store_true", help="print estimates by content, and calls at the peak")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     rows = []
-    worlds = map(int, arguments.ranks.split(","))
-    for shape, system, world in itertools.product(arguments.shapes.split(","), arguments.systems.split(","), worlds):
-        guess, peak = estimated(system, shape, world), measured(system, shape, world)
-        rows.append({"shape": shape, "system": system, "ranks": world, "estimated": guess, "measured": peak})
-        print(f"{shape:10} {system:6} {world} ranks  {guess:13,}  {peak:13,}  {guess / peak - 1:+.1%}", flush=True)
-    if arguments.json:
-        import torch
+    chosen = [value.split(",") for value in (arguments.shapes, arguments.steps, arguments.systems, arguments.ranks)]
+    for shape, kind, system, ranks in itertools.product(*chosen):
+        case = Case(system, shape, int(ranks), **KINDS[kind])
+        guess = estimated(case)
+        peak, stack = measured(case)
+        row = {"shape": shape, "system": system, "ranks": case.ranks, "step": kind}
+        rows.append({**row, "estimated": guess.total, "measured": peak})
+        print(
+            f"{shape:10} {kind:10} {system:14} {ranks} ranks  {guess.total:13,}  {peak:13,}  {guess.total / peak - 1:+.1%}",
+            flush=True,
+        )
+        if arguments.peaks:
+            print("  ", {name: round(part / 2**20, 1) for name, part in guess.by_part().items() if part})
+            print("\n".join(f"    {call}" for call in stack[-12:]))
+        if arguments.json:
+            _write(arguments.json, rows)
 
-        document = {
-            "rows": rows,
-            "shapes": SHAPES,
-            "date": datetime.date.today().isoformat(),
-            "machine": platform.machine(),
-            "torch": torch.__version__,
-            "command": " ".join(["python", *sys.argv]),
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> None:
+    import torch
+
+    document = {
+        "rows": rows,
+        "shapes": SHAPES,
+        "date": datetime.date.today().isoformat(),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+        "deepspeed": importlib.metadata.version("deepspeed") if importlib.util.find_spec("deepspeed") else None,
+        "command": " ".join(["python", *sys.argv]),
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ import pytest
 
 from thinwire.cost import (
     AMSP_STATES,
+    GPU,
+    HOST,
     FlatCollectives,
     NominalRates,
     Pricer,
@@ -194,7 +196,7 @@ def test_moves_of_an_operation_send_what_its_hops_say() -> None:
 def test_memory_counts_what_is_under_way_and_on_hosts_what_is_written() -> None:
     model, chosen = ModelSpec.preset("llama-7b"), plan("thinwire")
     infos = units(model, chosen)
-    needed, host = (memory(model, chosen, infos, seq=4096, touched_only=flag) for flag in (False, True))
+    needed, host = (memory(model, chosen, infos, seq=4096, device=device) for device in (GPU, HOST))
     # Buckets that are under way and the one that fills, each in bf16 and in fp32; not all gradients.
     bucket = chosen.bucket_bytes // 2
     assert 4 * 6 * bucket < needed.buffers < 2 * model.parameters

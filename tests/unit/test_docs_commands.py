@@ -24,7 +24,7 @@ PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in
 ELSEWHERE = {
     r"\$ sudo apt-get ": "changes the system",
     r"\$ make ": "works on the checkout; that the target exists is tested",
-    r"\$ python -m pip ": "changes the environment; tests/unit/test_packaging.py does it in one of its own",
+    r"\$ (python -m )?pip ": "changes the environment; tests/unit/test_packaging.py does it in one of its own",
     r"\$ (sbatch|kubectl|sky) ": "needs SLURM, Kubernetes or a cloud",
     r" recipes/(pretrain|launch)/": "needs GPUs and text; tests/unit/test_recipes.py starts small ones",
     r"\$ source ": "is for the reader's shell",
@@ -154,7 +154,7 @@ def test_every_exception_is_needed() -> None:
 @pytest.fixture
 def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that looks like the checkout, where commands may write."""
-    for name in ("recipes", "examples", "benchmarks"):
+    for name in ("README.md", "recipes", "examples", "benchmarks"):
         (tmp_path / name).symlink_to(ROOT / name)
     shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=shutil.ignore_patterns("generated"))
     monkeypatch.chdir(tmp_path)

@@ -22,7 +22,10 @@ from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
+    "GPU",
+    "HOST",
     "OVERHEAD",
+    "Device",
     "Memory",
     "PipelineShare",
     "States",
@@ -42,8 +45,26 @@ OVERHEAD = 1_500 << 20
 """Bytes of GPU memory that hold no tensors: contexts, communicators, libraries, fragmentation. A profile measures
 them."""
 
-_LOSS_CHUNK = 1 << 22
-"""Number of logits per chunk of the loss, which needs two fp32 copies of a chunk."""
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What ranks compute on, as far as it changes their memory.
+
+    Attributes:
+        loss_chunk: Most logits of which the built-in models' loss has fp32 copies at once.
+        touched_only: Whether memory counts when it is written, as on a host, rather than when it is allocated. With one
+            micro-batch, gradients go straight from autograd to the reduction, and the ``G`` shard is never written.
+    """
+
+    loss_chunk: int
+    touched_only: bool
+
+
+GPU = Device(loss_chunk=1 << 24, touched_only=False)
+"""Launches cost more than caches: the loss has copies of 64 MiB."""
+
+HOST = Device(loss_chunk=1 << 22, touched_only=True)
+"""Copies of 16 MiB stay in a processor's caches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +162,7 @@ def memory(
     seq: int,
     states: States | None = None,
     overhead: int = OVERHEAD,
-    touched_only: bool = False,
+    device: Device = GPU,
     share: int | None = None,
     stage: PipelineShare | None = None,
 ) -> Memory:
@@ -154,8 +175,7 @@ def memory(
         seq: Tokens per sequence.
         states: Bytes per parameter; default: those of thinwire's runtime.
         overhead: Bytes in use without a model.
-        touched_only: Whether memory counts when it is written, as on a host, rather than when it is allocated. With one
-            micro-batch, gradients go straight from autograd to the reduction, and the ``G`` shard is never written.
+        device: What ranks compute on.
         share: Number of elements on the rank that owns the most; default: computed from ``units``.
         stage: The rank's share of thinwire's own pipeline or tensor parallelism. The default describes any system: as
             many micro-batches in flight as on the first rank, the logits of the last, and no buffers for messages.
@@ -163,7 +183,7 @@ def memory(
     states = states or States.of(plan)
     share = _largest_share(units) if share is None else share
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
-    written_once = touched_only and plan.micro_batches == 1
+    written_once = device.touched_only and plan.micro_batches == 1
     return Memory(
         params=states.params * padded // plan.params.ranks,
         grads=states.grads * (share if plan.grads_like_optimizer or written_once else padded // plan.grads.ranks),
@@ -173,18 +193,20 @@ def memory(
         buffers=_buffers(plan, units) + _messages(model, plan, seq, stage),
         feedback=_feedback(plan, padded),
         activations=_activations(model, plan, seq, stage),
-        logits=logit_bytes(model, *_tokens(plan, seq)) if stage is None or stage.last else 0,
+        logits=logit_bytes(model, *_tokens(plan, seq), device) if stage is None or stage.last else 0,
         overhead=overhead,
     )
 
 
-def working_memory(model: ModelSpec, plan: Plan, *, seq: int, stage: PipelineShare) -> int:
+def working_memory(
+    model: ModelSpec, plan: Plan, *, seq: int, stage: PipelineShare, device: Device = GPU
+) -> int:
     """Bytes that depend on the micro-batch: activations, messages between stages, logits and the loss."""
-    logits = logit_bytes(model, *_tokens(plan, seq)) if stage.last else 0
+    logits = logit_bytes(model, *_tokens(plan, seq), device) if stage.last else 0
     return _activations(model, plan, seq, stage) + _messages(model, plan, seq, stage) + logits
 
 
-def largest_memory(model: ModelSpec, plan: Plan, *, seq: int, overhead: int, touched_only: bool = False) -> Memory:
+def largest_memory(model: ModelSpec, plan: Plan, *, seq: int, overhead: int, device: Device = GPU) -> Memory:
     """Peak memory of the rank that needs the most, under thinwire's own tensor and pipeline parallelism.
 
     Args:
@@ -192,13 +214,13 @@ def largest_memory(model: ModelSpec, plan: Plan, *, seq: int, overhead: int, tou
         plan: The plan.
         seq: Tokens per sequence.
         overhead: Bytes in use without a model.
-        touched_only: See :func:`memory`.
+        device: What ranks compute on.
     """
     by_stage = []
     for stage in demanding_stages(stages(model.layers, plan)):
         part = stage_model(model, stage.blocks)
         held = held_units(part, plan, stage)
-        needed = memory(part, plan, held, seq=seq, overhead=overhead, touched_only=touched_only, stage=stage)
+        needed = memory(part, plan, held, seq=seq, overhead=overhead, device=device, stage=stage)
         by_stage.append(needed)
     return max(by_stage, key=lambda needed: needed.total)
 
@@ -358,7 +380,9 @@ def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
     return tokens * (itemsize * width + softmax)
 
 
-def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int) -> tuple[int, ...]:
+def kept_activations(
+    model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int, device: Device = GPU
+) -> tuple[int, ...]:
     """Bytes that each part of a model keeps from its forward to its backward.
 
     Args:
@@ -366,6 +390,7 @@ def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *
         plan: The plan; micro-batch, tensor parallelism and recomputation matter.
         parts: Parts of the model.
         seq: Tokens per sequence.
+        device: What ranks compute on.
     """
     tokens, itemsize = -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
     inputs = tokens * model.hidden * itemsize
@@ -376,7 +401,7 @@ def kept_activations(model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *
     heads = [part.kind in ("head", "rest") for part in parts]
     last = len(heads) - 1 - heads[::-1].index(True) if any(heads) else -1
     return tuple(
-        share if part.kind == "block" else logit_bytes(model, tokens, itemsize) if index == last else 0
+        share if part.kind == "block" else logit_bytes(model, tokens, itemsize, device) if index == last else 0
         for index, part in enumerate(parts)
     )
 
@@ -418,7 +443,7 @@ def _messages(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare | Non
     return (forward + backward) * tokens * model.hidden * itemsize
 
 
-def logit_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
+def logit_bytes(model: ModelSpec, tokens: int, itemsize: int, device: Device = GPU) -> int:
     """Bytes of the logits of ``tokens`` tokens, their gradients and the loss."""
     logits = tokens * model.vocab
-    return 2 * logits * itemsize + 2 * 4 * min(logits, _LOSS_CHUNK)
+    return 2 * logits * itemsize + 2 * 4 * min(logits, device.loss_chunk)

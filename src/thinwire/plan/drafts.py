@@ -241,9 +241,7 @@ class Drafts:
             # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
             numel = sum(buffer.numel for unit in held for buffer in unit.buffers)
             model, share = stage_model(self.job.model, stage.blocks), numel // optimizer.ranks
-            needed = memory(
-                model, plan, held, seq=1, overhead=0, touched_only=self.job.on_host, share=share
-            )  # fmt: skip
+            needed = memory(model, plan, held, seq=1, overhead=0, device=self.job.device, share=share)
             sizes.append(needed.total - needed.activations - needed.logits)
         return tuple(sizes)
 
@@ -285,9 +283,10 @@ class Drafts:
 
     def _working(self, micro_batch: int, micro_batches: int, *, recompute: bool) -> tuple[int, ...]:
         plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
-        model, seq, overhead = self.job.model, self.job.seq, self.job.overhead
+        job = self.job
         return tuple(
-            working_memory(model, plan, seq=seq, stage=stage) + overhead for stage in self._demanding(micro_batches)
+            working_memory(job.model, plan, seq=job.seq, stage=stage, device=job.device) + job.overhead
+            for stage in self._demanding(micro_batches)
         )
 
     # -- communication -----------------------------------------------------------------------------------------------

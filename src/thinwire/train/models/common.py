@@ -15,15 +15,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.collectives.streams import streams_of
+from thinwire.cost import GPU, HOST
 
 IGNORED: Final = -100
 """Label of positions that the loss ignores, as in torch's cross-entropy."""
-
-_CHUNK_ELEMENTS: Final = 1 << 22
-"""Elements in the float32 working copy of the logits on a CPU: 16 MiB for any batch size and vocabulary."""
-
-_CHUNK_ELEMENTS_ON_GPU: Final = 1 << 24
-"""The same on a GPU, where launches cost more than caches: 64 MiB."""
 
 
 @dataclass
@@ -59,19 +54,24 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         logits, labels, normalisers, num_labels = ctx.saved_tensors
-        scale = grad_outputs[0] / num_labels
+        scale = (labels != IGNORED) * (grad_outputs[0] / num_labels)
         grad = torch.empty_like(logits)
         for rows in _row_chunks(logits):
-            share = torch.exp(logits[rows].float() - normalisers[rows].unsqueeze(-1))
-            target = labels[rows].clamp_min(0).unsqueeze(-1)
-            share.scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
-            grad[rows] = share.mul_((labels[rows] != IGNORED).unsqueeze(-1) * scale)
+            grad[rows] = _gradient(logits[rows], labels[rows], normalisers[rows], scale[rows])
         return grad, None
 
 
+def _gradient(logits: Tensor, labels: Tensor, normalisers: Tensor, scale: Tensor) -> Tensor:
+    """Softmax less one at the label, by row, in float32. A chunk's copies are freed before those of the next one."""
+    share = torch.exp(logits.float() - normalisers.unsqueeze(-1))
+    target = labels.clamp_min(0).unsqueeze(-1)
+    share.scatter_add_(-1, target, torch.full_like(target, -1, dtype=torch.float32))
+    return share.mul_(scale.unsqueeze(-1))
+
+
 def _row_chunks(logits: Tensor) -> list[slice]:
-    elements = _CHUNK_ELEMENTS if streams_of(logits.device) is None else _CHUNK_ELEMENTS_ON_GPU
-    step = max(1, elements // logits.shape[1])
+    device = HOST if streams_of(logits.device) is None else GPU
+    step = max(1, device.loss_chunk // logits.shape[1])
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
