@@ -1,4 +1,4 @@
-"""Measures the memory of DDP, FSDP2 and DeepSpeed's ZeRO on ranks of this machine, and compares it with estimates.
+"""Measures the memory of DDP, FSDP2 and DeepSpeed's ZeRO on ranks of the lab, and compares it with estimates.
 
     python benchmarks/peer_memory.py --systems ddp,fsdp2,zero1,zero2,zero3 --ranks 2,4 --json docs/results/memory.json
 
@@ -17,23 +17,22 @@ import importlib.metadata
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
 import platform
+import subprocess
 import sys
+import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from traceback import walk_stack
 from types import FrameType
 from typing import Any, Final
 
-from thinwire.cost import HOST, Memory, ZeroSettings, largest_memory, peer_memory
+from thinwire.cost import HOST_LOSS_CHUNK, Memory, ZeroSettings, largest_memory, peer_memory
 from thinwire.spec import ModelSpec, Plan
-from thinwire.testing.ranks import free_port
 
 SYSTEMS = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 OURS: Final = "thinwire-"
@@ -58,6 +57,11 @@ ZERO = ZeroSettings(reduce_bucket=5_000_000, live=15_000_000, prefetch=7_000_000
 """DeepSpeed's own defaults never free the parameters of a model of this size, and its bucket would hold all of it."""
 
 M_MMAP_THRESHOLD = -3
+
+REPORTS: Final = "PEER_MEMORY_REPORTS"
+"""Variable with the directory in which ranks of the lab report."""
+
+BANDWIDTH: Final = "500mbit"
 
 
 class _Mallinfo(ctypes.Structure):
@@ -122,7 +126,7 @@ class Case:
     Attributes:
         system: One of ``SYSTEMS``, or ``thinwire-`` and the name of a preset.
         shape: One of ``SHAPES``.
-        ranks: Number of ranks.
+        ranks: Number of ranks; half of them on each of two hosts.
         micro_batches: Micro-batches of a step.
         recompute: Whether blocks are recomputed in the backward.
     """
@@ -137,10 +141,8 @@ class Case:
     def plan(self) -> Plan:
         """The plan of thinwire's systems; for others, it carries ranks and batch."""
         name = self.system.removeprefix(OURS) if self.system.startswith(OURS) else "ddp"
-        # Two nodes of two ranks: presets that differ inside of nodes and across need both.
-        nodes = 2 if self.ranks % 4 == 0 else 1
         batch = {"micro_batches": self.micro_batches, "recompute": self.recompute}
-        return Plan.preset(name, nodes=nodes, local=self.ranks // nodes, **batch)
+        return Plan.preset(name, nodes=2, local=self.ranks // 2, **batch)
 
 
 Step = Callable[[list[Any]], None]
@@ -228,7 +230,7 @@ def _deepspeed(model: Any, case: Case) -> Step:
         "reduce_bucket_size": ZERO.reduce_bucket,
         "allgather_bucket_size": ZERO.reduce_bucket,
         "stage3_max_live_parameters": ZERO.live,
-        "stage3_max_reuse_distance": ZERO.reuse,
+        "stage3_max_reuse_distance": ZERO.prefetch,
         "stage3_prefetch_bucket_size": ZERO.prefetch,
         "stage3_param_persistence_threshold": 10_000,
     }
@@ -260,10 +262,10 @@ def _train(case: Case, shape: dict[str, int]) -> Iterator[None]:
         yield
 
 
-def _rank(case: Case, rank: int, port: int, results: Any) -> None:
+def _be_a_rank(case: Case) -> None:
+    """Train on this rank of the lab, and write its peak beside those of the others."""
     _libc().mallopt(M_MMAP_THRESHOLD, 1 << 16)  # so that large tensors are returned to the kernel when they are freed
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank), "LOCAL_RANK": str(rank)}
-    os.environ |= {"WORLD_SIZE": str(case.ranks), "DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
     os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     import torch
     import torch.distributed as dist
@@ -274,7 +276,7 @@ def _rank(case: Case, rank: int, port: int, results: Any) -> None:
 
         deepspeed.init_distributed("gloo")
     else:
-        dist.init_process_group("gloo", rank=rank, world_size=case.ranks)
+        dist.init_process_group("gloo")
     for _ in _train(case, TINY):
         pass
     gc.collect()
@@ -283,47 +285,47 @@ def _rank(case: Case, rank: int, port: int, results: Any) -> None:
     for step, _ in enumerate(_train(case, SHAPES[case.shape])):
         if step == STEPS - 2:
             sampler.start()
-    results.put((sampler.finish() - base, sampler.stack))
-    results.close()
-    results.join_thread()
+    report = {"peak": sampler.finish() - base, "stack": sampler.stack}
+    Path(os.environ[REPORTS], f"{dist.get_rank()}.json").write_text(json.dumps(report), encoding="utf-8")
     dist.barrier()
     os._exit(0)  # DeepSpeed's threads and handlers would only delay the end
 
 
-def measured(case: Case, *, timeout: float = 300.0) -> tuple[int, list[str]]:
+def measured(case: Case, *, bandwidth: str = BANDWIDTH, timeout: float = 400.0) -> tuple[int, list[str]]:
     """Peak bytes of a rank above what its process needs without a model.
 
     Args:
         case: What to train.
+        bandwidth: Of the lab's links. Where they are slow, as many reductions are in flight as a system allows.
         timeout: Most seconds to wait.
 
     Returns:
         The bytes, and what the main thread of that rank was doing when it needed them, outermost call first.
     """
-    context = multiprocessing.get_context("spawn")
-    results, port = context.Queue(), free_port()
-    ranks = [context.Process(target=_rank, args=(case, rank, port, results)) for rank in range(case.ranks)]
-    for process in ranks:
-        process.start()
-    deadline = time.monotonic() + timeout
-    try:
-        peaks = [results.get(timeout=max(1.0, deadline - time.monotonic())) for _ in ranks]
-    finally:
-        for process in ranks:
-            process.join(5)
-            process.kill()
-    peak: int
-    peak, stack = max(peaks)
-    return peak, stack
+    with tempfile.TemporaryDirectory(prefix="peer-memory-") as reports:
+        lab = ["lab", "--nodes", "2", "--ranks", str(case.ranks // 2), "--bandwidth", bandwidth, "--per", "rank", "--"]
+        rank = [sys.executable, __file__, "--rank", json.dumps(asdict(case))]
+        done = subprocess.run(
+            [sys.executable, "-m", "thinwire.cli.main", *lab, *rank],
+            env={**os.environ, REPORTS: reports},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in Path(reports).iterdir()]
+    if done.returncode or len(found) < case.ranks:
+        raise RuntimeError(f"{case} failed\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    most = max(found, key=lambda report: report["peak"])
+    return int(most["peak"]), most["stack"]
 
 
 def estimated(case: Case) -> Memory:
     """The estimate for the same step, without overhead."""
     model = ModelSpec(kind="llama", **SHAPES[case.shape])
-    device = replace(HOST, touched_only=False)  # the samplers count what is allocated, as a GPU's allocator does
     if case.system.startswith(OURS):
-        return largest_memory(model, case.plan, seq=model.seq, overhead=0, device=device)
-    return peer_memory(case.system, model, case.plan, overhead=0, zero=ZERO, device=device)
+        return largest_memory(model, case.plan, seq=model.seq, overhead=0, loss_chunk=HOST_LOSS_CHUNK)
+    return peer_memory(case.system, model, case.plan, overhead=0, zero=ZERO, loss_chunk=HOST_LOSS_CHUNK)
 
 
 def main() -> None:
@@ -333,20 +335,22 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--steps", default=",".join(KINDS), help="kinds of steps: plain, accumulate, recompute, both")
     parser.add_argument("--peaks", action="store_true", help="print estimates by content, and calls at the peak")
+    parser.add_argument("--bandwidth", default=BANDWIDTH, help="of the lab's links")
+    parser.add_argument("--rank", help=argparse.SUPPRESS)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.rank:
+        _be_a_rank(Case(**json.loads(arguments.rank)))
     rows = []
     chosen = [value.split(",") for value in (arguments.shapes, arguments.steps, arguments.systems, arguments.ranks)]
     for shape, kind, system, ranks in itertools.product(*chosen):
         case = Case(system, shape, int(ranks), **KINDS[kind])
         guess = estimated(case)
-        peak, stack = measured(case)
+        peak, stack = measured(case, bandwidth=arguments.bandwidth)
         row = {"shape": shape, "system": system, "ranks": case.ranks, "step": kind}
         rows.append({**row, "estimated": guess.total, "measured": peak})
-        print(
-            f"{shape:10} {kind:10} {system:14} {ranks} ranks  {guess.total:13,}  {peak:13,}  {guess.total / peak - 1:+.1%}",
-            flush=True,
-        )
+        error = f"{guess.total / peak - 1:+.1%}"
+        print(f"{shape:10} {kind:10} {system:17} {ranks} ranks  {guess.total:13,}  {peak:13,}  {error}", flush=True)
         if arguments.peaks:
             print("  ", {name: round(part / 2**20, 1) for name, part in guess.by_part().items() if part})
             print("\n".join(f"    {call}" for call in stack[-12:]))

@@ -10,8 +10,8 @@ import pytest
 
 from thinwire.cost import (
     AMSP_STATES,
-    GPU,
-    HOST,
+    GPU_LOSS_CHUNK,
+    HOST_LOSS_CHUNK,
     FlatCollectives,
     NominalRates,
     Pricer,
@@ -193,13 +193,23 @@ def test_moves_of_an_operation_send_what_its_hops_say() -> None:
             assert bool(works) == (operation.encoded and not chosen.wire.is_none)
 
 
-def test_memory_counts_what_is_under_way_and_on_hosts_what_is_written() -> None:
+def test_memory_counts_what_is_under_way_and_gradients_that_are_kept() -> None:
     model, chosen = ModelSpec.preset("llama-7b"), plan("thinwire")
     infos = units(model, chosen)
-    needed, host = (memory(model, chosen, infos, seq=4096, device=device) for device in (GPU, HOST))
+    needed = memory(model, chosen, infos, seq=4096)
     # Buckets that are under way and the one that fills, each in bf16 and in fp32; not all gradients.
     bucket = chosen.bucket_bytes // 2
     assert 4 * 6 * bucket < needed.buffers < 2 * model.parameters
-    assert host.grads < needed.grads
+    # The optimizer's shares, and with several micro-batches also the G shard that they add up in.
+    many = memory(model, chosen.with_(micro_batches=2), infos, seq=4096)
+    assert needed.grads == needed.optimizer // 3
+    assert many.grads - needed.grads == pytest.approx(4 * model.parameters / chosen.grads.ranks, rel=1e-3)
     # The last hop of the reduction inside a node, and that of the replicas.
     assert needed.feedback == pytest.approx(4 * model.parameters * (1 + 1 / 8), rel=1e-3)
+
+
+def test_the_loss_has_larger_chunks_on_gpus() -> None:
+    model, chosen = ModelSpec.preset("llama-7b"), plan("zero3")
+    infos = units(model, chosen)
+    gpu, host = (memory(model, chosen, infos, seq=4096, **options) for options in ({}, {"loss_chunk": HOST_LOSS_CHUNK}))
+    assert gpu.total - host.total == 2 * 4 * (GPU_LOSS_CHUNK - HOST_LOSS_CHUNK)

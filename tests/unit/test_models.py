@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from thinwire.cost import HOST
 from thinwire.errors import DataError, SpecError
 from thinwire.spec.model import ModelSpec
 from thinwire.spec.recipe import ModelRecipe
@@ -118,7 +115,7 @@ def test_initial_weights_depend_on_the_seed_alone() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 def test_cross_entropy_equals_torch(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.train.models.common.HOST", replace(HOST, loss_chunk=150))  # several chunks, one of them short
+    monkeypatch.setattr("thinwire.train.models.common.HOST_LOSS_CHUNK", 150)  # several chunks, one of them short
     generator = torch.Generator().manual_seed(0)
     ours = (5 * torch.randn(3, 7, 50, generator=generator)).to(dtype).requires_grad_()
     theirs = ours.detach().clone().requires_grad_()

@@ -22,10 +22,9 @@ from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
 __all__ = [
-    "GPU",
-    "HOST",
+    "GPU_LOSS_CHUNK",
+    "HOST_LOSS_CHUNK",
     "OVERHEAD",
-    "Device",
     "Memory",
     "PipelineShare",
     "States",
@@ -45,26 +44,12 @@ OVERHEAD = 1_500 << 20
 """Bytes of GPU memory that hold no tensors: contexts, communicators, libraries, fragmentation. A profile measures
 them."""
 
+GPU_LOSS_CHUNK = 1 << 24
+"""Most logits of which the built-in models' loss has fp32 copies at once on a GPU, where launches cost more than
+caches: 64 MiB a copy."""
 
-@dataclass(frozen=True, slots=True)
-class Device:
-    """What ranks compute on, as far as it changes their memory.
-
-    Attributes:
-        loss_chunk: Most logits of which the built-in models' loss has fp32 copies at once.
-        touched_only: Whether memory counts when it is written, as on a host, rather than when it is allocated. With one
-            micro-batch, gradients go straight from autograd to the reduction, and the ``G`` shard is never written.
-    """
-
-    loss_chunk: int
-    touched_only: bool
-
-
-GPU = Device(loss_chunk=1 << 24, touched_only=False)
-"""Launches cost more than caches: the loss has copies of 64 MiB."""
-
-HOST = Device(loss_chunk=1 << 22, touched_only=True)
-"""Copies of 16 MiB stay in a processor's caches."""
+HOST_LOSS_CHUNK = 1 << 22
+"""The same on a processor: 16 MiB a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +147,7 @@ def memory(
     seq: int,
     states: States | None = None,
     overhead: int = OVERHEAD,
-    device: Device = GPU,
+    loss_chunk: int = GPU_LOSS_CHUNK,
     share: int | None = None,
     stage: PipelineShare | None = None,
 ) -> Memory:
@@ -173,40 +158,42 @@ def memory(
         plan: The plan; factors, dtypes, micro-batch and recomputation matter.
         units: Units of the model.
         seq: Tokens per sequence.
-        states: Bytes per parameter; default: those of thinwire's runtime.
+        states: Bytes per parameter of another system; default: those of thinwire's runtime.
         overhead: Bytes in use without a model.
-        device: What ranks compute on.
+        loss_chunk: Most logits of which the loss has fp32 copies at once.
         share: Number of elements on the rank that owns the most; default: computed from ``units``.
         stage: The rank's share of thinwire's own pipeline or tensor parallelism. The default describes any system: as
             many micro-batches in flight as on the first rank, the logits of the last, and no buffers for messages.
     """
-    states = states or States.of(plan)
     share = _largest_share(units) if share is None else share
     padded = sum(buffer.numel for unit in units for buffer in unit.buffers)
-    written_once = device.touched_only and plan.micro_batches == 1
+    grads = _gradient_shards(plan, padded, share) if states is None else padded // plan.grads.ranks
+    states = states or States.of(plan)
     return Memory(
         params=states.params * padded // plan.params.ranks,
-        grads=states.grads * (share if plan.grads_like_optimizer or written_once else padded // plan.grads.ranks),
+        grads=states.grads * grads,
         optimizer=states.optimizer * share,
         secondary=states.params * padded // plan.secondary.ranks if plan.secondary else 0,
         gathered=_gathered(plan, units),
         buffers=_buffers(plan, units) + _messages(model, plan, seq, stage),
         feedback=_feedback(plan, padded),
         activations=_activations(model, plan, seq, stage),
-        logits=logit_bytes(model, *_tokens(plan, seq), device) if stage is None or stage.last else 0,
+        logits=logit_bytes(model, *_tokens(plan, seq), loss_chunk) if stage is None or stage.last else 0,
         overhead=overhead,
     )
 
 
 def working_memory(
-    model: ModelSpec, plan: Plan, *, seq: int, stage: PipelineShare, device: Device = GPU
+    model: ModelSpec, plan: Plan, *, seq: int, stage: PipelineShare, loss_chunk: int = GPU_LOSS_CHUNK
 ) -> int:
     """Bytes that depend on the micro-batch: activations, messages between stages, logits and the loss."""
-    logits = logit_bytes(model, *_tokens(plan, seq), device) if stage.last else 0
+    logits = logit_bytes(model, *_tokens(plan, seq), loss_chunk) if stage.last else 0
     return _activations(model, plan, seq, stage) + _messages(model, plan, seq, stage) + logits
 
 
-def largest_memory(model: ModelSpec, plan: Plan, *, seq: int, overhead: int, device: Device = GPU) -> Memory:
+def largest_memory(
+    model: ModelSpec, plan: Plan, *, seq: int, overhead: int, loss_chunk: int = GPU_LOSS_CHUNK
+) -> Memory:
     """Peak memory of the rank that needs the most, under thinwire's own tensor and pipeline parallelism.
 
     Args:
@@ -214,13 +201,13 @@ def largest_memory(model: ModelSpec, plan: Plan, *, seq: int, overhead: int, dev
         plan: The plan.
         seq: Tokens per sequence.
         overhead: Bytes in use without a model.
-        device: What ranks compute on.
+        loss_chunk: Most logits of which the loss has fp32 copies at once.
     """
     by_stage = []
     for stage in demanding_stages(stages(model.layers, plan)):
         part = stage_model(model, stage.blocks)
         held = held_units(part, plan, stage)
-        needed = memory(part, plan, held, seq=seq, overhead=overhead, device=device, stage=stage)
+        needed = memory(part, plan, held, seq=seq, overhead=overhead, loss_chunk=loss_chunk, stage=stage)
         by_stage.append(needed)
     return max(by_stage, key=lambda needed: needed.total)
 
@@ -286,6 +273,14 @@ def _largest_share(units: Sequence[UnitInfo]) -> int:
     """Number of elements on the rank that owns the most."""
     shares = together([buffer.shares for unit in units for buffer in unit.buffers])
     return shares[0] if isinstance(shares, Even) else max(shares)
+
+
+def _gradient_shards(plan: Plan, padded: int, share: int) -> int:
+    """Elements of the gradients that this runtime keeps: those of the optimizer's share, and a ``G`` shard where G is
+    cut less finely. With one micro-batch and whole parameters, no ``G`` shard is made: gradients go straight from
+    autograd to the reduction."""
+    apart = not plan.grads_like_optimizer and (plan.params.ranks > 1 or plan.micro_batches > 1)
+    return share + (padded // plan.grads.ranks if apart else 0)
 
 
 def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
@@ -381,7 +376,7 @@ def activation_bytes(model: ModelSpec, tokens: int, itemsize: int) -> int:
 
 
 def kept_activations(
-    model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int, device: Device = GPU
+    model: ModelSpec, plan: Plan, parts: Sequence[ModelPart], *, seq: int, loss_chunk: int = GPU_LOSS_CHUNK
 ) -> tuple[int, ...]:
     """Bytes that each part of a model keeps from its forward to its backward.
 
@@ -390,7 +385,7 @@ def kept_activations(
         plan: The plan; micro-batch, tensor parallelism and recomputation matter.
         parts: Parts of the model.
         seq: Tokens per sequence.
-        device: What ranks compute on.
+        loss_chunk: Most logits of which the loss has fp32 copies at once.
     """
     tokens, itemsize = -(-plan.micro_batch * seq // plan.tp), ITEMSIZE[plan.compute_dtype]
     inputs = tokens * model.hidden * itemsize
@@ -401,7 +396,7 @@ def kept_activations(
     heads = [part.kind in ("head", "rest") for part in parts]
     last = len(heads) - 1 - heads[::-1].index(True) if any(heads) else -1
     return tuple(
-        share if part.kind == "block" else logit_bytes(model, tokens, itemsize, device) if index == last else 0
+        share if part.kind == "block" else logit_bytes(model, tokens, itemsize, loss_chunk) if index == last else 0
         for index, part in enumerate(parts)
     )
 
@@ -443,7 +438,7 @@ def _messages(model: ModelSpec, plan: Plan, seq: int, stage: PipelineShare | Non
     return (forward + backward) * tokens * model.hidden * itemsize
 
 
-def logit_bytes(model: ModelSpec, tokens: int, itemsize: int, device: Device = GPU) -> int:
+def logit_bytes(model: ModelSpec, tokens: int, itemsize: int, loss_chunk: int = GPU_LOSS_CHUNK) -> int:
     """Bytes of the logits of ``tokens`` tokens, their gradients and the loss."""
     logits = tokens * model.vocab
-    return 2 * logits * itemsize + 2 * 4 * min(logits, device.loss_chunk)
+    return 2 * logits * itemsize + 2 * 4 * min(logits, loss_chunk)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from thinwire.cost.anatomy import ModelPart, parts
-from thinwire.cost.memory import GPU, OVERHEAD, Device, Memory, activation_bytes, logit_bytes
+from thinwire.cost.memory import GPU_LOSS_CHUNK, OVERHEAD, Memory, activation_bytes, logit_bytes
 from thinwire.errors import SpecError
 from thinwire.spec import ModelSpec, Plan
 
@@ -78,7 +78,7 @@ def peer_memory(
     *,
     overhead: int = OVERHEAD,
     zero: ZeroSettings | None = None,
-    device: Device = GPU,
+    loss_chunk: int = GPU_LOSS_CHUNK,
 ) -> Memory:
     """Peak memory of one rank of another system.
 
@@ -88,7 +88,7 @@ def peer_memory(
         plan: Data-parallel ranks, micro-batches and recomputation; its factors and codecs are those of thinwire only.
         overhead: Bytes in use without a model.
         zero: Sizes of DeepSpeed's buffers.
-        device: What ranks compute on.
+        loss_chunk: Most logits of which the loss has fp32 copies at once.
 
     Returns:
         Bytes by content at the moment of the step that needs the most.
@@ -100,12 +100,12 @@ def peer_memory(
     if formula is None:
         raise SpecError("system", [f"there is no {system!r}; valid are {', '.join(PEER_SYSTEMS)}"])
     cut = parts(model, "block", 1)
-    sizes = _sizes(model, cut, plan, zero or ZeroSettings(), device)
+    sizes = _sizes(model, cut, plan, zero or ZeroSettings(), loss_chunk)
     moments = [Memory(**{**_NOTHING, **moment, "overhead": overhead}) for moment in formula(sizes)]
     return max(moments, key=lambda memory: memory.total)
 
 
-def _sizes(model: ModelSpec, cut: Sequence[ModelPart], plan: Plan, zero: ZeroSettings, device: Device) -> _PeerSizes:
+def _sizes(model: ModelSpec, cut: Sequence[ModelPart], plan: Plan, zero: ZeroSettings, loss_chunk: int) -> _PeerSizes:
     numel = sum(part.numel for part in cut)
     blocks = [part.numel for part in cut if part.kind == "block"]
     embedding = model.vocab * model.hidden
@@ -121,7 +121,7 @@ def _sizes(model: ModelSpec, cut: Sequence[ModelPart], plan: Plan, zero: ZeroSet
         tensor=max(tensor.numel for part in cut for tensor in part.tensors),
         ranks=plan.world,
         activations=kept + 3 * inputs,
-        logits=logit_bytes(model, tokens, _BF16, device),
+        logits=logit_bytes(model, tokens, _BF16, loss_chunk),
         accumulates=plan.micro_batches > 1,
         zero=zero,
     )

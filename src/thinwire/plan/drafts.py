@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 
@@ -53,6 +53,10 @@ class PlanDraft:
     codecs: tuple[str, ...]
     micro_batch: int
     recompute: bool
+
+
+KeptBytes = Mapping[bool, tuple[int, ...]]
+"""Bytes of each stage that may need the most memory, for steps of one micro-batch (``False``) and of several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,20 +232,23 @@ class Drafts:
             for params, optimizer in chain_ends(self.mesh)
             if self.cut.pp == 1 or params.ranks == 1
         ]
-        chain = min(chains, key=lambda chain: max(self.states(chain, None)))
+        chain = min(chains, key=lambda chain: max(self.states(chain, None)[batch.micro_batches > 1]))
         codecs = ("none",) * len(_WIRE)
         return PlanDraft(0.0, 0, self.cut, chain, None, codecs, batch.micro_batch, batch.recompute)
 
-    def states(self, chain: Chain, secondary: Factor | None) -> tuple[int, ...]:
-        """Bytes that do not depend on the batch, for each stage that may need the most memory."""
+    def states(self, chain: Chain, secondary: Factor | None) -> KeptBytes:
+        """Bytes that do not depend on the size of a micro-batch."""
         params, grads, optimizer = chain
         plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, secondary=secondary)
+        return {several: self._kept(plan.with_(micro_batches=1 + several)) for several in (False, True)}
+
+    def _kept(self, plan: Plan) -> tuple[int, ...]:
         sizes = []
         for stage, held in self._stages:
             # Padding depends on the world size alone, so all plans have the same units, and cut them evenly.
             numel = sum(buffer.numel for unit in held for buffer in unit.buffers)
-            model, share = stage_model(self.job.model, stage.blocks), numel // optimizer.ranks
-            needed = memory(model, plan, held, seq=1, overhead=0, device=self.job.device, share=share)
+            model, share = stage_model(self.job.model, stage.blocks), numel // plan.optimizer.ranks
+            needed = memory(model, plan, held, seq=1, overhead=0, loss_chunk=self.job.loss_chunk, share=share)
             sizes.append(needed.total - needed.activations - needed.logits)
         return tuple(sizes)
 
@@ -285,7 +292,7 @@ class Drafts:
         plan = self._base.with_(micro_batch=micro_batch, micro_batches=micro_batches, recompute=recompute)
         job = self.job
         return tuple(
-            working_memory(job.model, plan, seq=job.seq, stage=stage, device=job.device) + job.overhead
+            working_memory(job.model, plan, seq=job.seq, stage=stage, loss_chunk=job.loss_chunk) + job.overhead
             for stage in self._demanding(micro_batches)
         )
 
@@ -333,9 +340,10 @@ def codec_choices(job: TrainingJob) -> dict[str, tuple[str, ...]]:
     }
 
 
-def fits(states: tuple[int, ...], batch: BatchChoice, room: int) -> bool:
+def fits(states: KeptBytes, batch: BatchChoice, room: int) -> bool:
     """Whether every stage fits into memory, without the messages of codecs."""
-    return all(kept + working <= room for kept, working in zip(states, batch.working, strict=True))
+    kept = states[batch.micro_batches > 1]
+    return all(always + working <= room for always, working in zip(kept, batch.working, strict=True))
 
 
 def _bucket_bytes(job: TrainingJob, mesh: Factor, parameters: int) -> int:

@@ -108,7 +108,7 @@ def elsewhere(job: TrainingJob, cluster: ClusterSpec, **changes: Any) -> Trainin
 
 
 def _memory(job: TrainingJob, plan: Plan) -> Memory:
-    return largest_memory(job.model, plan, seq=job.seq, overhead=job.overhead, device=job.device)
+    return largest_memory(job.model, plan, seq=job.seq, overhead=job.overhead, loss_chunk=job.loss_chunk)
 
 
 class Search:

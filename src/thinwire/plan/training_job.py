@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from thinwire.cost import GPU, HOST, OVERHEAD, Device, ModelPart, ProfiledRates, Rates, parts, units
+from thinwire.cost import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK, OVERHEAD, ModelPart, ProfiledRates, Rates, parts, units
 from thinwire.cost.memory import stage_model, stages
 from thinwire.errors import SpecError
 from thinwire.plan.rules import UNCUT, Cut, cut_problems, cuts, divided, powers_of_two
@@ -103,10 +103,10 @@ class TrainingJob:
         return 0.04 if isinstance(self.rates, ProfiledRates) else 0.01
 
     @property
-    def device(self) -> Device:
-        """What ranks compute on: the host in a profile without accelerators."""
+    def loss_chunk(self) -> int:
+        """Most logits of which the loss has fp32 copies at once; ranks of a profile over gloo compute on processors."""
         on_host = isinstance(self.rates, ProfiledRates) and self.rates.profile.backend == "gloo"
-        return HOST if on_host else GPU
+        return HOST_LOSS_CHUNK if on_host else GPU_LOSS_CHUNK
 
     @property
     def peak_flops(self) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.collectives.streams import streams_of
-from thinwire.cost import GPU, HOST
+from thinwire.cost import GPU_LOSS_CHUNK, HOST_LOSS_CHUNK
 
 IGNORED: Final = -100
 """Label of positions that the loss ignores, as in torch's cross-entropy."""
@@ -70,8 +70,8 @@ def _gradient(logits: Tensor, labels: Tensor, normalisers: Tensor, scale: Tensor
 
 
 def _row_chunks(logits: Tensor) -> list[slice]:
-    device = HOST if streams_of(logits.device) is None else GPU
-    step = max(1, device.loss_chunk // logits.shape[1])
+    elements = HOST_LOSS_CHUNK if streams_of(logits.device) is None else GPU_LOSS_CHUNK
+    step = max(1, elements // logits.shape[1])
     return [slice(start, start + step) for start in range(0, logits.shape[0], step)]
 
 
