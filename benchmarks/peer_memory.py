@@ -3,8 +3,8 @@
     python benchmarks/peer_memory.py --systems ddp,fsdp2,zero1,zero2,zero3 --ranks 2,4 --json docs/results/memory.json
 
 A rank counts the bytes that its process has allocated (glibc's ``mallinfo2``), thousands of times per second. It first
-trains a tiny model with the same system, so that libraries, communicators and their buffers count as overhead, not as
-memory of the model. The peak of the third step counts, of the rank that needs the most.
+trains a tiny model with the same system, and computes a block of the model's size, so that libraries, communicators and
+their buffers count as overhead, not as memory of the model. The peak of the third step counts, of the rank that needs the most.
 """
 
 from __future__ import annotations
@@ -262,6 +262,17 @@ def _train(case: Case, shape: dict[str, int]) -> Iterator[None]:
         yield
 
 
+def _compute_once(shape: dict[str, int]) -> None:
+    """A forward and a backward without any system: oneDNN keeps up to 13 MiB for the sizes of a model's matrices."""
+    import torch
+
+    from thinwire.train.models.llama import Llama, LlamaConfig
+
+    model = Llama(LlamaConfig(**shape)).to(torch.bfloat16)
+    ids = torch.randint(0, shape["vocab"], (1, shape["seq"] + 1))
+    _loss(model, ids, 1).backward()
+
+
 def _be_a_rank(case: Case) -> None:
     """Train on this rank of the lab, and write its peak beside those of the others."""
     _libc().mallopt(M_MMAP_THRESHOLD, 1 << 16)  # so that large tensors are returned to the kernel when they are freed
@@ -279,6 +290,7 @@ def _be_a_rank(case: Case) -> None:
         dist.init_process_group("gloo")
     for _ in _train(case, TINY):
         pass
+    _compute_once({**SHAPES[case.shape], "layers": 1})
     gc.collect()
     sampler = Sampler()
     base = sampler.allocated()

@@ -32,8 +32,11 @@ def train(config: dict[str, Any]) -> None:
         with checkpoint.as_directory() as directory:
             tw.load(model, optim, Path(directory) / "state")
             start = int((Path(directory) / "step").read_text())
-    data = torch.Generator().manual_seed(rank)
+        print(f"rank {rank} goes on after step {start}", flush=True)
+    data = torch.Generator()
     for step in range(start, config["steps"]):
+        # A step's data depends on the step, so that a run that was restarted sees what it would have seen.
+        data.manual_seed(step * context.get_world_size() + rank)
         ids = torch.randint(0, 63, (64,), generator=data)
         loss = cross_entropy(model(ids).float(), ids + 1)
         loss.backward()

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 from thinwire.cost.anatomy import ModelPart, parts
 from thinwire.cost.anatomy import units as units_of
-from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, together
+from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, buckets, together
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
@@ -298,22 +298,29 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
 def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
     """Bytes of one unit's gradients before they are reduced, of a bucket that is filling up, of reductions in flight,
     and of encoded messages."""
-    reduce_size = ITEMSIZE[plan.effective_reduce_dtype]
-    largest = max(sum(b.numel for b in unit.buffers) for unit in units)
-    padded = sum(b.numel for unit in units for b in unit.buffers)
-    produced = largest * ITEMSIZE[plan.compute_dtype]
+    numels = [sum(buffer.numel for buffer in unit.buffers) for unit in units]
+    order = range(len(units) - 1, -1, -1)
+    produced = [ITEMSIZE[plan.compute_dtype] * numels[unit] for unit in order]
     if plan.world == 1:
-        return produced
-    shard = padded // plan.params.ranks
-    total = produced + _spread_bytes(plan, shard)
+        return max(produced)
+    total = _spread_bytes(plan, sum(numels) // plan.params.ranks)
     if plan.params.ranks > 1:
-        copies = largest * ITEMSIZE[plan.effective_reduce_dtype] if plan.bucket_chunks > 1 else 0
-        total += min(UNDER_WAY if plan.overlap.reduce else 1, len(units)) * (copies + _scattered(plan, largest))
+        copied = ITEMSIZE[plan.effective_reduce_dtype] if plan.bucket_chunks > 1 else 0
+        scattered = [copied * numels[unit] + _scattered(plan, numels[unit]) for unit in order]
+        total += _most_at_once(produced, scattered, UNDER_WAY if plan.overlap.reduce else 1)
+    else:
+        total += max(produced)
     if plan.params.ranks < plan.world:
-        bucket = min(shard, max(plan.bucket_bytes // reduce_size, largest // plan.params.ranks))
-        under_way = UNDER_WAY if plan.overlap.sync else 1
-        total += reduce_size * bucket + min(under_way, -(-shard // bucket)) * _reduced(plan, bucket)
+        sizes = [sum(numels[unit] for unit in bucket) // plan.params.ranks for bucket in buckets(plan, units, order)]
+        filling = [ITEMSIZE[plan.effective_reduce_dtype] * size for size in sizes]
+        reduced = [_reduced(plan, size) for size in sizes]
+        total += _most_at_once(filling, reduced, UNDER_WAY if plan.overlap.sync else 1)
     return total
+
+
+def _most_at_once(made: Sequence[int], sent: Sequence[int], under_way: int) -> int:
+    """Most bytes of a sequence of reductions, of which one is prepared while those before it are in flight."""
+    return max((*made, 0)[index] + sum(sent[max(0, index - under_way) : index]) for index in range(len(made) + 1))
 
 
 def _scattered(plan: Plan, numel: int) -> int:

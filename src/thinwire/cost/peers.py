@@ -55,6 +55,7 @@ class _PeerSizes:
         ranks: Ranks that shard.
         activations: Bytes of activations kept from forward to backward, in bf16.
         logits: Bytes of logits, their gradients and the loss.
+        bf16_logits: Those of logits and their gradients.
         accumulates: Whether a step has several micro-batches, so that gradients exist during the next forward.
         zero: DeepSpeed's settings.
     """
@@ -67,6 +68,7 @@ class _PeerSizes:
     ranks: int
     activations: int
     logits: int
+    bf16_logits: int
     accumulates: bool
     zero: ZeroSettings
 
@@ -122,6 +124,7 @@ def _sizes(model: ModelSpec, cut: Sequence[ModelPart], plan: Plan, zero: ZeroSet
         ranks=plan.world,
         activations=kept + 3 * inputs,
         logits=logit_bytes(model, tokens, _BF16, loss_chunk),
+        bf16_logits=logit_bytes(model, tokens, _BF16, 0),
         accumulates=plan.micro_batches > 1,
         zero=zero,
     )
@@ -134,9 +137,11 @@ Moment = Mapping[str, int]
 
 
 def _ddp(sizes: _PeerSizes) -> list[Moment]:
-    """Everything whole, in fp32; gradients are views of the buckets. Autocast keeps a bf16 copy of each matrix from
-    forward to backward, and some activations stay in fp32."""
+    """Everything whole, in fp32; gradients are views of the buckets. Those that several micro-batches add up under
+    ``no_sync`` have memory of their own beside the buckets. Autocast keeps a bf16 copy of each matrix from forward to
+    backward, and some activations stay in fp32."""
     states = {"params": _FP32 * sizes.numel, "grads": _FP32 * sizes.numel, "optimizer": _MOMENTS * sizes.numel}
+    states["grads"] *= 1 + sizes.accumulates
     casts = {"gathered": _BF16 * sizes.matrices, "buffers": _FP32 * sizes.block}
     return [states | casts | {"activations": sizes.activations, "logits": sizes.logits}]
 
@@ -185,20 +190,20 @@ def _zero2(sizes: _PeerSizes) -> list[Moment]:
 
 
 def _zero3(sizes: _PeerSizes) -> list[Moment]:
-    """Everything sharded; the update casts the gradients of a sub-group, usually all, to fp32."""
+    """Everything sharded; the update casts the gradients of a sub-group, usually all, to fp32.
+
+    Prefetching stops at the live parameters that are allowed; what a module needs itself comes on top. The loss has
+    freed its fp32 copies before the head's gradient exists."""
     shard = -(-sizes.numel // sizes.ranks)
     bucket = _BF16 * min(sizes.zero.reduce_bucket, sizes.numel)
     states = {"params": _BF16 * shard, "optimizer": (_FP32 + _MOMENTS) * shard, "grads": _BF16 * shard}
-    gathered = _BF16 * min(sizes.numel, sizes.zero.live + sizes.zero.prefetch)
-    turning = {
-        "gathered": gathered,
-        # A gradient, and its copy for the reduce-scatter.
-        "buffers": bucket + 2 * _BF16 * sizes.tensor,
-        "activations": sizes.activations,
-        "logits": sizes.logits,
-    }
+    gathered = _BF16 * min(sizes.numel, sizes.zero.live + sizes.tensor)
+    turning = {"gathered": gathered, "activations": sizes.activations}
+    loss = {"buffers": bucket, "logits": sizes.logits}
+    # The largest gradient, and its copy for the reduce-scatter.
+    head = {"buffers": bucket + 2 * _BF16 * sizes.tensor, "logits": sizes.bf16_logits}
     update = {"buffers": bucket + (_BF16 + _FP32) * shard}
-    return [states | turning, states | update]
+    return [states | turning | loss, states | turning | head, states | update]
 
 
 _FORMULAE: Final[Mapping[str, Callable[[_PeerSizes], list[Moment]]]] = {
