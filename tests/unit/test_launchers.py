@@ -10,9 +10,13 @@ import os
 import re
 import subprocess
 import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -97,10 +101,9 @@ def test_skypilot_accepts_the_task(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "nodes 2" in run(code, str(EXAMPLES / "skypilot.yaml"))
 
 
-@pytest.mark.slow
-@needs_launchers
-@pytest.mark.timeout(400)
-def test_ray_trains_on_a_local_cluster(tmp_path: Path) -> None:
+@contextmanager
+def ray_train(storage: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
+    """Ray's example on two workers of a local cluster."""
     assert INTERPRETER is not None
     purelib = subprocess.run(
         [INTERPRETER, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
@@ -112,17 +115,74 @@ def test_ray_trains_on_a_local_cluster(tmp_path: Path) -> None:
     (Path(purelib) / "thinwire-tests.pth").write_text(
         f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
     )
-    done = subprocess.run(
-        [INTERPRETER, str(EXAMPLES / "ray_train.py"), "--workers", "2", "--steps", "20", "--storage", str(tmp_path)],
+    storage.mkdir()
+    with subprocess.Popen(
+        [
+            INTERPRETER,
+            str(EXAMPLES / "ray_train.py"),
+            "--workers",
+            "2",
+            "--steps",
+            str(steps),
+            "--storage",
+            str(storage),
+        ],
         env={**os.environ, "RAY_AUTH_MODE": "disabled", "CUDA_VISIBLE_DEVICES": ""},
-        cwd=tmp_path,
-        capture_output=True,
+        cwd=storage,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
         text=True,
-        timeout=360,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    step, loss = re.findall(r"^step (\d+), loss ([\d.]+)$", done.stdout, re.MULTILINE)[-1]
-    assert int(step) == 20
-    assert float(loss) < 2.0, "a uniform guess over 64 tokens has a loss of 4.2"
-    assert (tmp_path / "step-20/step").read_text() == "20"
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    """What it printed, once it has ended without an error."""
+    output, _ = process.communicate(timeout=360)
+    assert process.returncode == 0, output[-5000:]
+    return output
+
+
+def last_line(output: str) -> tuple[int, float]:
+    """The last step and its loss."""
+    step, loss = re.findall(r"^step (\d+), loss ([\d.]+)$", output, re.MULTILINE)[-1]
+    return int(step), float(loss)
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The processes of Ray's workers that train, of this cluster only."""
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    return [item for item in descendants if "TrainWorker" in item.name() + " ".join(item.cmdline())]
+
+
+@pytest.mark.slow
+@needs_launchers
+@pytest.mark.timeout(400)
+def test_ray_trains_on_a_local_cluster(tmp_path: Path) -> None:
+    with ray_train(tmp_path / "run", 20) as process:
+        step, loss = last_line(finished(process))
+    assert step == 20
+    assert loss < 2.0, "a uniform guess over 64 tokens has a loss of 4.2"
+    assert (tmp_path / "run/step-20/step").read_text() == "20"
+
+
+@pytest.mark.slow
+@needs_launchers
+@pytest.mark.timeout(900)
+def test_ray_starts_the_workers_again_after_one_of_them_died(tmp_path: Path) -> None:
+    with ray_train(tmp_path / "whole", 60) as process:
+        expected = last_line(finished(process))
+    with ray_train(tmp_path / "killed", 60) as process:
+        deadline = time.monotonic() + 300
+        while not (tmp_path / "killed/step-20/step").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        workers_of(process)[-1].kill()
+        output = finished(process)
+    assert {int(step) for step in re.findall(r"goes on after step (\d+)", output)} <= {10, 20, 30, 40, 50}
+    assert "goes on after step" in output
+    assert last_line(output) == expected

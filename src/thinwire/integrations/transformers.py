@@ -79,6 +79,7 @@ class ThinwireTrainerMixin:
     optimizer: Any
     accelerator: Any
     lr_scheduler: Any
+    is_in_train: bool
 
     def __init__(self, *args: Any, plan: Plan | str | Path | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -170,6 +171,17 @@ class ThinwireTrainerMixin:
         del model
         return tw.clip_grad_norm_(self.model, float("inf")) if grad_norm is None else grad_norm
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate. A sharded model computes in the dtype of its plan."""
+        trainer: Any = super()
+        for name in ("bf16_full_eval", "fp16_full_eval"):
+            if getattr(self.args, name) and is_sharded(self.model) and not self.is_in_train:
+                raise UsageError(
+                    f"{name}=True: the trainer would convert the weights for good, and a sharded model computes in the "
+                    "dtype of its plan; leave the argument out, or train with bf16=True"
+                )
+        return trainer.evaluation_loop(*args, **kwargs)
+
     # -- saving and loading ------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -194,6 +206,9 @@ class ThinwireTrainerMixin:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
+            return
+        if not Path(checkpoint, STATE).exists():
+            _check_weights_only(Path(checkpoint))
             return
         extra = tw.load(self.model, _sharded(self.optimizer), Path(checkpoint, STATE))
         self.lr_scheduler.load_state_dict(extra["scheduler"])
@@ -226,6 +241,16 @@ def _refuse(arguments: Any) -> None:
             raise UsageError(f"{name}={value!r}: {remedy}")
     if arguments.world_size > 1 and not dist.is_initialized():
         raise UsageError("torch.distributed is not initialised: start the script with torchrun")
+
+
+def _check_weights_only(checkpoint: Path) -> None:
+    """Accept a checkpoint of ``save_only_model``, after which the trainer starts optimizer and schedule anew."""
+    for name in ("optimizer.pt", "optimizer.bin", "scheduler.pt"):
+        if (checkpoint / name).exists():
+            raise UsageError(
+                f"resume_from_checkpoint={str(checkpoint)!r}: {name} was saved without thinwire, and its states cannot "
+                "be loaded into shares; copy the checkpoint without optimizer and scheduler to go on from its weights"
+            )
 
 
 def _recomputes(arguments: Any) -> bool:

@@ -221,13 +221,14 @@ class _Field:
         return "" if self.cap is None else f", {format_bytes(self.cap)} for each rank"
 
 
-def _fields(setup: Setup, model: str, known: Mapping[str, Known]) -> Iterator[_Field]:
-    """Without a cap; and with one that leaves a third of the room between the smallest plan and ddp."""
+def _fields(setup: Setup, model: str, known: Mapping[str, Known], cap: int | None = None) -> Iterator[_Field]:
+    """Without a cap; and with one. By default, it leaves a third of the room between the smallest plan and ddp."""
     presets = {name: Plan.preset(name, nodes=setup.nodes, local=setup.ranks) for name in (*PLANS, *SMALL_PLANS)}
     yield _field(setup, model, known, None, {name: presets[name] for name in PLANS})
     job = _job(setup, model, next(iter(known.values())).profile, None)
-    smallest = Search(job).smallest().memory.total
-    cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
+    if cap is None:
+        smallest = Search(job).smallest().memory.total
+        cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
     fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= cap}
     yield _field(setup, model, known, cap, fitting)
 
@@ -336,7 +337,8 @@ def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair
     """
     predictions = []
     for model in setup.models:
-        for field in _fields(setup, model, known):
+        caps = {pair.cap for pair in pairs if pair.model == model and pair.cap is not None}
+        for field in _fields(setup, model, known, min(caps, default=None)):
             for pair in pairs:
                 if (pair.model, pair.cap) != (model, field.cap):
                     continue

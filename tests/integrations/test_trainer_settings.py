@@ -1,0 +1,245 @@
+"""What people set in ``TrainingArguments`` every day, beside transformers' own DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tests.integrations.test_transformers import (
+    VOCABULARY,
+    Results,
+    Text,
+    arguments,
+    assert_alike,
+    build,
+    join,
+)
+
+import thinwire as tw
+from thinwire.errors import UsageError
+from thinwire.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from thinwire.integrations.transformers import ThinwireArguments, ThinwireTrainer  # noqa: E402
+
+Row = dict[str, torch.Tensor]
+
+
+class Sentences(torch.utils.data.Dataset[Row]):
+    """Random tokens, in rows of 3 to 11. Their number divides by nothing."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(1)
+        self.rows = [torch.randint(0, VOCABULARY, (3 + i % 9,), generator=generator) for i in range(number)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return {"input_ids": self.rows[index], "labels": self.rows[index].clone()}
+
+
+def padded(rows: Sequence[Row]) -> Row:
+    """A batch of rows of unequal length."""
+    pad = torch.nn.utils.rnn.pad_sequence
+    ids = [row["input_ids"] for row in rows]
+    return {
+        "input_ids": pad(ids, batch_first=True),
+        "attention_mask": pad([torch.ones_like(row) for row in ids], batch_first=True),
+        "labels": pad(ids, batch_first=True, padding_value=-100),
+    }
+
+
+def shares(predicted: Any) -> dict[str, float]:
+    """Metrics that depend on how many predictions of all ranks arrive, and on their values."""
+    logits = predicted.predictions
+    return {"rows": len(logits), "mean": float(abs(logits[logits != -100]).mean())}
+
+
+Settings = Mapping[str, Any]
+
+EVERY_TWO: Settings = {"eval_strategy": "steps", "eval_steps": 2}
+WHOLE_EPOCHS: Settings = {"max_steps": -1, "num_train_epochs": 2}
+
+SETTINGS: dict[str, Settings] = {
+    "rows grouped by length": {"train_sampling_strategy": "group_by_length"},
+    "smoothed labels": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 3},
+    "uneven last batches": {**WHOLE_EPOCHS, "gradient_accumulation_steps": 4},
+    "last batches dropped": {**WHOLE_EPOCHS, "dataloader_drop_last": True, "gradient_accumulation_steps": 2},
+    "means of each rank": {"average_tokens_across_devices": False, "gradient_accumulation_steps": 2},
+    "predictions gathered step by step": {**EVERY_TWO, "eval_accumulation_steps": 1},
+    "rates that wait for a plateau": {
+        **EVERY_TWO, "lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0},
+    },
+    "noise on embeddings": {"neftune_noise_alpha": 5.0},
+    "another optimizer": {"optim": "rmsprop"},
+    "batches from one rank": {"accelerator_config": {"dispatch_batches": True, "even_batches": True}},
+}  # fmt: skip
+
+
+def train(directory: Path, plan: str | None, settings: Settings) -> Results:
+    """Train on sentences under a plan, or with the trainer's own DDP."""
+    options = {"max_steps": 6, **settings}
+    if plan is not None:
+        options["plan"] = plan
+    kind = transformers.TrainingArguments if plan is None else ThinwireArguments
+    make = transformers.Trainer if plan is None else ThinwireTrainer
+    trainer = make(
+        build(),
+        arguments(directory, kind, **options),
+        data_collator=padded,
+        train_dataset=Sentences(45),
+        eval_dataset=Sentences(13),
+        compute_metrics=shares,
+    )
+    trainer.train()
+    weights = trainer.model.state_dict() if plan is None else tw.full_state_dict(trainer.model)
+    return Results(trainer.state.log_history, {name: value.clone() for name, value in weights.items()})
+
+
+def compare(directory: Path, names: Sequence[str]) -> None:
+    join()
+    for name in names:
+        want, got = (train(directory / str(plan), plan, SETTINGS[name]) for plan in (None, "zero3"))
+        assert want.logs, name
+        assert_alike(got, want)
+        for one, other in zip(got.logs, want.logs, strict=True):
+            for key in one.keys() & {"eval_rows", "eval_mean"}:
+                assert one[key] == pytest.approx(other[key], rel=1e-4), (name, key)
+
+
+def test_uneven_last_batches_train_as_under_ddp(tmp_path: Path) -> None:
+    run_ranks(2, compare, tmp_path, ["uneven last batches"], timeout=200)
+
+
+@pytest.mark.slow
+def test_everyday_settings_train_as_under_ddp(tmp_path: Path) -> None:
+    run_ranks(2, compare, tmp_path, list(SETTINGS), timeout=600)
+
+
+# ------------------------------------------------------------------------------------------------------ checkpoints
+
+
+def trained(directory: Path, plan: str | None, resume: Any = None, **options: Any) -> Any:
+    kind = transformers.TrainingArguments if plan is None else ThinwireArguments
+    make = transformers.Trainer if plan is None else ThinwireTrainer
+    callbacks = options.pop("callbacks", [])
+    settings = arguments(directory, kind, **options, **({} if plan is None else {"plan": plan}))
+    trainer = make(build(), settings, train_dataset=Text(400), eval_dataset=Text(16), callbacks=callbacks)
+    trainer.train(resume_from_checkpoint=resume)
+    dist.barrier()
+    return trainer
+
+
+def checkpoints(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.glob("checkpoint-*"))
+
+
+def resume_weights_only(directory: Path) -> tuple[list[list[float]], list[str]]:
+    """Losses after a checkpoint of ``save_only_model`` under DDP and thinwire; a refusal of a checkpoint of DDP."""
+    join()
+    losses = []
+    for plan in (None, "zero3"):
+        place = directory / str(plan)
+        trained(place, plan, max_steps=4, save_strategy="steps", save_steps=2, save_only_model=True)
+        again = trained(place, plan, str(place / "checkpoint-2"), max_steps=4)
+        losses.append([entry["loss"] for entry in again.state.log_history if "loss" in entry])
+    trained(directory / "whole", None, max_steps=2, save_strategy="steps", save_steps=2)
+    messages = []
+    try:
+        trained(directory / "whole", "zero3", str(directory / "whole/checkpoint-2"), max_steps=4)
+    except UsageError as error:
+        messages.append(str(error))
+    return losses, messages
+
+
+@pytest.mark.slow
+def test_weights_alone_resume_as_under_ddp_and_states_of_ddp_are_refused(tmp_path: Path) -> None:
+    for (want, got), messages in run_ranks(2, resume_weights_only, tmp_path, timeout=200):
+        assert got == pytest.approx(want, rel=2e-4)
+        assert len(messages) == 1
+        assert "optimizer.pt was saved without thinwire" in messages[0]
+
+
+def resume_latest(directory: Path) -> tuple[list[str], float, float]:
+    """The checkpoints that are kept, and the last losses of a run and of one that went on from the latest of them."""
+    join()
+    whole = trained(directory, "zero3", max_steps=7, save_strategy="steps", save_steps=2, save_total_limit=2)
+    kept = checkpoints(directory)
+    again = trained(directory, "zero3", True, max_steps=7)
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry][-1] for run in (whole, again)]
+    return kept, losses[0], losses[1]
+
+
+@pytest.mark.slow
+def test_the_latest_of_the_kept_checkpoints_resumes(tmp_path: Path) -> None:
+    for kept, want, got in run_ranks(2, resume_latest, tmp_path, timeout=200):
+        assert len(kept) == 2
+        assert kept[-1] == "checkpoint-7"
+        assert got == pytest.approx(want, rel=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------------ callbacks
+
+
+class Witness(transformers.TrainerCallback):  # type: ignore[misc]
+    """Notes what callbacks read from the model and from the optimizer, and changes both after two steps."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, float, float]] = []
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weight = next(iter(kwargs["model"].parameters()))
+        rate = kwargs["optimizer"].param_groups[0]["lr"]
+        self.seen.append((rate, float(weight.norm()), float(weight.grad.norm())))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            with torch.no_grad():
+                for parameter in kwargs["model"].parameters():
+                    parameter.mul_(0.9)
+            for group in kwargs["optimizer"].param_groups:
+                group["weight_decay"] = 0.0
+
+
+def with_callbacks(directory: Path) -> list[list[tuple[float, float, float]]]:
+    join()
+    witnesses = []
+    for plan in (None, "zero3"):
+        witness = Witness()
+        trained(directory / str(plan), plan, max_steps=5, callbacks=[witness])
+        witnesses.append(witness.seen)
+    return witnesses
+
+
+@pytest.mark.slow
+def test_callbacks_read_and_change_whole_parameters(tmp_path: Path) -> None:
+    for want, got in run_ranks(2, with_callbacks, tmp_path, timeout=120):
+        assert len(want) == 5
+        for one, other in zip(got, want, strict=True):
+            assert one == pytest.approx(other, rel=1e-3)
+
+
+def stop_early(directory: Path) -> list[tuple[int, float]]:
+    join()
+    ends = []
+    for plan in (None, "zero3"):
+        trainer = trained(
+            directory / str(plan), plan, max_steps=8, learning_rate=0.5, adam_epsilon=1e-8, eval_strategy="steps",
+            eval_steps=1, save_strategy="steps", save_steps=1, load_best_model_at_end=True, warmup_steps=0,
+            metric_for_best_model="eval_loss", callbacks=[transformers.EarlyStoppingCallback(1)],
+        )  # fmt: skip
+        ends.append((trainer.state.global_step, trainer.evaluate()["eval_loss"]))
+    return ends
+
+
+@pytest.mark.slow
+def test_training_stops_early_with_the_best_weights(tmp_path: Path) -> None:
+    for (steps, loss), (got_steps, got_loss) in run_ranks(2, stop_early, tmp_path, timeout=200):
+        assert got_steps == steps < 8
+        assert got_loss == pytest.approx(loss, rel=1e-3)
