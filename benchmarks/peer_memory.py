@@ -3,8 +3,9 @@
     python benchmarks/peer_memory.py --systems ddp,fsdp2,zero1,zero2,zero3 --ranks 2,4 --json docs/results/memory.json
 
 A rank counts the bytes that its process has allocated (glibc's ``mallinfo2``), thousands of times per second. It first
-trains a tiny model with the same system, and computes a block of the model's size, so that libraries, communicators and
-their buffers count as overhead, not as memory of the model. The peak of the third step counts, of the rank that needs the most.
+trains a tiny model with the same system, and computes a block of the model's size, so that libraries, communicators
+and their buffers count as overhead, not as memory of the model. The peak of the third step counts, of the rank that
+needs the most.
 """
 
 from __future__ import annotations
@@ -337,7 +338,7 @@ def estimated(case: Case) -> Memory:
     model = ModelSpec(kind="llama", **SHAPES[case.shape])
     if case.system.startswith(OURS):
         return largest_memory(model, case.plan, seq=model.seq, overhead=0, loss_chunk=HOST_LOSS_CHUNK)
-    return peer_memory(case.system, model, case.plan, overhead=0, zero=ZERO, loss_chunk=HOST_LOSS_CHUNK)
+    return peer_memory(case.system, model, case.plan, overhead=0, zero=ZERO, loss_chunk=HOST_LOSS_CHUNK, gloo=True)
 
 
 def main() -> None:

@@ -58,6 +58,7 @@ class _PeerSizes:
         bf16_logits: Those of logits and their gradients.
         accumulates: Whether a step has several micro-batches, so that gradients exist during the next forward.
         zero: DeepSpeed's settings.
+        gloo: Whether gloo carries messages: it reduces a copy of what it is given.
     """
 
     numel: int
@@ -71,6 +72,7 @@ class _PeerSizes:
     bf16_logits: int
     accumulates: bool
     zero: ZeroSettings
+    gloo: bool
 
 
 def peer_memory(
@@ -81,6 +83,7 @@ def peer_memory(
     overhead: int = OVERHEAD,
     zero: ZeroSettings | None = None,
     loss_chunk: int = GPU_LOSS_CHUNK,
+    gloo: bool = False,
 ) -> Memory:
     """Peak memory of one rank of another system.
 
@@ -91,6 +94,7 @@ def peer_memory(
         overhead: Bytes in use without a model.
         zero: Sizes of DeepSpeed's buffers.
         loss_chunk: Most logits of which the loss has fp32 copies at once.
+        gloo: Whether gloo carries messages, as among processors: it reduces a copy of what it is given.
 
     Returns:
         Bytes by content at the moment of the step that needs the most.
@@ -102,12 +106,14 @@ def peer_memory(
     if formula is None:
         raise SpecError("system", [f"there is no {system!r}; valid are {', '.join(PEER_SYSTEMS)}"])
     cut = parts(model, "block", 1)
-    sizes = _sizes(model, cut, plan, zero or ZeroSettings(), loss_chunk)
+    sizes = _sizes(model, cut, plan, zero or ZeroSettings(), loss_chunk, gloo)
     moments = [Memory(**{**_NOTHING, **moment, "overhead": overhead}) for moment in formula(sizes)]
     return max(moments, key=lambda memory: memory.total)
 
 
-def _sizes(model: ModelSpec, cut: Sequence[ModelPart], plan: Plan, zero: ZeroSettings, loss_chunk: int) -> _PeerSizes:
+def _sizes(
+    model: ModelSpec, cut: Sequence[ModelPart], plan: Plan, zero: ZeroSettings, loss_chunk: int, gloo: bool
+) -> _PeerSizes:
     numel = sum(part.numel for part in cut)
     blocks = [part.numel for part in cut if part.kind == "block"]
     embedding = model.vocab * model.hidden
@@ -127,6 +133,7 @@ def _sizes(model: ModelSpec, cut: Sequence[ModelPart], plan: Plan, zero: ZeroSet
         bf16_logits=logit_bytes(model, tokens, _BF16, 0),
         accumulates=plan.micro_batches > 1,
         zero=zero,
+        gloo=gloo,
     )
 
 
@@ -163,7 +170,7 @@ def _fsdp2(sizes: _PeerSizes) -> list[Moment]:
     # The root's shards get their gradients at the end, unless a micro-batch before has left some.
     reduced = shard if sizes.accumulates else (sizes.numel - sizes.root) // sizes.ranks
     blocks = {"gathered": root + 2 * block, "buffers": root + 2 * block, "grads": _FP32 * reduced}
-    last = {"grads": _FP32 * shard, "buffers": 2 * root}
+    last = {"grads": _FP32 * shard, "buffers": (2 + sizes.gloo) * root}
     return [states | turning, states | blocks, states | last]
 
 
@@ -200,8 +207,8 @@ def _zero3(sizes: _PeerSizes) -> list[Moment]:
     gathered = _BF16 * min(sizes.numel, sizes.zero.live + sizes.tensor)
     turning = {"gathered": gathered, "activations": sizes.activations}
     loss = {"buffers": bucket, "logits": sizes.logits}
-    # The largest gradient, and its copy for the reduce-scatter.
-    head = {"buffers": bucket + 2 * _BF16 * sizes.tensor, "logits": sizes.bf16_logits}
+    # The largest gradient, which is reduced where it is.
+    head = {"buffers": bucket + (1 + sizes.gloo) * _BF16 * sizes.tensor, "logits": sizes.bf16_logits}
     update = {"buffers": bucket + (_BF16 + _FP32) * shard}
     return [states | turning | loss, states | turning | head, states | update]
 
