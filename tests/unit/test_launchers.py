@@ -127,7 +127,13 @@ def ray_train(storage: Path, steps: int) -> Iterator[subprocess.Popen[str]]:
             "--storage",
             str(storage),
         ],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled", "CUDA_VISIBLE_DEVICES": ""},
+        # Ray's monitor would end the workers where other programs fill the machine's memory.
+        env={
+            **os.environ,
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_memory_monitor_refresh_ms": "0",
+            "CUDA_VISIBLE_DEVICES": "",
+        },
         cwd=storage,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
