@@ -55,8 +55,8 @@ def fabric_of(world: int, strategy: Any, **options: Any) -> Fabric:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.fabric").setLevel(logging.ERROR)
     # Ranks of the tests have torchrun's variables, which Lightning's own environment would delete.
-    plugins = [TorchElasticEnvironment()]
-    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, plugins=plugins, **options)
+    options = {"plugins": [TorchElasticEnvironment()]} | options
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy, **options)
     fabric.launch()
     return fabric
 
@@ -87,7 +87,7 @@ def micro_batches(fabric: Fabric, accumulate: int, steps: range) -> list[list[tu
 
 
 def loop(
-    fabric: Fabric, made: tuple[Any, Any, Any], accumulate: int, clip: float | None, steps: range
+    fabric: Fabric, made: tuple[Any, Any, Any], accumulate: int, clip: float | None, steps: range, **clipping: bool
 ) -> dict[str, list[float]]:
     """A loop of one's own, with an evaluation in the middle."""
     model, optimizer, scheduler = made
@@ -99,7 +99,7 @@ def loop(
                 fabric.backward(loss / accumulate)
             record["losses"].append(float(fabric.all_reduce(loss.detach())))
         if clip is not None:
-            record["norms"].append(float(fabric.clip_gradients(model, optimizer, max_norm=clip)))
+            record["norms"].append(float(fabric.clip_gradients(model, optimizer, max_norm=clip, **clipping)))
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()

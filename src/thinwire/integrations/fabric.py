@@ -15,24 +15,61 @@ from typing import Any, Final
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
 from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+from lightning_utilities.core.apply_func import apply_to_collection
 from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.mixed import COMPUTE_DTYPES, autocast, checked_precision, scale_like
 from thinwire.integrations.optimizers import follow, is_sharded, over_shares
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import without_sync
 from thinwire.integrations.typed_state import decoded, encoded
+from thinwire.sharding.loss_scale import LossScale
 from thinwire.sharding.optim import ShardedOptimizer
 from thinwire.spec import Factor
 
-__all__ = ["ThinwireFabricStrategy"]
+__all__ = ["ThinwireFabricPrecision", "ThinwireFabricStrategy"]
 
 _PRESETS: Final = ("zero1", "zero2", "zero3")
 _REMEDY: Final = "Give fabric.save numbers, texts, tensors, and objects with a state_dict() of these"
 _TOGETHER: Final = "pass the module and the optimizer to one call of fabric.setup"
-_COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16"}
-"""Precisions of Fabric, and the ``compute_dtype`` of a plan that has the same effect."""
+
+
+class ThinwireFabricPrecision(Precision):
+    """Fabric's mixed precision, which the plan's ``compute_dtype`` implements.
+
+    Args:
+        precision: ``"bf16-mixed"`` or ``"16-mixed"``.
+        strategy: The strategy, which knows the device of this rank.
+        scaler: With ``"16-mixed"``, the ``GradScaler`` whose settings the loss scale takes; by default, torch's.
+
+    Attributes:
+        loss_scale: Scale of the losses of ``"16-mixed"``, in place of torch's ``GradScaler``; ``None`` for the others.
+    """
+
+    loss_scale: LossScale | None
+
+    def __init__(self, precision: str, strategy: ThinwireFabricStrategy, scaler: Any = None) -> None:
+        self.precision, self._strategy = precision, strategy
+        scales = precision == "16-mixed"
+        self.loss_scale = None if not scales else LossScale() if scaler is None else scale_like(scaler)
+
+    def forward_context(self) -> Any:
+        """The context of a forward: losses inside are computed in float32."""
+        return autocast(self.precision, self._strategy.root_device)
+
+    def convert_output(self, data: Any) -> Any:
+        """Return outputs in the default dtype, so that losses outside are computed in it, as Fabric's own does."""
+
+        def convert(value: torch.Tensor) -> torch.Tensor:
+            return value.to(torch.get_default_dtype()) if value.is_floating_point() else value
+
+        return apply_to_collection(data, torch.Tensor, convert)
+
+    def backward(self, tensor: torch.Tensor, model: Any, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of a loss, multiplied by the loss scale."""
+        super().backward(tensor if self.loss_scale is None else self.loss_scale.scale(tensor), model, *args, **kwargs)
 
 
 class _SyncControl:
@@ -40,7 +77,23 @@ class _SyncControl:
 
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
         """Combine no gradients in the backward inside, if ``enabled``."""
-        return without_sync(module) if enabled else nullcontext()
+        return without_sync(_original(module)) if enabled else nullcontext()
+
+
+class _Forward(nn.Module):
+    """What Fabric calls in place of a sharded module, so that it also sends marked methods through its forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the sharded module."""
+        return self.module(*args, **kwargs)
+
+
+def _original(module: nn.Module) -> nn.Module:
+    return module.module if isinstance(module, _Forward) else module
 
 
 class ThinwireFabricStrategy(DDPStrategy):
@@ -60,7 +113,6 @@ class ThinwireFabricStrategy(DDPStrategy):
 
     def __init__(self, plan: tw.Plan | str | Path = "zero3", **options: Any) -> None:
         self._plan = plan
-        self._compute_dtype = "float32"
         super().__init__(**options)
         self._backward_sync_control: Any = _SyncControl()
 
@@ -68,19 +120,21 @@ class ThinwireFabricStrategy(DDPStrategy):
 
     @property
     def precision(self) -> Precision:
-        """A precision that leaves tensors as they are: the plan's ``compute_dtype`` has its effect."""
+        """The precision, which the plan's ``compute_dtype`` implements."""
         return self._precision or Precision()
 
     @precision.setter
     def precision(self, plugin: Precision | None) -> None:
-        name = "32-true" if plugin is None else str(plugin.precision)
-        if name not in _COMPUTE_DTYPES or type(plugin) not in (type(None), Precision, MixedPrecision):
-            raise UsageError(
-                f"precision = {name!r}: the strategy 'thinwire' supports {', '.join(map(repr, _COMPUTE_DTYPES))}. "
-                "Masters are always float32; 'bf16-mixed' computes in bfloat16 and needs no loss scale"
-            )
-        self._compute_dtype = _COMPUTE_DTYPES[name]
-        self._precision = Precision()
+        if plugin is None or isinstance(plugin, ThinwireFabricPrecision):
+            self._precision = plugin
+            return
+        name = checked_precision(plugin, (Precision, MixedPrecision))
+        scaler = getattr(plugin, "scaler", None)
+        self._precision = Precision() if name == "32-true" else ThinwireFabricPrecision(name, self, scaler)
+
+    @property
+    def _loss_scale(self) -> LossScale | None:
+        return getattr(self.precision, "loss_scale", None)
 
     # -- module and optimizer ----------------------------------------------------------------------------------
 
@@ -88,8 +142,8 @@ class ThinwireFabricStrategy(DDPStrategy):
         """Shard a module. Collective."""
         if not is_sharded(module):
             mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
-            tw.shard(module, chosen_plan(self._plan, mesh, self._compute_dtype))
-        return module
+            tw.shard(module, chosen_plan(self._plan, mesh, COMPUTE_DTYPES[str(self.precision.precision)]))
+        return _Forward(module)
 
     def setup_module_and_optimizers(
         self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
@@ -111,10 +165,11 @@ class ThinwireFabricStrategy(DDPStrategy):
                 "over shares; pass it along, fabric.setup(model, optimizer, scheduler=scheduler), or make it afterwards"
             )
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        sharded = over_shares(self.setup_module(module), optimizers[0], names, remedy=_TOGETHER)
+        forward = self.setup_module(module)
+        sharded = over_shares(module, optimizers[0], names, remedy=_TOGETHER, loss_scale=self._loss_scale)
         if scheduler is not None:
             follow(scheduler, sharded)
-        return module, [sharded], scheduler
+        return forward, [sharded], scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Take an optimizer of ``thinwire.optimizer`` as it is.
@@ -126,6 +181,12 @@ class ThinwireFabricStrategy(DDPStrategy):
             raise UsageError(
                 f"fabric.setup_optimizers({type(optimizer).__name__}): {_TOGETHER}, or make the optimizer by "
                 "thinwire.optimizer(module, ...) after fabric.setup_module"
+            )
+        if optimizer.loss_scale is not self._loss_scale:
+            raise UsageError(
+                f"fabric.setup_optimizers: the optimizer's loss_scale is {optimizer.loss_scale!r}, and the precision's "
+                f"is {self._loss_scale!r}: make it with thinwire.optimizer(..., "
+                'loss_scale=getattr(fabric.strategy.precision, "loss_scale", None))'
             )
         return optimizer
 

@@ -6,7 +6,7 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -18,37 +18,59 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.mixed import COMPUTE_DTYPES, autocast, checked_precision, scale_like
 from thinwire.integrations.optimizers import follow, is_sharded, over_shares
+from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
+from thinwire.sharding.loss_scale import LossScale
+from thinwire.spec import Factor
 
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
 
 _PRESETS: Final = ("zero1", "zero2", "zero3")
 _REMEDY: Final = "Look at state_dict() of your callbacks and at save_hyperparameters()"
-_COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16"}
-"""Precisions of the trainer, and the ``compute_dtype`` of a plan that has the same effect."""
 
 
 class ThinwirePrecision(Precision):
     """The trainer's precision, which the plan's ``compute_dtype`` implements. Clipping is thinwire's.
 
     Args:
-        precision: ``"32-true"`` or ``"bf16-mixed"``.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"16-mixed"``.
         strategy: The strategy, which has the sharded module and keeps the norm.
+        scaler: With ``"16-mixed"``, the ``GradScaler`` whose settings the loss scale takes; by default, torch's.
 
-    Raises:
-        UsageError: The precision is another one.
+    Attributes:
+        loss_scale: Scale of the losses of ``"16-mixed"``, in place of torch's ``GradScaler``; ``None`` for the others.
     """
 
-    def __init__(self, precision: str, strategy: ThinwireStrategy) -> None:
-        if precision not in _COMPUTE_DTYPES:
-            raise UsageError(
-                f"precision = {precision!r}: the strategy 'thinwire' supports {', '.join(map(repr, _COMPUTE_DTYPES))}. "
-                "Masters are always float32; 'bf16-mixed' computes in bfloat16 and needs no loss scale"
-            )
+    loss_scale: LossScale | None
+
+    def __init__(self, precision: str, strategy: ThinwireStrategy, scaler: Any = None) -> None:
         self.precision = precision
         self._strategy = strategy
+        scales = precision == "16-mixed"
+        self.loss_scale = None if not scales else LossScale() if scaler is None else scale_like(scaler)
+
+    def forward_context(self) -> Any:
+        """The context of a step: losses are computed in float32."""
+        return autocast(self.precision, self._strategy.root_device)
+
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        """Multiply a loss by the loss scale, if there is one."""
+        scaled = tensor if self.loss_scale is None else self.loss_scale.scale(tensor)
+        prepared: torch.Tensor = super().pre_backward(scaled, module)
+        return prepared
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        """Make a step. With a loss scale, hooks see gradients that are divided by it, as Lightning's own do."""
+        if self.loss_scale is None:
+            return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = closure()
+        if result is not None:  # training_step has returned a loss
+            tw.clip_grad_norm_(model, float("inf"))
+        self._after_closure(model, optimizer)
+        return result if result is None else optimizer.step(**kwargs)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model's gradient, and keep the norm in ``strategy.gradient_norm``."""
@@ -68,7 +90,7 @@ class _Steps:
     """The part of the strategy that runs the steps of a sharded module."""
 
     lightning_module: Any
-    _forward_redirection: Any
+    precision_plugin: Any
     _blocks_sync: bool
 
     @contextmanager
@@ -98,10 +120,20 @@ class _Steps:
         return self._run_step("predict_step", *args, **kwargs)
 
     def _run_step(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        # Root parameters are gathered for the module's forward, in which Lightning's redirection runs the step. The
-        # method itself stays as it is, because Lightning reads its signature.
-        module = self.lightning_module
-        return self._forward_redirection(module, module, name, *args, **kwargs)
+        # Root parameters are gathered for the module's forward, in whose place the step runs. The batch is no argument
+        # of it, so that targets keep their dtype.
+        module, forward = self.lightning_module, self.lightning_module.forward
+
+        def step() -> Any:
+            module.forward = forward  # the step itself may call it
+            return getattr(module, name)(*args, **kwargs)
+
+        with self.precision_plugin.forward_context():
+            module.forward = step
+            try:
+                return module()
+            finally:
+                module.forward = forward
 
 
 class _Checkpoints:
@@ -198,14 +230,9 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
     def precision_plugin(self, plugin: Any) -> None:
         if plugin is None or isinstance(plugin, ThinwirePrecision):
             self._precision_plugin = plugin
-        elif type(plugin) in (Precision, MixedPrecision):
-            self._precision_plugin = ThinwirePrecision(str(plugin.precision), self)
         else:
-            ThinwirePrecision(str(plugin.precision), self)
-            raise UsageError(
-                f"the plugin {type(plugin).__name__}: the strategy 'thinwire' sets the precision by the plan; leave "
-                "the plugin out and set Trainer(precision='32-true') or 'bf16-mixed'"
-            )
+            name = checked_precision(plugin, (Precision, MixedPrecision))
+            self._precision_plugin = ThinwirePrecision(name, self, getattr(plugin, "scaler", None))
 
     # -- module and optimizer ----------------------------------------------------------------------------------
 
@@ -220,7 +247,8 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
             )
         if not is_sharded(module):
             self.model_to_device()
-            tw.shard(module, self._resolved_plan())
+            mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
+            tw.shard(module, chosen_plan(self._plan, mesh, COMPUTE_DTYPES[str(self.precision_plugin.precision)]))
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
@@ -231,28 +259,15 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         # Lightning itself refuses several optimizers under automatic optimization.
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         sharded = over_shares(
-            self.lightning_module, self.optimizers[0], names, remedy="do so inside configure_optimizers"
+            self.lightning_module,
+            self.optimizers[0],
+            names,
+            remedy="do so inside configure_optimizers",
+            loss_scale=self.precision_plugin.loss_scale,
         )
         for config in self.lr_scheduler_configs:
             follow(config.scheduler, sharded)
         self.optimizers = [sharded]
-
-    def _resolved_plan(self) -> tw.Plan:
-        compute = _COMPUTE_DTYPES[self.precision_plugin.precision]
-        if isinstance(self._plan, tw.Plan):
-            plan = self._plan
-        elif str(self._plan).endswith(".toml"):
-            plan = tw.Plan.load(self._plan)
-        else:
-            return tw.Plan.preset(
-                str(self._plan), nodes=self.num_nodes, local=self.world_size // self.num_nodes, compute_dtype=compute
-            )
-        if plan.compute_dtype != compute:
-            raise UsageError(
-                f"plan.compute_dtype = {plan.compute_dtype!r}, but precision = {self.precision_plugin.precision!r} "
-                f"computes in {compute}: set one of them to match the other"
-            )
-        return plan
 
     def teardown(self) -> None:
         """End the run. Unlike DDP's, this moves nothing to the CPU: the module stays sharded."""

@@ -1,0 +1,64 @@
+"""Precisions of Lightning's ``Trainer`` and ``Fabric``, which are those of plans, and the loss scale of float16."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final
+
+import torch
+
+from thinwire.errors import UsageError
+from thinwire.sharding.loss_scale import LossScale
+
+__all__ = ["COMPUTE_DTYPES", "autocast", "checked_precision", "scale_like"]
+
+COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
+"""Lightning's precisions, and the ``compute_dtype`` of a plan that has the same effect."""
+
+
+def checked_precision(plugin: Any, known: Collection[type]) -> str:
+    """The precision that a plugin of Lightning stands for.
+
+    Args:
+        plugin: The plugin.
+        known: Lightning's own classes that thinwire takes the place of.
+
+    Raises:
+        UsageError: thinwire does not know the precision, or the plugin does more than set one.
+    """
+    name = str(plugin.precision)
+    valid = ", ".join(map(repr, COMPUTE_DTYPES))
+    if name not in COMPUTE_DTYPES:
+        raise UsageError(
+            f"precision = {name!r}: the strategy 'thinwire' supports {valid}. Masters are always float32; 'bf16-mixed' "
+            "computes in bfloat16 and needs no loss scale"
+        )
+    if type(plugin) not in known:
+        raise UsageError(
+            f"the plugin {type(plugin).__name__}: the strategy 'thinwire' sets the precision by the plan; leave the "
+            f"plugin out and set precision = one of {valid}"
+        )
+    return name
+
+
+def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The context of a forward: parameters have the dtype of the plan, and losses are computed in float32."""
+    if precision == "32-true":
+        return nullcontext()
+    # Parameters are not cast here, so that there is nothing to cache.
+    dtype: torch.dtype = getattr(torch, COMPUTE_DTYPES[precision])
+    return torch.autocast(device.type, dtype=dtype, cache_enabled=False)
+
+
+def scale_like(scaler: Any) -> LossScale:
+    """A loss scale with the settings and the present scale of torch's ``GradScaler``."""
+    if not scaler.is_enabled():
+        return LossScale(1.0, growth=1.0, backoff=1.0)
+    read: Callable[[], float] = scaler.get_scale
+    return LossScale(
+        read(),
+        growth=scaler.get_growth_factor(),
+        backoff=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+    )
