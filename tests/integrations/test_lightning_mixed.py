@@ -101,6 +101,14 @@ def check(case: Any, reference: dict[str, Any], result: dict[str, Any], keys: Se
         torch.testing.assert_close(result["weights"][name], value, rtol=1e-5, atol=1e-6, msg=f"{case}: {name}")
 
 
+def of_steps_made(run: dict[str, Any]) -> dict[str, list[float]]:
+    """Norms and gradients of the steps that were not skipped. Of others, one run says infinity and another NaN."""
+    return {
+        key: [value for value, skipped in zip(run[key], run["skipped"], strict=True) if not skipped]
+        for key in ("norms", "gradients")
+    }
+
+
 OVERFLOWING = ("16-mixed", 2.0**25, 0.5, 1)
 """Precision, loss scale of the first step, clipping and accumulation: the first steps overflow."""
 
@@ -110,20 +118,22 @@ OVERFLOWING = ("16-mixed", 2.0**25, 0.5, 1)
     [
         ([OVERFLOWING], ["thinwire"]),
         pytest.param(
-            [OVERFLOWING, ("16-mixed", 1024.0, None, 4), ("bf16-mixed", 1.0, 0.5, 1), ("bf16-mixed", 1.0, None, 4)],
+            [OVERFLOWING, ("bf16-mixed", 1.0, 0.5, 1)],
             ["thinwire_zero1", "thinwire_zero2", "thinwire"],
+            marks=pytest.mark.slow,
+        ),
+        # zero1 would send sums of micro-batches in the compute dtype, and DDP sends them in float32.
+        pytest.param(
+            [("16-mixed", 1024.0, None, 4), ("bf16-mixed", 1.0, None, 4)],
+            ["thinwire_zero2", "thinwire"],
             marks=pytest.mark.slow,
         ),
     ],
 )
 def test_training_equals_ddp(tmp_path: Path, cases: Any, names: Any) -> None:
     for case, reference, result in run_ranks(2, compare, str(tmp_path), cases, names)[0]:
-        for run in (reference, result):
-            # Their size differs where ranks overflow alike: infinity and NaN both say so.
-            kept = [not skipped for skipped in run["skipped"]]
-            for key in ("norms", "gradients"):
-                run[key] = [value for value, keep in zip(run[key], kept, strict=True) if keep and math.isfinite(value)]
-        check(case, reference, result, ("losses", "validated", "norms", "gradients", "rates", "scales", "skipped"))
+        runs = [{**run, **of_steps_made(run)} for run in (reference, result)]
+        check(case, *runs, ("losses", "validated", "norms", "gradients", "rates", "scales", "skipped"))
         assert result["steps"] == reference["steps"] == STEPS
         if case[1:] == OVERFLOWING:
             assert sum(result["skipped"]) > 5
@@ -131,20 +141,21 @@ def test_training_equals_ddp(tmp_path: Path, cases: Any, names: Any) -> None:
 
 
 def save_midway(folder: str) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
-    """Train in float16 with a checkpoint after ten steps; return later losses and scales, and the last weights."""
+    """Train in float16 with a checkpoint after each epoch of ten steps; return later losses and scales, and the last
+    weights."""
     model = Watched()
     plugins = [TorchElasticEnvironment(), plugin(MixedPrecision, "16-mixed", 2.0**25)]
-    saving = ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=10, save_top_k=-1)
-    run = trainer(2, "thinwire", folder, plugins=plugins, enable_checkpointing=True, callbacks=[saving])
-    run.fit(model, large(loader(2, STEPS)))
+    saving = ModelCheckpoint(dirpath=folder, filename="{step}", save_on_train_epoch_end=True, save_top_k=-1)
+    run = trainer(2, "thinwire", folder, plugins=plugins, enable_checkpointing=True, callbacks=[saving], max_epochs=2)
+    run.fit(model, large(loader(2, 10)))
     return model.losses[10:], model.scales[10:], weights(model)
 
 
 def resume(folder: str, world: int) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     model = Watched()
     plugins = [TorchElasticEnvironment(), plugin(MixedPrecision, "16-mixed", 2.0)]
-    run = trainer(world, "thinwire_zero1", folder, plugins=plugins)
-    run.fit(model, large(loader(world, STEPS)), ckpt_path=f"{folder}/step=10.ckpt")
+    run = trainer(world, "thinwire_zero1", folder, plugins=plugins, max_epochs=2)
+    run.fit(model, large(loader(world, 10)), ckpt_path=f"{folder}/step=10.ckpt")
     return model.losses, model.scales, weights(model)
 
 
@@ -184,7 +195,7 @@ def compare_fabric(cases: Sequence[Sequence[Any]], names: Sequence[str]) -> list
         ([("16-mixed", 2.0**25, 1)], ["thinwire"]),
         pytest.param(
             [("16-mixed", 2.0**25, 4), ("bf16-mixed", 1.0, 1), ("bf16-mixed", 1.0, 4)],
-            ["thinwire_zero1", "thinwire"],
+            ["thinwire_zero2", "thinwire"],
             marks=pytest.mark.slow,
         ),
     ],

@@ -92,8 +92,8 @@ class _Forward(nn.Module):
         return self.module(*args, **kwargs)
 
 
-def _original(module: nn.Module) -> nn.Module:
-    return module.module if isinstance(module, _Forward) else module
+def _original(item: Any) -> Any:
+    return item.module if isinstance(item, _Forward) else item
 
 
 class ThinwireFabricStrategy(DDPStrategy):
@@ -207,7 +207,7 @@ class ThinwireFabricStrategy(DDPStrategy):
             RuntimeError: The norm is not finite, and ``error_if_nonfinite`` is set.
         """
         del optimizer
-        norm = tw.clip_grad_norm_(module, float(max_norm), float(norm_type))
+        norm = tw.clip_grad_norm_(_original(module), float(max_norm), float(norm_type))
         if error_if_nonfinite and not math.isfinite(norm.item()):
             raise RuntimeError(
                 f"the norm of the gradients is {norm.item()}; to clip anyway, set error_if_nonfinite = False"
@@ -231,6 +231,7 @@ class ThinwireFabricStrategy(DDPStrategy):
         for name, value in (("storage_options", storage_options), ("filter", filter)):
             if value:
                 raise UsageError(f"{name}: the strategy 'thinwire' writes whole states to a local directory; omit it")
+        state = {key: _original(item) for key, item in state.items()}
         module, optim = _sharded_objects("fabric.save", state)
         others = {key: _state_of(item) for key, item in state.items() if item is not module and item is not optim}
         where, content = self.broadcast((str(path), encoded(others, _REMEDY)))
@@ -251,13 +252,14 @@ class ThinwireFabricStrategy(DDPStrategy):
         if isinstance(state, nn.Module | torch.optim.Optimizer):  # fabric.load_raw: a file of one state dict
             remainder: dict[str, Any] = super().load_checkpoint(path, state, strict, weights_only)
             return remainder
-        module, optim = _sharded_objects("fabric.load", state or {})
+        found = {key: _original(item) for key, item in (state or {}).items()}
+        module, optim = _sharded_objects("fabric.load", found)
         assert state is not None
         extra = tw.load(module, optim, Path(path))
         if "fabric" not in extra:
             raise UsageError(f"{path} was not written by fabric.save: load it with thinwire.load(...)")
         others: dict[str, Any] = decoded(extra["fabric"])
-        wanted = [key for key, item in state.items() if item is not module and item is not optim]
+        wanted = [key for key, item in found.items() if item is not module and item is not optim]
         if strict and (missing := [key for key in wanted if key not in others]):
             raise KeyError(f"the checkpoint {path} has no {', '.join(map(repr, missing))}; it has {sorted(others)}")
         for key in (key for key in wanted if key in others):
