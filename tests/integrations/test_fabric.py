@@ -231,7 +231,7 @@ def refusals() -> list[str]:
     refused(lambda: fabric.setup(model, scheduled))
     assert scheduler.optimizer is scheduled
     module = fabric.setup_module(Blocks())
-    refused(lambda: fabric.setup_optimizers(torch.optim.SGD(module.parameters(), 0.1)))
+    refused(lambda: fabric.setup_optimizers(torch.optim.SGD(other.parameters(), 0.1)))
     optimizer = fabric.setup_optimizers(tw.optimizer(module.module, torch.optim.SGD, lr=0.1))
     refused(lambda: fabric.clip_gradients(module, optimizer, clip_val=0.5))
     refused(lambda: fabric.save("nowhere", {"step": 3}))

@@ -7,10 +7,11 @@ Importing this module registers the strategies ``thinwire`` and, by preset, ``th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Final
+from weakref import WeakSet
 
 import torch
 from lightning.fabric.plugins.precision import MixedPrecision, Precision
@@ -20,6 +21,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.building import Building
 from thinwire.integrations.mixed import COMPUTE_DTYPES, autocast, checked_precision, scale_like
 from thinwire.integrations.optimizers import follow, is_sharded, over_shares
 from thinwire.integrations.plans import chosen_plan
@@ -113,6 +115,8 @@ class ThinwireFabricStrategy(DDPStrategy):
 
     def __init__(self, plan: tw.Plan | str | Path = "zero3", **options: Any) -> None:
         self._plan = plan
+        self._building = Building(self.broadcast)
+        self._sharded: WeakSet[nn.Module] = WeakSet()
         super().__init__(**options)
         self._backward_sync_control: Any = _SyncControl()
 
@@ -138,11 +142,28 @@ class ThinwireFabricStrategy(DDPStrategy):
 
     # -- module and optimizer ----------------------------------------------------------------------------------
 
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Let modules be built without memory for their parameters.
+
+        Args:
+            empty_init: Whether to leave out the initialisers of ``torch.nn.init``; such parameters are NaN until a
+                checkpoint is loaded.
+        """
+        with super().module_init_context(empty_init), self._building.context():
+            yield
+
+    def module_to_device(self, module: nn.Module) -> None:
+        """Move a module to this rank's device, unless it has no values yet."""
+        if not any(parameter.is_meta for parameter in module.parameters()):
+            super().module_to_device(module)
+
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard a module. Collective."""
-        if not is_sharded(module):
-            mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
-            tw.shard(module, chosen_plan(self._plan, mesh, COMPUTE_DTYPES[str(self.precision.precision)]))
+        mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
+        dtype = COMPUTE_DTYPES[str(self.precision.precision)]
+        self._building.shard(module, lambda: chosen_plan(self._plan, mesh, dtype), self.root_device)
+        self._sharded.add(module)
         return _Forward(module)
 
     def setup_module_and_optimizers(
@@ -159,11 +180,8 @@ class ThinwireFabricStrategy(DDPStrategy):
                 f"fabric.setup: {len(optimizers)} optimizers; thinwire updates all parameters of a module by one. "
                 "Make one optimizer with a parameter group for each set of options"
             )
-        if scheduler is None and hasattr(optimizers[0].step, "_wrapped_by_lr_sched"):
-            raise UsageError(
-                f"fabric.setup: a learning-rate scheduler follows {type(optimizers[0]).__name__}, which is made anew "
-                "over shares; pass it along, fabric.setup(model, optimizer, scheduler=scheduler), or make it afterwards"
-            )
+        if scheduler is None:
+            _refuse_scheduled(optimizers[0], "pass it along, fabric.setup(model, optimizer, scheduler=scheduler)")
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         forward = self.setup_module(module)
         sharded = over_shares(module, optimizers[0], names, remedy=_TOGETHER, loss_scale=self._loss_scale)
@@ -172,16 +190,20 @@ class ThinwireFabricStrategy(DDPStrategy):
         return forward, [sharded], scheduler
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Take an optimizer of ``thinwire.optimizer`` as it is.
+        """Make an optimizer of a sharded module's parameters anew over this rank's share. Collective.
 
         Raises:
-            UsageError: It is another one, made apart from its module.
+            UsageError: The optimizer was made before the module was sharded, or a scheduler follows it.
         """
         if not isinstance(optimizer, ShardedOptimizer):
-            raise UsageError(
-                f"fabric.setup_optimizers({type(optimizer).__name__}): {_TOGETHER}, or make the optimizer by "
-                "thinwire.optimizer(module, ...) after fabric.setup_module"
-            )
+            _refuse_scheduled(optimizer, "make it after fabric.setup_optimizers")
+            kind = f"fabric.setup_optimizers({type(optimizer).__name__})"
+            first = next(iter(optimizer.param_groups[0]["params"]))
+            for module in self._sharded:
+                names = {id(parameter): name for name, parameter in module.named_parameters()}
+                if id(first) in names:
+                    return over_shares(module, optimizer, names, remedy=_TOGETHER, loss_scale=self._loss_scale)
+            raise UsageError(f"{kind}: make the optimizer after fabric.setup_module, or {_TOGETHER}")
         if optimizer.loss_scale is not self._loss_scale:
             raise UsageError(
                 f"fabric.setup_optimizers: the optimizer's loss_scale is {optimizer.loss_scale!r}, and the precision's "
@@ -281,6 +303,14 @@ def _sharded_objects(call: str, state: Mapping[str, Any]) -> tuple[nn.Module, Sh
             'one module that fabric.setup returned, and at most one optimizer: {"model": model, "optimizer": optimizer}'
         )
     return modules[0], optimizers[0] if optimizers else None
+
+
+def _refuse_scheduled(optimizer: torch.optim.Optimizer, remedy: str) -> None:
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise UsageError(
+            f"fabric.setup: a learning-rate scheduler follows {type(optimizer).__name__}, which is made anew over "
+            f"shares; {remedy}"
+        )
 
 
 def _state_of(item: Any) -> Any:

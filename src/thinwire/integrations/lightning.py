@@ -18,8 +18,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 import thinwire as tw
 from thinwire.errors import UsageError
+from thinwire.integrations.building import Building
 from thinwire.integrations.mixed import COMPUTE_DTYPES, autocast, checked_precision, scale_like
-from thinwire.integrations.optimizers import follow, is_sharded, over_shares
+from thinwire.integrations.optimizers import follow, over_shares
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
@@ -217,6 +218,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         self._plan = plan
         self._blocks_sync = False
         self.gradient_norm = None
+        self._building = Building(self.broadcast)
         super().__init__(**options)
 
     # -- precision ---------------------------------------------------------------------------------------------
@@ -236,6 +238,12 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
 
     # -- module and optimizer ----------------------------------------------------------------------------------
 
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Let ``configure_model`` build layers without memory for their parameters."""
+        with self._building.context():
+            yield
+
     def setup(self, trainer: Any) -> None:
         """Shard the module, unless an earlier run has, and make the optimizer over shares."""
         self.accelerator.setup(trainer)
@@ -245,10 +253,9 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
                 f"{type(module).__name__}.automatic_optimization = False: the strategy 'thinwire' needs automatic "
                 "optimization; for a loop of your own, use thinwire.shard without the trainer"
             )
-        if not is_sharded(module):
-            self.model_to_device()
-            mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
-            tw.shard(module, chosen_plan(self._plan, mesh, COMPUTE_DTYPES[str(self.precision_plugin.precision)]))
+        mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
+        dtype = COMPUTE_DTYPES[str(self.precision_plugin.precision)]
+        self._building.shard(module, lambda: chosen_plan(self._plan, mesh, dtype), self.root_device)
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
