@@ -17,14 +17,23 @@ from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 
 import thinwire as tw
+from thinwire.collectives import group
 from thinwire.errors import UsageError
 from thinwire.integrations.building import Building
-from thinwire.integrations.mixed import COMPUTE_DTYPES, autocast, checked_precision, scale_like
+from thinwire.integrations.mixed import (
+    COMPUTE_DTYPES,
+    autocast,
+    checked_precision,
+    restore_scaler,
+    scale_like,
+    scaler_state,
+)
 from thinwire.integrations.optimizers import follow, over_shares
 from thinwire.integrations.plans import chosen_plan
 from thinwire.integrations.steps import begin_micro_batch
 from thinwire.integrations.typed_state import decoded, encoded
 from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.whole_state import load_whole_state, whole_state, whole_value
 from thinwire.spec import Factor
 
 __all__ = ["ThinwirePrecision", "ThinwireStrategy"]
@@ -72,6 +81,15 @@ class ThinwirePrecision(Precision):
             tw.clip_grad_norm_(model, float("inf"))
         self._after_closure(model, optimizer)
         return result if result is None else optimizer.step(**kwargs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The loss scale, as torch's ``GradScaler`` describes it."""
+        return {} if self.loss_scale is None else scaler_state(self.loss_scale)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue with the loss scale of a checkpoint."""
+        if self.loss_scale is not None:
+            restore_scaler(self.loss_scale, state_dict)
 
     def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
         """Clip by the norm of the whole model's gradient, and keep the norm in ``strategy.gradient_norm``."""
@@ -138,52 +156,77 @@ class _Steps:
 
 
 class _Checkpoints:
-    """The part of the strategy that saves and loads shares."""
+    """The part of the strategy that saves and loads: shares in a directory, or whole states in Lightning's own file."""
 
     lightning_module: Any
     optimizers: Any
     broadcast: Any
+    _writes_whole: bool
+    _groups: list[list[str]]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
         """True: values are loaded into shares."""
         return True
 
-    @property
-    def lightning_restore_optimizer(self) -> bool:
-        """False: :meth:`load_checkpoint` does."""
-        return False
-
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
-        return {}
+        """The state of the module: of shares only what is no tensor, as :meth:`save_checkpoint` writes the others.
+        Collective."""
+        entries, first = self.lightning_module.state_dict().items(), group.control().rank == 0
+        if not self._writes_whole:
+            return {name: value for name, value in entries if not isinstance(value, torch.Tensor)}
+        whole = {name: whole_value(value, keep=first) for name, value in entries}
+        return whole if first else {}
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Nothing: :meth:`save_checkpoint` writes each rank's share."""
-        del optimizer
-        return {}
+        """The state of the optimizer: of shares nothing, as :meth:`save_checkpoint` writes each rank's. Collective."""
+        inner = getattr(optimizer, "_optimizer", optimizer)
+        return whole_state(inner, self._groups) if self._writes_whole else {}
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
+        """Load a module's state, except the shares that :meth:`load_checkpoint` has loaded."""
+        if states := checkpoint["state_dict"]:
+            of_shares = not any(isinstance(value, torch.Tensor) for value in states.values())
+            self.lightning_module.load_state_dict(states, strict=strict and not of_shares)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing: :meth:`load_checkpoint` has loaded the shares."""
+        """Load an optimizer's state, except the shares that :meth:`load_checkpoint` has loaded."""
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            if state:
+                load_whole_state(optimizer, self._groups, state)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write a checkpoint directory atomically, with the trainer's state of rank 0 inside. Collective."""
+        """Write a checkpoint: a directory of shares, atomically, with the trainer's state of rank 0 inside, or
+        Lightning's own file. Collective."""
+        if self._writes_whole:
+            _rename(checkpoint, ThinwirePrecision.__qualname__, MixedPrecision.__qualname__)
+            inherited: Any = super()
+            inherited.save_checkpoint(checkpoint, filepath, storage_options)
+            return
         if storage_options is not None:
             raise UsageError("storage_options: the strategy 'thinwire' writes to a local directory; leave them out")
+        if any(isinstance(value, torch.Tensor) for value in checkpoint["state_dict"].values()):
+            raise UsageError(
+                "a callback or on_save_checkpoint has put tensors into the checkpoint's state_dict, whose place shares "
+                "take: use ThinwireStrategy(..., state_dict_type='full')"
+            )
         weights_only = "optimizer_states" not in checkpoint
-        trainer_state = encoded({**checkpoint, "state_dict": {}}, _REMEDY)
-        path, trainer_state = self.broadcast((str(filepath), trainer_state))
+        path, trainer_state = self.broadcast((str(filepath), encoded(checkpoint, _REMEDY)))
         optim = None if weights_only or not self.optimizers else self.optimizers[0]
         tw.save(self.lightning_module, optim, path, extra={"lightning": trainer_state})
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load the shares from a checkpoint of any plan and number of ranks, and return the trainer's state.
-        Collective."""
-        del weights_only  # no checkpoint of thinwire is read by running pickled code
-        optim = self.optimizers[0] if self.optimizers else None
+        """Load the shares of any plan and number of ranks from a directory, or read a file of Lightning's; returns the
+        trainer's state. Collective."""
+        if not Path(checkpoint_path).is_dir():
+            inherited: Any = super()
+            options = {} if weights_only is None else {"weights_only": weights_only}
+            checkpoint: dict[str, Any] = inherited.load_checkpoint(checkpoint_path, **options)
+            _rename(checkpoint, MixedPrecision.__qualname__, ThinwirePrecision.__qualname__)
+            return checkpoint
+        # Of a directory, nothing is read by running pickled code.
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        optim = self.optimizers[0] if fits and self.optimizers else None
         extra = tw.load(self.lightning_module, optim, Path(checkpoint_path))
         if "lightning" not in extra:
             raise UsageError(
@@ -191,6 +234,11 @@ class _Checkpoints:
             )
         state: dict[str, Any] = decoded(extra["lightning"])
         return state
+
+
+def _rename(checkpoint: dict[str, Any], old: str, new: str) -> None:
+    if old in checkpoint:
+        checkpoint[new] = checkpoint.pop(old)
 
 
 class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
@@ -202,6 +250,9 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
     Args:
         plan: How the module is sharded: a plan, the name of a preset, or a plan file (``.toml``). Presets compute in
             the trainer's precision.
+        state_dict_type: What checkpoints are: ``"sharded"``, a directory of shares, or ``"full"``, an ordinary file of
+            Lightning with whole weights and whole optimizer states, for which the first rank needs memory. Both kinds
+            are loaded, whatever this says.
         **options: See ``lightning.pytorch.strategies.ParallelStrategy``, and ``process_group_backend`` and ``timeout``.
 
     Raises:
@@ -214,8 +265,12 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
     gradient_norm: torch.Tensor | None
     """Norm of the gradient of the latest step before clipping, 0-D, fp32; ``None`` without ``gradient_clip_val``."""
 
-    def __init__(self, plan: tw.Plan | str | Path = "zero3", **options: Any) -> None:
-        self._plan = plan
+    def __init__(
+        self, plan: tw.Plan | str | Path = "zero3", *, state_dict_type: str = "sharded", **options: Any
+    ) -> None:
+        if state_dict_type not in ("sharded", "full"):
+            raise UsageError(f"state_dict_type = {state_dict_type!r}: valid are 'sharded' and 'full'")
+        self._plan, self._writes_whole = plan, state_dict_type == "full"
         self._blocks_sync = False
         self.gradient_norm = None
         self._building = Building(self.broadcast)
@@ -265,6 +320,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         super().setup_optimizers(trainer)
         # Lightning itself refuses several optimizers under automatic optimization.
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        groups = [group["params"] for group in self.optimizers[0].param_groups]
         sharded = over_shares(
             self.lightning_module,
             self.optimizers[0],
@@ -275,6 +331,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         for config in self.lr_scheduler_configs:
             follow(config.scheduler, sharded)
         self.optimizers = [sharded]
+        self._groups = [[names[id(parameter)] for parameter in of_group] for of_group in groups]
 
     def teardown(self) -> None:
         """End the run. Unlike DDP's, this moves nothing to the CPU: the module stays sharded."""

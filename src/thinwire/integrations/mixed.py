@@ -11,7 +11,7 @@ import torch
 from thinwire.errors import UsageError
 from thinwire.sharding.loss_scale import LossScale
 
-__all__ = ["COMPUTE_DTYPES", "autocast", "checked_precision", "scale_like"]
+__all__ = ["COMPUTE_DTYPES", "autocast", "checked_precision", "restore_scaler", "scale_like", "scaler_state"]
 
 COMPUTE_DTYPES: Final = {"32-true": "float32", "bf16-mixed": "bfloat16", "16-mixed": "float16"}
 """Lightning's precisions, and the ``compute_dtype`` of a plan that has the same effect."""
@@ -62,3 +62,20 @@ def scale_like(scaler: Any) -> LossScale:
         backoff=scaler.get_backoff_factor(),
         growth_interval=scaler.get_growth_interval(),
     )
+
+
+def scaler_state(scale: LossScale) -> dict[str, Any]:
+    """The state dict of a ``GradScaler`` that would continue as a loss scale does."""
+    return {
+        "scale": scale.value,
+        "growth_factor": scale.growth,
+        "backoff_factor": scale.backoff,
+        "growth_interval": scale.growth_interval,
+        "_growth_tracker": scale.finite_steps,
+    }
+
+
+def restore_scaler(scale: LossScale, state: dict[str, Any]) -> None:
+    """Continue as the ``GradScaler`` of a state dict does."""
+    skipped = scale.skipped_steps
+    scale.restore({"value": state["scale"], "finite_steps": state["_growth_tracker"], "skipped_steps": skipped})

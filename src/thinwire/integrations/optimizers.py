@@ -46,7 +46,7 @@ def over_shares(
         loss_scale: Scale of the losses, which plans with float16 need.
 
     Raises:
-        UsageError: The optimizer has made a step, or has parameters without a name.
+        UsageError: The optimizer has made a step, has parameters without a name, or lacks trainable parameters.
     """
     if isinstance(made, ShardedOptimizer):
         return made
@@ -62,6 +62,14 @@ def over_shares(
                 f"model.parameters(), and {remedy}"
             )
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
+    given = {name for group in groups for name in group["params"]}
+    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in given]
+    if left:
+        others = f" and {len(left) - 1} more trainable parameters" if len(left) > 1 else ""
+        raise UsageError(
+            f"{kind} has no parameter group with {left[0]!r}{others}: before the model is sharded, freeze what it should "
+            "not update with requires_grad_(False), or add a group with lr = 0"
+        )
     # Some classes keep further defaults, which their constructors do not take; groups have them all.
     taken = inspect.signature(type(made)).parameters
     options = {key: value for key, value in made.defaults.items() if key in taken}

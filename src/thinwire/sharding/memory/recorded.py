@@ -147,7 +147,7 @@ class Recording(TorchDispatchMode):
         kept: Number of bytes of recorded tensors that are kept.
     """
 
-    def __init__(self, smallest: int = 1 << 16, kept: int = 1 << 26) -> None:
+    def __init__(self, smallest: int = 1 << 16, kept: int = 1 << 24) -> None:
         super().__init__()
         self._smallest, self._kept = smallest, kept
         self._storages: dict[int, StorageWeakRef] = {}  # weak references keep addresses from being used again
