@@ -125,7 +125,8 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     try:
         return tw.full_state_dict(model)
     except UsageError:
-        return {name: value.detach().clone() for name, value in model.state_dict().items()}
+        return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in
+                model.state_dict().items()}  # fmt: skip
 
 
 def train(strategy: Any, folder: str, accumulate: int, clip: float | None) -> dict[str, Any]:

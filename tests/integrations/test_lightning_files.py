@@ -10,8 +10,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 from lightning.pytorch.plugins.precision import MixedPrecision
-
 from tests.integrations.test_lightning import Blocks, loader, trainer, weights
+
 from thinwire.integrations.lightning import ThinwireStrategy
 from thinwire.testing import run_ranks
 
@@ -49,7 +49,13 @@ def save(folder: str, kind: str, precision: str) -> tuple[list[float], dict[str,
     model.words = "saved"
     saving = ModelCheckpoint(dirpath=folder, filename="{step}", save_on_train_epoch_end=True, save_top_k=-1)
     run = trainer(
-        2, strategy_of(kind), folder, enable_checkpointing=True, callbacks=[saving], max_epochs=2, **options_of(precision)
+        2,
+        strategy_of(kind),
+        folder,
+        enable_checkpointing=True,
+        callbacks=[saving],
+        max_epochs=2,
+        **options_of(precision),
     )
     run.fit(model, loader(2, 5))
     return model.losses[5:], weights(model)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+from lightning.pytorch.callbacks import BaseFinetuning
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
@@ -276,6 +277,13 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         self._building = Building(self.broadcast)
         super().__init__(**options)
 
+    def _share_buffers(self) -> None:
+        """Take the first rank's buffers, such as running statistics, as DDP does."""
+        for value in self.lightning_module.buffers():
+            group.control().broadcast(value)
+
+    on_validation_start = on_test_start = on_predict_start = _share_buffers
+
     # -- precision ---------------------------------------------------------------------------------------------
 
     @property
@@ -303,11 +311,7 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         """Shard the module, unless an earlier run has, and make the optimizer over shares."""
         self.accelerator.setup(trainer)
         module = self.lightning_module
-        if not module.automatic_optimization:
-            raise UsageError(
-                f"{type(module).__name__}.automatic_optimization = False: the strategy 'thinwire' needs automatic "
-                "optimization; for a loop of your own, use thinwire.shard without the trainer"
-            )
+        _refuse(module, trainer)
         mesh = Factor(local=self.world_size // self.num_nodes, nodes=self.num_nodes)
         dtype = COMPUTE_DTYPES[str(self.precision_plugin.precision)]
         self._building.shard(module, lambda: chosen_plan(self._plan, mesh, dtype), self.root_device)
@@ -338,6 +342,26 @@ class ThinwireStrategy(_Steps, _Checkpoints, DDPStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _refuse(module: Any, trainer: Any) -> None:
+    kind = type(module).__name__
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"{kind}.automatic_optimization = False: the strategy 'thinwire' needs automatic optimization; for a loop "
+            "of your own, use thinwire.shard without the trainer"
+        )
+    if trainer.strategy._layer_sync is not None:
+        raise UsageError(
+            "sync_batchnorm = True: the strategy 'thinwire' leaves layers as they are; convert them yourself with "
+            f"torch.nn.SyncBatchNorm.convert_sync_batchnorm in {kind}.__init__"
+        )
+    finetuning = [type(item).__name__ for item in trainer.callbacks if isinstance(item, BaseFinetuning)]
+    if finetuning:
+        raise UsageError(
+            f"the callback {finetuning[0]} adds parameter groups during training, and those of a sharded module are "
+            "fixed: freeze parameters in the module, and train twice"
+        )
 
 
 StrategyRegistry.register("thinwire", ThinwireStrategy, description="shards by thinwire's preset zero3")

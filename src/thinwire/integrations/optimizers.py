@@ -67,8 +67,8 @@ def over_shares(
     if left:
         others = f" and {len(left) - 1} more trainable parameters" if len(left) > 1 else ""
         raise UsageError(
-            f"{kind} has no parameter group with {left[0]!r}{others}: before the model is sharded, freeze what it should "
-            "not update with requires_grad_(False), or add a group with lr = 0"
+            f"{kind} has no parameter group with {left[0]!r}{others}: before the model is sharded, freeze what it "
+            "should not update with requires_grad_(False), or add a group with lr = 0"
         )
     # Some classes keep further defaults, which their constructors do not take; groups have them all.
     taken = inspect.signature(type(made)).parameters

@@ -23,7 +23,7 @@ from thinwire.sharding.modules.discover import Selection, ignore
 from thinwire.sharding.optim import ShardedOptimizer, build_optimizer
 from thinwire.sharding.parts import join_parts
 from thinwire.sharding.runtime import Runtime, runtime_of, sent_bytes
-from thinwire.sharding.shares.tensor import ShareTensor
+from thinwire.sharding.whole_state import whole_value
 from thinwire.sharding.written import Written
 from thinwire.spec import Plan
 
@@ -210,7 +210,8 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of the unsharded model on every rank: fp32 masters and buffers, as plain CPU tensors.
+    """Return the state dict of the unsharded model on every rank: fp32 masters and buffers, as plain CPU tensors. Extra
+    states of modules are returned as they are.
 
     Collective. Parameters are gathered one at a time; each rank needs memory for all of them.
 
@@ -218,12 +219,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         model: A sharded model.
     """
     runtime_of(model)
-    whole: dict[str, torch.Tensor] = {}
-    with torch.no_grad():
-        for name, value in model.state_dict().items():
-            plain = value.full_tensor() if isinstance(value, ShareTensor) else value
-            whole[name] = plain.detach().cpu().clone() if plain is value else plain.cpu()
-    return whole
+    return {name: whole_value(value, keep=True) for name, value in model.state_dict().items()}
 
 
 def save(
