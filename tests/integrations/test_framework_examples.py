@@ -86,3 +86,13 @@ def test_fabric_with_torchrun(tmp_path: Path) -> None:
     assert len(losses) == 4
     assert losses[-1] < 0.5 * losses[0]
     assert (tmp_path / "state").is_dir()
+
+
+@pytest.mark.slow
+def test_lightnings_trainer_with_torchrun(tmp_path: Path) -> None:
+    printed = launch("lightning_trainer.py", "--out", str(tmp_path))
+    (loss,) = (float(loss) for loss in re.findall(r"validation loss ([0-9.]+)", printed))
+    assert loss < 0.5, "targets have a variance of 4"
+    assert (tmp_path / "last.ckpt/thinwire-manifest.json").exists()
+    (logged,) = tmp_path.glob("**/metrics.csv")
+    assert "rate" in logged.read_text().splitlines()[0]
