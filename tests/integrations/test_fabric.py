@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import re
 import warnings
@@ -21,6 +23,9 @@ from thinwire.integrations.fabric import ThinwireFabricStrategy
 from thinwire.testing import run_ranks
 
 WIDTH, BATCH, STEPS = 16, 8, 20
+
+PASSES_SCHEDULERS = "scheduler" in inspect.signature(Fabric.setup).parameters
+"""Whether this release of Lightning lets ``Fabric.setup`` take a scheduler."""
 
 
 class Blocks(nn.Module):
@@ -67,8 +72,11 @@ def parts(fabric: Fabric) -> tuple[Any, Any, Any]:
     others = [p for name, p in model.named_parameters() if not name.endswith("bias")]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": biases, "weight_decay": 0.0, "lr": 0.02}]
     optimizer = torch.optim.AdamW(groups, lr=0.01)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-    return fabric.setup(model, optimizer, scheduler=scheduler)
+    schedule = functools.partial(torch.optim.lr_scheduler.LambdaLR, lr_lambda=lambda step: 1.0 / (1 + step))
+    if PASSES_SCHEDULERS:
+        return fabric.setup(model, optimizer, scheduler=schedule(optimizer))
+    made, over_shares = fabric.setup(model, optimizer)
+    return made, over_shares, schedule(over_shares)
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:

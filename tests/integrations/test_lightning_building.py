@@ -66,7 +66,11 @@ def build_with_fabric(seeds: list[int]) -> tuple[dict[str, torch.Tensor], torch.
     assert not torch.equal(tw.full_state_dict(model)["scale"], whole["scale"])
     model.load_state_dict(whole)
     assert torch.equal(tw.full_state_dict(model)["scale"], whole["scale"])
-    return {name: value.clone() for name, value in whole.items()} if fabric.global_rank == 0 else {}, drawn, (built, memory)
+    return (
+        {name: value.clone() for name, value in whole.items()} if fabric.global_rank == 0 else {},
+        drawn,
+        (built, memory),
+    )
 
 
 @pytest.mark.parametrize("seeds", [[7] * 4, pytest.param([7, 8, 9, 10], marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch import callbacks
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
     EarlyStopping,
@@ -113,7 +114,7 @@ class Unfreezing(BaseFinetuning):
 
 
 def ema() -> Any:
-    return pytest.importorskip("lightning.pytorch.callbacks.weight_averaging").EMAWeightAveraging(decay=0.5)
+    return callbacks.EMAWeightAveraging(decay=0.5)
 
 
 def saving(**options: Any) -> dict[str, Any]:
@@ -144,12 +145,17 @@ CASES: dict[str, tuple[type[Blocks], Mapping[str, Any]]] = {
         Plain,
         {"max_epochs": 4, "callbacks": lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=2)]},
     ),
-    "exponential averages": (Plain, {"callbacks": lambda: [ema()]}),
     "compiled blocks": (Compiled, {}),
     "detect_anomaly": (Plain, {"detect_anomaly": True}),
     "inference_mode": (Plain, {"inference_mode": False}),
 }
 """Modules and options of the trainer; a function makes an option anew for each run."""
+
+HAS_AVERAGES = hasattr(callbacks, "EMAWeightAveraging")
+"""Whether this release of Lightning has the callback."""
+
+if HAS_AVERAGES:
+    CASES["exponential averages"] = Plain, {"callbacks": lambda: [ema()]}
 
 QUICK = ("accumulation with a rest", "running statistics", "the best two and the last")
 
@@ -289,8 +295,8 @@ def average(folder: str) -> tuple[list[float], list[float], str]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not HAS_AVERAGES, reason="EMAWeightAveraging came with Lightning 2.6")
 def test_averages_need_whole_weights(tmp_path: Path) -> None:
-    pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
     reference, result, sentence = run_ranks(2, average, str(tmp_path))[0]
     assert result == pytest.approx(reference, rel=1e-4)
     assert "state_dict_type='full'" in sentence

@@ -3,4 +3,5 @@
 - :mod:`thinwire.integrations.transformers`: ``Trainer`` of Hugging Face's transformers, and what is built on it.
 - :mod:`thinwire.integrations.accelerate`: a loop of one's own with Hugging Face's accelerate.
 - :mod:`thinwire.integrations.lightning`: ``Trainer`` of Lightning.
+- :mod:`thinwire.integrations.fabric`: ``Fabric`` of Lightning.
 """

@@ -167,9 +167,15 @@ class ThinwireFabricStrategy(DDPStrategy):
         return _Forward(module)
 
     def setup_module_and_optimizers(
-        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], scheduler: Any = None
+        self, module: nn.Module, optimizers: list[torch.optim.Optimizer], *scheduler: Any
     ) -> tuple[nn.Module, list[torch.optim.Optimizer], Any]:
         """Shard a module, and make its optimizer anew over this rank's share. Collective.
+
+        Args:
+            module: The module.
+            optimizers: Its optimizer.
+            *scheduler: Scheduler of the optimizer, or ``None``; Lightning before 2.6 passes nothing, and expects nothing
+                back.
 
         Raises:
             UsageError: There are several optimizers, the optimizer is not the module's, or a scheduler of it is not
@@ -180,14 +186,19 @@ class ThinwireFabricStrategy(DDPStrategy):
                 f"fabric.setup: {len(optimizers)} optimizers; thinwire updates all parameters of a module by one. "
                 "Make one optimizer with a parameter group for each set of options"
             )
-        if scheduler is None:
-            _refuse_scheduled(optimizers[0], "pass it along, fabric.setup(model, optimizer, scheduler=scheduler)")
+        following = [item for item in scheduler if item is not None]
+        if not following:
+            _refuse_scheduled(
+                optimizers[0],
+                "pass it along, fabric.setup(model, optimizer, scheduler=scheduler), or make it afterwards",
+            )
         names = {id(parameter): name for name, parameter in module.named_parameters()}
         forward = self.setup_module(module)
         sharded = over_shares(module, optimizers[0], names, remedy=_TOGETHER, loss_scale=self._loss_scale)
-        if scheduler is not None:
-            follow(scheduler, sharded)
-        return forward, [sharded], scheduler
+        for item in following:
+            follow(item, sharded)
+        parts: Any = (forward, [sharded], *scheduler)
+        return parts  # type: ignore[no-any-return]
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Make an optimizer of a sharded module's parameters anew over this rank's share. Collective.
