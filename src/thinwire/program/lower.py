@@ -36,13 +36,20 @@ def control_bytes(units: Sequence[UnitInfo]) -> int:
     return 8 * CONTROL_WORDS + padded(sum(unit.parameters for unit in units), 64) // 8
 
 
-def default_trace(units: Sequence[UnitInfo]) -> Trace:
-    """The trace of units that run one after another. Unit 0 encloses all others if it is the root (unnamed)."""
+def default_trace(units: Sequence[UnitInfo], *, recompute: bool = False) -> Trace:
+    """The trace of units that run one after another. Unit 0 encloses all others if it is the root (unnamed).
+
+    Args:
+        units: The units, in the order of their forward.
+        recompute: Whether the backward runs the forward of every block again.
+    """
     order = range(len(units))
     if units and units[0].name == "":
         inner = [(phase, u) for u in order[1:] for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
-        return Trace.of_forward([(Phase.PRE_FORWARD, 0), *inner, (Phase.POST_FORWARD, 0)])
-    return Trace.of_forward((phase, u) for u in order for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD))
+        forward = [(Phase.PRE_FORWARD, 0), *inner, (Phase.POST_FORWARD, 0)]
+    else:
+        forward = [(phase, u) for u in order for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
+    return Trace.of_forward(forward, units, recompute=recompute)
 
 
 def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -100,7 +107,7 @@ def lower(
     Returns:
         The program of that rank. Operations, order and axes are the same on every rank.
     """
-    trace = trace or default_trace(units)
+    trace = trace or default_trace(units, recompute=plan.recompute)
     draft = _Draft(plan, position)
     gathers, reductions = _Gathers(plan, units, trace, draft), _Reductions(plan, units, trace, draft)
     for micro_batch in range(micro_batches):
@@ -112,7 +119,7 @@ def lower(
                 gathers.need_in_backward(event)
             elif phase is Phase.GRADS_READY:
                 reductions.ready(unit, event)
-            else:
+            elif phase is Phase.POST_BACKWARD:
                 gathers.free(unit, event)
         end = Event(Phase.BACKWARD_END, -1, micro_batch)
         reductions.end(end)
@@ -242,13 +249,19 @@ class _Gathers:
                 self._finish_forward(unit, event)
 
     def need_in_backward(self, event: Event) -> None:
-        """Gather a unit that the backward needs, and prefetch the next one."""
+        """Gather a unit that the backward needs, and prefetch the next one.
+
+        With recomputation the next one is the next block: its forward runs again as a whole, so all its modules are
+        needed at once, and their gathers have the gradients of the current block to hide behind.
+        """
         order = self._trace.needed_again
         self._need(event.unit, event, from_secondary=True)
         if self._plan.overlap.gather and self._plan.prefetch:
             position = order.index(event.unit) + 1
-            for upcoming in order[position : position + 1]:
-                self._gather(upcoming, event, from_secondary=True)
+            by_block = self._plan.recompute and self._plan.granularity == "module"
+            upcoming = self._of_next_blocks(order, position, 1) if by_block else order[position : position + 1]
+            for unit in upcoming:
+                self._gather(unit, event, from_secondary=True)
 
     def free(self, unit: int, event: Event) -> None:
         """Free a unit that is gathered."""
@@ -266,8 +279,12 @@ class _Gathers:
         blocks."""
         if self._plan.granularity == "block":
             return order[position : position + self._plan.prefetch]
+        return self._of_next_blocks(order, position, self._plan.prefetch)
+
+    def _of_next_blocks(self, order: Sequence[int], position: int, count: int) -> Sequence[int]:
+        """The rest of the block of ``order[position - 1]``, and the next ``count`` blocks."""
         blocks = list(dict.fromkeys(self._units[unit].block for unit in order[position - 1 :]))
-        near = set(blocks[: 1 + self._plan.prefetch])
+        near = set(blocks[: 1 + count])
         return [unit for unit in order[position:] if self._units[unit].block in near]
 
     def _finish_forward(self, unit: int, event: Event) -> None:

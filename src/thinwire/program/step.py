@@ -6,6 +6,7 @@ it, and a test compares the two.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -36,6 +37,9 @@ class Phase(StrEnum):
     PRE_BACKWARD = "pre_backward"
     GRADS_READY = "grads_ready"
     """The last gradient of the unit's parameters exists."""
+    INPUT_GRADIENT = "input_gradient"
+    """The backward of a unit whose gradients exist computes the gradient of the unit's input
+    (``overlap.input_gradient``)."""
     POST_BACKWARD = "post_backward"
     """The backward no longer reads the unit's parameters."""
     BACKWARD_END = "backward_end"
@@ -85,6 +89,7 @@ class UnitInfo:
         block: Number of the unit's block; units of a block are prefetched together under ``granularity = "module"``.
         keeps_gathered: Whether the unit stays gathered from its forward to its backward, if the plan overrides this
             for the unit; ``None`` follows the plan's ``keep_gathered``.
+        weight_first: Whether the backward computes the gradients of the unit's parameters before that of its input.
     """
 
     name: str
@@ -92,6 +97,7 @@ class UnitInfo:
     parameters: int
     block: int
     keeps_gathered: bool | None = None
+    weight_first: bool = False
 
     @property
     def trainable(self) -> bool:
@@ -114,31 +120,39 @@ class Trace:
 
     Attributes:
         forward: Moments with phase ``PRE_FORWARD`` or ``POST_FORWARD``.
-        backward: Moments with phase ``PRE_BACKWARD`` (the backward first needs the unit), ``GRADS_READY`` or
-            ``POST_BACKWARD``. A unit without ``GRADS_READY`` is reduced, and one without ``POST_BACKWARD`` is freed,
-            at the end of the backward.
+        backward: Moments with phase ``PRE_BACKWARD`` (the backward first needs the unit), ``GRADS_READY``,
+            ``INPUT_GRADIENT`` (only where the input gradient comes after the others) or ``POST_BACKWARD``. A unit
+            without ``GRADS_READY`` is reduced, and one without ``POST_BACKWARD`` is freed, at the end of the backward.
     """
 
     forward: tuple[Moment, ...]
     backward: tuple[Moment, ...]
 
     @staticmethod
-    def of_forward(forward: Iterable[Moment]) -> Trace:
+    def of_forward(forward: Iterable[Moment], units: Sequence[UnitInfo] = (), *, recompute: bool = False) -> Trace:
         """A trace with the given forward, and a backward in the reverse order of the ends of the forwards.
 
         The gradients of a unit that encloses others are ready at the end of the backward.
+
+        Args:
+            forward: Moments of the forward.
+            units: Descriptions of the units; they tell which units belong to a block, and which compute the gradients
+                of their parameters first.
+            recompute: Whether the backward runs the forward of every block again before it computes gradients.
         """
         trace = Trace(tuple(forward), ())
         finished = dict.fromkeys(unit for phase, unit in reversed(trace.forward) if phase is Phase.POST_FORWARD)
         enclosing = trace.enclosing if trace.forward else frozenset[int]()
         backward: list[Moment] = []
-        for unit in finished:
-            backward.append((Phase.PRE_BACKWARD, unit))
-            if unit not in enclosing:
-                backward += [(Phase.GRADS_READY, unit), (Phase.POST_BACKWARD, unit)]
+        for group in _recomputed_together(tuple(finished), units if recompute else ()):
+            # The backward reaches the output of the last unit, which starts the recomputation of the whole group.
+            backward += [(Phase.PRE_BACKWARD, unit) for unit in (group[0], *reversed(group[1:]))]
+            for unit in group:
+                if unit not in enclosing:
+                    backward += _gradients(unit, weight_first=bool(units) and units[unit].weight_first)
         for unit in finished:
             if unit in enclosing:
-                backward += [(Phase.GRADS_READY, unit), (Phase.POST_BACKWARD, unit)]
+                backward += _gradients(unit, weight_first=False)
         return Trace(trace.forward, tuple(backward))
 
     @property
@@ -166,6 +180,20 @@ class Trace:
     def enclosing(self) -> frozenset[int]:
         """Units of the tail that began before the last unit of the tail."""
         return self.tail - {self.needed[-1]}
+
+
+def _gradients(unit: int, *, weight_first: bool) -> list[Moment]:
+    """A unit's moments from its gradients on."""
+    between = [(Phase.INPUT_GRADIENT, unit)] if weight_first else []
+    return [(Phase.GRADS_READY, unit), *between, (Phase.POST_BACKWARD, unit)]
+
+
+def _recomputed_together(finished: Sequence[int], units: Sequence[UnitInfo]) -> list[tuple[int, ...]]:
+    """Cut units, in the order of the backward, into groups whose forward runs again as a whole: blocks if ``units``
+    describes them, otherwise single units."""
+    if not units:
+        return [(unit,) for unit in finished]
+    return [tuple(group) for _, group in itertools.groupby(finished, lambda unit: units[unit].block)]
 
 
 @dataclass(frozen=True, slots=True)

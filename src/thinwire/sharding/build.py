@@ -33,6 +33,7 @@ from thinwire.sharding.memory.initial import InitialValues, is_on_meta, place_mo
 from thinwire.sharding.memory.layout import FlatLayout, Run, deal_shares, even_shares, lay_out, shard_index
 from thinwire.sharding.memory.local import LocalPart, Slice, local_tensor, slice_of
 from thinwire.sharding.modules.discover import Selection, UnitModules, discover, is_ignored
+from thinwire.sharding.modules.linears import is_plain_linear
 from thinwire.sharding.modules.recompute import recompute_activations
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
@@ -164,6 +165,7 @@ def _agreed_modules(
         _check_modules(model, plan)
         modules = discover(model, selection, plan.granularity, lambda name: plan.override(name).granularity)
         _check_overrides(plan, modules)
+        _check_input_gradients(plan, model, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
     except ThinwireError as error:
         problem = error  # raised after the exchange, which the other ranks are waiting for
@@ -392,6 +394,19 @@ def _check_overrides(plan: Plan, modules: Sequence[UnitModules]) -> None:
         )
 
 
+def _check_input_gradients(plan: Plan, model: nn.Module, modules: Sequence[UnitModules]) -> None:
+    """Refuse input gradients after weight gradients for a model in which no unit's reduction would start earlier."""
+    if plan.overlap.input_gradient and not any(is_lone_linear(unit) for unit in modules):
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [
+                f"overlap.input_gradient = true, but no unit of {type(model).__name__} is a trained nn.Linear of its "
+                f"own, with granularity = {plan.granularity!r}; set granularity = 'module', whose units are single "
+                "modules, or set overlap.input_gradient = false"
+            ],
+        )
+
+
 def _placement_problems(plan: Plan) -> Sequence[str]:
     try:
         node_order(plan)
@@ -461,7 +476,14 @@ def _info(unit: UnitModules, plan: Plan, flats: Iterable[_Flat]) -> UnitInfo:
         parameters=sum(len(flat.layout.slots) for flat in flats if flat.layout.trainable),
         block=unit.block,
         keeps_gathered=plan.override(unit.name).keep_gathered,
+        weight_first=plan.overlap.input_gradient and is_lone_linear(unit),
     )
+
+
+def is_lone_linear(unit: UnitModules) -> bool:
+    """Whether a unit is a linear layer whose backward can deliver the gradients of all its parameters first."""
+    own = {id(p) for p in unit.module._parameters.values() if p is not None}
+    return is_plain_linear(unit.module) and own == {id(p) for _, p in unit.parameters}
 
 
 def _recomputed(model: nn.Module, modules: Sequence[UnitModules]) -> list[nn.Module]:

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.local import local_gradient
 from thinwire.sharding.modules.inputs import cast_inputs, gradient_sources, tensors_in
+from thinwire.sharding.modules.linears import compute_weight_gradient_first
 from thinwire.sharding.modules.norms import compute_beside_statistics, keeps_statistics
 from thinwire.sharding.reads import refuse_copy, watch_reads
 from thinwire.sharding.runtime import Runtime, runtime_of
@@ -152,6 +153,10 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         runtime.passes.post_forward(index, will_hear=hears)
         return output
 
+    @from_any_stream
+    def input_gradient() -> None:
+        runtime.passes.backward.input_gradient(index)
+
     gathered = frozenset(b.full.untyped_storage()._cdata for u in runtime.units if u.sharded for b in u.buffers)
     plan = runtime.plan
     if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
@@ -159,6 +164,8 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         dtype: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
         cast = _outside_compile(cast_inputs(dtype))
         undo.append(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True).remove)
+    if unit.info.weight_first:
+        undo.append(compute_weight_gradient_first(unit.module, input_gradient))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
     undo.append(unit.module.register_forward_hook(post_forward).remove)
     trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]

@@ -131,6 +131,12 @@ class BackwardPass:
             # After the last gradient of a unit, frozen weights are needed only on the way to the unit's inputs.
             self._free_if_left(index)
 
+    def input_gradient(self, index: int) -> None:
+        """Handle a backward that computes the gradient of a unit's input, after those of its parameters."""
+        if self._reducer.delivered(index):
+            self._state.at = Phase.INPUT_GRADIENT, index
+            self._schedule.note_backward(Phase.INPUT_GRADIENT, index)
+
     def post_backward(self, index: int) -> None:
         """Handle a backward that leaves one call of a unit, because the gradients of the call's inputs exist."""
         self._open_calls[index] -= 1

@@ -179,7 +179,7 @@ class Programs:
     # -- parts -------------------------------------------------------------------------------------------------
 
     def _trace_so_far(self) -> Trace:
-        return self.trace or default_trace(self.infos)
+        return self.trace or default_trace(self.infos, recompute=self.plan.recompute)
 
     def _tabulate(self, place: Place) -> Mapping[Moment, tuple[Prefetch, ...]]:
         position, micro_batches = place
@@ -201,7 +201,7 @@ class Programs:
         def alone(unit: int) -> ReductionTurn:
             if unit not in trace.reduction_order:
                 # The forward skipped the unit, but other code read its parameters.
-                return self._cut(default_trace(self.infos), place).alone(unit)
+                return self._cut(default_trace(self.infos, recompute=self.plan.recompute), place).alone(unit)
             return table(unit_by_unit=True)[unit]
 
         return Turns(table(unit_by_unit=False), alone)

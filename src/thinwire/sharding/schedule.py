@@ -92,7 +92,8 @@ class Schedule:
         return self.programs.prefetches(place_of(self.micro_batch, last=self.last), (Phase.PRE_BACKWARD, unit))
 
     def note_backward(self, phase: Phase, unit: int) -> None:
-        """Record in the trace that a unit's gradients are ready, or that the backward has left it; moves no cursor."""
+        """Record in the trace that a unit's gradients are ready, that its input gradient is next, or that the backward
+        has left it; moves no cursor."""
         self._backward.append((phase, unit))
 
     def note_evaluation(self, unit: int) -> None:

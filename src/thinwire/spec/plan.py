@@ -31,7 +31,7 @@ Dtype = Literal["bfloat16", "float16", "float32"]
 
 
 class Overlap(Spec):
-    """Which communication may run beside computation; each switch off makes its collectives blocking."""
+    """Which communication may run beside computation; a switch of a lane that is off makes its collectives blocking."""
 
     gather: Flag = Field(default=True, description="parameter all-gathers run ahead of the unit that needs them")
     reduce: Flag = Field(default=True, description="gradient reductions inside a micro-batch run beside the backward")
@@ -40,6 +40,11 @@ class Overlap(Spec):
     stages: Flag = Field(
         default=True,
         description="hops and codecs of different collectives of a lane run side by side",
+    )
+    input_gradient: Flag = Field(
+        default=False,
+        description="the backward of a linear layer that is a unit of its own computes the weight gradient first, and "
+        "its reduction runs beside the input gradient",
     )
 
 
@@ -397,6 +402,16 @@ class Plan(Spec):
                 "placement",
                 f"= {list(self.placement)} should name each of the ranks 0 to {self.world - 1} exactly once "
                 f"(mesh = {self.mesh})",
+            )
+
+    @rule("tp", "overlap")
+    def _input_gradients_need_whole_layers(self) -> Iterator[Problem]:
+        """``overlap.input_gradient`` needs ``tp = 1``."""
+        if self.overlap.input_gradient and self.tp > 1:
+            yield Problem(
+                "overlap.input_gradient",
+                f"= true with tp = {self.tp}: the gradients of a layer that tensor-parallel ranks share come from "
+                "torch's own backward; set it to false, or use tp = 1",
             )
 
     @rule("pp", "schedule")

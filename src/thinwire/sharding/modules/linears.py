@@ -1,0 +1,176 @@
+"""Linear layers whose backward computes the weight gradient first, so that its reduction runs under the input gradient.
+
+torch's own backward of a linear layer is one node of the graph: it computes both gradients before it delivers either.
+Here it is two nodes, one after the other, and autograd's order does the rest. The engine runs the accumulation of a
+gradient before any other node that is ready, so everything that torch promises about a weight's gradient holds: hooks
+run, calls of a shared layer add up, and a retained graph runs again.
+
+The node of the input gradient must have no edge to the weight, or the accumulation would wait for it. It keeps the
+weight as a value instead, and computes with the parameter itself only under ``create_graph``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["compute_weight_gradient_first", "is_plain_linear"]
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Whether a module computes as ``nn.Linear`` does, from a trained weight that it holds itself.
+
+    A weight that is computed (parametrised, or reset by a hook) has a gradient only at the end of that computation. A
+    module whose ``forward`` was replaced may do anything.
+    """
+    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    return (
+        isinstance(module, nn.Linear)
+        and type(module).forward is nn.Linear.forward
+        and "forward" not in vars(module)
+        and weight is not None
+        and weight.requires_grad
+        and (bias is None or bias.requires_grad)
+    )
+
+
+def compute_weight_gradient_first(linear: nn.Module, before_input: Callable[[], None]) -> Callable[[], None]:
+    """Make the backward of a linear layer deliver the gradients of weight and bias before it computes that of its input.
+
+    Values are those of ``nn.Linear``. Calls that autograd's own functions do not record (without gradients, under
+    forward-mode differentiation or a transform of ``torch.func``) and calls with inputs that are no plain tensors
+    compute as before.
+
+    Args:
+        linear: Layer for which :func:`is_plain_linear` holds.
+        before_input: Called in every backward, after the gradients of weight and bias were delivered and before that
+            of the input is computed.
+
+    Returns:
+        A function that restores the layer.
+    """
+    assert isinstance(linear, nn.Linear)
+    forward = linear.forward
+
+    def split(input: Tensor) -> Tensor:
+        weight, bias = linear.weight, linear.bias
+        if not _is_recorded(input, weight):
+            return forward(input)
+        dtype = _computing(input)
+        if dtype is not None:
+            input = input.to(dtype)
+        shape = torch.Size((*input.shape[:-1], weight.shape[0]))
+        stub = _InputGradient.apply(input, _Weight(weight, dtype), shape, before_input)
+        output: Tensor = _WeightGradient.apply(stub, input, weight, bias, dtype)
+        return output
+
+    # Compiled code has one backward for everything in it. A unit's hooks cut the graph around the unit anyway.
+    linear.forward = torch._dynamo.disable(split)
+
+    def undo() -> None:
+        del linear.forward
+
+    return undo
+
+
+class _Weight:
+    """A weight that autograd does not see as an argument.
+
+    Args:
+        parameter: The weight.
+        dtype: Dtype to compute in; ``None`` if it is the weight's own.
+    """
+
+    def __init__(self, parameter: Tensor, dtype: torch.dtype | None) -> None:
+        self.parameter, self.dtype = parameter, dtype
+        self.values = parameter.detach()  # shares the version counter: a write before the backward is found out
+
+
+class _InputGradient(torch.autograd.Function):
+    """Passes the input gradient on. Its output has the shape of the layer's output and no values, as only its place in
+    the graph counts."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: _Weight, shape: torch.Size, before: Callable[[], None]) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(weight.values)
+        ctx.weight, ctx.before = weight, before
+        return input.new_empty(()).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, None, None]:
+        (grad,) = grads
+        if grad is None:
+            return None, None, None, None
+        ctx.before()
+        (values,) = ctx.saved_tensors
+        weight = ctx.weight.parameter if torch.is_grad_enabled() else values
+        if ctx.weight.dtype is not None:
+            weight = weight.to(ctx.weight.dtype)
+        # As torch does: one product of matrices.
+        return _rows(grad).mm(weight).view(*grad.shape[:-1], weight.shape[1]), None, None, None
+
+
+class _WeightGradient(torch.autograd.Function):
+    """Computes the layer's output, and in the backward the gradients of its weight and bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stub: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(input)
+        ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
+        with torch.autocast(input.device.type, enabled=False):
+            if dtype is not None:
+                weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
+            return _no_view(F.linear(input, weight, bias))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+        (grad,) = grads
+        if grad is None:
+            return None, None, None, None, None
+        (input,) = ctx.saved_tensors
+        rows = _rows(grad)
+        weight_grad = rows.t().mm(_rows(input)).to(ctx.weight_dtype)
+        bias_grad = None if ctx.bias_dtype is None else rows.sum(0).to(ctx.bias_dtype)
+        return grad, None, weight_grad, bias_grad, None
+
+
+def _rows(values: Tensor) -> Tensor:
+    """A tensor as a matrix, its last dimension as columns."""
+    return values.reshape(-1, values.shape[-1])
+
+
+def _no_view(values: Tensor) -> Tensor:
+    """The same memory as a tensor of its own: torch refuses to write to a view that a function returns, as an
+    activation in place does."""
+    if not values._is_view():
+        return values
+    return values.new_empty(0).set_(values.untyped_storage(), values.storage_offset(), values.shape, values.stride())
+
+
+def _is_recorded(input: Tensor, weight: Tensor) -> bool:
+    return (
+        torch.is_grad_enabled()
+        and type(input) is Tensor
+        and input.layout is torch.strided
+        and not input.is_nested
+        and input.dim() > 0
+        and weight.requires_grad
+        and not torch._C._are_functorch_transforms_active()
+        and torch.autograd.forward_ad._current_level < 0
+    )
+
+
+def _computing(input: Tensor) -> torch.dtype | None:
+    """The dtype that autocast computes in; ``None`` where it changes nothing."""
+    kind = input.device.type
+    if not torch.is_autocast_enabled(kind) or input.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return None
+    return torch.get_autocast_dtype(kind)
