@@ -15,7 +15,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.collectives.group import Record, recording
-from thinwire.program import Kind, Lane, Scope, StepProgram, axis_members
+from thinwire.program import Kind, Lane, Phase, Scope, StepProgram, Trace, axis_members
 from thinwire.sharding.api import runtime
 from thinwire.sharding.lanes.journal import JournaledStep, StartedCollective
 from thinwire.sharding.unit import State
@@ -111,6 +111,17 @@ def in_lanes(record: JournaledStep) -> dict[str, Any]:
     }
 
 
+def assert_input_gradients_last(trace: Trace | None, program: StepProgram) -> None:
+    """The units of which the program says so, and no others, computed their input gradient after their reductions had
+    started."""
+    assert trace is not None
+    later = [unit for phase, unit in trace.backward if phase is Phase.INPUT_GRADIENT]
+    assert later == [unit for unit in trace.reduction_order if program.units[unit].weight_first]
+    for unit in later:
+        of_unit = [phase for phase, number in trace.backward if number == unit]
+        assert of_unit[1:3] == [Phase.GRADS_READY, Phase.INPUT_GRADIENT]
+
+
 def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
     """Train four steps on this rank and hold the last against the program; operations and bytes of it."""
     torch.manual_seed(0)
@@ -134,6 +145,7 @@ def follow(plan_toml: str, num_micro_batches: int) -> tuple[int, int]:
     happened, predicted = in_lanes(journal.step(3)), in_lanes(written(program))
     for what, of_program in predicted.items():
         assert happened[what] == of_program, what
+    assert_input_gradients_last(engine.schedule.programs.trace, program)
     return len(program.operations), sum(record.sent for record in records)
 
 
@@ -166,6 +178,9 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -
     [
         {"granularity": "module"},
         pytest.param({"granularity": "module", "recompute": True}, marks=pytest.mark.slow),
+        {"granularity": "module", "recompute": True, "overlap": {"input_gradient": True}},
+        pytest.param({"granularity": "module", "overlap": {"input_gradient": True}}, marks=pytest.mark.slow),
+        pytest.param({"overlap": {"input_gradient": True}}, marks=pytest.mark.slow),
         {"prefetch": 0},
         pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
         pytest.param({"keep_gathered": "none"}, marks=pytest.mark.slow),

@@ -70,6 +70,12 @@ def test_presets_order_every_access() -> None:
     assert_ordered(run_ranks(4, check_cases, cases, "never"))
 
 
+def test_reductions_under_input_gradients_order_every_access() -> None:
+    first = {"granularity": "module", "overlap": {"input_gradient": True}}
+    cases = {f"recompute {again}": Case(preset("zero3", recompute=again, **first)) for again in (False, True)}
+    assert_ordered(run_ranks(4, check_cases, cases, "never"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("answers", ["never", "always", "random"])
 def test_all_presets_order_every_access(answers: Answer) -> None:
@@ -94,6 +100,8 @@ def test_every_way_of_sharding_orders_every_access(answers: Answer) -> None:
 FIELDS = {
     "two micro-batches": {},
     "modules": {"granularity": "module"},
+    "input gradients": {"granularity": "module", "overlap": {"input_gradient": True}},
+    "modules again": {"granularity": "module", "recompute": True, "overlap": {"input_gradient": True}},
     "prefetch 3": {"prefetch": 3},
     "no prefetch": {"prefetch": 0},
     "small buckets": {"bucket_bytes": 1024},

@@ -72,6 +72,20 @@ class ModelPart:
         object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
         object.__setattr__(self, "aligned", all(tensor.numel % ALIGNMENT_BYTES == 0 for tensor in self.tensors))
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether the part is one linear layer with its own weight."""
+        return self.matrix_flops > 0 and all(tensor.name.rpartition(".")[0] == self.name for tensor in self.tensors)
+
+    def weight_gradient_share(self, seq: int) -> float:
+        """Share of a linear layer's backward after which the gradient of its weight exists, if that comes first: half of
+        the FLOPs of its matrix. An attention that is counted with the layer comes after both.
+
+        Args:
+            seq: Tokens per sequence.
+        """
+        return self.matrix_flops / self.forward_flops(1, seq) / 2
+
     def forward_flops(self, tokens: int, seq: int) -> int:
         """FLOPs of the forward of ``tokens`` tokens in sequences of ``seq``; attention is not halved for causality."""
         return tokens * (self.matrix_flops + 4 * seq * self.attention_width)
@@ -110,6 +124,7 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
             len(part.tensors),
             part.block,
             plan.override(part.name).keep_gathered,
+            plan.overlap.input_gradient and part.is_linear,
         )
         for part, kinds in cut
     )

@@ -153,10 +153,6 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         runtime.passes.post_forward(index, will_hear=hears)
         return output
 
-    @from_any_stream
-    def input_gradient() -> None:
-        runtime.passes.backward.input_gradient(index)
-
     gathered = frozenset(b.full.untyped_storage()._cdata for u in runtime.units if u.sharded for b in u.buffers)
     plan = runtime.plan
     if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
@@ -165,7 +161,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
         cast = _outside_compile(cast_inputs(dtype))
         undo.append(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True).remove)
     if unit.info.weight_first:
-        undo.append(compute_weight_gradient_first(unit.module, input_gradient))
+        undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(runtime, index)))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
     undo.append(unit.module.register_forward_hook(post_forward).remove)
     trained = [p for buffer in unit.buffers if buffer.layout.trainable for p in buffer.parameters]
@@ -193,6 +189,26 @@ def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.T
                 runtime.passes.backward.gradient(index, slot, grad.clone() if is_away else grad)
 
     return hook
+
+
+class _InputGradientOf:
+    """Reports the input gradient of a unit that computes it after the gradients of its parameters."""
+
+    def __init__(self, runtime: Runtime, index: int) -> None:
+        self._runtime, self._index = runtime, index
+
+    def expect(self) -> None:
+        """Keep the unit's parameters."""
+        self._runtime.passes.backward.expect_input_gradient(self._index)
+
+    def begin(self) -> None:
+        """Note that the parameters' gradients come first."""
+        self._runtime.passes.backward.input_gradient(self._index)
+
+    def end(self) -> None:
+        """Free the unit's parameters, unless another call needs them."""
+        with self._runtime.lanes.home.visit():
+            self._runtime.passes.backward.post_backward(self._index)
 
 
 _FOLLOWERS: Final = "_thinwire_followers"

@@ -131,8 +131,14 @@ class BackwardPass:
             # After the last gradient of a unit, frozen weights are needed only on the way to the unit's inputs.
             self._free_if_left(index)
 
+    def expect_input_gradient(self, index: int) -> None:
+        """Handle the gradients of a unit's parameters that come before that of its input: the unit stays open until
+        :meth:`post_backward` or the end of the backward."""
+        self.begin()
+        self._open_calls[index] += 1
+
     def input_gradient(self, index: int) -> None:
-        """Handle a backward that computes the gradient of a unit's input, after those of its parameters."""
+        """Handle a backward that computes the gradient of a unit's input next."""
         if self._reducer.delivered(index):
             self._state.at = Phase.INPUT_GRADIENT, index
             self._schedule.note_backward(Phase.INPUT_GRADIENT, index)

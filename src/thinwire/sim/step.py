@@ -397,13 +397,10 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
 
 def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:
     """The instructions of one step, in the order of the runtime's hooks."""
-    trace = default_trace(workload.units)
+    trace = default_trace(workload.units, recompute=plan.recompute)
     forward = [rates.forward(part, plan, workload.seq) for part in workload.parts]
-    backward = [rates.backward(part, plan, workload.seq) for part in workload.parts]
-    if plan.recompute:
-        for index, part in enumerate(workload.parts):
-            if part.kind == "block":
-                backward[index] += forward[index]
+    backward = [_Backward.of(part, unit, plan, workload.seq, rates)
+                for part, unit in zip(workload.parts, workload.units, strict=True)]  # fmt: skip
     end = Event(Phase.STEP, -1, 0)
     spreads = tuple(op.index for op in program.starts(end) if op.lane is Lane.SPREAD)
     yield _Start(spreads)
@@ -413,6 +410,29 @@ def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) 
         yield from _forward(program, trace, forward, workload.kept, micro_batch)
         yield from _backward(program, trace, backward, workload.kept, micro_batch)
     yield from _update(workload, rates, program)
+
+
+@dataclass(frozen=True, slots=True)
+class _Backward:
+    """Seconds of a unit's backward.
+
+    Attributes:
+        again: The forward that recomputation repeats, from the moment the backward needs the unit.
+        gradients: From then on, until the gradients of the unit's parameters exist.
+        input: The gradient of the unit's input, if it comes after that.
+    """
+
+    again: float
+    gradients: float
+    input: float
+
+    @staticmethod
+    def of(part: ModelPart, unit: UnitInfo, plan: Plan, seq: int, rates: Rates) -> _Backward:
+        """The seconds of one part under a plan."""
+        again = rates.forward(part, plan, seq) if plan.recompute and part.kind == "block" else 0.0
+        whole = rates.backward(part, plan, seq)
+        first = whole * part.weight_gradient_share(seq) if unit.weight_first else whole
+        return _Backward(again, first, whole - first)
 
 
 def _forward(
@@ -431,14 +451,24 @@ def _forward(
 
 
 def _backward(
-    program: StepProgram, trace: Trace, seconds: Sequence[float], kept: Sequence[int], micro_batch: int
+    program: StepProgram, trace: Trace, seconds: Sequence[_Backward], kept: Sequence[int], micro_batch: int
 ) -> Iterator[_Instruction]:
     for phase, unit in trace.backward:
-        yield from _reach(program, Event(phase, unit, micro_batch))
-        if phase is Phase.PRE_BACKWARD:
-            yield _Compute(seconds[unit], f"backward {program.units[unit].name or '(root)'}")
+        of_unit, name = seconds[unit], program.units[unit].name
+        label = f"backward {name or '(root)'}"
+        if phase is Phase.GRADS_READY and name:
+            yield _Compute(of_unit.gradients, label)
             if kept:
                 yield _Hold(ACTIVATIONS, -kept[unit])
+        yield from _reach(program, Event(phase, unit, micro_batch))
+        if phase is Phase.PRE_BACKWARD:
+            yield _Compute(of_unit.again, f"forward again {name}")
+            if not name:  # its own modules ran last, and its gradients are counted as ready when all others are
+                yield _Compute(of_unit.gradients, label)
+                if kept:
+                    yield _Hold(ACTIVATIONS, -kept[unit])
+        elif phase is Phase.INPUT_GRADIENT:
+            yield _Compute(of_unit.input, f"input gradient {name}")
     yield from _reach(program, Event(Phase.BACKWARD_END, -1, micro_batch))
 
 

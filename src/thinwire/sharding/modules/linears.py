@@ -12,13 +12,26 @@ weight as a value instead, and computes with the parameter itself only under ``c
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["compute_weight_gradient_first", "is_plain_linear"]
+__all__ = ["InputGradient", "compute_weight_gradient_first", "is_plain_linear"]
+
+
+class InputGradient(Protocol):
+    """Hears about the input gradient of a layer in every backward."""
+
+    def expect(self) -> None:
+        """The gradients of weight and bias exist, and an input gradient may follow, which reads the weight."""
+
+    def begin(self) -> None:
+        """The gradients of weight and bias were delivered, and that of the input is computed next."""
+
+    def end(self) -> None:
+        """The input gradient exists."""
 
 
 def is_plain_linear(module: nn.Module) -> bool:
@@ -38,7 +51,7 @@ def is_plain_linear(module: nn.Module) -> bool:
     )
 
 
-def compute_weight_gradient_first(linear: nn.Module, before_input: Callable[[], None]) -> Callable[[], None]:
+def compute_weight_gradient_first(linear: nn.Module, listener: InputGradient) -> Callable[[], None]:
     """Make the backward of a linear layer deliver the gradients of weight and bias before it computes that of its input.
 
     Values are those of ``nn.Linear``. Calls that autograd's own functions do not record (without gradients, under
@@ -47,8 +60,7 @@ def compute_weight_gradient_first(linear: nn.Module, before_input: Callable[[], 
 
     Args:
         linear: Layer for which :func:`is_plain_linear` holds.
-        before_input: Called in every backward, after the gradients of weight and bias were delivered and before that
-            of the input is computed.
+        listener: Hears about the input gradient. Not every layer has one, and not every backward asks for it.
 
     Returns:
         A function that restores the layer.
@@ -64,8 +76,8 @@ def compute_weight_gradient_first(linear: nn.Module, before_input: Callable[[], 
         if dtype is not None:
             input = input.to(dtype)
         shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-        stub = _InputGradient.apply(input, _Weight(weight, dtype), shape, before_input)
-        output: Tensor = _WeightGradient.apply(stub, input, weight, bias, dtype)
+        stub = _InputGradient.apply(input, _Weight(weight, dtype), shape, listener)
+        output: Tensor = _WeightGradient.apply(stub, input, weight, bias, dtype, listener)
         return output
 
     # Compiled code has one backward for everything in it. A unit's hooks cut the graph around the unit anyway.
@@ -95,10 +107,10 @@ class _InputGradient(torch.autograd.Function):
     the graph counts."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: _Weight, shape: torch.Size, before: Callable[[], None]) -> Tensor:
+    def forward(ctx: Any, input: Tensor, weight: _Weight, shape: torch.Size, listener: InputGradient) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(weight.values)
-        ctx.weight, ctx.before = weight, before
+        ctx.weight, ctx.listener = weight, listener
         return input.new_empty(()).expand(shape)
 
     @staticmethod
@@ -106,13 +118,14 @@ class _InputGradient(torch.autograd.Function):
         (grad,) = grads
         if grad is None:
             return None, None, None, None
-        ctx.before()
+        ctx.listener.begin()
         (values,) = ctx.saved_tensors
         weight = ctx.weight.parameter if torch.is_grad_enabled() else values
         if ctx.weight.dtype is not None:
             weight = weight.to(ctx.weight.dtype)
-        # As torch does: one product of matrices.
-        return _rows(grad).mm(weight).view(*grad.shape[:-1], weight.shape[1]), None, None, None
+        input_grad = _rows(grad).mm(weight).view(*grad.shape[:-1], weight.shape[1])
+        ctx.listener.end()
+        return input_grad, None, None, None
 
 
 class _WeightGradient(torch.autograd.Function):
@@ -120,10 +133,17 @@ class _WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, stub: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype | None
+        ctx: Any,
+        stub: Tensor,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype | None,
+        listener: InputGradient,
     ) -> Tensor:
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(input)
+        ctx.listener = listener
         ctx.weight_dtype, ctx.bias_dtype = weight.dtype, None if bias is None else bias.dtype
         with torch.autocast(input.device.type, enabled=False):
             if dtype is not None:
@@ -131,15 +151,17 @@ class _WeightGradient(torch.autograd.Function):
             return _no_view(F.linear(input, weight, bias))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, None, Tensor | None, Tensor | None, None, None]:
         (grad,) = grads
         if grad is None:
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         (input,) = ctx.saved_tensors
         rows = _rows(grad)
         weight_grad = rows.t().mm(_rows(input)).to(ctx.weight_dtype)
         bias_grad = None if ctx.bias_dtype is None else rows.sum(0).to(ctx.bias_dtype)
-        return grad, None, weight_grad, bias_grad, None
+        if ctx.needs_input_grad[0]:
+            ctx.listener.expect()
+        return grad, None, weight_grad, bias_grad, None, None
 
 
 def _rows(values: Tensor) -> Tensor:
