@@ -142,7 +142,7 @@ def check_models(model_classes: tuple[Callable[[], nn.Module], ...], recompute: 
     [
         ((TiedAcrossBlocks, CalledTwice), False),
         pytest.param(MODELS, False, marks=pytest.mark.slow),
-        pytest.param((*MODELS, Dropping), True, marks=pytest.mark.slow),
+        pytest.param((Stack, LowRankStack, TiedAcrossBlocks, Dropping), True, marks=pytest.mark.slow),
         pytest.param(CHECKPOINTED, False, marks=pytest.mark.slow),
     ],
     ids=["shared weights", "models", "recomputed", "checkpointed by the user"],

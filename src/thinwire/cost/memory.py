@@ -284,12 +284,15 @@ def _gradient_shards(plan: Plan, padded: int, share: int) -> int:
 
 
 def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
-    """Bytes of the units that computation and prefetch hold at once, and of those that stay gathered until backward."""
+    """Bytes of the units that computation and prefetch hold at once, and of those that stay gathered until backward.
+    Units of one block are prefetched together."""
     if plan.params.ranks == 1:
         return 0
-    sizes = [unit.nbytes for unit in units]
-    around = sizes[0] if units[0].name == "" else 0
-    inner = sizes[1:] if units[0].name == "" else sizes
+    around = units[0].nbytes if units[0].name == "" else 0
+    blocks: dict[int, int] = {}
+    for unit in units[1:] if units[0].name == "" else units:
+        blocks[unit.block] = blocks.get(unit.block, 0) + unit.nbytes
+    inner = list(blocks.values())
     ahead = 1 + max(1, plan.prefetch)
     window = max(sum(inner[i : i + ahead]) for i in range(len(inner)))
     return around + max(window, inner[-1] + max((sum(inner[i : i + 2]) for i in range(len(inner) - 1)), default=0))

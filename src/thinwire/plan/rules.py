@@ -124,6 +124,7 @@ def knobs(plan: Plan) -> int:
     """How many things a plan does that plain data parallelism does not. A tie goes to the plan with fewer."""
     turned = [not codec.is_none for codec in plan.wire.codecs().values()]
     turned += [plan.secondary is not None, plan.recompute, plan.partition == "inter", plan.wire.error_feedback]
+    turned += [plan.granularity == "module", plan.overlap.input_gradient]
     turned += [plan.bucket_chunks > 1, plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]
     return sum(turned) + Cut.of(plan).knobs
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -147,7 +147,7 @@ class Search:
             simulated[draft] = candidate(self.job, self.plan(draft))
         ranked = _ranked(list(simulated.values()), self.job.tie)
         if ranked:
-            ranked[0] = self._in_chunks(ranked[0])
+            ranked[0] = self._under_input_gradients(self._in_chunks(ranked[0]))
         return Searched(
             tuple(ranked),
             tuple(self.classics()),
@@ -182,7 +182,23 @@ class Search:
         last bucket's, which rarely decides between two ways of sharding.
         """
         in_chunks = (candidate(self.job, best.plan.with_(bucket_chunks=chunks)) for chunks in _CHUNKS)
-        faster = [c for c in in_chunks if c.fits and c.seconds * (1 + self.job.tie) < best.seconds]
+        return self._faster(best, in_chunks)
+
+    def _under_input_gradients(self, best: Candidate) -> Candidate:
+        """The best plan with reductions that start before the input gradient, if that makes it faster by more than a
+        tie: those of the head alone, or of every linear layer, which are then units of their own.
+
+        Only the best plan is tried: what computation does not hide is again a part of a unit's reduction.
+        """
+        if best.plan.tp > 1:
+            return best
+        first = {"overlap": {"input_gradient": True}}
+        earlier = (candidate(self.job, best.plan.with_(**first, granularity=size)) for size in ("block", "module"))
+        return self._faster(best, earlier)
+
+    def _faster(self, best: Candidate, others: Iterable[Candidate]) -> Candidate:
+        """The fastest of the others that fit, if it is faster than the best by more than a tie."""
+        faster = [c for c in others if c.fits and c.seconds * (1 + self.job.tie) < best.seconds]
         return min(faster, key=lambda c: c.seconds, default=best)
 
     def _fits(self, draft: PlanDraft) -> bool:
