@@ -1,5 +1,4 @@
-"""``overlap.input_gradient``: the reduction of a linear layer starts before its input gradient is computed, and no number
-changes."""
+"""``overlap.input_gradient``: a linear layer's reduction starts before its input gradient, and no number changes."""
 
 from __future__ import annotations
 
@@ -58,11 +57,10 @@ def parity_cases(names: tuple[str, ...]) -> dict[str, Case]:
     }
 
 
-@pytest.mark.parametrize(
-    "names",
-    [("zero3",), pytest.param(("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz"), marks=pytest.mark.slow)],
-    ids=" ".join,
-)  # fmt: skip
+OTHERS = ("ddp", "zero1", "zero2", "zero1-node", "amsp-30b", "hsdp", "hpz")
+
+
+@pytest.mark.parametrize("names", [("zero3",), pytest.param(OTHERS, marks=pytest.mark.slow)], ids=" ".join)
 def test_parity_with_one_process(names: tuple[str, ...]) -> None:
     assert_parity(4, parity_cases(names))
 
@@ -208,7 +206,7 @@ class Wedge(nn.Module):
 
 
 def reductions_before_products(first: bool) -> list[tuple[int, int]]:
-    """For the products of the second and third layer's input gradients: the layer, and the reductions started before."""
+    """The products of the second and third layer's input gradients: the layer, and the reductions started before."""
     torch.manual_seed(0)
     model = tw.shard(Wedge(), plan("zero3", overlap={"input_gradient": first}))
     engine = runtime(model)

@@ -206,6 +206,22 @@ def test_units_are_gathered_as_far_ahead_as_the_plan_asks(
         assert [name for name in seen["backward"] if name] == [*backward, "blocks.2"]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("ahead", ["block", "module"])
+def test_a_backward_gathers_the_modules_of_the_next_block(ahead: str, recompute: bool) -> None:
+    """While the gradients of a block are computed, the modules of the next one arrive; or only the module that the
+    backward needs next, which recomputation makes the last one of the next block."""
+    options = {"granularity": "module", "recompute": recompute, "backward_prefetch": ahead}
+    expected = {"blocks.2.norm"} | {
+        ("block", False): {"blocks.1.norm", "blocks.1.up", "blocks.1.down"},
+        ("block", True): {"blocks.1.norm", "blocks.1.up", "blocks.1.down"},
+        ("module", False): set(),
+        ("module", True): {"blocks.1.down"},
+    }[ahead, recompute]
+    for seen in run_ranks(4, gathered_units, options):
+        assert {name for name in seen["backward"] if name.startswith("blocks.")} - {"blocks.2.up"} == expected
+
+
 def exchanges(name: str, options: dict[str, Any], micro_batches: int) -> dict[str, Any]:
     """One step in steady state: its transfers, its bytes, and how often a block's first layer ran."""
     model = tw.shard(build(), plan(name, **options))

@@ -62,6 +62,7 @@ def test_units_are_those_of_the_runtime(kind: Literal["llama", "gpt"], tied: boo
                 {"match": "*2*", "codec": "none"},
             ],
         ),
+        plan("zero2", nodes=2, local=2, overlap={"input_gradient": True}),
     ]
     for vocab, each in itertools.product((16, 4096), plans):
         shape: dict[str, Any] = {"layers": 3, "hidden": 32, "heads": 4, "vocab": vocab, "seq": 16}

@@ -62,6 +62,16 @@ def assert_same(
         assert torch.equal(parameter.grad, other.grad)
 
 
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
+def test_a_layer_without_outputs() -> None:
+    layer = nn.Linear(24, 0)
+    compute_weight_gradient_first(layer, Listener())
+    x = torch.randn(2, 3, 24, requires_grad=True)
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.zeros(2, 3, 24))
+
+
 @pytest.mark.parametrize("shape", [(2, 3, 24), (5, 24), (24,), (0, 24)], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -182,7 +192,9 @@ def test_a_write_to_the_weight_before_the_backward_is_found_out() -> None:
 
 def test_undoing_leaves_the_layer_as_it_was() -> None:
     layer = nn.Linear(4, 4)
-    compute_weight_gradient_first(layer, Listener())()
+    undo = compute_weight_gradient_first(layer, Listener())
+    assert "forward" in vars(layer)
+    undo()
     assert "forward" not in vars(layer)
 
 

@@ -129,3 +129,49 @@ def test_only_reductions_that_nothing_waited_for_count_as_under_way() -> None:
     for number, op in enumerate(scattered):
         waited = {index for index in program.waits.get(op.start, ()) if program.operations[index].lane is Lane.REDUCE}
         assert max(waited, default=-1) <= (scattered[number - UNDER_WAY].index if number >= UNDER_WAY else -1)
+
+
+def modules(**overrides: Any) -> Plan:
+    return preset("zero3", granularity="module", **overrides)
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_reduction_starts_before_the_input_gradient(first: bool) -> None:
+    """A layer's last transfer into the lane: right after its weight gradient, or after both gradients."""
+    plan = modules(overlap={"input_gradient": first})
+    spans = simulate(plan, workload(plan), NominalRates(CLUSTER, efficiency=FREE), trace=True).spans
+    head = {span.name.split()[0]: span for span in spans if span.track == COMPUTE and span.name.endswith(" lm_head")}
+    sent = min(span.start for span in spans if span.track.startswith(f"{Lane.REDUCE} "))
+    assert ("input" in head) is first
+    assert sent == pytest.approx(head["backward"].end)
+    whole = NominalRates(CLUSTER, efficiency=FREE).backward(workload(plan).parts[-1], plan, MODEL.seq)
+    assert head["backward"].end - head["backward"].start == pytest.approx(whole / 2 if first else whole)
+
+
+def test_reductions_under_input_gradients_shorten_the_end_of_a_step() -> None:
+    rates = NominalRates(CLUSTER.with_(links={"nic": {"bandwidth": "200gbit", "latency": "20us"}}))
+    plans = [preset("zero1", granularity="module", overlap={"input_gradient": first}) for first in (False, True)]
+    late, early = (simulate(plan, workload(plan), rates) for plan in plans)
+    assert early.seconds < late.seconds
+    assert early.computing == pytest.approx(late.computing)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_backward_that_gathers_the_next_block_ahead_waits_less(recompute: bool) -> None:
+    rates = NominalRates(CLUSTER)
+    module, block = (
+        simulate(plan, workload(plan), rates)
+        for plan in (modules(recompute=recompute, backward_prefetch=ahead) for ahead in ("module", "block"))
+    )
+    assert block.exposed[Lane.GATHER] < module.exposed[Lane.GATHER]
+    assert block.seconds < module.seconds
+    assert block.busy == pytest.approx(module.busy)
+
+
+def test_small_modules_between_blocks_do_not_hold_up_gathers() -> None:
+    """While the last block computes, the head is gathered, not only the norm before it."""
+    plan = modules()
+    program = lower(plan, units(MODEL, plan))
+    names = [unit.name for unit in program.units]
+    starts = {names[op.units[0]]: names[op.start.unit] for op in program.operations if op.lane is Lane.GATHER}
+    assert starts["lm_head"].startswith(f"layers.{MODEL.layers - 1}.")

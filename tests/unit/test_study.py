@@ -16,8 +16,10 @@ from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.study.arms import LossStudy, StudyRun
 from thinwire_bench.study.curves import Curve, Curves
 from thinwire_bench.study.gains import (
+    BACKWARD_PAIRS,
     BUCKETS,
     across_bandwidths,
+    backward_systems,
     gains,
     product_of_single,
     sheet,
@@ -210,6 +212,15 @@ def test_techniques_add_up_to_zeropp() -> None:
     assert plans["tw:qgZ"].wire.reduce_inter == together.wire.reduce_inter
     assert plans["tw:hpZ"].secondary == together.secondary != plans["tw:zero3"].secondary
     assert plans["tw:zero3"].wire.is_none
+
+
+def test_backwards_differ_from_their_partners_in_one_choice() -> None:
+    systems = backward_systems(Plan.preset("zero3", nodes=2, local=2), {})
+    plans = {system.label: Plan.from_toml(system.options["plan"]).to_dict() for system in systems}
+    assert set(plans) == {*BACKWARD_PAIRS, *BACKWARD_PAIRS.values()}
+    for label, partner in BACKWARD_PAIRS.items():
+        keys = {key for key in plans[label] if plans[label][key] != plans[partner][key]}
+        assert len(keys) == 1, (label, keys)
 
 
 def test_stages_are_compared_in_buckets_of_all_sizes() -> None:

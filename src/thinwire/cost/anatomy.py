@@ -78,8 +78,9 @@ class ModelPart:
         return self.matrix_flops > 0 and all(tensor.name.rpartition(".")[0] == self.name for tensor in self.tensors)
 
     def weight_gradient_share(self, seq: int) -> float:
-        """Share of a linear layer's backward after which the gradient of its weight exists, if that comes first: half of
-        the FLOPs of its matrix. An attention that is counted with the layer comes after both.
+        """Share of a linear layer's backward after which the gradient of its weight exists, if that comes first.
+
+        It is half of the FLOPs of its matrix. An attention that is counted with the layer comes after both gradients.
 
         Args:
             seq: Tokens per sequence.

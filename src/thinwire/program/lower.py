@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, axis_stride, hops
-from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
+from thinwire.program.shares import LARGE_LEAF, Even, Span, chunk_spans, padded, together, within
 from thinwire.program.step import BufferInfo, Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
 from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
@@ -82,6 +82,14 @@ def _kept_units(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> frozense
     kept = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
     excepted = {index: unit.keeps_gathered for index, unit in enumerate(units) if unit.keeps_gathered is not None}
     return frozenset(index for index in range(len(units)) if excepted.get(index, index in kept))
+
+
+def _large_blocks(units: Sequence[UnitInfo]) -> Mapping[int, bool]:
+    """By block, whether its parameters take enough bytes for it to count as one."""
+    sizes: dict[int, int] = {}
+    for unit in units:
+        sizes[unit.block] = sizes.get(unit.block, 0) + unit.nbytes
+    return {block: size * LARGE_LEAF >= max(sizes.values()) for block, size in sizes.items()}
 
 
 def lower(
@@ -230,6 +238,7 @@ class _Gathers:
         self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
         self._sharded = plan.params.ranks > 1
         self._kept = _kept_units(plan, units, trace)
+        self._counts = _large_blocks(units)
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
         self._secondary: set[int] = set()  # units whose secondary shard is valid
 
@@ -243,25 +252,24 @@ class _Gathers:
                 self._need(unit, event, from_secondary=reuse)
                 position += 1
                 if self._plan.overlap.gather:
-                    for upcoming in self._ahead(self._trace.needed, position):
+                    for upcoming in self._ahead(self._trace.needed, position, self._plan.prefetch):
                         self._gather(upcoming, event, from_secondary=reuse)
             else:
                 self._finish_forward(unit, event)
 
     def need_in_backward(self, event: Event) -> None:
-        """Gather a unit that the backward needs, and prefetch the next one.
+        """Gather a unit that the backward needs, and prefetch the next one, or the modules of the next block.
 
-        With recomputation the next one is the next block: its forward runs again as a whole, so all its modules are
-        needed at once, and their gathers have the gradients of the current block to hide behind.
+        A recomputed block needs all its modules at once, in the order of its forward. Their gathers then have the
+        gradients of the block before to hide behind.
         """
         order = self._trace.needed_again
         self._need(event.unit, event, from_secondary=True)
         if self._plan.overlap.gather and self._plan.prefetch:
             position = order.index(event.unit) + 1
-            by_block = self._plan.recompute and self._plan.granularity == "module"
-            upcoming = self._of_next_blocks(order, position, 1) if by_block else order[position : position + 1]
-            for unit in upcoming:
-                self._gather(unit, event, from_secondary=True)
+            one = self._plan.backward_prefetch == "module"
+            for upcoming in order[position : position + 1] if one else self._ahead(order, position, 1):
+                self._gather(upcoming, event, from_secondary=True)
 
     def free(self, unit: int, event: Event) -> None:
         """Free a unit that is gathered."""
@@ -274,18 +282,22 @@ class _Gathers:
         for unit in sorted(self._under_way):
             self.free(unit, event)
 
-    def _ahead(self, order: Sequence[int], position: int) -> Sequence[int]:
-        """Units to prefetch while ``order[position - 1]`` computes: the next units, or the modules of the next
-        blocks."""
+    def _ahead(self, order: Sequence[int], position: int, depth: int) -> Sequence[int]:
+        """Units to prefetch while ``order[position - 1]`` computes: the next units, or the rest of its block and the
+        modules of the next blocks. A norm between blocks is no block to count: nothing hides behind it."""
         if self._plan.granularity == "block":
-            return order[position : position + self._plan.prefetch]
-        return self._of_next_blocks(order, position, self._plan.prefetch)
-
-    def _of_next_blocks(self, order: Sequence[int], position: int, count: int) -> Sequence[int]:
-        """The rest of the block of ``order[position - 1]``, and the next ``count`` blocks."""
-        blocks = list(dict.fromkeys(self._units[unit].block for unit in order[position - 1 :]))
-        near = set(blocks[: 1 + count])
-        return [unit for unit in order[position:] if self._units[unit].block in near]
+            return order[position : position + depth]
+        near = {self._units[order[position - 1]].block}
+        ahead = []
+        for unit in order[position:]:
+            block = self._units[unit].block
+            if block not in near:
+                if depth == 0:
+                    break
+                near.add(block)
+                depth -= self._counts[block]
+            ahead.append(unit)
+        return ahead
 
     def _finish_forward(self, unit: int, event: Event) -> None:
         if not self._sharded:

@@ -229,6 +229,11 @@ class Plan(Spec):
     granularity: Literal["block", "module"] = Field(
         default="block", description="what one collective covers: a whole block, or one module of it"
     )
+    backward_prefetch: Literal["block", "module"] = Field(
+        default="block",
+        description="where modules are units: whether the backward gathers the modules of the next block ahead, or the "
+        "next module only, as AMSP does without recomputation",
+    )
     bucket_bytes: Bytes = Field(default=4 * MIB, description='size of a synchronisation bucket, "4MiB" or bytes')
     bucket_chunks: Count = Field(
         default=1,

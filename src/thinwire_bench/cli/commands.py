@@ -24,6 +24,7 @@ _COMMANDS: Final = {
     "techniques": Command("thinwire_bench.cli.gains:techniques"),
     "kernels": Command("thinwire_bench.cli.gains:kernels"),
     "stages": Command("thinwire_bench.cli.gains:stages"),
+    "backward": Command("thinwire_bench.cli.gains:backward"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
 }
 """In the order of the help."""

@@ -1,4 +1,4 @@
-"""``thinwire bench techniques``, ``kernels`` and ``stages``: what each part of compressed training gains."""
+"""``thinwire bench techniques``, ``kernels``, ``stages`` and ``backward``: what each part of a step gains."""
 
 from __future__ import annotations
 
@@ -160,6 +160,55 @@ def stages(options: StagesOptions) -> None:
             "most"
         )
         _compare(systems, plan, title, options.bandwidth, "stages", options.turns)
+
+
+@dataclass(frozen=True)
+class BackwardOptions:
+    """The options of ``thinwire bench backward``."""
+
+    plan: Annotated[str, typer.Option(metavar="NAME|FILE.toml", help="Plan whose backward to compare.")] = "zero3"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE|none", help="Bandwidth of each host's link.")] = "1gbit"
+    recompute: Annotated[bool, typer.Option("--recompute", help="Recompute blocks in the backward.")] = False
+    turns: TurnOptions = TurnOptions()
+
+
+@expand_options
+def backward(options: BackwardOptions) -> None:
+    """Time the same training step with reductions that start after or before the input gradient, and with a backward
+    that gathers one module or one block ahead.
+
+    [bold]Examples[/bold]
+
+      thinwire bench backward
+
+      thinwire bench backward --plan zero1 --bandwidth 200mbit
+
+      thinwire bench backward --recompute --rounds 10
+    """
+    with explained():
+        from thinwire_bench.study.gains import BACKWARD_PAIRS, backward_systems, gains, paired, sheet
+
+        plan = _plan(options.plan, options.turns).with_(recompute=options.recompute)
+        rows = _timed(backward_systems(plan, options.turns.workload()), [options.bandwidth], options.turns)
+        over_blocks, by_pairs = gains(rows), paired(rows, BACKWARD_PAIRS)
+        again = ", recomputed" if options.recompute else ""
+        table = sheet(
+            over_blocks,
+            f"Backward of {options.plan}{again}: gain over blocks, median of rounds, least, most",
+            product=False,
+        )
+        sentence = "; ".join(
+            f"{gain.system.removeprefix('tw:')} over {BACKWARD_PAIRS[gain.system].removeprefix('tw:')}: "
+            f"{gain.gain:.3f} ({gain.smallest:.3f} to {gain.largest:.3f})"
+            for gain in by_pairs
+        )
+        content = {
+            "gains": [asdict(gain) for gain in over_blocks],
+            "pairs": [{**asdict(gain), "over": BACKWARD_PAIRS[gain.system]} for gain in by_pairs],
+            "plan": plan.to_dict(),
+            **options.turns.described(),
+        }
+        _publish(table, sentence + ".", content, "backward", options.turns)
 
 
 def _plan(name: str, turns: TurnOptions) -> Plan:

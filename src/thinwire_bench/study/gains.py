@@ -1,6 +1,6 @@
-"""The gains of each technique of ZeRO++ in training steps, and of each way to run the codecs.
+"""The gains in training steps: of the techniques of ZeRO++, of the ways to run codecs, of the orders of a backward.
 
-Both are interleaved benchmarks of plans in the lab, read as gains over one of them.
+All are interleaved benchmarks of plans in the lab, read as gains over one of them.
 """
 
 from __future__ import annotations
@@ -34,6 +34,14 @@ BUCKETS: Final = {"one bucket": 1 << 30, "4 MiB": 4 << 20, "1 MiB": 1 << 20}
 
 WAYS: Final = (("serial", False, 1), ("whole", True, 1), ("stages", True, 8))
 """Ways to perform collectives: name, whether stages overlap, chunks of each."""
+
+
+BACKWARD_PAIRS: Final = {
+    "tw:blocks, weights first": "tw:blocks",
+    "tw:modules": "tw:modules, one ahead",
+    "tw:modules, weights first": "tw:modules",
+}
+"""What :func:`backward_systems` are compared with, each by itself."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +98,34 @@ def stage_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
         for label, stages, chunks in WAYS
         for name, size in BUCKETS.items()
     ]
+
+
+def backward_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
+    """One plan with units of blocks, with units of modules, and with each choice of what these do in a backward.
+
+    With modules, the backward gathers one module or one block ahead, and reductions start after or before the input
+    gradient.
+    """
+    modules = plan.with_(granularity="module")
+    plans = {
+        "blocks": plan.with_(granularity="block"),
+        "blocks, weights first": plan.with_(granularity="block", overlap={"input_gradient": True}),
+        "modules, one ahead": modules.with_(backward_prefetch="module"),
+        "modules": modules,
+        "modules, weights first": modules.with_(overlap={"input_gradient": True}),
+    }
+    return [plan_system(name, each, workload) for name, each in plans.items()]
+
+
+def paired(rows: Sequence[SystemRow], pairs: Mapping[str, str]) -> list[Gain]:
+    """Gains of systems over partners of their own, round by round.
+
+    Args:
+        rows: Rows of a benchmark under one setting.
+        pairs: Labels of the partners by label.
+    """
+    by_label = {row.system: row for row in rows}
+    return [_gain(by_label[system], by_label[partner]) for system, partner in pairs.items()]
 
 
 def gains(rows: Sequence[SystemRow]) -> list[Gain]:

@@ -52,7 +52,7 @@ def is_plain_linear(module: nn.Module) -> bool:
 
 
 def compute_weight_gradient_first(linear: nn.Module, listener: InputGradient) -> Callable[[], None]:
-    """Make the backward of a linear layer deliver the gradients of weight and bias before it computes that of its input.
+    """Make the backward of a linear layer deliver the gradients of weight and bias before that of the input exists.
 
     Values are those of ``nn.Linear``. Calls that autograd's own functions do not record (without gradients, under
     forward-mode differentiation or a transform of ``torch.func``) and calls with inputs that are no plain tensors
@@ -81,10 +81,10 @@ def compute_weight_gradient_first(linear: nn.Module, listener: InputGradient) ->
         return output
 
     # Compiled code has one backward for everything in it. A unit's hooks cut the graph around the unit anyway.
-    linear.forward = torch._dynamo.disable(split)
+    vars(linear)["forward"] = torch._dynamo.disable(split)
 
     def undo() -> None:
-        del linear.forward
+        vars(linear).pop("forward", None)  # sharding a layer by itself wraps its forward again, and undoes that first
 
     return undo
 
@@ -166,7 +166,7 @@ class _WeightGradient(torch.autograd.Function):
 
 def _rows(values: Tensor) -> Tensor:
     """A tensor as a matrix, its last dimension as columns."""
-    return values.reshape(-1, values.shape[-1])
+    return values.flatten(end_dim=-2) if values.dim() > 1 else values.unsqueeze(0)
 
 
 def _no_view(values: Tensor) -> Tensor:
