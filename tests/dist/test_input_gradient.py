@@ -116,7 +116,7 @@ def with_and_without(fields: dict[str, Any], models: tuple[Callable[[], nn.Modul
         pytest.param({"granularity": "module", "recompute": True}, (llama, gpt), marks=pytest.mark.slow),
         pytest.param({}, (llama, gpt), marks=pytest.mark.slow),
     ],
-    ids=str,
+    ids=["llama", "gpt", "recomputed", "blocks"],
 )
 def test_built_in_models_train_alike_bit_by_bit(
     fields: dict[str, Any], models: tuple[Callable[[], nn.Module], ...]
