@@ -273,6 +273,24 @@ def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
     run_ranks(4, traces, {"recompute": recompute, "overlap": {"input_gradient": True}})
 
 
+def sharded_twice() -> set[str]:
+    """Layers that were sharded by themselves become the units of a larger model; its input is a leaf with a gradient."""
+    first = plan("zero3", overlap={"input_gradient": True})
+    model = Wedge()
+    for layer in model.layers:
+        tw.shard(layer, first)
+    tw.shard(model, first)
+    x = torch.randn(5, 8, requires_grad=True)
+    model(x).sum().backward()
+    assert x.grad is not None
+    return early(model)
+
+
+def test_layers_may_have_been_sharded_before() -> None:
+    for names in run_ranks(4, sharded_twice):
+        assert names == {"layers.0", "layers.1", "layers.2"}
+
+
 # -- what is refused -------------------------------------------------------------------------------------------
 
 
