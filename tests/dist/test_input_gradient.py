@@ -274,7 +274,7 @@ def test_traces_are_those_that_plans_assume(recompute: bool) -> None:
 
 
 def sharded_twice() -> set[str]:
-    """Layers that were sharded by themselves become the units of a larger model; its input is a leaf with a gradient."""
+    """Layers that were sharded by themselves become units of a larger model, whose input is a leaf with a gradient."""
     first = plan("zero3", overlap={"input_gradient": True})
     model = Wedge()
     for layer in model.layers:
