@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,6 @@ SETTINGS: dict[str, Settings] = {
     },
     "noise on embeddings": {"neftune_noise_alpha": 5.0},
     "another optimizer": {"optim": "rmsprop"},
-    "batches from one rank": {"accelerator_config": {"dispatch_batches": True, "even_batches": True}},
 }  # fmt: skip
 
 
@@ -111,10 +111,6 @@ def compare(directory: Path, names: Sequence[str]) -> None:
         for one, other in zip(got.logs, want.logs, strict=True):
             for key in one.keys() & {"eval_rows", "eval_mean"}:
                 assert one[key] == pytest.approx(other[key], rel=1e-4), (name, key)
-
-
-def test_uneven_last_batches_train_as_under_ddp(tmp_path: Path) -> None:
-    run_ranks(2, compare, tmp_path, ["uneven last batches"], timeout=200)
 
 
 @pytest.mark.slow
@@ -171,6 +167,10 @@ def resume_latest(directory: Path) -> tuple[list[str], float, float]:
     join()
     whole = trained(directory, "zero3", max_steps=7, save_strategy="steps", save_steps=2, save_total_limit=2)
     kept = checkpoints(directory)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(directory / kept[-1])
+    dist.barrier()
     again = trained(directory, "zero3", True, max_steps=7)
     losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry][-1] for run in (whole, again)]
     return kept, losses[0], losses[1]
@@ -180,7 +180,7 @@ def resume_latest(directory: Path) -> tuple[list[str], float, float]:
 def test_the_latest_of_the_kept_checkpoints_resumes(tmp_path: Path) -> None:
     for kept, want, got in run_ranks(2, resume_latest, tmp_path, timeout=200):
         assert len(kept) == 2
-        assert kept[-1] == "checkpoint-7"
+        assert kept == ["checkpoint-6", "checkpoint-7"]
         assert got == pytest.approx(want, rel=1e-4)
 
 
