@@ -16,7 +16,7 @@ import thinwire as tw
 from thinwire.errors import UsageError
 from thinwire.testing import run_ranks
 
-WIDTH, LAYERS = 1024, 16
+WIDTH, LAYERS = 1024, 24
 
 
 class Deep(nn.Module):

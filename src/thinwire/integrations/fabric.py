@@ -174,8 +174,8 @@ class ThinwireFabricStrategy(DDPStrategy):
         Args:
             module: The module.
             optimizers: Its optimizer.
-            *scheduler: Scheduler of the optimizer, or ``None``; Lightning before 2.6 passes nothing, and expects nothing
-                back.
+            *scheduler: Scheduler of the optimizer, or ``None``; Lightning before 2.6 passes nothing, and expects
+                nothing back.
 
         Raises:
             UsageError: There are several optimizers, the optimizer is not the module's, or a scheduler of it is not

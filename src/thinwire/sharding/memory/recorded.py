@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, NoReturn, final
 
@@ -135,6 +135,122 @@ class _Operation:
         return text if self.state is None else text + self.state.numpy().tobytes()
 
 
+class _History:
+    """Operations by groups of storages whose values depend on each other, which are made again together."""
+
+    def __init__(self) -> None:
+        self._operations: dict[int, list[_Operation]] = {}  # by the root of a group
+        self._members: dict[int, int] = {}  # number of storages in a group, by its root
+        self._parent: dict[int, int] = {}  # the groups, as a forest
+        self._again: tuple[int, _Memory] | None = None
+
+    def append(self, operation: _Operation, addresses: Sequence[int]) -> None:
+        """Add an operation that uses or makes some storages, at least one."""
+        self._again = None
+        for address in addresses:
+            if address not in self._parent:
+                self._parent[address], self._members[address], self._operations[address] = address, 1, []
+        root = self._root(addresses[0])
+        for other in map(self._root, addresses):
+            if other != root:
+                self._parent[other] = root
+                self._members[root] += self._members.pop(other)
+                # What a group was made by does not depend on what another was made by before they met.
+                self._operations[root] += self._operations.pop(other)
+        self._operations[root].append(operation)
+
+    def is_alone(self, address: int) -> bool:
+        """Whether the value of a storage depends on no other, nor any other on it."""
+        return self._members[self._root(address)] == 1
+
+    def restart(self, place: _Place) -> None:
+        """Forget how a tensor that is alone was made, except for its size, because it is overwritten."""
+        fresh = _Operation(_aten.empty_strided.default, (place.size, place.stride), {"dtype": place.dtype}, (place,))
+        self._operations[self._root(place.storage)] = [fresh]
+
+    def made_again(self, address: int) -> _Memory:
+        """Run the operations of a storage's group on other memory."""
+        root = self._root(address)
+        if self._again is None or self._again[0] != root:
+            self._again = None  # freed before the next one is made
+            memory: _Memory = {}
+            with torch.random.fork_rng(devices=[]), torch.no_grad():
+                for operation in self._operations[root]:
+                    operation.run(memory)
+            self._again = root, memory
+        return self._again[1]
+
+    def fingerprint(self) -> str:
+        """Text that is equal on ranks with equal histories."""
+        digest = hashlib.sha256()
+        for operations in self._operations.values():
+            for operation in operations:
+                digest.update(operation.identity())
+        return digest.hexdigest()[:12]
+
+    def _root(self, address: int) -> int:
+        while (parent := self._parent[address]) != address:
+            self._parent[address] = address = self._parent[parent]
+        return address
+
+
+class _Storages:
+    """Recorded storages, which are freed and made again.
+
+    Args:
+        history: How they are made.
+
+    Attributes:
+        sizes: Bytes of each storage when it is not freed, by address.
+    """
+
+    def __init__(self, history: _History) -> None:
+        self._history = history
+        self.sizes: dict[int, int] = {}
+        self._references: dict[int, StorageWeakRef] = {}  # weak references keep addresses from being used again
+        self._present: dict[int, None] = {}  # those that are not freed, the latest used last
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Add a storage."""
+        self._references[storage._cdata] = StorageWeakRef(storage)
+        self.sizes[storage._cdata], self._present[storage._cdata] = storage.nbytes(), None
+
+    def use(self, storage: torch.UntypedStorage, *, with_value: bool) -> None:
+        """Make sure that a storage has memory, and its value if it is needed."""
+        address = storage._cdata
+        if address not in self._present:
+            storage.resize_(self.sizes[address])
+            if with_value:
+                storage.copy_(self._history.made_again(address)[address])
+        self._present.pop(address, None)
+        self._present[address] = None
+
+    def free(self, *, below: int, except_for: set[int]) -> None:
+        """Free storages, those first that were not used for the longest time, until few bytes are left."""
+        left = sum(self.sizes[address] for address in self._present)
+        for address in [address for address in self._present if address not in except_for]:
+            if left <= below:
+                return
+            left -= self.sizes[address]
+            self._release(address)
+
+    def free_only(self, addresses: set[int]) -> None:
+        """Free some storages, and make all others again."""
+        for address in self.sizes:
+            if address in addresses and address in self._present:
+                self._release(address)
+            elif address not in addresses and (storage := self._living(address)) is not None:
+                self.use(storage, with_value=True)
+
+    def _release(self, address: int) -> None:
+        del self._present[address]
+        if (storage := self._living(address)) is not None:
+            storage.resize_(0)
+
+    def _living(self, address: int) -> torch.UntypedStorage | None:
+        return torch.UntypedStorage._new_with_weak_ptr(self._references[address].cdata)
+
+
 @final
 class Recording(TorchDispatchMode):
     """Records how large tensors are made on the CPU, and frees those that were not used for a while.
@@ -150,13 +266,8 @@ class Recording(TorchDispatchMode):
     def __init__(self, smallest: int = 1 << 16, kept: int = 1 << 24) -> None:
         super().__init__()
         self._smallest, self._kept = smallest, kept
-        self._storages: dict[int, StorageWeakRef] = {}  # weak references keep addresses from being used again
-        self._present: dict[int, int] = {}  # bytes of the storages that are not freed, the latest used last
-        self._freed: dict[int, int] = {}  # bytes of the others
-        self._operations: dict[int, list[_Operation]] = {}  # by the root of a group
-        self._members: dict[int, int] = {}  # number of storages in a group, by its root
-        self._parent: dict[int, int] = {}  # storages whose values depend on each other are a group, as a forest
-        self._again: tuple[int, _Memory] | None = None
+        self._history = _History()
+        self._storages = _Storages(self._history)
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._parameters: dict[int, tuple[nn.Parameter, _Place]] = {}  # by id
         self._undo: list[Callable[[], None]] = []
@@ -182,9 +293,7 @@ class Recording(TorchDispatchMode):
                     module._parameters[name] = husks[id(parameter)]
             self._refusals.append(module.register_load_state_dict_pre_hook(_refuse_load).remove)
         self._modules.clear()
-        for address in [address for address in self._freed if address not in addresses]:
-            self._restore(address)
-        self._free(addresses)
+        self._storages.free_only(addresses)
 
     def watch(self, module: nn.Module) -> None:
         """Put parameters of a module on the meta device when the recording ends."""
@@ -202,15 +311,11 @@ class Recording(TorchDispatchMode):
     def value(self, parameter: nn.Parameter) -> torch.Tensor:
         """The value of a recorded parameter. Later calls may return the same memory: do not write to it."""
         place = self._parameters[id(parameter)][1]
-        return place.within(self._made_again(place.storage)[place.storage])
+        return place.within(self._history.made_again(place.storage)[place.storage])
 
     def fingerprint(self) -> str:
         """Text that is equal on ranks with equal recordings."""
-        digest = hashlib.sha256()
-        for operations in self._operations.values():
-            for operation in operations:
-                digest.update(operation.identity())
-        return digest.hexdigest()[:12]
+        return self._history.fingerprint()
 
     # -- recording ---------------------------------------------------------------------------------------------
 
@@ -224,7 +329,7 @@ class Recording(TorchDispatchMode):
         recorded = [tensor for tensor in inputs if self.has(tensor)]
         overwritten = self._is_overwritten(func, args)
         for tensor in recorded:
-            self._use(tensor.untyped_storage(), with_value=not (overwritten and tensor is args[0]))
+            self._storages.use(tensor.untyped_storage(), with_value=not (overwritten and tensor is args[0]))
         if _is_view(func):
             return func(*args, **kwargs)
         placed = tree_map(self._placed, (args, kwargs)) if recorded else None
@@ -234,14 +339,14 @@ class Recording(TorchDispatchMode):
         new = [output for output in _tensors(result) if _address(output) not in known and self._is_large(output)]
         if new or any(self.has(tensor) for tensor in _written(func, args, kwargs)):
             if overwritten:
-                self._forget_value(args[0])
+                self._history.restart(_Place.of(args[0]))
             self._note(func, placed or tree_map(self._placed, (args, kwargs)), result, state, [*recorded, *new])
-        self._free(set(self._present), below=self._kept, except_for={_address(item) for item in (*recorded, *new)})
+        self._storages.free(below=self._kept, except_for={_address(item) for item in (*recorded, *new)})
         return result
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is recorded."""
-        return _address(tensor) in self._storages
+        return _address(tensor) in self._storages.sizes
 
     def _is_large(self, tensor: torch.Tensor) -> bool:
         if _address(tensor) == 0 or self.has(tensor):
@@ -254,31 +359,20 @@ class Recording(TorchDispatchMode):
         if func not in _OVERWRITES or not self.has(args[0]):
             return False
         target, address = args[0], _address(args[0])
-        covered = target.nbytes == (self._present.get(address) or self._freed[address])
-        return covered and target.is_contiguous() and self._members[self._root(address)] == 1
-
-    def _forget_value(self, target: torch.Tensor) -> None:
-        place = _Place.of(target)
-        fresh = _Operation(_aten.empty_strided.default, (place.size, place.stride), {"dtype": place.dtype}, (place,))
-        self._operations[self._root(place.storage)] = [fresh]
+        if any(_address(tensor) == address for tensor in _tensors(args[1:])):
+            return False
+        covered = target.nbytes == self._storages.sizes[address] and target.is_contiguous()
+        return covered and self._history.is_alone(address)
 
     def _note(
-        self, func: Any, placed: tuple[Any, Any], result: Any, state: torch.Tensor | None, used: Iterable[torch.Tensor]
+        self, func: Any, placed: tuple[Any, Any], result: Any, state: torch.Tensor | None, used: Sequence[torch.Tensor]
     ) -> None:
-        self._again = None
-        storages = [tensor.untyped_storage() for tensor in used]
-        for storage in storages:
-            if storage._cdata not in self._storages:
-                self._storages[storage._cdata] = StorageWeakRef(storage)
-                self._present[storage._cdata] = storage.nbytes()
-                self._parent[storage._cdata] = storage._cdata
-                self._members[storage._cdata], self._operations[storage._cdata] = 1, []
-        root = self._root(storages[0]._cdata)
-        for storage in storages:
-            self._join(root, self._root(storage._cdata))
+        for tensor in used:
+            if not self.has(tensor):
+                self._storages.add(tensor.untyped_storage())
         args, kwargs = placed
         outputs = tuple(map(_Place.of, _tensors(result)))
-        self._operations[root].append(_Operation(func, args, kwargs, outputs, state))
+        self._history.append(_Operation(func, args, kwargs, outputs, state), [_address(tensor) for tensor in used])
 
     def _placed(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -286,67 +380,6 @@ class Recording(TorchDispatchMode):
         if self.has(leaf):
             return _Place.of(leaf)
         return leaf.detach().clone() if leaf.nbytes < self._smallest else _Outside(leaf, leaf._version)
-
-    # -- groups ------------------------------------------------------------------------------------------------
-
-    def _root(self, address: int) -> int:
-        while (parent := self._parent[address]) != address:
-            self._parent[address] = address = self._parent[parent]
-        return address
-
-    def _join(self, root: int, other: int) -> None:
-        if root == other:
-            return
-        self._parent[other] = root
-        self._members[root] += self._members.pop(other)
-        # What a group was made by does not depend on what another was made by before they met.
-        self._operations[root] += self._operations.pop(other)
-
-    # -- memory ------------------------------------------------------------------------------------------------
-
-    def _use(self, storage: torch.UntypedStorage, *, with_value: bool) -> None:
-        address = storage._cdata
-        if address in self._present:
-            self._present[address] = self._present.pop(address)
-        elif with_value:
-            self._restore(address)
-        else:
-            self._present[address] = self._freed.pop(address)
-            storage.resize_(self._present[address])
-
-    def _restore(self, address: int) -> None:
-        nbytes = self._freed.pop(address)
-        storage = self._living(address)
-        if storage is not None:
-            storage.resize_(nbytes)
-            storage.copy_(self._made_again(address)[address])
-            self._present[address] = nbytes
-
-    def _free(self, addresses: set[int], *, below: int = 0, except_for: Iterable[int] = ()) -> None:
-        """Free storages, those first that were not used for the longest time, until few bytes are left."""
-        left, spared = sum(self._present.values()), set(except_for)
-        for address in [address for address in self._present if address in addresses and address not in spared]:
-            if left <= below:
-                return
-            left -= self._present[address]
-            self._freed[address] = self._present.pop(address)
-            storage = self._living(address)
-            if storage is not None:
-                storage.resize_(0)
-
-    def _living(self, address: int) -> torch.UntypedStorage | None:
-        return torch.UntypedStorage._new_with_weak_ptr(self._storages[address].cdata)
-
-    def _made_again(self, address: int) -> _Memory:
-        root = self._root(address)
-        if self._again is None or self._again[0] != root:
-            self._again = None  # freed before the next one is made
-            memory: _Memory = {}
-            with torch.random.fork_rng(devices=[]), torch.no_grad():
-                for operation in self._operations[root]:
-                    operation.run(memory)
-            self._again = root, memory
-        return self._again[1]
 
     def _husk(self, parameter: nn.Parameter) -> nn.Parameter:
         empty = torch.empty_strided(parameter.size(), parameter.stride(), dtype=parameter.dtype, device="meta")
