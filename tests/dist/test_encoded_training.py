@@ -173,7 +173,7 @@ def train_with_feedback(chosen: tw.Plan) -> int:
     optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
     loss_of(model, torch.arange(18).view(2, 9)).backward()
     optim.step()
-    return sum(int(lost.count_nonzero()) for lost in runtime(model).reducer.reductions.lost.values())
+    return sum(int(lost.count_nonzero()) for lost in runtime(model).reducer.reductions.feedback.lost.values())
 
 
 def test_error_feedback_is_kept_where_something_is_lost() -> None:

@@ -424,8 +424,11 @@ def resumed(plan: tw.Plan, path: Path) -> list[str]:
     tw.load(third.model, None, path)
     reductions = [runtime(training.model).reducer.reductions for training in (first, third)]
     tw.load(first.model, first.optimizer, path)
-    for key, lost in reductions[0].lost.items():
-        if not torch.equal(lost / first.scale.value, reductions[1].lost[key] / third.scale.value) or not lost.any():
+    for key, lost in reductions[0].feedback.lost.items():
+        if (
+            not torch.equal(lost / first.scale.value, reductions[1].feedback.lost[key] / third.scale.value)
+            or not lost.any()
+        ):
             problems.append(f"{key} has another unit")
     for training in (first, second, third):
         runtime(training.model).lanes.close()

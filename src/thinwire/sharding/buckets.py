@@ -17,11 +17,11 @@ from thinwire.collectives.memory import allocate
 from thinwire.program import Span, chunk_spans
 from thinwire.sharding.gradient import UnitGradient
 
-__all__ = ["Bucket", "Chunk", "Fragment"]
+__all__ = ["Bucket", "BucketChunk", "ChunkPart"]
 
 
 @dataclass(frozen=True, slots=True)
-class Fragment:
+class ChunkPart:
     """The part of one gradient that a chunk holds.
 
     Attributes:
@@ -34,7 +34,7 @@ class Fragment:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class BucketChunk:
     """One chunk of a bucket.
 
     Attributes:
@@ -45,7 +45,7 @@ class Chunk:
         is_even: Whether every gradient is a table with a row for each owner, of which the chunk has some columns.
     """
 
-    fragments: tuple[Fragment, ...]
+    fragments: tuple[ChunkPart, ...]
     sizes: tuple[int, ...]
     begin: int
     device: torch.device
@@ -89,7 +89,7 @@ class Chunk:
 
         return vector, fill
 
-    def _fill_rows(self, vector: torch.Tensor, of_fragments: Sequence[tuple[Fragment, torch.Tensor]]) -> None:
+    def _fill_rows(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
         """Equal shares: every gradient is a table with a row for each owner."""
         owners = len(self.sizes)
         table, column = vector.view(owners, -1), 0
@@ -98,7 +98,7 @@ class Chunk:
             table[:, column : column + end - begin].copy_(source.view(owners, -1)[:, begin:end])
             column += end - begin
 
-    def _fill_runs(self, vector: torch.Tensor, of_fragments: Sequence[tuple[Fragment, torch.Tensor]]) -> None:
+    def _fill_runs(self, vector: torch.Tensor, of_fragments: Sequence[tuple[ChunkPart, torch.Tensor]]) -> None:
         """Whole fragments of parameters: each owner's runs, one after another."""
         position = 0
         for owner in range(len(self.sizes)):
@@ -168,15 +168,15 @@ class Bucket:
             self._chunk(span, offsets, is_even=is_even) for span in chunk_spans(longest, chunks, members)
         )
 
-    def _chunk(self, span: Span, offsets: Sequence[Sequence[int]], *, is_even: bool) -> Chunk:
+    def _chunk(self, span: Span, offsets: Sequence[Sequence[int]], *, is_even: bool) -> BucketChunk:
         begin, end = span
         fragments = []
         for number, gradient in enumerate(self.gradients):
             spans = tuple(_clipped(begin, end, of_owner[number], of_owner[number + 1]) for of_owner in offsets)
             if any(first < last for first, last in spans):
-                fragments.append(Fragment(gradient, spans))
+                fragments.append(ChunkPart(gradient, spans))
         sizes = tuple(max(0, min(end, numel) - begin) for numel in self.numels)
-        return Chunk(tuple(fragments), sizes, begin, self.gradients[0].owned.values.device, is_even)
+        return BucketChunk(tuple(fragments), sizes, begin, self.gradients[0].owned.values.device, is_even)
 
 
 def _clipped(begin: int, end: int, first: int, last: int) -> Span:

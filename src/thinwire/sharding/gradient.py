@@ -139,10 +139,6 @@ class UnitGradient:
         """Whether a separate ``G`` exists and is not empty."""
         return self._local is not None and not self._local.empty
 
-    def accumulates_in(self, values: torch.Tensor) -> bool:
-        """Whether a tensor is one of the buffers that accumulate gradients."""
-        return values is self.owned.values or (self._local is not None and values is self._local.values)
-
     @property
     def complete(self) -> bool:
         """Whether every parameter has delivered its gradient in this backward."""

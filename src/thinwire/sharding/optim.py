@@ -211,7 +211,7 @@ def rescale_lost(runtime: Runtime, factor: float) -> None:
         runtime: Runtime of a model.
         factor: The new loss scale divided by the old one.
     """
-    lost = list(runtime.reducer.reductions.lost.values())
+    lost = list(runtime.reducer.reductions.feedback.lost.values())
     if lost and factor != 1.0:
         runtime.reducer.join()
         torch._foreach_mul_(lost, factor)

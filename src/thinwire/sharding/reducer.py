@@ -156,7 +156,7 @@ class Reducer:
     def forget_lost(self) -> None:
         """Forget the rounding errors of earlier gradients (error feedback)."""
         self.join()
-        self.reductions.lost.clear()
+        self.reductions.feedback.lost.clear()
 
     def reset(self) -> None:
         """Forget every gradient."""

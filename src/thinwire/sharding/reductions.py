@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
-from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
+from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.memory import allocate
-from thinwire.collectives.messages import Residual
 from thinwire.collectives.moves import Moves
-from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter, residual_numel
+from thinwire.collectives.reduce_scatter import EXACT, HopCodecs, reduce_scatter
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Operation, padded
-from thinwire.sharding.buckets import Bucket, Chunk
+from thinwire.sharding.buckets import Bucket, BucketChunk
+from thinwire.sharding.feedback import ErrorFeedback
 from thinwire.sharding.gradient import Accumulator, Topology, UnitGradient
 from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.seeds import Seeds
@@ -66,8 +66,7 @@ class Reductions:
         seeds: Seeds for codecs with stochastic rounding.
 
     Attributes:
-        lost: Rounding errors of this rank's messages, which the next step adds (error feedback); fp32, by reduction,
-            chunk by chunk. Every rank has the same reductions, but sizes may differ.
+        feedback: Rounding errors of this rank's messages.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Reductions:
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
         self._buckets: dict[tuple[Axis, tuple[int, ...], bool], Bucket] = {}
         self._loads: dict[tuple[Axis, tuple[int, ...], bool], Load] = {}
-        self.lost: dict[str, torch.Tensor] = {}
+        self.feedback = ErrorFeedback(plan, groups)
 
     def take(self, parts: Sequence[UnitGradient], *, last: bool) -> None:
         """Finish a unit's gradients of this micro-batch, at the unit's turn.
@@ -170,7 +169,7 @@ class Reductions:
             accumulate=direct and add,
             sizes=list(chunk.sizes),
             codecs=self._codecs_of(bucket),
-            residual=self._lost_by_scatter(Axis.PARAMS, bucket, number),
+            residual=self.feedback.of_scatter(Axis.PARAMS, bucket, number, self._codecs_of(bucket)),
             seed=self._seeds.next(),
         )
         moves = moves if pack is None else moves.after(pack)
@@ -194,7 +193,7 @@ class Reductions:
             scale=topology.scale(group.size),
             sizes=list(chunk.sizes),
             codecs=self._codecs_of(bucket),
-            residual=self._lost_by_scatter(Axis.SHARD, bucket, number),
+            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(bucket)),
             seed=self._seeds.next(),
         )
         moves = moves if pack is None else moves.after(pack)
@@ -221,7 +220,7 @@ class Reductions:
             accumulate=alone and any(adds),
             sizes=list(chunk.sizes),
             codecs=self._codecs_of(bucket),
-            residual=self._lost_by_scatter(Axis.SHARD, bucket, number),
+            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(bucket)),
             seed=self._seeds.next(),
         )
         moves = moves if pack is None else moves.after(pack)
@@ -246,7 +245,7 @@ class Reductions:
         for part in chunk.gradients:
             part.synchronised = between is None
         if between is None:
-            accumulated = any(part.accumulates_in(share) for part, share in shares.items())
+            accumulated = any(_accumulates(part, share) for part, share in shares.items())
             vector, pack = chunk.packed(shares, topology.wire_dtype, pad=pad, scratch=accumulated)
         else:
             vector, pack = between.values[chunk.begin : chunk.begin + numel + pad], None
@@ -266,7 +265,7 @@ class Reductions:
             scale=topology.scale(group.size),
             accumulate=alone and any(adds),
             codecs=self._codecs_of(bucket),
-            feedback=self._lost_by_sync(bucket, number),
+            feedback=self.feedback.of_sync(bucket, number, self._codecs_of(bucket)),
             seed=self._seeds.next(),
         )
         if not alone:
@@ -286,22 +285,10 @@ class Reductions:
                 for part in self._gradients[unit]
                 if part.layout.encoded is operation.encoded
             ]
-            bucket = self._buckets[key] = self._cut(operation.axis, parts)
+            bucket = self._buckets[key] = _cut(operation.axis, parts, self._groups, self._plan.bucket_chunks)
         return bucket
 
-    def _cut(self, axis: Axis, parts: Sequence[UnitGradient]) -> Bucket:
-        group, chunks = self._groups[axis], self._plan.bucket_chunks
-        if axis is Axis.PARAMS:
-            pieces = [[part.layout.shard_numel for part in parts]] * group.size
-            return Bucket(parts, pieces, is_even=True, members=1, chunks=chunks, longest=sum(pieces[0]))
-        by_owner = [list(piece) for piece in zip(*(part.share_sizes for part in parts), strict=True)]
-        longest, replicas = max(map(sum, by_owner)), self._groups[Axis.REPLICA].size
-        if axis is Axis.REPLICA:
-            by_owner = [[part.owned.values.numel() for part in parts]]
-        is_even = axis is Axis.REPLICA or all(part.even for part in parts)
-        return Bucket(parts, by_owner, is_even=is_even, members=replicas, chunks=chunks, longest=longest)
-
-    def _shards(self, chunk: Chunk) -> dict[UnitGradient, torch.Tensor]:
+    def _shards(self, chunk: BucketChunk) -> dict[UnitGradient, torch.Tensor]:
         """P-shard gradients with elements in a chunk."""
         return {part: self._ways[part].shard for part in chunk.gradients}
 
@@ -313,47 +300,6 @@ class Reductions:
         if axis is Axis.SHARD:
             way.share = part.owned.values
         return way.adds[axis]
-
-    # -- error feedback ----------------------------------------------------------------------------------------
-
-    def _lost_by_scatter(self, axis: Axis, bucket: Bucket, number: int) -> Residual | None:
-        """Rounding errors so far of a reduce-scatter's last hop on a chunk."""
-        group = self._groups[axis]
-        numels = [residual_numel(group, chunk.sizes) for chunk in bucket.chunks]
-        return self._lost_of(str(axis), group, bucket, numels, number)
-
-    def _lost_by_sync(self, bucket: Bucket, number: int) -> Feedback:
-        """Rounding errors so far of an all-reduce of a chunk."""
-        group = self._groups[Axis.REPLICA]
-        numels = [feedback_numels(group, padded(chunk.sizes[0], group.size)) for chunk in bucket.chunks]
-        return Feedback(
-            self._lost_of("replica", group, bucket, [scattered for scattered, _ in numels], number),
-            self._lost_of("replica-sum", group, bucket, [gathered for _, gathered in numels], number),
-        )
-
-    def _lost_of(
-        self, what: str, group: AxisGroup, bucket: Bucket, numels: Sequence[int], number: int
-    ) -> Residual | None:
-        """Rounding errors of a chunk, fp32, kept from step to step; ``None`` without error feedback or with lossless
-        codecs.
-
-        Args:
-            what: Name of the reduction.
-            group: Ranks of the reduction.
-            bucket: The bucket.
-            numels: Number of elements that the last hop encodes, by chunk.
-            number: Number of the chunk.
-        """
-        codecs = self._codecs_of(bucket)
-        codec = codecs.across if group.nodes > 1 else codecs.inside
-        if not self._plan.wire.error_feedback or codec is None or codec.spec.is_lossless or not numels[number]:
-            return None
-        key = f"{what}/{'-'.join(str(part.unit) for part in bucket.gradients)}"
-        lost = self.lost.get(key)
-        if lost is None or lost.numel() != sum(numels):
-            lost = self.lost[key] = torch.zeros(sum(numels), device=bucket.chunks[0].device)
-        begin = sum(numels[:number])
-        return Residual(lost[begin : begin + numels[number]], self._plan.wire.feedback_gain)
 
     def _codecs_of(self, bucket: Bucket) -> HopCodecs:
         return self._codecs if bucket.gradients[0].layout.encoded else EXACT
@@ -370,7 +316,25 @@ class Reductions:
         return load
 
 
-def _owned(chunk: Chunk) -> dict[UnitGradient, torch.Tensor]:
+def _cut(axis: Axis, parts: Sequence[UnitGradient], groups: Mapping[Axis, AxisGroup], chunks: int) -> Bucket:
+    """Cut a bucket of these gradients into at most this many chunks, for a reduction along an axis."""
+    if axis is Axis.PARAMS:
+        pieces = [[part.layout.shard_numel for part in parts]] * groups[axis].size
+        return Bucket(parts, pieces, is_even=True, members=1, chunks=chunks, longest=sum(pieces[0]))
+    by_owner = [list(piece) for piece in zip(*(part.share_sizes for part in parts), strict=True)]
+    longest, replicas = max(map(sum, by_owner)), groups[Axis.REPLICA].size
+    if axis is Axis.REPLICA:
+        by_owner = [[part.owned.values.numel() for part in parts]]
+    is_even = axis is Axis.REPLICA or all(part.even for part in parts)
+    return Bucket(parts, by_owner, is_even=is_even, members=replicas, chunks=chunks, longest=longest)
+
+
+def _accumulates(part: UnitGradient, values: torch.Tensor) -> bool:
+    """Whether a tensor is one of the buffers that accumulate a gradient."""
+    return values is part.owned.values or (part.has_local and values is part.local.values)
+
+
+def _owned(chunk: BucketChunk) -> dict[UnitGradient, torch.Tensor]:
     """Gradients of this rank's optimizer shares, for a chunk's sums."""
     return {part: part.owned.values for part in chunk.gradients}
 

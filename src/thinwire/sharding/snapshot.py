@@ -99,7 +99,7 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
                 values[f"optimizer/{slot.name}/{key}"] = number
     values[_of_part("feedback", runtime)] = sizes = _feedback_sizes(runtime)
-    for key, lost in runtime.reducer.reductions.lost.items():
+    for key, lost in runtime.reducer.reductions.feedback.lost.items():
         name = _of_part(f"feedback/{key}", runtime)
         vectors.add(name, sum(sizes[key]), sum(sizes[key][: runtime.rank]), lost)
     if optim is not None:
@@ -242,7 +242,7 @@ class _Loading:
         if self._optim is not None:
             _restore_groups(self._optim, self._manifest.values["groups"])
         runtime = self._runtime
-        runtime.reducer.reductions.lost = self._lost
+        runtime.reducer.reductions.feedback.lost = self._lost
         self._restore_loss_scale()
         # The spread counts as the update of the last saved step.
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
@@ -489,9 +489,9 @@ def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
     """For each reduction, the number of elements that each rank keeps for error feedback. Collective."""
     runtime.reducer.join()
     everyone = control(runtime.part.data.ranks).all_gather_object(
-        {key: lost.numel() for key, lost in runtime.reducer.reductions.lost.items()}
+        {key: lost.numel() for key, lost in runtime.reducer.reductions.feedback.lost.items()}
     )
-    return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.reductions.lost}
+    return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.reductions.feedback.lost}
 
 
 def _want_feedback(

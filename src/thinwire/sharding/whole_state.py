@@ -21,7 +21,7 @@ Names = Sequence[Sequence[str]]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _WholeEntry:
     """One entry of a parameter's state.
 
     Attributes:
@@ -35,7 +35,7 @@ class _Entry:
     value: Any = None
 
     @classmethod
-    def of(cls, value: Any, owned: OwnedFragment) -> _Entry:
+    def of(cls, value: Any, owned: OwnedFragment) -> _WholeEntry:
         if not isinstance(value, torch.Tensor):
             return cls(False, None, value)
         cut = value.dim() > 0 and value.numel() == owned.value.numel()
@@ -74,10 +74,10 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
     assert outside is not None
     owned = {item.fragment.slot.name: item for item in optim.fragments}
     mine = {
-        name: {key: _Entry.of(value, item) for key, value in optim.state.get(item.value, {}).items()}
+        name: {key: _WholeEntry.of(value, item) for key, value in optim.state.get(item.value, {}).items()}
         for name, item in owned.items()
     }
-    entries: dict[str, dict[str, _Entry]] = {}
+    entries: dict[str, dict[str, _WholeEntry]] = {}
     for everyone in ranks.all_gather_object(mine):
         for name, of_name in everyone.items():
             entries.setdefault(name, {}).update(of_name)

@@ -126,7 +126,7 @@ make = BlockCodec
 """Make the codec of a spec."""
 
 
-class Search(NamedTuple):
+class GainSearch(NamedTuple):
     """The constants of rule 4 for one number of bits.
 
     Attributes:
@@ -146,11 +146,11 @@ class Search(NamedTuple):
     spread: int
 
 
-SEARCHES: Mapping[int, Search] = {
-    2: Search(63, 2, 8192, 34.0, 1575.0, 12),
-    3: Search(63, 4, 8192, 38.0, 1282.0, 8),
-    4: Search(63, 8, 8192, 47.25, 783.0, 5),
-    5: Search(127, 8, 49152, 56.5, 764.0, 4),
+SEARCHES: Mapping[int, GainSearch] = {
+    2: GainSearch(63, 2, 8192, 34.0, 1575.0, 12),
+    3: GainSearch(63, 4, 8192, 38.0, 1282.0, 8),
+    4: GainSearch(63, 8, 8192, 47.25, 783.0, 5),
+    5: GainSearch(127, 8, 49152, 56.5, 764.0, 4),
 }
 """By the number of bits. The constants minimize the error on the data sets of ``thinwire bench codecs`` and others."""
 
