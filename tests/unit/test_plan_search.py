@@ -161,10 +161,12 @@ def test_the_memory_that_flips_amsps_choice_flips_it() -> None:
 
 
 def test_plans_of_amsp_s_objective_need_the_memory_that_they_are_listed_with() -> None:
-    asked = job("a800-80g:2x8", ModelSpec.preset("llama-7b", seq=4096), 1, micro_batch=1)
-    for row in amsp_search(asked)[:5]:
+    asked = job("a800-80g:2x8", ModelSpec.preset("llama-7b", seq=4096), 4, micro_batch=1)
+    for row in amsp_search(asked)[:6]:
         trained = memory(asked.model, row.plan, units(asked.model, row.plan), seq=asked.seq, overhead=asked.overhead)
-        assert trained.total == row.memory.total
+        # AMSP does not count that ranks also keep their optimizer share of the gradients, 2 bytes beside 12 of states.
+        shares = row.memory.optimizer // 6 if row.plan.grads != row.plan.optimizer else 0
+        assert trained.total == pytest.approx(row.memory.total + shares, rel=1e-3)
 
 
 def test_a_job_that_does_not_fit_gets_remedies_that_work() -> None:

@@ -80,22 +80,24 @@ def planner(options: PlannerOptions) -> None:
     """
     with explained():
         from thinwire_bench.study.pairs import sheets
-        from thinwire_bench.study.planning import measure, predict_again
+        from thinwire_bench.study.planning import changed_choices, measure, predict_again
 
         setup = _setup(options)
         known = _known(options, setup)
         earlier: dict[str, Any] | None = None
         if options.again is None:
-            pairs, choices = measure(setup, known)
+            pairs, choices, plans = measure(setup, known)
+            tables = sheets(pairs, choices)
         else:
-            earlier, pairs, choices = _earlier(options.again)
-            pairs = predict_again(setup, known, pairs)
-        tables = sheets(pairs, choices)
+            earlier, pairs, choices, plans = _earlier(options.again)
+            pairs = predict_again(setup, known, pairs, plans)
+            tables = sheets(pairs, choices, changed_choices(setup, known, choices, plans))
         show(tables)
         if options.json_path is not None:
             content = {
                 "pairs": [asdict(pair) for pair in pairs],
                 "choices": [asdict(choice) for choice in choices],
+                "plans": plans,
             }
             write_results(options.json_path, content, earlier=earlier)
         if options.page is not None:
@@ -138,8 +140,8 @@ def _known(options: PlannerOptions, setup: Setup) -> dict[str, Known]:
         return profile_links(setup, parse_duration(options.budget), directory)
 
 
-def _earlier(path: Path) -> tuple[dict[str, Any], list[Pair], list[Choice]]:
-    """Earlier results: the whole file, its pairs and its choices."""
+def _earlier(path: Path) -> tuple[dict[str, Any], list[Pair], list[Choice], dict[str, str]]:
+    """Earlier results: the whole file, its pairs, its choices and its plans."""
     from thinwire.errors import UsageError
     from thinwire_bench.study.pairs import Choice, Pair
 
@@ -147,6 +149,7 @@ def _earlier(path: Path) -> tuple[dict[str, Any], list[Pair], list[Choice]]:
         results: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         pairs = [Pair(**pair) for pair in results["pairs"]]
         choices = [Choice(**choice) for choice in results["choices"]]
+        plans = dict(results["plans"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--again {path} holds no pairs of thinwire bench planner --json: {error!r}") from error
-    return results, pairs, choices
+    return results, pairs, choices, plans

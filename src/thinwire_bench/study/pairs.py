@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from thinwire.report import Sheet
 from thinwire.units import format_bytes
 
-__all__ = ["Choice", "Pair", "sheets"]
+__all__ = ["ChangedChoice", "Choice", "Pair", "sheets"]
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,24 @@ class Choice:
     memory: int
 
 
-def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
-    """Every pair, where errors are, every choice, and what the goals ask: mean error of time and memory, and how good
-    choices are."""
+@dataclass(frozen=True)
+class ChangedChoice:
+    """A measured choice that the planner would make differently now.
+
+    Attributes:
+        choice: The choice.
+        measured: Description of the plan that was measured.
+        now: Description of the plan that the planner chooses now.
+    """
+
+    choice: Choice
+    measured: str
+    now: str
+
+
+def sheets(pairs: Sequence[Pair], choices: Sequence[Choice], changed: Sequence[ChangedChoice] = ()) -> list[Sheet]:
+    """Every pair, where errors are, every choice, choices that have changed since, and what the goals ask: mean error
+    of time and memory, and how good choices are."""
     columns = [
         "model", "memory cap", "link", "plan", "pace", "predicted ms", "measured ms", "spread", "error", "memory MiB",
         "measured", "error",
@@ -93,10 +108,17 @@ def sheets(pairs: Sequence[Pair], choices: Sequence[Choice]) -> list[Sheet]:
         [choice.model, _limit(choice.cap), choice.bandwidth, choice.plan, choice.best, f"{choice.ratio:.3f}"]
         for choice in choices
     ]
-    return [
+    tables = [
         Sheet("Predicted and measured", columns, 4, cells),
         _by_link(pairs),
         Sheet("Choices", ["model", "memory cap", "link", "chosen", "fastest", "chosen / fastest"], 5, chosen),
+    ]
+    if changed:
+        rows = [[c.choice.model, _limit(c.choice.cap), c.choice.bandwidth, c.measured, c.now] for c in changed]
+        title = "Choices that the planner makes differently now, not measured"
+        tables.append(Sheet(title, ["model", "memory cap", "link", "measured", "chosen now"], 5, rows))
+    return [
+        *tables,
         Sheet("Goals", ["", "measured", "goal", ""], 1, _goals(pairs, choices)),
     ]
 

@@ -26,12 +26,12 @@ from thinwire.spec.profile import Profile
 from thinwire.units import format_bytes
 from thinwire_bench.peers.catalog import MODELS, REFERENCE, peer_systems, plan_system
 from thinwire_bench.peers.interface import SystemSpec
-from thinwire_bench.study.pairs import Choice, Pair
+from thinwire_bench.study.pairs import ChangedChoice, Choice, Pair
 from thinwire_bench.systems.interleave import Sample, Session, Setting
 from thinwire_bench.systems.rows import SystemRow, make_rows
 from thinwire_bench.systems.run import run
 
-__all__ = ["PLANS", "Known", "Setup", "measure", "predict_again", "profile_links"]
+__all__ = ["PLANS", "Known", "Setup", "changed_choices", "measure", "plan_key", "predict_again", "profile_links"]
 
 PLANS: Final = ("ddp", "zero1", "zero3", "mics", "zeropp", "thinwire")
 """Presets that are measured; the planner's own choices come on top."""
@@ -181,15 +181,19 @@ def _milliseconds(samples: Sequence[Sample], label: str) -> list[float]:
     return [1e3 * s.result.seconds for s in samples if s.round is not None and s.result.label == label]
 
 
-def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[Choice]]:
+def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[Choice], dict[str, str]]:
     """Predict and measure every plan for every model on every link, and again under a cap on memory.
 
     Args:
         setup: Models and links.
         known: What is known of each link, by bandwidth.
+
+    Returns:
+        The pairs, the choices, and the measured plans as TOML, by :func:`plan_key`.
     """
     pairs: list[Pair] = []
     choices: list[Choice] = []
+    plans: dict[str, str] = {}
     for model in setup.models:
         for field in _fields(setup, model, known):
             setup.report(f"measuring {model}: {len(field.plans)} plans on {len(setup.settings)} links{field.limit}")
@@ -197,7 +201,13 @@ def measure(setup: Setup, known: Mapping[str, Known]) -> tuple[list[Pair], list[
             rows = _rows(setup, field, settings)
             pairs += _pairs(setup, field, known, rows)
             choices += _choices(setup, field, settings, [row for row in rows if row.system != REFERENCE])
-    return pairs, choices
+            plans |= {plan_key(model, field.cap, label): plan.to_toml() for label, plan in field.plans.items()}
+    return pairs, choices, plans
+
+
+def plan_key(model: str, cap: int | None, label: str) -> str:
+    """The name of a measured plan in the results: its label may stand for different plans of other models or caps."""
+    return f"{model}, {'no cap' if cap is None else cap}, {label}"
 
 
 @dataclass(frozen=True)
@@ -221,14 +231,13 @@ class _Field:
         return "" if self.cap is None else f", {format_bytes(self.cap)} for each rank"
 
 
-def _fields(setup: Setup, model: str, known: Mapping[str, Known], cap: int | None = None) -> Iterator[_Field]:
-    """Without a cap; and with one. By default, it leaves a third of the room between the smallest plan and ddp."""
+def _fields(setup: Setup, model: str, known: Mapping[str, Known]) -> Iterator[_Field]:
+    """Without a cap; and with one that leaves a third of the room between the smallest plan and ddp."""
     presets = {name: Plan.preset(name, nodes=setup.nodes, local=setup.ranks) for name in (*PLANS, *SMALL_PLANS)}
     yield _field(setup, model, known, None, {name: presets[name] for name in PLANS})
     job = _job(setup, model, next(iter(known.values())).profile, None)
-    if cap is None:
-        smallest = Search(job).smallest().memory.total
-        cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
+    smallest = Search(job).smallest().memory.total
+    cap = smallest + (candidate(job, presets["ddp"]).memory.total - smallest) // 3
     fitting = {name: presets[name] for name in SMALL_PLANS if candidate(job, presets[name]).memory.total <= cap}
     yield _field(setup, model, known, cap, fitting)
 
@@ -312,45 +321,59 @@ def _pairs(setup: Setup, field: _Field, known: Mapping[str, Known], rows: Sequen
             predicted_bytes=0,
             measured_bytes=row.peak_rss,
         )
-        yield _predicted(setup, field, known[row.bandwidth], measured)
+        yield _predicted(setup, field.plans[_label(row)], known[row.bandwidth], measured)
 
 
-def _predicted(setup: Setup, field: _Field, link: Known, pair: Pair) -> Pair:
+def _predicted(setup: Setup, plan: Plan, link: Known, pair: Pair) -> Pair:
     """A measured pair with its prediction, at the pace at which its ranks computed."""
-    pace = pair.local_ms / link.alone[field.model]
+    pace = pair.local_ms / link.alone[pair.model]
     limited = {setting.bandwidth: setting.rate is not None for setting in setup.settings}
     profile = link.profile.paced(pace, transfers=not limited[pair.bandwidth])
-    priced = candidate(_job(setup, field.model, profile, field.cap), field.plans[pair.plan])
+    priced = candidate(_job(setup, pair.model, profile, pair.cap), plan)
     return replace(pair, pace=pace, predicted_ms=1e3 * priced.seconds, predicted_bytes=priced.memory.total)
 
 
-def predict_again(setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair]) -> list[Pair]:
+def predict_again(
+    setup: Setup, known: Mapping[str, Known], pairs: Sequence[Pair], plans: Mapping[str, str]
+) -> list[Pair]:
     """Predict pairs that were measured earlier with the current cost model.
 
     Args:
         setup: The same models and links as in the earlier measurement.
         known: What was known of each link, by bandwidth, from the profiles of that time.
         pairs: Pairs of the earlier measurement.
+        plans: Its plans as TOML, by :func:`plan_key`.
 
     Raises:
-        UsageError: a plan is not what it was: a preset has changed, or the planner chooses another.
+        UsageError: The plan of a pair is missing, or is not the one that the pair describes.
     """
     predictions = []
-    for model in setup.models:
-        caps = {pair.cap for pair in pairs if pair.model == model and pair.cap is not None}
-        for field in _fields(setup, model, known, min(caps, default=None)):
-            for pair in pairs:
-                if (pair.model, pair.cap) != (model, field.cap):
-                    continue
-                plan = field.plans.get(pair.plan)
-                if plan is None or plan.describe() != pair.factors:
-                    now = "no such plan" if plan is None else plan.describe()
-                    raise UsageError(
-                        f"{pair.plan} for {model} was {pair.factors!r} when it was measured and is {now!r} now: "
-                        "measure again, without --again"
-                    )
-                predictions.append(_predicted(setup, field, known[pair.bandwidth], pair))
+    for pair in pairs:
+        text = plans.get(plan_key(pair.model, pair.cap, pair.plan))
+        plan = None if text is None else Plan.from_toml(text)
+        if plan is None or plan.describe() != pair.factors:
+            kept = "no such plan" if plan is None else repr(plan.describe())
+            raise UsageError(
+                f"{pair.plan} for {pair.model} was {pair.factors!r} when it was measured, and the results hold {kept}: "
+                "measure again, without --again"
+            )
+        predictions.append(_predicted(setup, plan, known[pair.bandwidth], pair))
     return predictions
+
+
+def changed_choices(
+    setup: Setup, known: Mapping[str, Known], choices: Sequence[Choice], plans: Mapping[str, str]
+) -> list[ChangedChoice]:
+    """Choices that the planner would make differently now, from the profiles of an earlier measurement; see
+    :func:`predict_again` for the arguments."""
+    changed = []
+    for choice in choices:
+        measured = Plan.from_toml(plans[plan_key(choice.model, choice.cap, choice.plan)])
+        job = _job(setup, choice.model, known[choice.bandwidth].profile, choice.cap)
+        now = search(job).candidates[0].plan
+        if now.with_(name=measured.name) != measured:
+            changed.append(ChangedChoice(choice, measured.describe(), now.describe()))
+    return changed
 
 
 def _label(row: SystemRow) -> str:
