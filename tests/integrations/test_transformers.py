@@ -235,6 +235,23 @@ def test_an_optimizer_made_before_is_refused(tmp_path: Path) -> None:
         ThinwireTrainer(model, arguments(tmp_path, ThinwireArguments), optimizers=optimizers)
 
 
+def evaluate_in_half(directory: Path) -> str:
+    """What an evaluation of a trained model in bf16 raises."""
+    join()
+    options = {"plan": "zero3", "max_steps": 1, "bf16_full_eval": True}
+    settings = arguments(directory, ThinwireArguments, **options)
+    trainer = ThinwireTrainer(build(), settings, train_dataset=Text(400), eval_dataset=Text(16))
+    trainer.train()
+    with pytest.raises(UsageError) as refusal:
+        trainer.evaluate()
+    return str(refusal.value)
+
+
+def test_evaluation_in_another_dtype_is_refused(tmp_path: Path) -> None:
+    for sentence in run_ranks(2, evaluate_in_half, tmp_path):
+        assert sentence.startswith("bf16_full_eval=True: the trainer would convert the weights for good")
+
+
 # ------------------------------------------------------------------------------------------------------ other settings
 
 
