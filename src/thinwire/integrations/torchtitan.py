@@ -38,6 +38,7 @@ import thinwire as tw
 from thinwire.integrations.torchtitan_parts import (
     CheckpointsOfShares,
     begin_micro_batch_of,
+    clipping_by_the_whole_norm,
     refuse_other_jobs,
     refuse_other_parallelism,
     refuse_training,
@@ -92,6 +93,11 @@ class ThinwireTrainer(Trainer):
         others = [target for target in config.override.imports if target not in ours]
         config.override = OverrideConfig(imports=[*ours, *others])
         super().__init__(config)
+
+    def train_step(self, *batches: Any) -> None:
+        """Run a step."""
+        with clipping_by_the_whole_norm(self):
+            super().train_step(*batches)
 
     def forward_backward_step(self, **batch: Any) -> torch.Tensor:
         """Run a micro-batch. Ranks combine gradients in the last one of a step."""

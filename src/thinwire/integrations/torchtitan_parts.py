@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -21,6 +22,7 @@ from torchtitan.components.checkpoint import (
     CheckpointManager,
 )
 from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.distributed import utils as distributed_utils
 from torchtitan.tools.logging import logger
 
 import thinwire as tw
@@ -35,6 +37,7 @@ from thinwire.sharding.runtime import runtime_of
 __all__ = [
     "CheckpointsOfShares",
     "begin_micro_batch_of",
+    "clipping_by_the_whole_norm",
     "refuse_other_jobs",
     "refuse_other_parallelism",
     "refuse_training",
@@ -55,6 +58,25 @@ def begin_micro_batch_of(trainer: Any) -> None:
     model = trainer.model_parts[0]
     number = runtime_of(model).schedule.backwards
     begin_micro_batch(model, last=number == trainer.gradient_accumulation_steps - 1)
+
+
+@contextlib.contextmanager
+def clipping_by_the_whole_norm(trainer: Any) -> Iterator[None]:
+    """Let a trainer's step clip a model's gradient by its norm, which ranks exchange with the step's agreement.
+
+    torchtitan would ask for the norm of each parameter.
+    """
+
+    def clip(parameters: Any, max_norm: float, **options: Any) -> torch.Tensor:
+        del parameters, options  # all of the model's, and how to scale them
+        return tw.clip_grad_norm_(trainer.model_parts[0], max_norm)
+
+    theirs = distributed_utils.clip_grad_norm_
+    distributed_utils.clip_grad_norm_ = clip
+    try:
+        yield
+    finally:
+        distributed_utils.clip_grad_norm_ = theirs
 
 
 # -- the model ----------------------------------------------------------------------------------------------------
