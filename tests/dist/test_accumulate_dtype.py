@@ -126,3 +126,28 @@ def test_training_in_bf16_with_codecs_learns_as_well(name: str) -> None:
     got = run_ranks(4, learn, exact.with_(accumulate_dtype="bfloat16").to_toml(), 30)[0]
     assert wanted[-1] < 0.8 * wanted[0]
     assert got[-1] == pytest.approx(wanted[-1], rel=0.05)
+
+
+def large_gradients() -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of a large bf16 matrix over micro-batches, beside the fp32 sum of what autograd computes alone."""
+    torch.manual_seed(0)
+    # More elements than are converted at once, in rows that do not divide them.
+    alone = nn.Linear(1100, 2003, bias=False).bfloat16()
+    inputs = torch.randn(3, 2, 1100).bfloat16()
+    wanted = torch.zeros(2003, 1100)
+    for x in inputs:
+        alone.weight.grad = None
+        alone(x).float().square().mean().backward()
+        assert alone.weight.grad is not None
+        wanted += alone.weight.grad
+    model = nn.Sequential(nn.Linear(1100, 2003, bias=False))
+    model[0].weight.data.copy_(alone.weight)
+    model = tw.shard(model, Plan.preset("zero1", nodes=1, local=2, reduce_dtype="float32"))
+    for x in tw.micro_batches(model, list(inputs)):
+        model(x).float().square().mean().backward()
+    return model[0].weight.grad.full_tensor(), wanted
+
+
+def test_large_gradients_add_up_in_fp32() -> None:
+    for got, wanted in run_ranks(2, large_gradients):
+        assert torch.equal(got, wanted)

@@ -17,6 +17,7 @@ first.
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import torch
 
@@ -27,6 +28,9 @@ from thinwire.sharding.memory.layout import FlatLayout, Run
 from thinwire.spec import Plan
 
 __all__ = ["Accumulator", "Topology", "UnitGradient"]
+
+_CONVERTED: Final = 1 << 20
+"""Most elements of a gradient that are converted to the dtype of the sum at once."""
 
 
 class Topology:
@@ -84,6 +88,17 @@ class _Copies:
     def clear(self) -> None:
         """Drop the gradients."""
         self._places, self._grads = [], []
+
+
+def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
+    """Add a gradient to a sum. A processor converts a gradient of another dtype in memory of its own, so it gets a few
+    rows at a time."""
+    if total.dtype == grad.dtype or grad.numel() <= _CONVERTED:
+        total.add_(grad)
+        return
+    rows = max(1, _CONVERTED * len(grad) // grad.numel())
+    for part, addend in zip(total.split(rows), grad.split(rows), strict=True):
+        part.add_(addend)
 
 
 class UnitGradient:
@@ -169,7 +184,7 @@ class UnitGradient:
         if self._copies is not None and index not in self._seen:
             self._copies.put(place, grad)
         elif accumulates or index in self._seen:
-            place.add_(grad)
+            _add(place, grad)
         else:
             place.copy_(grad)
         self._seen.add(index)
