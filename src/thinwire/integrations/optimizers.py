@@ -63,7 +63,12 @@ def over_shares(
             )
         groups.append({**group, "params": [names[id(parameter)] for parameter in group["params"]]})
     given = {name for group in groups for name in group["params"]}
-    left = [name for name, parameter in model.named_parameters() if parameter.requires_grad and name not in given]
+    left = [
+        name
+        for name, parameter in model.named_parameters()
+        # A wrapper around a module, as for activation checkpointing, changes the names that the model gives.
+        if parameter.requires_grad and given.isdisjoint((name, names.get(id(parameter))))
+    ]
     if left:
         others = f" and {len(left) - 1} more trainable parameters" if len(left) > 1 else ""
         raise UsageError(

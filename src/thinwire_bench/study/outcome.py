@@ -10,6 +10,7 @@ from typing import Any
 from thinwire.report import Sheet
 from thinwire_bench.study.arms import LossGoal, StudySpec
 from thinwire_bench.study.curves import Curve
+from thinwire_bench.study.power import COLUMNS, CONFIDENCE, cells, compare
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,23 @@ def sheets(spec: StudySpec, arm_outcomes: Sequence[ArmOutcome]) -> list[Sheet]:
     faint = frozenset(index for index, outcome in enumerate(arm_outcomes) if outcome.arm == spec.baseline)
     made = [Sheet(f"Validation loss after {spec.tokens:,} tokens, nats per token", columns, 2, rows, faint)]
     states = {True: "reached", False: "missed", None: "open"}
+    if comparisons := compare(_known_losses(arm_outcomes), spec.baseline):
+        made.append(
+            Sheet(
+                f"Differences by seed, nats per token, with {CONFIDENCE:.0%} intervals", COLUMNS, 2, cells(comparisons)
+            )
+        )
     goals = [[verdict.goal, verdict.measured, states[verdict.reached]] for verdict in verdicts(spec, arm_outcomes)]
     return [*made, Sheet("Goals", ["goal", "measured", ""], 3, goals)] if goals else made
+
+
+def _known_losses(arm_outcomes: Sequence[ArmOutcome]) -> dict[str, dict[int, float]]:
+    """Final losses of arms of which no run diverged, by arm and seed."""
+    return {
+        outcome.arm: {seed: loss for seed, loss in outcome.losses.items() if loss is not None}
+        for outcome in arm_outcomes
+        if outcome.mean is not None
+    }
 
 
 def missing_note(arm_outcomes: Sequence[ArmOutcome]) -> str | None:
