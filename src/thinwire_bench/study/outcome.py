@@ -138,6 +138,17 @@ def plain(spec: StudySpec, arm_outcomes: Sequence[ArmOutcome]) -> dict[str, Any]
             {**asdict(outcome), "mean": outcome.mean, "spread": outcome.spread, "mean_excess": outcome.mean_excess}
             for outcome in arm_outcomes
         ],
+        "comparisons": [
+            {
+                "arm": one.arm,
+                "less": one.other,
+                "mean": one.mean,
+                "half_width": one.half_width,
+                "decided": one.decided,
+                "seeds_needed": one.seeds_needed,
+            }
+            for one in compare(_known_losses(arm_outcomes), spec.baseline)
+        ],
         "goals": [asdict(verdict) for verdict in verdicts(spec, arm_outcomes)],
         "missing": missing_note(arm_outcomes),
     }
