@@ -86,10 +86,55 @@ def test_the_program_knows_the_bytes() -> None:
         plan("mics", "int4:64"),
         plan("zero2", "zfp:8"),
         plan("ddp", "bf16", reduce_dtype="float32"),
+        plan("zero1-node", "int8:64").with_(wire={"scatter": "int4:64"}),
+        plan("zero1", "int8:64", bucket_chunks=3).with_(wire={"scatter": "zfp:16"}),
+        plan("zero1").with_(wire={"scatter": "int4:64", "exclude": ["embed*"]}),
+        plan("amsp-13b", "int4:64", nodes=1, local=4).with_(wire={"scatter": "int8:64"}),
     ]
     for name in ("zeropp", "thinwire"):
         plans.append(plan(name).with_(wire={"exclude": ["embed*", "*norm*"]}))
     run_ranks(4, follow_many, [chosen.to_toml() for chosen in plans], 2)
+
+
+def by_lane(plans: dict[str, tw.Plan]) -> dict[str, dict[str, int]]:
+    """Bytes of gradients that this rank sends in a step, by lane."""
+    sent = {}
+    for name, chosen in plans.items():
+        model = tw.shard(build(), chosen)
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+        losses_of(model, optim, 0, 1)
+        tw.traffic(model)
+        losses_of(model, optim, 1, 2)
+        sent[name] = {lane: sum(counted.values()) for lane, counted in tw.traffic(model).items()}
+    return sent
+
+
+def test_reductions_to_owners_have_a_codec_of_their_own() -> None:
+    """ZeRO-1 inside a node: the reduce-scatter to the owners is apart from the all-reduce of their replicas."""
+    alike = plan("zero1-node", "int4:64")
+    plans = {"alike": alike, "apart": alike.with_(wire={"scatter": "none"}), "exact": alike.uncompressed()}
+    for sent in run_ranks(4, by_lane, plans):
+        assert sent["alike"]["reduce"] < sent["apart"]["reduce"] == sent["exact"]["reduce"]
+        assert sent["alike"]["sync"] == sent["apart"]["sync"] < sent["exact"]["sync"]
+
+
+@pytest.mark.parametrize("name", ["zero1", "zero2"])
+def test_a_lossless_scatter_keeps_gradients_exact_whatever_others_lose(name: str) -> None:
+    """All reductions lead to owners, so the codecs of other reductions are not used."""
+    lossy = {"reduce_intra": "int2:64", "reduce_inter": "int2:64"}
+    cases = {}
+    for codec in ("none", "mpc"):
+        chosen = plan(name, compute_dtype="float32").with_(wire={**lossy, "scatter": codec})
+        assert len([line for line in idle_codecs(chosen) if "wire.scatter" in line]) == 2
+        cases[codec] = Case(chosen, micro_batches=2)
+    assert_parity(4, cases)
+
+
+def test_scatter_rounds_where_other_gradients_are_exact() -> None:
+    chosen = plan("zero1-node", compute_dtype="float32").with_(wire={"spread": "none", "error_feedback": False})
+    cases = {"scatter": (chosen.with_(wire={"scatter": "int4:64"}), 0.5)}
+    for result in run_ranks(4, rounded, cases):
+        assert 1e-4 < result["scatter"].parameters < 0.5
 
 
 def read_whole() -> None:
@@ -182,6 +227,42 @@ def test_error_feedback_is_kept_where_something_is_lost() -> None:
     )
     assert all(with_feedback)
     assert not any(without)
+
+
+def feedback_by_reduction(plans: dict[str, tw.Plan]) -> dict[str, set[str]]:
+    """Reductions of which rounding errors are kept."""
+    kept = {}
+    for name, chosen in plans.items():
+        model = tw.shard(build(), chosen)
+        optim = tw.optimizer(model, torch.optim.AdamW, lr=LR)
+        losses_of(model, optim, 0, 1)
+        lost = runtime(model).reducer.reductions.feedback.lost
+        kept[name] = {key.partition("/")[0] for key, errors in lost.items() if errors.count_nonzero()}
+    return kept
+
+
+def test_error_feedback_follows_the_codec_of_each_reduction() -> None:
+    """Optimizer states inside a node, replicas across."""
+    lossy, exact = "int4:64", "none"
+    plans = {
+        name: tw.Plan.preset(
+            "zero1-node",
+            nodes=2,
+            local=2,
+            compute_dtype="float32",
+            wire={"reduce_intra": exact, "reduce_inter": across, "scatter": scatter, "error_feedback": True},
+        )
+        for name, across, scatter in (("both", lossy, lossy), ("shards", exact, lossy), ("replicas", lossy, exact))
+    }
+    for kept in run_ranks(4, feedback_by_reduction, plans):
+        assert kept == {"both": {"shard", "replica"}, "shards": {"shard"}, "replicas": {"replica"}}
+    assert [idle_codecs(chosen) for chosen in plans.values()] == [()] * 3
+    (line,) = (
+        line
+        for line in idle_codecs(plan("zero1", wire={"policy": "mzhybrid:8", "error_feedback": True}))
+        if "error_feedback" in line
+    )
+    assert "wire.scatter = 'mpc'" in line
 
 
 def half_encoded(chosen: tw.Plan) -> list[tuple[int, bool]]:
@@ -364,6 +445,7 @@ def test_a_resumed_run_continues_exactly(tmp_path: Path) -> None:
     ("fields", "message"),
     [
         ({"wire": {"gather": "exp3"}, "compute_dtype": "float32"}, "exp3 cannot encode float32"),
+        ({"wire": {"scatter": "exp3"}, "compute_dtype": "float32"}, "wire.scatter: exp3 cannot encode float32"),
         ({"wire": {"spread": "mpc", "spread_difference": True}}, "spread_difference = true has nothing to make up for"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from thinwire.errors import SpecError
+from thinwire.program import Axis
+from thinwire.program.wire import reduction_codecs
 from thinwire.spec import Plan, Wire
 from thinwire.spec.policy import AXES, POLICIES, STUDIED, HybridPolicy
 
@@ -12,41 +14,78 @@ INT8, INT6 = "int8:256", "int6:256,hadamard"
 
 
 @pytest.mark.parametrize(
-    ("name", "dense", "gradients"),
+    ("name", "dense", "scatter", "gradients"),
     [
-        ("none", "none", "none"),
-        ("naive-zfp", "zfp:8", "zfp:8"),
-        ("naive-zfp:8", "zfp:8", "zfp:8"),
-        ("naive-zfp:16", "zfp:16", "zfp:16"),
-        ("naive-mpc", "mpc", "mpc"),
-        ("mzhybrid", "mpc", "zfp:8"),
-        ("mzhybrid:8", "mpc", "zfp:8"),
-        ("mzhybrid:16", "mpc", "zfp:16"),
-        ("zhybrid", "zfp:24", "zfp:8"),
-        ("zhybrid:16-8", "zfp:16", "zfp:8"),
-        ("zhybrid:24-8", "zfp:24", "zfp:8"),
-        ("hybrid", INT8, INT6),
-        ("hybrid:8-4", INT8, "int4:256,hadamard"),
+        ("none", "none", "none", "none"),
+        ("naive-zfp", "zfp:8", "zfp:8", "zfp:8"),
+        ("naive-zfp:8", "zfp:8", "zfp:8", "zfp:8"),
+        ("naive-zfp:16", "zfp:16", "zfp:16", "zfp:16"),
+        ("naive-mpc", "mpc", "mpc", "mpc"),
+        ("mzhybrid", "mpc", "mpc", "zfp:8"),
+        ("mzhybrid:8", "mpc", "mpc", "zfp:8"),
+        ("mzhybrid:16", "mpc", "mpc", "zfp:16"),
+        ("zhybrid", "zfp:24", "zfp:24", "zfp:8"),
+        ("zhybrid:16-8", "zfp:16", "zfp:16", "zfp:8"),
+        ("zhybrid:24-8", "zfp:24", "zfp:24", "zfp:8"),
+        ("hybrid", INT8, INT6, INT6),
+        ("hybrid:8-4", INT8, "int4:256,hadamard", "int4:256,hadamard"),
     ],
 )
-def test_every_dimension_has_the_codec_of_the_table(name: str, dense: str, gradients: str) -> None:
+def test_every_dimension_has_the_codec_of_the_table(name: str, dense: str, scatter: str, gradients: str) -> None:
     policy = HybridPolicy.parse(name)
     assert str(policy) == name
     assert {axis: str(policy.codec(axis)) for axis in AXES} == {
         "dp": gradients,
+        "scatter": scatter,
         "gather": dense,
         "spread": dense,
         "tp": dense,
         "pp": dense,
     }
-    assert {field: str(codec) for field, codec in Wire(policy=name).codecs().items()} == {
+    fields = {
         "gather": dense,
         "reduce_intra": gradients,
         "reduce_inter": gradients,
+        "scatter": scatter,
         "spread": dense,
         "tp": dense,
         "pp": dense,
     }
+    if scatter == gradients:
+        del fields["scatter"]
+    assert {field: str(codec) for field, codec in Wire(policy=name).codecs().items()} == fields
+
+
+@pytest.mark.parametrize("name", ["mzhybrid:16", "zhybrid:24-8"])
+def test_reductions_to_owners_of_optimizer_states_have_the_codec_of_the_table(name: str) -> None:
+    """ZeRO-1's reduce-scatter inside a node is dense, the all-reduce across nodes takes few bits."""
+    policy = HybridPolicy.parse(name)
+    plan = Plan.preset("zero1-node", nodes=2, local=2, wire={"policy": name})
+    assert reduction_codecs(plan, Axis.SHARD) == (policy.tp, policy.tp)
+    assert reduction_codecs(plan, Axis.REPLICA) == (policy.dp, policy.dp)
+    assert reduction_codecs(Plan.preset("zero3", nodes=2, local=2, wire={"policy": name}), Axis.PARAMS)[0] == policy.dp
+
+
+def test_a_codec_beside_a_policy_takes_precedence_over_its_reduce_scatter() -> None:
+    wire = Wire(policy="mzhybrid:8", scatter="zfp:16")
+    assert str(wire.scatter) == "zfp:16"
+    assert str(wire.with_(policy="zhybrid:24-8").scatter) == "zfp:24"
+    assert wire.with_(policy="hybrid").scatter is None
+    assert str(Wire(policy="mzhybrid:8", scatter=None).scatter) == "mpc"
+
+
+def test_a_codec_of_gradients_beside_a_policy_is_that_of_all_gradients() -> None:
+    """Plans that were written before policies had a codec for the reduce-scatter name every other codec."""
+    policy = HybridPolicy.parse("mzhybrid:8")
+    assert Wire(policy="mzhybrid:8", dp="int8:256").scatter is None
+    assert Wire(policy="mzhybrid:8").with_(dp="int8:256") == Wire(policy="mzhybrid:8", dp="int8:256")
+    assert str(Wire(policy="mzhybrid:8", scatter="bf16").with_(dp="int8:256").scatter) == "bf16"
+    earlier = {name: str(codec) for name, codec in policy.wire().items() if name != "scatter"}
+    assert Wire.parse({"policy": "mzhybrid:8", **earlier}).scatter is None
+    assert str(Wire(policy="mzhybrid:8", reduce_inter="int8:256").scatter) == "mpc"
+    for wire in ({"dp": "int8:256"}, {"reduce_inter": "int8:256"}, {}):
+        plan = Plan.preset("zero1", nodes=2, local=2, wire={"policy": "mzhybrid:8", **wire})
+        assert Plan.from_toml(plan.to_toml()) == plan
 
 
 def test_the_studied_policies_are_valid_and_differ() -> None:
@@ -86,7 +125,7 @@ def test_other_names_are_refused(name: str, hint: str) -> None:
 
 
 def test_an_unknown_dimension_is_refused() -> None:
-    with pytest.raises(SpecError, match="valid are dp, gather, spread, tp, pp"):
+    with pytest.raises(SpecError, match="valid are dp, scatter, gather, spread, tp, pp"):
         HybridPolicy.parse("hybrid").codec("ep")
 
 

@@ -11,6 +11,7 @@ from thinwire.spec import Plan
 from thinwire.spec.policy import STUDIED
 from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.study.arms import LossStudy
+from thinwire_bench.study.curves import Curves
 from thinwire_bench.study.hybrid import NODES, PLAIN, RANKS, GridWorkload, draw, policies, sheets, speeds, systems
 from thinwire_bench.systems.rows import SystemRow
 
@@ -28,6 +29,7 @@ def test_systems_fill_the_lab_and_differ_in_their_codecs_alone() -> None:
     plans = [Plan.from_toml(system.options["plan"]) for system in made]
     assert {plan.ranks for plan in plans} == {NODES * RANKS}
     assert len({plan.with_(wire={"policy": "none"}).fingerprint() for plan in plans}) == 1
+    assert all(plan.wire.scatter is None for plan in plans), "the study's gradients have the codec of the all-reduce"
     assert [system.options["encoded"] for system in made] == [False] + [True] * len(STUDIED)
     exact = {system.label for system in made if system.kind is SystemKind.PLAN}
     assert exact == {"none", "naive-mpc"}
@@ -56,4 +58,8 @@ def test_gains_are_over_plain_torch_round_by_round(tmp_path: Path) -> None:
 def test_the_loss_study_has_an_arm_for_every_policy() -> None:
     study = LossStudy.read(Path("recipes/hybrid/study.toml"), {})
     assert [arm.plan["wire"]["policy"] for arm in study.spec.arms] == list(STUDIED)
+    made = systems(policies(None), GridWorkload("llama-5m", 128, "float32", 4))[1:]
+    timed = [Plan.from_toml(system.options["plan"]) for system in made]
+    assert [run.plan.wire for run in study.runs if run.seed == 0] == [plan.wire for plan in timed]
+    assert len(Curves(Path("docs/results/hybrid")).read(study.runs)) == len(study.runs), "the results are of these arms"
     assert {(run.plan.tp, run.plan.pp, run.plan.world) for run in study.runs} == {(2, 2, 2)}

@@ -108,6 +108,21 @@ def test_compression_helps_where_the_network_is_the_bottleneck() -> None:
     assert simulate(packed, workload(packed), slow).seconds < simulate(exact, workload(exact), slow).seconds / 2
 
 
+def test_reductions_to_owners_take_the_time_of_their_own_codec() -> None:
+    """zero1 sends all gradients to the owners of optimizer states, ddp none of them."""
+    slow = NominalRates(CLUSTER)
+    wires: list[dict[str, str]] = [
+        {"dp": "int4:256"}, {"dp": "int4:256", "scatter": "none"}, {"scatter": "int4:256"}, {}
+    ]  # fmt: skip
+    both, apart, alone, exact = (
+        simulate(preset("zero1", wire=wire), workload(preset("zero1")), slow).seconds for wire in wires
+    )
+    assert both == alone < exact / 1.2
+    assert apart == exact
+    whole = [simulate(preset("ddp", wire=wire), workload(preset("ddp")), slow).seconds for wire in wires]
+    assert whole[0] == whole[1] < whole[2] == whole[3]
+
+
 def test_a_program_waits_for_the_reduction_before_the_last_few() -> None:
     plan = Plan.preset("zero3", nodes=2, local=4)
     program = lower(plan, units(MODEL, plan), micro_batches=1)

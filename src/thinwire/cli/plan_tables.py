@@ -102,10 +102,11 @@ def _cells(job: TrainingJob, number: int, row: Candidate, *, with_price: bool, w
 
 
 def _codecs(row: Candidate) -> str:
-    short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "spread": "spread"}
-    short |= {"tp": "tp", "pp": "pp"}
+    short = {"gather": "gather", "reduce_intra": "inside", "reduce_inter": "across", "scatter": "scatter"}
+    short |= {"spread": "spread", "tp": "tp", "pp": "pp"}
     codecs = row.plan.wire.codecs()
-    return " ".join(f"{name} {codecs[key]}" for key, name in short.items() if not codecs[key].is_none) or "-"
+    used = {name: codecs[key] for key, name in short.items() if key in codecs and not codecs[key].is_none}
+    return " ".join(f"{name} {codec}" for name, codec in used.items()) or "-"
 
 
 def search_line(searched: Searched, tie: float) -> str:

@@ -17,7 +17,7 @@ from functools import lru_cache
 from thinwire.cost.anatomy import ModelPart, parts
 from thinwire.cost.anatomy import units as units_of
 from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, buckets, together
-from thinwire.program.wire import ITEMSIZE
+from thinwire.program.wire import ITEMSIZE, reduction_codecs
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
 
@@ -309,7 +309,7 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
     total = _spread_bytes(plan, sum(numels) // plan.params.ranks)
     if plan.params.ranks > 1:
         copied = ITEMSIZE[plan.effective_reduce_dtype] if plan.bucket_chunks > 1 else 0
-        scattered = [copied * numels[unit] + _scattered(plan, numels[unit]) for unit in order]
+        scattered = [copied * numels[unit] + _scattered(plan, Axis.PARAMS, numels[unit]) for unit in order]
         total += _most_at_once(produced, scattered, UNDER_WAY if plan.overlap.reduce else 1)
     else:
         total += max(produced)
@@ -326,10 +326,10 @@ def _most_at_once(made: Sequence[int], sent: Sequence[int], under_way: int) -> i
     return max((*made, 0)[index] + sum(sent[max(0, index - under_way) : index]) for index in range(len(made) + 1))
 
 
-def _scattered(plan: Plan, numel: int) -> int:
+def _scattered(plan: Plan, axis: Axis, numel: int) -> int:
     """Bytes of gradients in a reduce-scatter, and of the messages or values that it receives."""
     values = ITEMSIZE[plan.effective_reduce_dtype] * numel
-    return values + (_message_bytes(plan, numel) or values)
+    return values + (_message_bytes(plan, axis, numel) or values)
 
 
 def _reduced(plan: Plan, numel: int) -> int:
@@ -338,19 +338,20 @@ def _reduced(plan: Plan, numel: int) -> int:
     total, ranks = 0, plan.optimizer.ranks // plan.params.ranks
     if ranks > 1:
         numel, whole = numel // ranks, numel
-        total += _scattered(plan, whole) + 4 * numel
+        total += _scattered(plan, Axis.SHARD, whole) + 4 * numel
     if plan.optimizer.ranks < plan.world:
-        total += (ITEMSIZE[plan.effective_reduce_dtype] + 4) * numel + _message_bytes(plan, numel)
+        total += (ITEMSIZE[plan.effective_reduce_dtype] + 4) * numel + _message_bytes(plan, Axis.REPLICA, numel)
     return total
 
 
-def _message_bytes(plan: Plan, numel: int) -> int:
-    """Bytes of encoded gradients, and of the node's sums between the hops."""
+def _message_bytes(plan: Plan, axis: Axis, numel: int) -> int:
+    """Bytes of gradients that are encoded for a reduction along an axis, and of the node's sums between the hops."""
     local, _ = axis_shape(plan, Axis.SHARD)
-    wire, total = plan.wire, 0
-    if not wire.reduce_intra.is_none:
-        total += wire.reduce_intra.max_wire_bytes(numel, plan.effective_reduce_dtype)
-    if not wire.reduce_inter.is_none:
+    intra, inter = reduction_codecs(plan, axis)
+    total = 0
+    if not intra.is_none:
+        total += intra.max_wire_bytes(numel, plan.effective_reduce_dtype)
+    if not inter.is_none:
         total += 4 * numel // local
     return total
 
@@ -369,7 +370,8 @@ def _feedback(plan: Plan, padded: int) -> int:
     shard, total = padded // plan.params.ranks, 0
     for axis, numel in ((Axis.PARAMS, padded), (Axis.SHARD, shard), (Axis.REPLICA, padded // plan.optimizer.ranks)):
         local, nodes = axis_shape(plan, axis)
-        codec = plan.wire.reduce_inter if nodes > 1 else plan.wire.reduce_intra
+        intra, inter = reduction_codecs(plan, axis)
+        codec = inter if nodes > 1 else intra
         if local * nodes > 1 and not codec.is_lossless:
             total += 4 * (numel // local if nodes > 1 else numel)
     return total

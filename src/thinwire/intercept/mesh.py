@@ -150,7 +150,8 @@ def compress_mesh(
 ) -> dict[str, CompressingGroup]:
     """Compress every axis with the codecs of a policy; see :func:`compress_axis`.
 
-    A data axis takes the policy's ``dp`` for reductions of gradients and its ``gather`` for parameters.
+    A data axis takes the policy's ``dp`` for reductions of gradients and its ``gather`` for parameters. The policy's
+    ``scatter`` is for plans only, which know who owns optimizer states.
 
     Args:
         mesh: Mesh of CPU or CUDA devices.

@@ -17,6 +17,7 @@ __all__ = [
     "gather_sizes",
     "idle_codecs",
     "is_excluded",
+    "reduction_codecs",
     "reduction_encodings",
     "reduction_sizes",
     "sums_dtype",
@@ -110,10 +111,16 @@ def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
     return MessageSizes(size, size, size, encoded=True)
 
 
+def reduction_codecs(plan: Plan, axis: Axis) -> tuple[CodecSpec, CodecSpec]:
+    """The codecs of a reduction along an axis: inside a node and across nodes."""
+    if axis is Axis.SHARD and plan.wire.scatter is not None:
+        return plan.wire.scatter, plan.wire.scatter
+    return plan.wire.reduce_intra, plan.wire.reduce_inter
+
+
 def reduction_encodings(plan: Plan, axis: Axis) -> ReductionEncodings:
     """The encodings of a reduction along an axis, for gradients that the plan's codecs apply to."""
-    wire, dtype = plan.wire, plan.effective_reduce_dtype
-    return ReductionEncodings.of(*axis_shape(plan, axis), wire.reduce_intra, wire.reduce_inter, dtype)
+    return ReductionEncodings.of(*axis_shape(plan, axis), *reduction_codecs(plan, axis), plan.effective_reduce_dtype)
 
 
 def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
@@ -131,31 +138,60 @@ def is_excluded(plan: Plan, name: str) -> bool:
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:
     """One sentence for each setting of a plan's ``wire`` that has no effect, with the reason."""
-    shapes = {axis: axis_shape(plan, axis) for axis in Axis}
-    reductions = [shapes[axis] for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)]
-    reasons = {
-        "gather": "" if shapes[Axis.PARAMS] != (1, 1) else "parameters are not sharded, so they are never gathered",
-        "reduce_intra": "" if any(local > 1 for local, _ in reductions) else "one rank a node: no hop inside a node",
-        "reduce_inter": "" if any(nodes > 1 for _, nodes in reductions) else "one node: no hop between nodes",
-        "spread": "" if shapes[Axis.SHARD] != (1, 1) else "optimizer states are sharded like parameters: no spread",
-        "tp": "" if plan.tp > 1 else "there is no tensor parallelism",
-        "pp": "" if plan.pp > 1 else "there is no pipeline",
-    }
     codecs = plan.wire.codecs()
     lines = [
         f"wire.{name} = {str(codecs[name])!r} is not used: {reason}"
-        for name, reason in reasons.items()
-        if reason and not codecs[name].is_none
+        for name, reason in _why_unused(plan).items()
+        if reason and name in codecs and not codecs[name].is_none
     ]
-    inner_loss = any(local > 1 and nodes > 1 for local, nodes in reductions) and not plan.wire.reduce_intra.is_lossless
-    if plan.wire.error_feedback and plan.wire.reduce_inter.is_lossless and inner_loss:
-        lines.append(
-            "wire.error_feedback = true does not reach reductions that go on to other nodes: it covers their last hop, "
-            f"and reduce_inter = {str(plan.wire.reduce_inter)!r} loses nothing there"
-        )
+    lines += _idle_feedback(plan)
     if plan.bucket_chunks > 1 and not plan.overlap.stages and plan.params.ranks == plan.world:
         lines.append(
             f"bucket_chunks = {plan.bucket_chunks} gains nothing: every unit is reduced by itself, overlap.stages = "
             "false runs hops and codecs one by one, and chunks only add messages"
         )
     return tuple(lines)
+
+
+def _why_unused(plan: Plan) -> dict[str, str]:
+    """Why no collective uses the codec of a field of ``wire``; empty if one does."""
+    shapes = {axis: axis_shape(plan, axis) for axis in Axis}
+    to_owners = shapes[Axis.SHARD] != (1, 1)
+    apart = to_owners and plan.wire.scatter is not None
+    reductions = [shapes[axis] for axis in (Axis.PARAMS, Axis.REPLICA, *(() if apart else (Axis.SHARD,)))]
+    taken = "every such hop leads to the owners of optimizer states, and has the codec of wire.scatter"
+    inside, across = (apart and ranks > 1 for ranks in shapes[Axis.SHARD])
+    no_inside = taken if inside else "one rank a node: no hop inside a node"
+    no_across = taken if across else "one node: no hop between nodes"
+    return {
+        "gather": "" if shapes[Axis.PARAMS] != (1, 1) else "parameters are not sharded, so they are never gathered",
+        "reduce_intra": "" if any(local > 1 for local, _ in reductions) else no_inside,
+        "reduce_inter": "" if any(nodes > 1 for _, nodes in reductions) else no_across,
+        "scatter": "" if to_owners else "optimizer states are sharded like parameters: no reduction to their owners",
+        "spread": "" if to_owners else "optimizer states are sharded like parameters: no spread",
+        "tp": "" if plan.tp > 1 else "there is no tensor parallelism",
+        "pp": "" if plan.pp > 1 else "there is no pipeline",
+    }
+
+
+def _idle_feedback(plan: Plan) -> list[str]:
+    """What error feedback does not reach, although a codec loses something there."""
+    if not plan.wire.error_feedback:
+        return []
+    axes = [axis for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA) if axis_shape(plan, axis) != (1, 1)]
+    reductions = [(axis_shape(plan, axis), reduction_codecs(plan, axis)) for axis in axes]
+    last = [inter if nodes > 1 else intra for (_, nodes), (intra, inter) in reductions]
+    if Axis.SHARD in axes and plan.wire.scatter is not None and all(codec.is_lossless for codec in last):
+        return [
+            f"wire.error_feedback = true has nothing to feed back: wire.scatter = {str(plan.wire.scatter)!r} takes the "
+            "place of the lossy codec of other gradients"
+        ]
+    if any(
+        local > 1 and nodes > 1 and inter.is_lossless and not intra.is_lossless
+        for (local, nodes), (intra, inter) in reductions
+    ):
+        return [
+            "wire.error_feedback = true does not reach reductions that go on to other nodes: it covers their last hop, "
+            f"and reduce_inter = {str(plan.wire.reduce_inter)!r} loses nothing there"
+        ]
+    return []

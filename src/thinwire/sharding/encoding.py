@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -15,11 +16,14 @@ from thinwire.collectives.nccl import backend_maker
 from thinwire.collectives.reduce_scatter import HopCodecs
 from thinwire.errors import SpecError
 from thinwire.program import Axis
-from thinwire.program.wire import axis_shape, is_excluded, sums_dtype
+from thinwire.program.wire import axis_shape, is_excluded, reduction_codecs, sums_dtype
 from thinwire.spec import CodecSpec, Plan
 from thinwire.spec.codec import length_problem
 
 __all__ = ["PlanCodecs", "agreed_codecs", "check_exclusions", "codec_problems", "is_excluded", "rounds_parameters"]
+
+_REDUCED = (Axis.PARAMS, Axis.SHARD, Axis.REPLICA)
+"""Axes along which gradients are reduced."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,12 @@ class PlanCodecs:
 
     Attributes:
         gather: Codec of parameters that are gathered before a unit runs.
-        reduce: Codecs of gradients, by hop.
+        reduce: Codecs of gradients, by hop, for each axis along which they are reduced.
         spread: Codec of parameters that are spread after an update.
     """
 
     gather: Codec | None
-    reduce: HopCodecs
+    reduce: Mapping[Axis, HopCodecs]
     spread: Codec | None
 
     @classmethod
@@ -42,23 +46,21 @@ class PlanCodecs:
 
         _refuse_lengths_on_devices(plan, device)
 
+        @cache
         def made(spec: CodecSpec) -> Codec | None:
             return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
 
-        wire = plan.wire
-        hops = HopCodecs(made(wire.reduce_intra), made(wire.reduce_inter))
-        return cls(made(wire.gather), hops, made(wire.spread))
+        hops = {axis: HopCodecs(*map(made, reduction_codecs(plan, axis))) for axis in _REDUCED}
+        return cls(made(plan.wire.gather), hops, made(plan.wire.spread))
 
     def warm_up(self, plan: Plan, device: torch.device) -> None:
         """Compile the kernels of the codecs, if they have any, before a step needs them and peers wait for it."""
-        kernels = [
-            codec
-            for codec in (self.gather, self.reduce.inside, self.reduce.across, self.spread)
-            if codec is not None and codec.backend == "triton"
-        ]
+        of_gradients = (codec for hops in self.reduce.values() for codec in (hops.inside, hops.across))
+        used = dict.fromkeys((self.gather, *of_gradients, self.spread))
+        kernels = [codec for codec in used if codec is not None and codec.backend == "triton"]
         if not kernels:
             return
-        ranks = {n for axis in (Axis.PARAMS, Axis.SHARD, Axis.REPLICA) for n in axis_shape(plan, axis) if n > 1}
+        ranks = {n for axis in _REDUCED for n in axis_shape(plan, axis) if n > 1}
         dtypes = [getattr(torch, name) for name in (plan.compute_dtype, plan.effective_reduce_dtype, "float32")]
         # A reduction adds the messages of the other ranks; two replicas add both of their messages.
         counts = sorted({rank - 1 for rank in ranks} | ({2} if 2 in ranks else set()))
@@ -130,6 +132,10 @@ def codec_problems(plan: Plan) -> Iterator[str]:
     if local * nodes > 2:  # two replicas exchange whole vectors; more of them gather sums, which are fp32
         farthest = "reduce_inter" if nodes > 1 else "reduce_intra"
         dtypes[farthest].add("float32")
+    if plan.wire.scatter is not None:
+        dtypes["scatter"] = {plan.effective_reduce_dtype}
+        if all(ranks > 1 for ranks in axis_shape(plan, Axis.SHARD)):
+            dtypes["scatter"].add(sums_dtype(plan.wire.scatter, plan.effective_reduce_dtype))
     for name, needed in dtypes.items():
         for dtype in sorted(needed):
             try:

@@ -62,7 +62,7 @@ class Reductions:
         plan: The plan.
         gradients: Gradients by unit, for units with trainable parameters; one for each trainable buffer, in order.
         groups: Groups of ranks along the axes ``PARAMS``, ``SHARD`` and ``REPLICA``.
-        codecs: Codecs of gradients, by hop.
+        codecs: Codecs of gradients, by hop, for each of these axes.
         seeds: Seeds for codecs with stochastic rounding.
 
     Attributes:
@@ -74,11 +74,11 @@ class Reductions:
         plan: Plan,
         gradients: Mapping[int, Sequence[UnitGradient]],
         groups: Mapping[Axis, AxisGroup],
-        codecs: HopCodecs,
+        codecs: Mapping[Axis, HopCodecs],
         seeds: Seeds,
     ) -> None:
         self._plan, self._gradients, self._groups, self._seeds = plan, gradients, groups, seeds
-        self._plan_codecs, self._codecs = codecs, codecs
+        self._codecs, self._encoding = codecs, True
         self._topology = Topology(plan)
         self._ways: dict[UnitGradient, _Way] = {}  # gradients of units from their turn until they settle
         self._vectors: dict[tuple[UnitGradient, ...], _Vector] = {}
@@ -141,7 +141,7 @@ class Reductions:
 
     def encode(self, *, wanted: bool) -> None:
         """Set whether gradients are encoded from now on."""
-        self._codecs = self._plan_codecs if wanted else EXACT
+        self._encoding = wanted
 
     # -- the three axes ----------------------------------------------------------------------------------------
 
@@ -168,8 +168,8 @@ class Reductions:
             scale=topology.scale(group.size),
             accumulate=direct and add,
             sizes=list(chunk.sizes),
-            codecs=self._codecs_of(bucket),
-            residual=self.feedback.of_scatter(Axis.PARAMS, bucket, number, self._codecs_of(bucket)),
+            codecs=self._codecs_of(Axis.PARAMS, bucket),
+            residual=self.feedback.of_scatter(Axis.PARAMS, bucket, number, self._codecs_of(Axis.PARAMS, bucket)),
             seed=self._seeds.next(),
         )
         moves = moves if pack is None else moves.after(pack)
@@ -192,8 +192,8 @@ class Reductions:
             vector[chunk.begin : end],
             scale=topology.scale(group.size),
             sizes=list(chunk.sizes),
-            codecs=self._codecs_of(bucket),
-            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(bucket)),
+            codecs=self._codecs_of(Axis.SHARD, bucket),
+            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(Axis.SHARD, bucket)),
             seed=self._seeds.next(),
         )
         moves = moves if pack is None else moves.after(pack)
@@ -219,8 +219,8 @@ class Reductions:
             scale=topology.scale(group.size),
             accumulate=alone and any(adds),
             sizes=list(chunk.sizes),
-            codecs=self._codecs_of(bucket),
-            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(bucket)),
+            codecs=self._codecs_of(Axis.SHARD, bucket),
+            residual=self.feedback.of_scatter(Axis.SHARD, bucket, number, self._codecs_of(Axis.SHARD, bucket)),
             seed=self._seeds.next(),
         )
         moves = moves if pack is None else moves.after(pack)
@@ -264,8 +264,8 @@ class Reductions:
             summed,
             scale=topology.scale(group.size),
             accumulate=alone and any(adds),
-            codecs=self._codecs_of(bucket),
-            feedback=self.feedback.of_sync(bucket, number, self._codecs_of(bucket)),
+            codecs=self._codecs_of(Axis.REPLICA, bucket),
+            feedback=self.feedback.of_sync(bucket, number, self._codecs_of(Axis.REPLICA, bucket)),
             seed=self._seeds.next(),
         )
         if not alone:
@@ -301,8 +301,8 @@ class Reductions:
             way.share = part.owned.values
         return way.adds[axis]
 
-    def _codecs_of(self, bucket: Bucket) -> HopCodecs:
-        return self._codecs if bucket.gradients[0].layout.encoded else EXACT
+    def _codecs_of(self, axis: Axis, bucket: Bucket) -> HopCodecs:
+        return self._codecs[axis] if self._encoding and bucket.gradients[0].layout.encoded else EXACT
 
     def _load(self, operation: Operation, bucket: Bucket) -> Load:
         """The description of a reduction's data, which is created once."""

@@ -150,6 +150,8 @@ class Engine:
             hidden: Width of the residual stream.
             trace: Whether to keep the spans.
         """
+        if self.whole_sync:
+            plan = _without_scatter(plan)
         if self.latency is not None:
             inside, nic = cluster.links.inside, cluster.links.nic
             changed = {"inside": inside.with_(latency=self.latency[0]), "nic": nic.with_(latency=self.latency[1])}
@@ -197,6 +199,14 @@ class Engine:
         if operation.axis is Axis.PARAMS and operation.lane is Lane.REDUCE and plan.wire.reduce_intra.is_none:
             return self.host.reducing(tensors, local * nodes)
         return 0.0
+
+
+def _without_scatter(plan: Plan) -> Plan:
+    """The plan with one codec for all gradients: an all-reduce brings them to the owners of optimizer states, too.
+
+    DeepSpeed's users see that all-reduce under ZeRO-1 (its discussion 5560), although its key is ``reduce_scatter``.
+    """
+    return plan.model_copy(update={"wire": plan.wire.model_copy(update={"scatter": None})})
 
 
 def _large_tensors(part: ModelPart) -> int:

@@ -64,17 +64,22 @@ class Wire(Spec):
     gather: CodecSpec = Field(default=CodecSpec(), description="codec of parameter all-gathers (qwZ)")
     reduce_intra: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions inside a node")
     reduce_inter: CodecSpec = Field(default=CodecSpec(), description="codec of gradient reductions across nodes (qgZ)")
+    scatter: CodecSpec | None = Field(
+        default=None,
+        description="codec of gradient reductions to the owners of optimizer states (ZeRO-1's reduce-scatter); unset: "
+        "reduce_intra and reduce_inter",
+    )
     spread: CodecSpec = Field(default=CodecSpec(), description="codec of updated parameters after a step")
     tp: CodecSpec = Field(default=CodecSpec(), description="codec of tensor-parallel collectives")
     pp: CodecSpec = Field(default=CodecSpec(), description="codec of messages between pipeline stages")
     dp: CodecSpec | None = Field(
         default=None,
         description="short for reduce_intra and reduce_inter, which is how a plan keeps it; one written beside it "
-        "takes precedence",
+        "takes precedence; beside a policy, it is the codec of scatter too",
     )
     policy: Annotated[str | None, BeforeValidator(_policy_name)] = Field(
         default=None,
-        description="a named choice for all six codecs: none, naive-zfp, naive-mpc, mzhybrid, zhybrid or hybrid, "
+        description="a named choice for all codecs: none, naive-zfp, naive-mpc, mzhybrid, zhybrid or hybrid, "
         "bits per value after a colon; a codec written beside it takes precedence",
     )
     error_feedback: Flag = Field(
@@ -98,13 +103,15 @@ class Wire(Spec):
 
     @classmethod
     def prepare(cls, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What a policy and ``dp`` stand for is filled in, so that readers look at the six codecs only."""
-        data = dict(data)
+        """What a policy and ``dp`` stand for is filled in, so that readers look at the codecs only."""
+        data = {name: value for name, value in data.items() if (name, value) != ("scatter", None)}
         filled: dict[str, Any] = {}
         # What is invalid stays: the field's own check reports it, together with every other problem.
         if isinstance(policy := data.get("policy"), str):
             with contextlib.suppress(SpecError):
                 filled |= HybridPolicy.parse(policy).wire()
+        if data.get("dp") is not None or data.keys() >= {*_DP}:
+            filled.pop("scatter", None)  # all gradients have the codecs that are written
         if isinstance(gradients := data.get("dp"), str | CodecSpec):
             with contextlib.suppress(SpecError):
                 filled |= dict.fromkeys(_DP, CodecSpec(str(gradients)))
@@ -115,6 +122,8 @@ class Wire(Spec):
         merged = super()._merged(changes)
         # A new policy replaces the codecs of the old one, a new dp those of gradients.
         replaced = {*_DP} if changes.get("dp") is not None else set()
+        if replaced and self.policy is not None and self.scatter == HybridPolicy.parse(self.policy).scatter:
+            replaced.add("scatter")
         if "policy" in changes:
             replaced |= self.codecs().keys()
         for name in replaced - changes.keys():
@@ -122,7 +131,7 @@ class Wire(Spec):
         return merged
 
     def codecs(self) -> dict[str, CodecSpec]:
-        """The six codecs by field name."""
+        """The codecs by field name; ``scatter`` is missing if unset."""
         return {name: value for name in type(self).model_fields if isinstance(value := getattr(self, name), CodecSpec)}
 
     @property
@@ -140,14 +149,15 @@ class Wire(Spec):
                 "such as 'int4:256', or set it to false",
             )
 
-    @rule("error_feedback", "reduce_intra", "reduce_inter")
+    @rule("error_feedback", "reduce_intra", "reduce_inter", "scatter")
     def _feedback_needs_loss(self) -> Iterator[Problem]:
-        """``error_feedback`` needs a lossy ``reduce_intra`` or ``reduce_inter``."""
-        if self.error_feedback and self.reduce_intra.is_lossless and self.reduce_inter.is_lossless:
+        """``error_feedback`` needs a lossy ``reduce_intra``, ``reduce_inter`` or ``scatter``."""
+        codecs = {name: codec for name, codec in self.codecs().items() if name in (*_DP, "scatter")}
+        if self.error_feedback and all(codec.is_lossless for codec in codecs.values()):
+            named = " and ".join(f"{name} = {str(codec)!r}" for name, codec in codecs.items())
             yield Problem(
                 "error_feedback",
-                f"= true has nothing to feed back: reduce_intra = {str(self.reduce_intra)!r} and "
-                f"reduce_inter = {str(self.reduce_inter)!r} lose nothing; choose a lossy codec such as "
+                f"= true has nothing to feed back: {named} lose nothing; choose a lossy codec such as "
                 "'int4:256', or set it to false",
             )
 
@@ -344,7 +354,8 @@ class Plan(Spec):
 
     def with_exact_gradients(self) -> Self:
         """The same plan with gradients as they are: what holds after ``wire.schedule``."""
-        return self.with_(wire={"reduce_intra": "none", "reduce_inter": "none", "error_feedback": False})
+        exact = dict.fromkeys((*_DP, "scatter"), "none")
+        return self.with_(wire={**exact, "error_feedback": False})
 
     def uncompressed(self) -> Self:
         """The same plan with every codec ``none``."""

@@ -1,7 +1,8 @@
 """Compression policies: one name chooses the codec of every parallel dimension.
 
 A policy assumes that data-parallel gradients are close to low rank and need few bits, while parameters, activations and
-optimizer shards are dense and need precision. arXiv 2409.02423 builds four families on this assumption, with ZFP and
+optimizer shards are dense and need precision. A reduce-scatter to the owners of optimizer states counts as dense in the
+published policies. arXiv 2409.02423 builds four families on this assumption, with ZFP and
 MPC. We add a fifth, ``hybrid``, which replaces ZFP with block quantization. Block quantization is more precise at the
 same size: on N(0, 1), ``zfp:8`` reaches 25 dB, ``int6:256,hadamard`` 31 dB at 6.1 bits and ``int8:256`` 43 dB at 8.1
 bits.
@@ -18,23 +19,24 @@ from thinwire.spec.codec import CodecSpec
 
 __all__ = ["AXES", "POLICIES", "STUDIED", "HybridPolicy"]
 
-AXES = ("dp", "gather", "spread", "tp", "pp")
+AXES = ("dp", "scatter", "gather", "spread", "tp", "pp")
 """The fields of :class:`HybridPolicy` that hold a codec."""
 
 POLICIES = {
-    "none": ("none", "none"),
-    "naive-zfp": ("zfp:8", "zfp:8"),
-    "naive-zfp:RATE": ("zfp:RATE", "zfp:RATE"),
-    "naive-mpc": ("mpc", "mpc"),
-    "mzhybrid": ("mpc", "zfp:8"),
-    "mzhybrid:RATE": ("mpc", "zfp:RATE"),
-    "zhybrid": ("zfp:24", "zfp:8"),
-    "zhybrid:A-B": ("zfp:A", "zfp:B"),
+    "none": ("none", "none", "none"),
+    "naive-zfp": ("zfp:8", "zfp:8", "zfp:8"),
+    "naive-zfp:RATE": ("zfp:RATE", "zfp:RATE", "zfp:RATE"),
+    "naive-mpc": ("mpc", "mpc", "mpc"),
+    "mzhybrid": ("mpc", "mpc", "zfp:8"),
+    "mzhybrid:RATE": ("mpc", "mpc", "zfp:RATE"),
+    "zhybrid": ("zfp:24", "zfp:24", "zfp:8"),
+    "zhybrid:A-B": ("zfp:A", "zfp:A", "zfp:B"),
     # Gradients have many outliers; the Hadamard rotation spreads each of them over its block.
-    "hybrid": ("int8:256", "int6:256,hadamard"),
-    "hybrid:A-B": ("intA:256", "intB:256,hadamard"),
+    "hybrid": ("int8:256", "int6:256,hadamard", "int6:256,hadamard"),
+    "hybrid:A-B": ("intA:256", "intB:256,hadamard", "intB:256,hadamard"),
 }
-"""Codec of dense data and codec of gradients by policy name. RATE, A and B stand for bits per value."""
+"""Codecs by policy name: of dense data, of gradients on their way to the owners of optimizer states, and of all other
+gradients. RATE, A and B stand for bits per value."""
 
 STUDIED = (
     "none",
@@ -58,7 +60,8 @@ class HybridPolicy:
 
     Attributes:
         name: The name as the user wrote it; its form is a key of :data:`POLICIES`.
-        dp: Codec of gradients across data-parallel ranks (all-reduce and reduce-scatter).
+        dp: Codec of gradients across data-parallel ranks.
+        scatter: Codec of gradients that ZeRO-1 and ZeRO-2 reduce to the owners of their optimizer states.
         gather: Codec of ZeRO's all-gather of parameters.
         spread: Codec of the updated parameters that ZeRO-1 and ZeRO-2 send from optimizer shards after a step.
         tp: Codec of activations and their gradients in tensor parallelism (all-reduce, all-gather, reduce-scatter).
@@ -67,6 +70,7 @@ class HybridPolicy:
 
     name: str
     dp: CodecSpec
+    scatter: CodecSpec
     gather: CodecSpec
     spread: CodecSpec
     tp: CodecSpec
@@ -82,8 +86,8 @@ class HybridPolicy:
         Raises:
             SpecError: No policy has that name, or no codec accepts one of its numbers.
         """
-        dense, gradients = _codecs(name)
-        return cls(name, dp=gradients, gather=dense, spread=dense, tp=dense, pp=dense)
+        dense, scatter, gradients = _codecs(name)
+        return cls(name, dp=gradients, scatter=scatter, gather=dense, spread=dense, tp=dense, pp=dense)
 
     def codec(self, axis: str) -> CodecSpec:
         """The codec of one of :data:`AXES`.
@@ -97,8 +101,11 @@ class HybridPolicy:
         return codec
 
     def wire(self) -> dict[str, CodecSpec]:
-        """The policy as fields of :class:`~thinwire.spec.Wire`, which fills them in from its ``policy``."""
-        return {
+        """The policy as fields of :class:`~thinwire.spec.Wire`, which fills them in from its ``policy``.
+
+        ``scatter`` is left out if it is the codec of other gradients, so that it follows them if they change.
+        """
+        codecs = {
             "gather": self.gather,
             "reduce_intra": self.dp,
             "reduce_inter": self.dp,
@@ -106,24 +113,35 @@ class HybridPolicy:
             "tp": self.tp,
             "pp": self.pp,
         }
+        return codecs if self.scatter == self.dp else codecs | {"scatter": self.scatter}
 
     def __str__(self) -> str:
         return self.name
 
 
-def _codecs(name: str) -> tuple[CodecSpec, CodecSpec]:
-    """The codecs that a policy gives to dense data and to gradients."""
+def _codecs(name: str) -> tuple[CodecSpec, CodecSpec, CodecSpec]:
+    """The codecs that a policy gives to dense data, to gradients for owners of optimizer states, and to others."""
     family, colon, text = name.partition(":")
     numbers = text.split("-") if colon else []
-    for form, (dense, gradients) in POLICIES.items():
+    for form, codecs in POLICIES.items():
         form_family, form_colon, form_text = form.partition(":")
         capitals = form_text.split("-") if form_colon else []
         if (family, len(numbers)) != (form_family, len(capitals)) or not all(map(_NUMBER.fullmatch, numbers)):
             continue
-        for capital, number in zip(capitals, numbers, strict=True):
-            dense, gradients = dense.replace(capital, number), gradients.replace(capital, number)
         try:
-            return CodecSpec(dense), CodecSpec(gradients)
+            dense, scatter, gradients = (_filled(codec, capitals, numbers) for codec in codecs)
         except SpecError as error:
             raise SpecError("policy", [f"{name!r} is not a policy: {error.problems[0]}"]) from None
+        return dense, scatter, gradients
     raise SpecError("policy", [f"{name!r} is not a policy: valid are {', '.join(POLICIES)}"])
+
+
+def _filled(codec: str, capitals: list[str], numbers: list[str]) -> CodecSpec:
+    """A codec with numbers in place of capitals.
+
+    Raises:
+        SpecError: The codec does not accept a number.
+    """
+    for capital, number in zip(capitals, numbers, strict=True):
+        codec = codec.replace(capital, number)
+    return CodecSpec(codec)

@@ -83,7 +83,7 @@ def plan_reference() -> str:
         _table(("codec", "meaning"), ((f"`{text}`", meaning) for text, meaning in NOTATION)),
         "You can combine options: `int4:256,hadamard,stochastic`.",
         "## Policies",
-        "`wire.policy` chooses all six codecs with one name. RATE, A and B are bits per value.",
+        "`wire.policy` chooses all codecs with one name. RATE, A and B are bits per value.",
         _policies(),
         "## Presets",
         "Use `Plan.preset(name, nodes=4, local=8)`, or `preset:NAME` on the command line. Presets scale with the "
@@ -227,8 +227,8 @@ def _rule_text(check: Any) -> str:
 
 
 def _policies() -> str:
-    rows = ((f"`{name}`", f"`{dense}`", f"`{gradients}`") for name, (dense, gradients) in POLICIES.items())
-    return _table(("policy", "gather, spread, tp, pp", "reduce_intra, reduce_inter"), rows)
+    rows = ((f"`{name}`", *(f"`{codec}`" for codec in codecs)) for name, codecs in POLICIES.items())
+    return _table(("policy", "gather, spread, tp, pp", "scatter", "reduce_intra, reduce_inter"), rows)
 
 
 def _presets(mesh: Factor) -> str:

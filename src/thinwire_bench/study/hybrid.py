@@ -132,7 +132,8 @@ def systems(names: Sequence[str], grid: GridWorkload) -> list[SystemSpec]:
     builder = "thinwire_bench.peers.grids:grid"
     made = [SystemSpec(PLAIN, builder, {**workload, "plan": plan.to_toml(), "encoded": False}, SystemKind.PEER)]
     for name in names:
-        chosen = plan.with_(wire={"policy": name})
+        # ZeRO-1 over two ranks has no all-reduce. DeepSpeed, which the paper measured, all-reduces all gradients.
+        chosen = plan.with_(wire={"policy": name, "dp": str(HybridPolicy.parse(name).dp)})
         # A policy that rounds activations changes the training: its losses are judged by the loss study.
         kind = (
             SystemKind.PLAN if all(codec.is_lossless for codec in chosen.wire.codecs().values()) else SystemKind.CHANGED
