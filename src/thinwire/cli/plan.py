@@ -17,6 +17,7 @@ from thinwire.cli.options import InternodeGbps, NodesPerLeaf, Seq, SpineGbps, ex
 from thinwire.cli.plan_amsp import least_sum
 from thinwire.cli.plan_compare import compare_run
 from thinwire.cli.plan_job import ClusterChanges, cluster_of, compute_dtype_of, rates_of, ways_of
+from thinwire.cli.plan_objectives import objectives_json, show_objectives
 from thinwire.cli.plan_tables import (
     explanation_json,
     introduce,
@@ -293,18 +294,24 @@ def _fastest(job: TrainingJob, options: PlanOptions, console: Console) -> dict[s
     if not searched.candidates:
         return _infeasible(job, rows, console)
     console.print(search_line(searched, job.tie), markup=False)
-    explanation = None
+    explanation = both = None
     if options.explain:
         with console.status("trying other circumstances"):
             explanation = planner.explain(job, searched)
+            both = planner.both_objectives(job, searched.candidates[0])
         show_explanation(explanation, searched.candidates[0], console)
+        show_objectives(both, console)
     chosen = searched.candidates[0]
     if options.out is not None:
         chosen.plan.save(options.out)
         console.print(f"wrote the first plan to {options.out}", markup=False)
     return {
         "plans": [row_json(job, number, row) for number, row in enumerate(rows, start=1)],
-        "explain": explanation_json(explanation) if explanation else {"critical_path": planner.critical_path(chosen)},
+        "explain": (
+            {**explanation_json(explanation), "objectives": objectives_json(job, both)}
+            if explanation
+            else {"critical_path": planner.critical_path(chosen)}
+        ),
         "search": {
             "considered": searched.considered,
             "fitting": searched.fitting,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
+from thinwire.cli.plan_objectives import objectives_json, show_objectives
 from thinwire.cli.plan_tables import introduce, row_json
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
     import thinwire.plan as planner
     from thinwire.report import Sheet, rich_table
 
-    plans = planner.amsp_search(job)
+    plans = planner.amsp_search(job, top=top)
     rows = [row for number, row in enumerate(plans) if number < top or row.label]
     introduce(job, console)
     columns = ["", "P", "G", "OS", "batch", "T_p s", "T_g s", "T_os0 s", "T_os1 s", "recompute s", "sum s", "GiB", ""]
@@ -26,12 +27,12 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
     console.print(
         rich_table(Sheet("Plans by AMSP's objective: communication in sequence, whole tensors", columns, 5, cells))
     )
-    both = planner.beside_time(job, rows[0]) if rows and rows[0].fits else None
-    if both is not None:
-        for line in both.explanation:
-            console.print(line, markup=False)
     flips: list[str] = []
+    both = None
     if explain:
+        with console.status("searching by step time"):
+            both = planner.both_objectives(job)
+        show_objectives(both, console)
         with console.status("trying other circumstances"):
             flips = planner.amsp_flips(job)
         console.print("when the paper's plan (amsp-paper) is the optimum:")
@@ -58,8 +59,7 @@ def least_sum(job: TrainingJob, top: int, out: Path | None, console: Console, *,
             }
             for row, overlapped in simulated
         ],
-        "by_time": None if both is None else row_json(job, 1, both.by_time),
-        "explain": {"amsp_paper_is_chosen_with": flips, "by_time": [] if both is None else both.explanation},
+        "explain": {"amsp_paper_is_chosen_with": flips, "objectives": objectives_json(job, both)},
     }
 
 

@@ -1,7 +1,7 @@
 """The cost model: memory, and seconds of computation, codecs and collectives. Never imports torch."""
 
-from thinwire.cost.amsp import AmspTimes, amsp_times
-from thinwire.cost.anatomy import ModelPart, parts, units
+from thinwire.cost.amsp import AmspSums, AmspTimes
+from thinwire.cost.anatomy import ModelPart, largest_share, parts, units
 from thinwire.cost.estimate import Busy, Pricer, Traffic, UnitKind
 from thinwire.cost.flat import Collectives, FlatCollectives, flat_moves
 from thinwire.cost.measured import ProfiledCollectives, ProfiledRates
@@ -28,6 +28,7 @@ __all__ = [
     "HOST_LOSS_CHUNK",
     "OVERHEAD",
     "PEER_SYSTEMS",
+    "AmspSums",
     "AmspTimes",
     "Beside",
     "Busy",
@@ -47,10 +48,10 @@ __all__ = [
     "UnitKind",
     "Work",
     "ZeroSettings",
-    "amsp_times",
     "flat_moves",
     "kept_activations",
     "largest_memory",
+    "largest_share",
     "memory",
     "moves",
     "parts",

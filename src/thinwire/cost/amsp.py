@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from thinwire.cost.anatomy import ModelPart
 from thinwire.cost.flat import Collectives
 from thinwire.spec import Factor
 
-__all__ = ["AmspTimes", "amsp_times"]
+__all__ = ["AmspSums", "AmspTimes"]
 
 _ITEMSIZE = 2
 
@@ -44,31 +45,79 @@ class AmspTimes:
         return self.params + self.grads + self.sync + self.spread
 
 
-def amsp_times(
-    parts: Sequence[ModelPart],
-    collectives: Collectives,
-    mesh: Factor,
-    chain: tuple[Factor, Factor, Factor],
-    micro_batches: int,
-) -> AmspTimes:
-    """The four sums of AMSP's cost model.
+class AmspSums:
+    """The sums of AMSP's cost model for one job. Each is computed once for the factors that it depends on.
 
     Args:
         parts: Units of the model.
         collectives: Seconds of whole collectives.
         mesh: All ranks.
-        chain: Factors of ``P``, ``G`` and ``OS``.
         micro_batches: Micro-batches per step (``M``).
     """
-    params, grads, optimizer = chain
-    sizes = [_ITEMSIZE * part.numel for part in parts if part.numel]
-    share = sum(sizes) / params.ranks
-    gathers = [1 if index == len(sizes) - 1 else 2 for index in range(len(sizes))]  # the last unit stays gathered
-    gathering = sum(n * collectives.seconds("AG", size, params) for n, size in zip(gathers, sizes, strict=True))
-    scattering = sum(collectives.seconds("RS", size, params) for size in sizes)
-    buckets = max(1.0, share / BUCKET_BYTES)
-    between = (micro_batches - 1) * buckets * collectives.seconds("AR", share / buckets, params.quotient(grads))
-    sync = buckets * collectives.seconds("AR", share / buckets, params.quotient(mesh))
-    owners = params.quotient(optimizer)
-    spread = owners.ranks * collectives.seconds("BC", share / owners.ranks, owners) if owners.ranks > 1 else 0.0
-    return AmspTimes(micro_batches * (gathering + scattering), between, sync, spread)
+
+    def __init__(self, parts: Sequence[ModelPart], collectives: Collectives, mesh: Factor, micro_batches: int) -> None:
+        self._sizes = [_ITEMSIZE * part.numel for part in parts if part.numel]
+        self._collectives, self._mesh, self._micro_batches = collectives, mesh, micro_batches
+        self.params = cache(self._params)
+        self.grads = cache(self._grads)
+        self.sync = cache(self._sync)
+        self.spread = cache(self._spread)
+
+    def times(self, chain: tuple[Factor, Factor, Factor]) -> AmspTimes:
+        """The four sums.
+
+        Args:
+            chain: Factors of ``P``, ``G`` and ``OS``.
+        """
+        params, grads, optimizer = chain
+        return AmspTimes(
+            self.params(params), self.grads(params, grads), self.sync(params), self.spread(params, optimizer)
+        )
+
+    def least(self, params: Factor) -> AmspTimes:
+        """The part of the sums that depends on ``P`` alone, which no chain with this ``P`` stays below."""
+        return AmspTimes(self.params(params), 0.0, self.sync(params), 0.0)
+
+    def reducing(self, chain: tuple[Factor, Factor, Factor]) -> float:
+        """Seconds of T_g and T_os0 if gradients are reduced to the ranks that keep them, as thinwire does it.
+
+        A reduce-scatter over the owners of a ``P`` shard, in each micro-batch if ``G`` is sharded like ``OS``, then an
+        all-reduce over the replicas of each owner.
+
+        Args:
+            chain: Factors of ``P``, ``G`` and ``OS``.
+        """
+        params, grads, optimizer = chain
+        seconds, owners = self._collectives.seconds, params.quotient(optimizer)
+        size, buckets = self._buckets(params)
+        times = self._micro_batches if grads == optimizer else 1
+        replicas = seconds("AR", size / owners.ranks, optimizer.quotient(self._mesh))
+        return buckets * (times * seconds("RS", size, owners) + replicas)
+
+    def _params(self, params: Factor) -> float:
+        sizes, seconds = self._sizes, self._collectives.seconds
+        gathers = [1 if index == len(sizes) - 1 else 2 for index in range(len(sizes))]  # the last unit stays gathered
+        gathering = sum(count * seconds("AG", size, params) for count, size in zip(gathers, sizes, strict=True))
+        return self._micro_batches * (gathering + sum(seconds("RS", size, params) for size in sizes))
+
+    def _grads(self, params: Factor, grads: Factor) -> float:
+        return (self._micro_batches - 1) * self._all_reduce(params, grads)
+
+    def _sync(self, params: Factor) -> float:
+        return self._all_reduce(params, self._mesh)
+
+    def _all_reduce(self, params: Factor, outer: Factor) -> float:
+        """Seconds of all-reducing the gradients of a ``P`` shard, bucket by bucket, over the ranks within ``outer``."""
+        size, buckets = self._buckets(params)
+        return buckets * self._collectives.seconds("AR", size, params.quotient(outer))
+
+    def _buckets(self, params: Factor) -> tuple[float, float]:
+        """Bytes of a bucket, and the number of buckets of a ``P`` shard; a part of a bucket counts as a part."""
+        share = sum(self._sizes) / params.ranks
+        buckets = max(1.0, share / BUCKET_BYTES)
+        return share / buckets, buckets
+
+    def _spread(self, params: Factor, optimizer: Factor) -> float:
+        owners = params.quotient(optimizer)
+        share = sum(self._sizes) / params.ranks / owners.ranks
+        return owners.ranks * self._collectives.seconds("BC", share, owners) if owners.ranks > 1 else 0.0

@@ -7,9 +7,11 @@ runtime's; a test compares them.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from typing import NamedTuple
 
 from thinwire.errors import SpecError
 from thinwire.program import (
@@ -27,7 +29,7 @@ from thinwire.program.shares import LARGE_LEAF
 from thinwire.program.wire import ITEMSIZE, is_excluded
 from thinwire.spec import ModelSpec, Plan
 
-__all__ = ["ModelPart", "Tensor", "parts", "units"]
+__all__ = ["ModelPart", "Tensor", "largest_share", "parts", "units"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,15 +111,9 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
             ["units: granularity of single blocks is executed, but neither planned nor simulated; leave it unset here"],
         )
     cut = [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)]
-    itemsizes = [ITEMSIZE[plan.unit_dtype(part.name)] for part, kinds in cut for _ in kinds]
-    buffers = [(part, tensors) for part, kinds in cut for _, tensors in kinds]
-    payloads = [
-        part.numel if part.aligned and tensors is part.tensors else _payload(tensors, itemsize)
-        for (part, tensors), itemsize in zip(buffers, itemsizes, strict=True)
-    ]
-    numels = [flat_numel(payload, plan, itemsize) for payload, itemsize in zip(payloads, itemsizes, strict=True)]
-    shares = iter(_shares(plan, [tensors for _, tensors in buffers], itemsizes, numels, shard))
-    lengths, sizes = iter(numels), iter(itemsizes)
+    buffers = _flat_buffers(plan, cut)
+    shares = iter(_shares(plan, buffers, shard))
+    lengths, sizes = iter(buffer.numel for buffer in buffers), iter(buffer.itemsize for buffer in buffers)
     return tuple(
         UnitInfo(
             part.name,
@@ -131,7 +127,56 @@ def units(model: ModelSpec, plan: Plan, shard: int = 0) -> tuple[UnitInfo, ...]:
     )
 
 
-def _kinds(part: ModelPart, plan: Plan) -> Iterable[tuple[bool, tuple[Tensor, ...]]]:
+def largest_share(model: ModelSpec, plan: Plan) -> int:
+    """Number of elements on the rank that owns the most optimizer states of the first ``P`` shard.
+
+    The same as the largest sum of :func:`units`' shares, without a list of every owner's.
+
+    Args:
+        model: Dimensions of the model.
+        plan: The plan; its factors, partition, dtype and exclusions count.
+    """
+    buffers = _flat_buffers(plan, [(part, _kinds(part, plan)) for part in parts(model, plan.granularity, plan.tp)])
+    local, nodes = axis_shape(plan, Axis.SHARD)
+    if plan.partition == "intra" or local * nodes == 1:
+        return sum(buffer.numel // plan.optimizer.ranks for buffer in buffers)
+    pieces = [piece for _, piece in _all_pieces(plan, buffers, 0)]
+    owned: Counter[int] = Counter()
+    for piece, owner in zip(pieces, deal(pieces, local * nodes), strict=True):
+        owned[owner] += piece
+    return max(owned.values())
+
+
+class _FlatBuffer(NamedTuple):
+    """A flat buffer of a unit, before it has owners.
+
+    Attributes:
+        tensors: Parameters in it.
+        itemsize: Bytes of an element.
+        numel: Elements, including padding.
+    """
+
+    tensors: tuple[Tensor, ...]
+    itemsize: int
+    numel: int
+
+
+_Kinds = Sequence[tuple[bool, tuple[Tensor, ...]]]
+
+
+def _flat_buffers(plan: Plan, cut: Iterable[tuple[ModelPart, _Kinds]]) -> list[_FlatBuffer]:
+    """The flat buffers of all parts, in order."""
+    made = []
+    for part, kinds in cut:
+        itemsize = ITEMSIZE[plan.unit_dtype(part.name)]
+        for _, tensors in kinds:
+            whole = part.aligned and tensors is part.tensors
+            payload = part.numel if whole else _payload(tensors, itemsize)
+            made.append(_FlatBuffer(tensors, itemsize, flat_numel(payload, plan, itemsize)))
+    return made
+
+
+def _kinds(part: ModelPart, plan: Plan) -> _Kinds:
     """Tensors that may be encoded, and tensors that are always sent unencoded."""
     exact = plan.override(part.name).codec is not None
     if exact or not plan.wire.exclude:
@@ -146,23 +191,26 @@ def _payload(tensors: Sequence[Tensor], itemsize: int) -> int:
     return slot_offsets([tensor.numel for tensor in tensors], itemsize)[-1] + tensors[-1].numel
 
 
-def _shares(
-    plan: Plan, buffers: list[tuple[Tensor, ...]], itemsizes: list[int], numels: list[int], shard: int
-) -> list[Sequence[int]]:
+def _shares(plan: Plan, buffers: Sequence[_FlatBuffer], shard: int) -> list[Sequence[int]]:
     local, nodes = axis_shape(plan, Axis.SHARD)
     owners = local * nodes
-    lengths = [numel // plan.params.ranks for numel in numels]
     if plan.partition == "intra" or owners == 1:
-        return [Even(length // owners, owners) for length in lengths]
-    pieces = [
-        (index, piece)
-        for index, (tensors, itemsize, length) in enumerate(zip(buffers, itemsizes, lengths, strict=True))
-        for piece in _pieces(tensors, itemsize, shard * length, (shard + 1) * length)
-    ]
+        return [Even(buffer.numel // plan.params.ranks // owners, owners) for buffer in buffers]
+    pieces = _all_pieces(plan, buffers, shard)
     shares = [[0] * owners for _ in buffers]
     for (index, piece), owner in zip(pieces, deal([piece for _, piece in pieces], owners), strict=True):
         shares[index][owner] += piece
     return [tuple(share) for share in shares]
+
+
+def _all_pieces(plan: Plan, buffers: Sequence[_FlatBuffer], shard: int) -> list[tuple[int, int]]:
+    """The parts of tensors in a ``P`` shard: number of the buffer, and number of elements."""
+    lengths = [buffer.numel // plan.params.ranks for buffer in buffers]
+    return [
+        (index, piece)
+        for index, (buffer, length) in enumerate(zip(buffers, lengths, strict=True))
+        for piece in _pieces(buffer.tensors, buffer.itemsize, shard * length, (shard + 1) * length)
+    ]
 
 
 def _pieces(tensors: Sequence[Tensor], itemsize: int, begin: int, end: int) -> Iterable[int]:

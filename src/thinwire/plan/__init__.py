@@ -1,6 +1,6 @@
 """The planner: rules, search, placement and explanation. Never imports torch."""
 
-from thinwire.plan.amsp import AmspPlan, BothObjectives, amsp_flips, amsp_search, beside_time
+from thinwire.plan.amsp import AmspPlan, amsp_flips, amsp_search
 from thinwire.plan.automatic import profiled_job, search_fitting
 from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.compare import Quantity, RunComparison, compare, refit
@@ -15,6 +15,7 @@ from thinwire.plan.explain import (
     shortage,
     summary,
 )
+from thinwire.plan.objectives import BothObjectives, UnderBoth, both_objectives
 from thinwire.plan.placement import (
     Placed,
     hostfile,
@@ -50,7 +51,8 @@ __all__ = [
     "amsp_flips",
     "BothObjectives",
     "amsp_search",
-    "beside_time",
+    "UnderBoth",
+    "both_objectives",
     "binding",
     "candidate",
     "compare",

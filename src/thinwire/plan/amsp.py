@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 from thinwire.cost import (
     AMSP_STATES,
+    AmspSums,
     AmspTimes,
     Collectives,
     FlatCollectives,
     Memory,
     ProfiledCollectives,
     ProfiledRates,
-    amsp_times,
+    largest_share,
     memory,
 )
 from thinwire.errors import SpecError
-from thinwire.plan.candidates import Candidate
-from thinwire.plan.rules import Chain, chain_ends
-from thinwire.plan.search import candidate, search
+from thinwire.plan.chains import ChainChoice, in_order
+from thinwire.plan.rules import Chain
 from thinwire.plan.training_job import TrainingJob
 from thinwire.spec import Factor, Link, Plan
 from thinwire.units import format_bandwidth, format_bytes
 
-__all__ = ["PAPER_PLANS", "AmspPlan", "BothObjectives", "amsp_flips", "amsp_search", "beside_time"]
+__all__ = ["PAPER_PLANS", "AmspPlan", "amsp_flips", "amsp_plan", "amsp_search", "seconds_by_reducing"]
 
 PAPER_PLANS = {"llama-7b": "zero1-node", "llama-13b": "amsp-13b", "llama-30b-amsp": "amsp-30b"}
 """Presets of the plans in AMSP's Table IV, by model."""
@@ -58,98 +59,139 @@ class AmspPlan:
         """The sum to minimise, in seconds: communication, and recomputation if the plan recomputes."""
         return self.times.total + self.recomputing
 
-
-@dataclass(frozen=True)
-class BothObjectives:
-    """The optimum by AMSP's sum beside the optimum by step time, for the same job without codecs.
-
-    Attributes:
-        by_sum: The optimum by AMSP's sum, with its predicted step.
-        by_time: The optimum by step time.
-        summed: Seconds of communication per step that AMSP's sum counts for the first plan.
-        summed_by_time: The same for the factors and the batch of the second plan; ``None`` if it keeps a secondary
-            shard, which the sum does not know.
-    """
-
-    by_sum: Candidate
-    by_time: Candidate
-    summed: float
-    summed_by_time: float | None
-
     @property
-    def explanation(self) -> list[str]:
-        """Why the objectives differ, one sentence for each line."""
-        chosen, fastest = self.by_sum, self.by_time
-        lines = [
-            f"AMSP's sum counts {self.summed:.3f} s of communication for its optimum, {_factors(chosen.plan)}.",
-            f"The predicted step of that plan, whose transfers run beside computation, takes {_anatomy(chosen)}.",
-        ]
-        if _chain_of(chosen.plan) == _chain_of(fastest.plan):
-            return [*lines, f"The optimum by step time has the same factors and takes {_anatomy(fastest)}."]
-        lines.append(f"The optimum by step time, {_factors(fastest.plan)}, takes {_anatomy(fastest)}.")
-        if self.summed_by_time is not None:
-            lines.append(f"AMSP's sum counts {self.summed_by_time:.3f} s of communication for it.")
-        if fastest.seconds > chosen.seconds:
-            lines.append("The two steps tie by predicted time, and a tie goes to the plan with fewer knobs.")
-        return lines
+    def terms(self) -> dict[str, float]:
+        """Seconds of each term of the objective, by its name in the paper."""
+        times = self.times
+        sums = {"T_p": times.params, "T_g": times.grads, "T_os0": times.sync, "T_os1": times.spread}
+        return {**sums, "recomputation": self.recomputing}
 
 
-def amsp_search(job: TrainingJob, *, contention: bool = True) -> list[AmspPlan]:
-    """Every plan that fits, best first by AMSP's objective.
+def amsp_search(job: TrainingJob, *, top: int | None = None, contention: bool = True) -> list[AmspPlan]:
+    """Plans that fit, best first by AMSP's objective. The search is exact and tries no more plans than it has to.
 
     The paper's plan is labelled, and it is listed even if it does not fit.
 
     Args:
         job: Model, cluster and batch; codecs do not apply.
+        top: Number of plans after which the list may end, once it holds the paper's plan; ``None`` lists all.
         contention: Whether groups that cross nodes at the same time share a node's network cards. A profile measures
             them while they do.
 
     Raises:
-        SpecError: The job has a profile, and ``contention`` is false; or the profile lacks collectives over some links.
+        SpecError: The job has a profile, and ``contention`` is false; or the profile lacks collectives over some links;
+            or data parallelism alone cannot train the batch.
     """
-    collectives = _collectives(job, contention)
-    base = Plan(
-        mesh=job.mesh,
-        params=Factor(),
-        grads=Factor(),
-        optimizer=Factor(),
-        partition="inter",
-        accumulate_dtype="bfloat16",  # as AMSP_STATES counts them
-    )
-    priced = [
-        _priced(job, collectives, base, chain, recompute) for chain in _chains(job) for recompute in job.recomputes
-    ]
-    paper = _paper_chain(job)
-    ranked = _ranked([plan for plan in priced if plan.fits])
-    marked = [_labelled(plan) if _chain_of(plan.plan) == paper else plan for plan in ranked]
-    # The paper's plan gets one row, with the better choice of recomputation.
-    first = next((plan for plan in marked if plan.label), None)
-    rows = [plan if plan is first or not plan.label else _labelled(plan, None) for plan in marked]
-    if paper is not None and first is None:
-        rows += [_labelled(min((p for p in priced if _chain_of(p.plan) == paper), key=lambda p: p.memory.total))]
+    space = _Space(job, contention)
+    paper = [space.priced(choice) for choice in space.choices_of(_paper_chain(job))]
+    awaited = any(plan.fits for plan in paper)
+    rows: list[AmspPlan] = []
+    for plan in _ranked(space.fitting()):
+        # The paper's plan gets one row's label, that with the better choice of recomputation.
+        is_paper = awaited and _chain_of(plan.plan) == _chain_of(paper[0].plan)
+        rows.append(_labelled(plan) if is_paper else plan)
+        awaited = awaited and not is_paper
+        if top is not None and len(rows) >= top and not awaited:
+            break
+    if paper and not any(plan.fits for plan in paper):
+        rows.append(_labelled(min(paper, key=lambda plan: plan.memory.total)))
     return rows
 
 
-def beside_time(job: TrainingJob, first: AmspPlan) -> BothObjectives | None:
-    """Compare AMSP's optimum with the optimum by step time.
+def amsp_plan(job: TrainingJob, plan: Plan) -> AmspPlan:
+    """A plan of any search under AMSP's objective: its factors, batch and recomputation.
 
     Args:
-        job: The job that the search was for; its codecs do not apply.
-        first: The optimum by AMSP's sum.
-
-    Returns:
-        Both plans; ``None`` if no plan fits by step time.
+        job: The job that the plan is for.
+        plan: A plan without tensor and pipeline parallelism. A secondary shard does not count.
     """
-    searched = search(replace(job, codecs="none"))
-    if not searched.candidates:
-        return None
-    fastest = searched.candidates[0]
-    plan = fastest.plan
-    summed = None
-    if plan.secondary is None and (plan.tp, plan.pp) == (1, 1):
-        collectives = _collectives(job, contention=True)
-        summed = amsp_times(job.parts(plan), collectives, job.mesh, _chain_of(plan), plan.micro_batches).total
-    return BothObjectives(candidate(job, first.plan), fastest, first.times.total, summed)
+    space = _space_of(job, plan)
+    return space.priced(space.choices_of(_chain_of(plan))[0])
+
+
+def seconds_by_reducing(job: TrainingJob, plan: Plan) -> float:
+    """What T_g and T_os0 would be if gradients were reduced to the ranks that keep them, at the prices of the sum."""
+    return _space_of(job, plan).sums.reducing(_chain_of(plan))
+
+
+def _space_of(job: TrainingJob, plan: Plan) -> _Space:
+    """The plans with the batch and the recomputation of a plan."""
+    return _Space(replace(job, micro_batch=plan.micro_batch, recompute=plan.recompute), contention=True)
+
+
+class _Space:
+    """The plans of a job under AMSP's objective, priced only when they are asked for.
+
+    Args:
+        job: Model, cluster and batch.
+        contention: See :func:`amsp_search`.
+    """
+
+    def __init__(self, job: TrainingJob, contention: bool) -> None:
+        self._job, self._room = job, job.cluster.memory
+        micro_batch, micro_batches = replace(job, tp=(1,), pp=(1,)).batches()[0]  # or the job says why it has none
+        self._base = Plan(
+            mesh=job.mesh,
+            params=Factor(),
+            grads=Factor(),
+            optimizer=Factor(),
+            partition="inter",
+            accumulate_dtype="bfloat16",  # as AMSP_STATES counts them
+            micro_batch=micro_batch,
+            micro_batches=micro_batches,
+        )
+        parts = job.parts(self._base)
+        self.sums = AmspSums(parts, _collectives(job, contention=contention), job.mesh, micro_batches)
+        again = sum(job.rates.forward(part, self._base, job.seq) for part in parts if part.kind == "block")
+        self._recomputing = {recompute: micro_batches * again if recompute else 0.0 for recompute in job.recomputes}
+        # Padding depends on the number of ranks alone, so the units of all plans have the same sizes. Only who owns
+        # how much differs, of which the largest share matters.
+        self._units = job.units(self._base.with_(partition="intra"))
+        self._numel = sum(buffer.numel for unit in self._units for buffer in unit.buffers)
+        unsharded = {recompute: self._memory(self._base.with_(recompute=recompute)) for recompute in self._recomputing}
+        self._working = {
+            recompute: needed.activations + needed.logits + needed.overhead for recompute, needed in unsharded.items()
+        }
+        self._share = cache(self._largest_share)
+
+    def fitting(self) -> Iterator[AmspPlan]:
+        """Every plan that fits, in the order of its objective."""
+        for choice in in_order(self._job.mesh, self.sums, self._recomputing, self._may_fit):
+            if self._least_bytes(choice) <= self._room and (plan := self.priced(choice)).fits:
+                yield plan
+
+    def choices_of(self, chain: Chain | None) -> list[ChainChoice]:
+        """A chain without and with recomputation, as far as the job allows; empty without a chain."""
+        if chain is None:
+            return []
+        times = self.sums.times(chain)
+        return [ChainChoice(chain, recompute, times, times.total + seconds)
+                for recompute, seconds in self._recomputing.items()]  # fmt: skip
+
+    def priced(self, choice: ChainChoice) -> AmspPlan:
+        """A plan with its memory."""
+        params, grads, optimizer = choice.chain
+        plan = self._base.with_(params=params, grads=grads, optimizer=optimizer, recompute=choice.recompute)
+        needed = self._memory(plan, share=self._share(params, optimizer))
+        again = self._recomputing[choice.recompute]
+        return AmspPlan(plan, choice.times, again, needed, needed.total <= self._room)
+
+    def _may_fit(self, params: Factor) -> bool:
+        states = AMSP_STATES.params * self._numel // params.ranks
+        return states + min(self._working.values()) <= self._room
+
+    def _least_bytes(self, choice: ChainChoice) -> int:
+        """Bytes of states and activations, without buffers."""
+        params, grads, optimizer = choice.chain
+        sharded = AMSP_STATES.params * self._numel // params.ranks + AMSP_STATES.grads * (self._numel // grads.ranks)
+        return sharded + AMSP_STATES.optimizer * self._share(params, optimizer) + self._working[choice.recompute]
+
+    def _largest_share(self, params: Factor, optimizer: Factor) -> int:
+        return largest_share(self._job.model, self._base.with_(params=params, grads=params, optimizer=optimizer))
+
+    def _memory(self, plan: Plan, share: int | None = None) -> Memory:
+        job = self._job
+        return memory(job.model, plan, self._units, seq=job.seq, states=AMSP_STATES, overhead=job.overhead, share=share)
 
 
 def amsp_flips(job: TrainingJob) -> list[str]:
@@ -160,7 +202,7 @@ def amsp_flips(job: TrainingJob) -> list[str]:
     """
     circumstances: dict[str, list[str]] = {}
     for what, changed, contention in _circumstances(job):
-        condition = _condition(changed, amsp_search(changed, contention=contention))
+        condition = _condition(changed, amsp_search(changed, top=1, contention=contention))
         if condition:
             circumstances.setdefault(condition, []).append(what)
     return [f"{', '.join(where)}: {condition}" for condition, where in circumstances.items()]
@@ -211,8 +253,12 @@ def _condition(job: TrainingJob, rows: list[AmspPlan]) -> str | None:
     return None
 
 
-def _collectives(job: TrainingJob, contention: bool) -> Collectives:
-    """Seconds of collectives from the job's profile if it has one, otherwise from the cluster's published figures."""
+def _collectives(job: TrainingJob, *, contention: bool) -> Collectives:
+    """Seconds of collectives from the job's profile if it has one, otherwise from the cluster's published figures.
+
+    Raises:
+        SpecError: The job has a profile, and ``contention`` is false.
+    """
     if not isinstance(job.rates, ProfiledRates):
         return FlatCollectives(job.cluster, contention=contention)
     if not contention:
@@ -221,41 +267,22 @@ def _collectives(job: TrainingJob, contention: bool) -> Collectives:
     return ProfiledCollectives(job.rates)
 
 
-def _chains(job: TrainingJob) -> Iterator[Chain]:
-    for params, optimizer in chain_ends(job.mesh):
-        yield from dict.fromkeys(((params, params, optimizer), (params, optimizer, optimizer)))
+def _ranked(plans: Iterable[AmspPlan]) -> Iterator[AmspPlan]:
+    """Plans in the order of their objective, in which those that tie are sorted by s_g = s_p, then by the larger s_os.
+
+    Plans tie with the first of those that no earlier plan ties with.
+    """
+    tied: list[AmspPlan] = []
+    for plan in plans:
+        if tied and plan.objective > tied[0].objective * (1 + TIE):
+            yield from _preferred(tied)
+            tied = []
+        tied.append(plan)
+    yield from _preferred(tied)
 
 
-def _priced(job: TrainingJob, collectives: Collectives, base: Plan, chain: Chain, recompute: bool) -> AmspPlan:
-    micro_batch, micro_batches = job.batches()[0]
-    params, grads, optimizer = chain
-    plan = base.with_(
-        params=params,
-        grads=grads,
-        optimizer=optimizer,
-        micro_batch=micro_batch,
-        micro_batches=micro_batches,
-        recompute=recompute,
-    )
-    parts = job.parts(plan)
-    times = amsp_times(parts, collectives, job.mesh, chain, micro_batches)
-    again = sum(job.rates.forward(part, plan, job.seq) for part in parts if part.kind == "block")
-    needed = memory(job.model, plan, job.units(plan), seq=job.seq, states=AMSP_STATES, overhead=job.overhead)
-    return AmspPlan(
-        plan, times, micro_batches * again if recompute else 0.0, needed, needed.total <= job.cluster.memory
-    )
-
-
-def _ranked(plans: list[AmspPlan]) -> list[AmspPlan]:
-    """Best first. Plans that tie with the best of the rest are sorted by s_g = s_p, then by the larger s_os."""
-    left = sorted(plans, key=lambda plan: plan.objective)
-    ranked = []
-    while left:
-        limit = left[0].objective * (1 + TIE)
-        tied = [plan for plan in left if plan.objective <= limit]
-        ranked += sorted(tied, key=lambda p: (p.plan.grads != p.plan.params, -p.plan.optimizer.ranks, p.objective))
-        left = left[len(tied) :]
-    return ranked
+def _preferred(tied: list[AmspPlan]) -> list[AmspPlan]:
+    return sorted(tied, key=lambda p: (p.plan.grads != p.plan.params, -p.plan.optimizer.ranks, p.objective))
 
 
 def _paper_chain(job: TrainingJob) -> Chain | None:
@@ -269,16 +296,5 @@ def _chain_of(plan: Plan) -> Chain:
     return plan.params, plan.grads, plan.optimizer
 
 
-def _factors(plan: Plan) -> str:
-    secondary = "" if plan.secondary is None else f", secondary {plan.secondary}"
-    return f"P {plan.params}, G {plan.grads}, OS {plan.optimizer}{secondary}"
-
-
-def _anatomy(row: Candidate) -> str:
-    """Seconds of a step, those of computation and updates (slowed by transfers), and those that they wait."""
-    waits = sum(row.simulated.exposed.values())
-    return f"{row.seconds:.3f} s, {row.seconds - waits:.3f} s of computation and {waits:.3f} s of waiting for transfers"
-
-
-def _labelled(plan: AmspPlan, label: str | None = "amsp-paper") -> AmspPlan:
-    return AmspPlan(plan.plan, plan.times, plan.recomputing, plan.memory, plan.fits, label)
+def _labelled(plan: AmspPlan) -> AmspPlan:
+    return replace(plan, label="amsp-paper")

@@ -145,7 +145,7 @@ def deal(lengths: Sequence[int], owners: int) -> list[int]:
     Returns:
         The owner of each piece.
     """
-    heap = [(0, owner) for owner in range(owners)]
+    heap = [(0, owner) for owner in range(min(owners, len(lengths)))]  # further owners get nothing
     owner_of = [0] * len(lengths)
     for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         load, owner = heapq.heappop(heap)
