@@ -13,10 +13,23 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.cost import Beside, ProfiledCollectives, ProfiledRates, Work, parts
 from thinwire.errors import DataError, SpecError, UsageError
-from thinwire.plan import TrainingJob, amsp_search, beside_time, compare, explain, profiled_cluster, refit, search
+from thinwire.plan import (
+    Search,
+    TrainingJob,
+    amsp_search,
+    both_objectives,
+    candidate,
+    compare,
+    explain,
+    profiled_cluster,
+    refit,
+    search,
+)
 from thinwire.program import Kind, Scope
+from thinwire.sim import Resource
 from thinwire.spec import CodecSpec, Factor, ModelSpec, Plan
 from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRow, Profile
+from thinwire.units import format_bytes
 
 MODEL = ModelSpec(layers=2, hidden=64, heads=4, ffn=256, vocab=512, seq=32)
 MIB = 1 << 20
@@ -339,16 +352,75 @@ def test_no_contention_has_no_price_in_a_profile() -> None:
 
 def test_the_two_objectives_are_compared_on_the_same_job() -> None:
     asked = amsp_job(profile())
-    first = amsp_search(asked)[0]
-    compared = beside_time(asked, first)
-    assert compared is not None
-    fastest = search(replace(asked, codecs="none")).candidates[0]
-    assert compared.by_time.plan == fastest.plan
-    assert compared.by_sum.plan == first.plan
-    assert compared.by_time.seconds <= compared.by_sum.seconds * (1 + asked.tie)
-    assert compared.summed == first.times.total
-    assert compared.summed_by_time is not None
-    assert compared.summed_by_time >= 0
-    text = " ".join(compared.explanation)
-    assert f"{compared.summed:.3f} s" in text
-    assert f"{fastest.seconds:.3f} s" in text
+    both = both_objectives(asked)
+    first, fastest = amsp_search(asked)[0], search(replace(asked, codecs="none")).candidates[0]
+    assert both.by_sum is not None
+    assert both.by_time is not None
+    assert both.by_sum.summed == first
+    assert both.by_sum.plan == first.plan
+    assert both.by_time.step == fastest
+    assert both.by_time.step.seconds <= both.by_sum.step.seconds * (1 + asked.tie)
+    assert both.by_sum.summed.objective <= both.by_time.summed.objective * 1.001
+    assert {sentence.partition(" ")[0].strip(":") for sentence in both.differences} >= {
+        "Choice", "Overlap", "Operators", "Prices", "Gradient",
+    }  # fmt: skip
+    text = " ".join(both.differences)
+    assert f"{both.by_sum.summed.times.total:.3f} s of communication" in text
+    assert f"{both.by_sum.waiting:.3f} s" in text
+    assert "come from the profile" in text
+    assert format_bytes(both.by_sum.in_fp32) in text
+
+
+def steps(measured: Profile) -> dict[tuple[object, ...], tuple[float, float]]:
+    """Seconds of a step and of its transfers, of every plan without codecs, by factors."""
+    job = replace(amsp_job(measured), codecs="none")
+    searching = Search(job)
+    found = {}
+    for draft in searching.drafts():
+        row = candidate(job, searching.plan(draft))
+        busy = row.simulated.busy[Resource.INSIDE] + row.simulated.busy[Resource.ACROSS]
+        found[*draft.chain, draft.secondary] = row.seconds, busy
+    return found
+
+
+def test_steps_and_their_bounds_are_the_profiles() -> None:
+    """The objective of step time takes every transfer from the profile, the simulation and the estimates alike."""
+    quick, slow = profile(), slowed(profile(), 50)
+    before, after = steps(quick), steps(slow)
+    assert len(before) > 5
+    for factors, (seconds, busy) in before.items():
+        assert busy > 0
+        assert after[factors][1] == pytest.approx(50 * busy)
+        assert after[factors][0] > seconds + 20 * busy, "the step waits for what computation does not hide"
+    bounds = [[draft.bound for draft in Search(replace(amsp_job(measured), codecs="none")).drafts()]
+              for measured in (quick, slow)]  # fmt: skip
+    assert all(late > early for early, late in zip(*bounds, strict=True))
+
+
+def test_slower_collectives_change_every_figure_of_both_objectives(tmp_path: Path) -> None:
+    """The command, with a profile and with one whose collectives take 50 times as long."""
+    figures = []
+    for factor in (1, 50):
+        slowed(profile(), factor).write(tmp_path / f"{factor}.json")
+        (tmp_path / "model.toml").write_text(MODEL.to_toml())
+        for objective in ("time", "amsp"):
+            asked = ["plan", "--model", str(tmp_path / "model.toml"), "--profile", str(tmp_path / f"{factor}.json"),
+                     "--tokens-per-step", "384", "--micro-batch", "1", "--recompute", "off", "--explain", "--json",
+                     "--objective", objective]  # fmt: skip
+            shown = CliRunner().invoke(app, asked)
+            assert shown.exit_code == 0, shown.output
+            both = json.loads(shown.stdout)["explain"]["objectives"]
+            assert len(both["differences"]) >= 5
+            figures.append([both["by_sum"]["sum_seconds"]["sum"], both["by_step"]["step_seconds"]])
+    by_time, by_sum, slow_by_time, slow_by_sum = figures
+    assert by_time == by_sum
+    assert slow_by_time == slow_by_sum
+    assert slow_by_sum[0] == pytest.approx(50 * by_sum[0])
+    assert slow_by_sum[1] > 5 * by_sum[1]
+
+
+def test_without_plans_that_fit_the_objectives_say_so() -> None:
+    asked = amsp_job(profile())
+    both = both_objectives(replace(asked, cluster=asked.cluster.with_(memory=MIB)))
+    assert both.rows == {}
+    assert [sentence.partition(":")[0] for sentence in both.differences] == ["Sum", "Step"]

@@ -168,10 +168,12 @@ def _terms(row: UnderBoth) -> Iterator[str]:
         f"{row.waiting:.3f} s."
     )
     reduced = row.summed.times.grads + row.summed.times.sync
-    yield (
-        f"Operators ({row.factors}): the sum all-reduces gradients, T_g + T_os0 = {reduced:.3f} s; ranks reduce-scatter "
-        f"them to those that keep them and all-reduce the rest, which takes {row.reducing:.3f} s at the same prices."
-    )
+    if reduced:
+        yield (
+            f"Operators ({row.factors}): the sum all-reduces gradients, T_g + T_os0 = {reduced:.3f} s; ranks "
+            f"reduce-scatter them to those that keep them and all-reduce the rest, which takes {row.reducing:.3f} s at "
+            "the same prices."
+        )
 
 
 def _prices(job: TrainingJob) -> str:
