@@ -141,7 +141,10 @@ class PlanOptions:
             show_default=False,
         ),
     ] = None
-    explain: Annotated[bool, typer.Option("--explain", help="Explain the choice and what would change it.")] = False
+    explain: Annotated[
+        bool,
+        typer.Option("--explain", help="Explain the choice, what would change it, and what each objective chooses."),
+    ] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to stdout.")] = False
 
 
