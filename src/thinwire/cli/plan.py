@@ -210,10 +210,10 @@ def _check(options: PlanOptions) -> None:
 
 def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
     """Search for plans, show them, and return what ``--json`` prints."""
-    from thinwire.plan import read_hosts
     from thinwire.spec import Plan
+    from thinwire.spec.topology import Topology
 
-    leaf_of = None if options.hosts is None else read_hosts(options.hosts)
+    leaf_of = None if options.hosts is None else Topology.read(options.hosts).leaf_of
     job = _job(options, leaf_of)
     if options.objective == "amsp":
         result = least_sum(job, options.top, options.out, console, explain=options.explain)

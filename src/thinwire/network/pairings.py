@@ -13,7 +13,7 @@ Pairs = tuple[tuple[int, int], ...]
 WHOLE = 64
 """Nodes up to which every node meets every other one. Of more nodes, each meets ``WHOLE - 1`` others per cycle."""
 
-CYCLES = 4
+CYCLES = 6
 """Cycles in which every node meets others."""
 
 FEWEST = 48
@@ -21,7 +21,7 @@ FEWEST = 48
 
 
 def num_rounds(nodes: int) -> int:
-    """Number of rounds of a tournament: 48, or 4 for each opponent, and at most 252 however many nodes there are."""
+    """Number of rounds of a tournament: 48, or 6 for each opponent, and at most 378 however many nodes there are."""
     opponents = min(WHOLE, nodes + nodes % 2) - 1
     return max(CYCLES, -(-FEWEST // opponents)) * opponents
 

@@ -23,7 +23,6 @@ from thinwire.plan.placement import (
     place,
     placed,
     rankfile,
-    read_hosts,
     slurm_hostfile,
 )
 from thinwire.plan.profiled import profiled_cluster
@@ -66,7 +65,6 @@ __all__ = [
     "placed",
     "profiled_cluster",
     "rankfile",
-    "read_hosts",
     "refit",
     "remedies",
     "search",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from thinwire.spec.cluster import ClusterSpec
 
-__all__ = ["Fabric", "Route"]
+__all__ = ["Fabric", "Route", "crossing_share"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,6 @@ class Fabric:
 
     def __init__(self, cluster: ClusterSpec) -> None:
         links, self._leaves = cluster.links, cluster.leaf_of_nodes
-        self._below = Counter(self._leaves)
         self._cards = min(links.nic.bandwidth, links.leaf.bandwidth if links.leaf else links.nic.bandwidth)
         self._latency = links.nic.latency + (links.leaf.latency if links.leaf else 0.0)
         self._spine = links.spine
@@ -62,27 +61,39 @@ class Fabric:
         return route
 
     def _route(self, nodes: int, stride: int, exchange: bool) -> Route:
-        crossing = self._crossing(nodes, stride, exchange) if len(self._below) > 1 else 0.0
+        crossing = crossing_share(self._leaves, nodes, stride, exchange=exchange)
         if self._spine is None:
             return Route(self._cards, self._latency, crossing, 0.0)
         load = crossing * self._cards / self._spine.bandwidth
         latency = self._latency + crossing * self._spine.latency
         return Route(self._cards / max(1.0, load), latency, crossing, load)
 
-    def _crossing(self, nodes: int, stride: int, exchange: bool) -> float:
-        size, leaving = nodes * stride, dict.fromkeys(self._below, 0.0)
-        for start in range(0, len(self._leaves), size):
-            block = self._leaves[start : start + size]
-            if block[0] == block[-1] and len(set(block)) == 1:
-                continue
-            if exchange:
-                for column in range(min(stride, len(block))):
-                    _exchanged(block[column::stride], leaving)
-            else:
-                for leaf, next_leaf in zip(block, block[stride:] + block[:stride], strict=True):
-                    if leaf != next_leaf:
-                        leaving[leaf] += 1
-        return max(leaving[leaf] / count for leaf, count in self._below.items())
+
+def crossing_share(leaves: Sequence[int], nodes: int, stride: int, *, exchange: bool) -> float:
+    """The share of the traffic of a leaf's nodes that leaves it, at the leaf where it is largest.
+
+    Args:
+        leaves: Number of the leaf above each node.
+        nodes: Number of nodes in a group; all groups of this shape send at the same time.
+        stride: Distance in nodes from one member to the next.
+        exchange: Whether each member sends to every other one; otherwise to the next one in a ring.
+    """
+    below = Counter(leaves)
+    if len(below) == 1:
+        return 0.0
+    size, leaving = nodes * stride, dict.fromkeys(below, 0.0)
+    for start in range(0, len(leaves), size):
+        block = leaves[start : start + size]
+        if block[0] == block[-1] and len(set(block)) == 1:
+            continue
+        if exchange:
+            for column in range(min(stride, len(block))):
+                _exchanged(block[column::stride], leaving)
+        else:
+            for leaf, next_leaf in zip(block, [*block[stride:], *block[:stride]], strict=True):
+                if leaf != next_leaf:
+                    leaving[leaf] += 1
+    return max(leaving[leaf] / count for leaf, count in below.items())
 
 
 def _exchanged(members: Sequence[int], leaving: dict[int, float]) -> None:
