@@ -32,7 +32,7 @@ DECIDING = {
     "report",
     "convert",
 }
-DOING = {"codecs", "collectives", "intercept", "checkpoint", "sharding", "profile", "parallel", "train"}
+DOING = {"codecs", "collectives", "intercept", "checkpoint", "network", "sharding", "profile", "parallel", "train"}
 ABOVE = {"cli", "integrations", "lab", "testing"}
 
 

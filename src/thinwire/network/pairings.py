@@ -16,12 +16,12 @@ WHOLE = 64
 CYCLES = 6
 """Cycles in which every node meets others."""
 
-FEWEST = 48
+FEWEST = 24
 """Rounds that few nodes make, in more cycles."""
 
 
 def num_rounds(nodes: int) -> int:
-    """Number of rounds of a tournament: 48, or 6 for each opponent, and at most 378 however many nodes there are."""
+    """Number of rounds of a tournament: 24, or 6 for each opponent, and at most 378 however many nodes there are."""
     opponents = min(WHOLE, nodes + nodes % 2) - 1
     return max(CYCLES, -(-FEWEST // opponents)) * opponents
 

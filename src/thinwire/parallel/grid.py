@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,12 +27,15 @@ class Grid:
         dp: Number of data-parallel ranks of a stage.
         tp: Number of ranks that share every matrix.
         rank: This rank, of ``pp * dp * tp``.
+        placed: Position of this rank in the plan's mesh where a ``placement`` permutes the ranks of a job without
+            tensor and pipeline parallelism.
     """
 
     pp: int
     dp: int
     tp: int
     rank: int
+    placed: int | None = None
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> Grid:
@@ -55,6 +58,8 @@ class Grid:
                     f"{size}; start {grid.size} ranks, or change the plan"
                 ],
             )
+        if plan.placement is not None and grid.size == grid.dp:
+            return replace(grid, placed=plan.placement.index(rank))
         return grid
 
     @property
@@ -70,6 +75,10 @@ class Grid:
     @property
     def data(self) -> int:
         """This rank's position in the plan's mesh."""
+        return self._column if self.placed is None else self.placed
+
+    @property
+    def _column(self) -> int:
         return self.rank // self.tp % self.dp
 
     @property
@@ -87,7 +96,7 @@ class Grid:
     def model_ranks(self) -> tuple[int, ...]:
         """Global ranks that together hold one replica of the model and process the same data."""
         return tuple(
-            (stage * self.dp + self.data) * self.tp + tensor for stage in range(self.pp) for tensor in range(self.tp)
+            (stage * self.dp + self._column) * self.tp + tensor for stage in range(self.pp) for tensor in range(self.tp)
         )
 
     @property

@@ -18,6 +18,7 @@ from thinwire.collectives import group as groups
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import SpecError
 from thinwire.intercept import AxisTraffic, axis_traffic, step_scope
+from thinwire.network.order import order_ranks
 from thinwire.parallel.divisible import Divisible, blocks_of_stages, divisible
 from thinwire.parallel.grid import Grid
 from thinwire.parallel.tensor import cut_matrices, tensor_axis, vocabulary_parallel_loss
@@ -322,6 +323,7 @@ def parallelize(
     if not groups.is_initialized():
         groups.init()
     control = groups.control()
+    plan = order_ranks(plan, control, device or next(model.parameters()).device).plan
     grid = Grid.of(plan, control.rank, control.size)
     if grid.size == grid.dp:
         api.shard(model, plan, codec_backend=codec_backend, values=values, device=device)

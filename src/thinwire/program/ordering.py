@@ -9,7 +9,7 @@ ranks that start a run take the one with the fewest bytes that cross leaves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from thinwire.program.lower import lower
@@ -22,8 +22,8 @@ from thinwire.spec.fabric import crossing_share
 
 __all__ = ["Traffic", "crossing_bytes", "host_orders", "leaf_by_leaf", "least_crossing", "traffic_across"]
 
-Host = TypeVar("Host", str, int)
-Leaf = TypeVar("Leaf", str, int)
+Host = TypeVar("Host", bound=Hashable)
+Leaf = TypeVar("Leaf", bound=Hashable)
 
 Traffic = Mapping[tuple[Kind, int, int], int]
 """Bytes that a rank sends to other nodes per step, by kind of hop, nodes in its group, and stride."""
@@ -113,8 +113,8 @@ def host_orders(plan: Plan, leaf_of: Mapping[Host, Leaf]) -> Iterable[tuple[Host
     """
     blocks, names = _blocks(plan), list(leaf_of)
     chosen = (some for count in range(len(blocks) + 1) for some in itertools.combinations(blocks, count))
-    packed: list[tuple[Host, ...]] = [tuple(_ordered(names, leaf_of, some)) for some in chosen]
-    strided: list[tuple[Host, ...]] = [_strided(packed[0], size) for size in blocks if len(names) % size == 0]
+    packed = [tuple(_ordered(names, leaf_of, some)) for some in chosen]
+    strided = [_strided(packed[0], size) for size in blocks if len(names) % size == 0]
     return dict.fromkeys((tuple(names), *packed, *strided))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
+from thinwire.network.order import order_ranks
 from thinwire.program.timeline import Timeline
 from thinwire.sharding import snapshot
 from thinwire.sharding.build import build
@@ -87,12 +88,14 @@ def shard(
         The same object.
 
     Raises:
-        SpecError: This runtime or this job does not support the plan.
+        SpecError: This runtime or this job does not support the plan, or its topology cannot be read.
         MismatchError: Ranks have different plans or models.
         UsageError: The model cannot be sharded.
     """
     if not groups.is_initialized():
         groups.init()
+    target = None if device is None else torch.device(device)
+    plan = order_ranks(plan, groups.control(), target or _device_of(model)).plan
     units = join_parts(model, plan, units)
     build(
         model,
@@ -101,9 +104,14 @@ def shard(
         sync_initial=sync_initial,
         codec_backend=codec_backend,
         values=values,
-        device=None if device is None else torch.device(device),
+        device=target,
     )
     return model
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    """Where the model's first parameter is; a model without any is refused later."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
 
 
 def optimizer(

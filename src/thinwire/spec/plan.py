@@ -263,6 +263,11 @@ class Plan(Spec):
         default=None,
         description="the physical rank that takes each position of the mesh, node by node; unset: in order",
     )
+    topology: Annotated[str, Field(min_length=1)] | None = Field(
+        default=None,
+        description='where leaf switches are read, below which ranks are put in order at start: a file, `"slurm"`, '
+        '`"timed"` (pairs of nodes are timed), or `"auto"` (SLURM\'s where it has one, else timed); unset: in order',
+    )
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
     residence: Residence = Field(default=Residence(), description="where each state lives; so far on the device only")
@@ -418,6 +423,20 @@ class Plan(Spec):
                 "placement",
                 f"= {list(self.placement)} should name each of the ranks 0 to {self.world - 1} exactly once "
                 f"(mesh = {self.mesh})",
+            )
+
+    @rule("placement", "topology", "tp", "pp")
+    def _ranks_are_ordered_once(self) -> Iterator[Problem]:
+        """``topology`` excludes ``placement``, and needs ``tp = 1`` and ``pp = 1``."""
+        if self.topology is None:
+            return
+        if self.placement is not None:
+            yield Problem("topology", f"= {self.topology!r} and placement both order the ranks; leave one of them out")
+        if self.tp > 1 or self.pp > 1:
+            yield Problem(
+                "topology",
+                f"= {self.topology!r} with tp = {self.tp} and pp = {self.pp}: there the launcher's order of hosts "
+                "places the ranks; leave it unset, and order hosts with thinwire plan --hosts FILE --placement DIR",
             )
 
     @rule("tp", "overlap")

@@ -18,6 +18,7 @@ from thinwire.spec.factor import Factor
 from thinwire.spec.huggingface import huggingface_shape
 from thinwire.spec.io import apply_settings, read_toml_file
 from thinwire.spec.model import ModelSpec
+from thinwire.spec.topology import TOPOLOGY_SOURCES
 
 Paths = tuple[Annotated[str, Field(min_length=1)], ...]
 
@@ -46,8 +47,12 @@ _FILES = (
     ("model", "path"),
     ("model", "config"),
     ("plan", "file"),
+    ("plan", "topology"),
 )
 """Section and key of every recipe value that is a path or a list of paths."""
+
+_NO_FILES = ("bpe", *TOPOLOGY_SOURCES)
+"""Values of these keys that name no file."""
 
 
 class ModelRecipe(Spec):
@@ -473,7 +478,7 @@ def _absolute(table: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Make the file names in a recipe's table absolute. Values that are not text are left for validation to reject."""
 
     def fix(value: Any) -> Any:
-        if isinstance(value, str) and value != "bpe":
+        if isinstance(value, str) and value not in _NO_FILES:
             return str(directory / Path(value).expanduser())
         return [fix(item) for item in value] if isinstance(value, list) else value
 

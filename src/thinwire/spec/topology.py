@@ -10,7 +10,10 @@ from typing import Self
 from thinwire.errors import SpecError
 from thinwire.spec.slurm import is_slurm, slurm_switches
 
-__all__ = ["Topology"]
+__all__ = ["TOPOLOGY_SOURCES", "Topology"]
+
+TOPOLOGY_SOURCES = ("auto", "slurm", "timed")
+"""Values of a plan's ``topology`` that name no file."""
 
 
 @dataclass(frozen=True)

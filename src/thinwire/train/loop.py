@@ -58,7 +58,8 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
     rank, room, base = control().rank, measure_room(device), memory_in_use(device)
     with explained_exhaustion(rank, "building the model", room):
         trainer = make_trainer(run, dataset, device)
-        notes = resume(trainer) if run.resume else []
+        notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
+        notes += resume(trainer) if run.resume else []
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, run.recipe.train.steps
     log = _open_log(trainer, notes) if leads else None
@@ -135,10 +136,11 @@ def _open_log(trainer: Trainer, notes: list[str]) -> MetricsLog:
 
 
 def _place(trainer: Trainer) -> dict[str, object]:
-    """The host, device and plan of a start."""
-    device, plan = trainer.device, trainer.run.plan
+    """The host, device and plan of a start, and the hosts in the order of the mesh if a topology has ordered them."""
+    device, plan, ordered = trainer.device, trainer.run.plan, trainer.ordered
     name = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    return {"host": socket.gethostname(), "device": name, "ranks": plan.ranks, "plan": plan.describe()}
+    place = {"host": socket.gethostname(), "device": name, "ranks": plan.ranks, "plan": plan.describe()}
+    return {**place, **({"hosts": ordered.hosts, "order": ordered.sentence} if ordered.sentence else {})}
 
 
 def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress: ProgressReport) -> str | None:

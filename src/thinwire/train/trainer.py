@@ -20,6 +20,7 @@ from torch import nn
 from thinwire.collectives.group import Control, control
 from thinwire.collectives.streams import streams_of
 from thinwire.errors import DataError
+from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.loss_scale import LossScale
@@ -83,6 +84,7 @@ class Trainer:
         updates: The updates of the run.
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
+        ordered: The plan with its ranks in order, and the hosts in that order.
         num_parameters: Parameters of the whole model; tied ones count once.
         token_flops: FLOP per token, forward and backward.
         peak_flops: Peak FLOP/s of one device; ``None`` if unknown.
@@ -102,6 +104,7 @@ class Trainer:
     updates: Updates
     position: Position
     pace: Pace | None
+    ordered: Ordered
     num_parameters: int
     token_flops: float
     peak_flops: float | None
@@ -326,9 +329,12 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
 
     Raises:
         MismatchError: On every rank, if ranks have different versions, recipes or tokens.
+        SpecError: On every rank, if the plan's topology cannot be read or found.
     """
-    recipe, plan, seq = run.recipe, run.plan, run.recipe.train.seq
+    recipe, seq = run.recipe, run.recipe.train.seq
     hosts = agree(control(), recipe, dataset.fingerprint)
+    ordered = order_ranks(run.plan, control(), device)
+    plan = ordered.plan
     train = Samples(dataset.train, seq, recipe.train.seed)
     validation = Samples(dataset.validation, seq, 0)
     # Recomputation is done by the shards, whatever the model: parameters are gathered once for it and the gradients.
@@ -363,6 +369,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=Pace(hosts) if _is_comparable(plan, device) else None,
+        ordered=ordered,
         num_parameters=num_parameters,
         token_flops=token_flops,
         peak_flops=_peak_flops(run, device),

@@ -1,0 +1,169 @@
+"""Puts the ranks of a job in order at its start: a plan's ``topology`` becomes its ``placement``."""
+
+from __future__ import annotations
+
+import os
+import platform
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from thinwire.collectives.group import Control
+from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
+from thinwire.network.finding import Found, find_leaves
+from thinwire.network.slurm import is_slurm_job, slurm_topology
+from thinwire.program import least_crossing
+from thinwire.spec import Plan
+from thinwire.spec.topology import Topology
+
+__all__ = ["Ordered", "host_name", "order_ranks"]
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A plan with its ranks in order.
+
+    Attributes:
+        plan: The plan with a ``placement`` in place of its ``topology``; without either, if the launcher's order is as
+            good as any.
+        hosts: Host of each node, in the order of the mesh; empty for a plan without a topology.
+        sentence: What was read, and what the order does, for the log; empty for a plan without a topology.
+    """
+
+    plan: Plan
+    hosts: tuple[str, ...] = ()
+    sentence: str = ""
+
+
+_known: weakref.WeakKeyDictionary[Control, dict[str, Ordered]] = weakref.WeakKeyDictionary()
+"""Orders of each job by the plan's fingerprint, so that parts of a model that are sharded one by one agree."""
+
+
+def host_name(environment: Mapping[str, str] = os.environ) -> str:
+    """The name of this host: SLURM's in its jobs, because it may differ from the machine's own."""
+    return environment.get("SLURMD_NODENAME") or platform.node()
+
+
+def order_ranks(plan: Plan, control: Control, device: torch.device) -> Ordered:
+    """Order the ranks by the plan's ``topology``, so that as few bytes as possible cross leaf switches.
+
+    Every rank calls this. Rank 0 alone reads the topology, so that a thousand ranks do not ask SLURM's controller.
+
+    Args:
+        plan: The plan; without a ``topology``, it is returned as it is.
+        control: Connects all ranks of the plan's mesh.
+        device: Device of this rank, where tensors are exchanged if pairs are timed.
+
+    Raises:
+        SpecError: On every rank: the topology cannot be read, lacks a host, or cannot be found by timing.
+        MismatchError: On every rank: ranks have different plans.
+    """
+    if plan.topology is None or plan.world != control.size:
+        return Ordered(plan)  # ranks of another number are refused where the model is sharded
+    orders = _known.setdefault(control, {})
+    key = plan.fingerprint()
+    if key not in orders:
+        orders[key] = _ordered(plan, plan.topology, control, device)
+    return orders[key]
+
+
+def _ordered(plan: Plan, source: str, control: Control, device: torch.device) -> Ordered:
+    hosts, topology, silent = _agreed(plan, source, control)
+    of_node = _hosts_of_nodes(plan, source, hosts)
+    if topology is not None:
+        try:
+            switches = topology.above(of_node)
+        except SpecError as error:
+            raise _unusable(plan, source, f"{error.what} {'; '.join(error.problems)}") from error
+        read = f"leaf switches are those of {topology.source}"
+    else:
+        found = find_leaves(control, plan.mesh, device)
+        switches = _found_switches(plan, source, found)
+        read = f"{silent}leaf switches were found by timing pairs of nodes for {found.seconds:.0f} s"
+    order, crossing, given = least_crossing(plan, switches)
+    number = len({path[0] for path in switches})
+    placed = tuple(of_node[node] for node in order)
+    if order == tuple(range(len(order))):
+        effect = f"the launcher's order is kept: no other sends fewer than {given:.0%} of the bytes across leaves"
+        placement = None
+    else:
+        effect = f"{crossing:.0%} of the bytes between nodes cross leaves, {given:.0%} in the launcher's order"
+        local = plan.mesh.local
+        placement = tuple(node * local + place for node in order for place in range(local))
+    sentence = f"{read}: {number} of them above {len(of_node)} nodes; {effect}"
+    return Ordered(plan.with_(topology=None, placement=placement), placed, sentence)
+
+
+def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], Topology | None, str]:
+    """The host of every rank, and what rank 0 has read; see :func:`_read`."""
+    # The first two items are those by which ranks compare their plans where they shard: a rank with another plan may
+    # be there already.
+    mine = plan.fingerprint(), plan.describe(), host_name()
+
+    def read() -> tuple[str, str, str, Topology | None, str]:
+        return *mine, *(_read(source) if control.rank == 0 else (None, ""))
+
+    everyone = control.agree(read, lambda problems: _unusable(plan, source, next(iter(problems.values()))))
+    for rank, other in enumerate(everyone):
+        if other[0] != mine[0]:
+            raise MismatchError(
+                f"rank {rank} and rank {control.rank} have different plans: [{other[1]}; {other[0]}] against "
+                f"[{mine[1]}; {mine[0]}]. Give every rank the same plan file"
+            )
+    return [other[2] for other in everyone], everyone[0][3], everyone[0][4]
+
+
+def _read(source: str) -> tuple[Topology | None, str]:
+    """Read the topology, on rank 0.
+
+    Returns:
+        The topology, or ``None`` if pairs are to be timed, and the beginning of a sentence that says why SLURM's is not
+        used where ``auto`` looked for it.
+
+    Raises:
+        UsageError: It cannot be read; the message is one sentence without the name of the key.
+    """
+    try:
+        if source == "slurm":
+            return slurm_topology(), ""
+        if source == "auto" and is_slurm_job():
+            try:
+                return slurm_topology(), ""
+            except UsageError as error:
+                return None, f"{error}; so "
+        return None if source in ("auto", "timed") else Topology.read(Path(source)), ""
+    except SpecError as error:
+        raise UsageError(f"{error.what} {'; '.join(error.problems)}") from error
+
+
+def _hosts_of_nodes(plan: Plan, source: str, hosts: Sequence[str]) -> list[str]:
+    local = plan.mesh.local
+    of_node = [hosts[start : start + local] for start in range(0, len(hosts), local)]
+    for node, names in enumerate(of_node):
+        if len(set(names)) > 1:
+            raise _unusable(
+                plan,
+                source,
+                f"ranks {node * local} to {node * local + local - 1} of node {node} run on "
+                f"{', '.join(dict.fromkeys(names))}: start ranks host by host (srun --distribution=block)",
+            )
+    return [names[0] for names in of_node]
+
+
+def _found_switches(plan: Plan, source: str, found: Found) -> list[tuple[str, ...]]:
+    if not found.known:
+        raise _unusable(
+            plan,
+            source,
+            f"timing could not tell leaf switches: slow pairs of nodes take {found.spread:.1f} times as long as fast "
+            "ones, but not by leaf; write a file (host and leaf in each line), or leave topology unset",
+        )
+    leaf_of = {node: f"leaf{number}" for number, leaf in enumerate(found.leaves) for node in leaf}
+    return [(leaf_of[node],) for node in range(plan.mesh.nodes)]
+
+
+def _unusable(plan: Plan, source: str, why: str) -> ThinwireError:
+    return SpecError(f"plan {plan.name or plan.fingerprint()}", [f"topology = {source!r}: {why}"])
