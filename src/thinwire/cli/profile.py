@@ -28,7 +28,18 @@ if TYPE_CHECKING:
 class ProfileOptions:
     """The options of ``thinwire profile``."""
 
-    out: Annotated[Path, typer.Option(metavar="PROFILE.json", help="File that rank 0 writes.")]
+    out: Annotated[
+        Path | None, typer.Option(metavar="PROFILE.json", help="File that rank 0 writes.", show_default=False)
+    ] = None
+    topology: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="HOSTS",
+            help="Instead of a profile: find the leaf switches by timing pairs of hosts, and write a line for each "
+            "host, its name and its leaf.",
+            show_default=False,
+        ),
+    ] = None
     budget: Annotated[
         str,
         typer.Option(
@@ -55,7 +66,10 @@ class ProfileOptions:
     ] = None
     resume: Annotated[bool, typer.Option("--resume", help="Keep the rows that the file already has.")] = False
     plot: Annotated[
-        Path | None, typer.Option(metavar="PNG", help="Draw bandwidth over message size.", show_default=False)
+        Path | None,
+        typer.Option(
+            metavar="PNG", help="Draw bandwidth over message size, or of each pair of hosts.", show_default=False
+        ),
     ] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the profile to stdout.")] = False
 
@@ -71,6 +85,8 @@ def profile(options: ProfileOptions) -> None:
       srun --ntasks-per-node 8 thinwire profile --out profile.json
 
       thinwire lab --nodes 2 --ranks 2 --bandwidth 200mbit -- thinwire profile --out profile.json --budget 40s
+
+      srun --ntasks-per-node 8 thinwire profile --topology hosts --plot hosts.png
     """
     with explained(as_json=options.as_json):
         from thinwire.collectives import group
@@ -83,13 +99,27 @@ def profile(options: ProfileOptions) -> None:
                 "thinwire profile runs on every rank of a cluster: start it with torchrun (torchrun --nproc-per-node 2 "
                 "-m thinwire.cli.main profile ...), with srun, or in the lab (thinwire lab -- thinwire profile ...)"
             )
-        measurement = _measurement(options, ranks)
         try:
+            if options.topology is not None:
+                _find_topology(options, options.topology, ranks)
+                return
+            measurement = _measurement(options, ranks)
             measured = measure_here(measurement, ranks)
         finally:
             group.shutdown()
         if ranks.rank == 0:
-            _show(measured, options.out, options.plot, as_json=options.as_json)
+            _show(measured, measurement.out, options.plot, as_json=options.as_json)
+
+
+def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
+    from thinwire.cli.profile_topology import profile_topology
+    from thinwire.errors import UsageError
+    from thinwire.train.environment import rank_device
+
+    if options.out is not None:
+        raise UsageError(f"--out {options.out} and --topology {out} are two measurements: make one at a time")
+    device = rank_device(options.device, ranks.local_rank)
+    profile_topology(ranks, _mesh(options, ranks), device, out, options.plot, as_json=options.as_json)
 
 
 @dataclass(frozen=True)
@@ -119,21 +149,20 @@ def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
     """What the options ask for.
 
     Raises:
-        UsageError: the number of nodes does not divide that of the ranks.
+        UsageError: there is no file to write, or the number of nodes does not divide that of the ranks.
     """
     from thinwire.errors import UsageError
-    from thinwire.spec import Factor, ModelSpec
+    from thinwire.spec import ModelSpec
     from thinwire.train.environment import rank_device
     from thinwire.train.observing.pieces import pieces
     from thinwire.train.observing.room import rank_memory
     from thinwire.units import parse_duration
 
+    if options.out is None:
+        raise UsageError("--out PROFILE.json is missing, or --topology HOSTS: the file to write")
     budget = parse_duration(options.budget)
     shape = ModelSpec.named(options.model) if options.model else _small(options.seq)
-    nodes = options.nodes or max(1, ranks.world // ranks.local_world)
-    if ranks.world % nodes:
-        raise UsageError(f"--nodes {nodes} does not divide the {ranks.world} ranks; valid are its divisors")
-    mesh = Factor(local=ranks.world // nodes, nodes=nodes)
+    mesh = _mesh(options, ranks)
     device = rank_device(options.device, ranks.local_rank)
     parts = pieces(
         shape,
@@ -144,6 +173,16 @@ def _measurement(options: ProfileOptions, ranks: Started) -> Measurement:
         memory=rank_memory(device),
     )
     return Measurement(options.out, budget, parts, mesh, device, options.resume)
+
+
+def _mesh(options: ProfileOptions, ranks: Started) -> Factor:
+    from thinwire.errors import UsageError
+    from thinwire.spec import Factor
+
+    nodes = options.nodes or max(1, ranks.world // ranks.local_world)
+    if ranks.world % nodes:
+        raise UsageError(f"--nodes {nodes} does not divide the {ranks.world} ranks; valid are its divisors")
+    return Factor(local=ranks.world // nodes, nodes=nodes)
 
 
 def _small(seq: int) -> ModelSpec:

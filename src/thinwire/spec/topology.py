@@ -10,7 +10,7 @@ from typing import Self
 from thinwire.errors import SpecError
 from thinwire.spec.slurm import is_slurm, slurm_switches
 
-__all__ = ["TOPOLOGY_SOURCES", "Topology"]
+__all__ = ["TOPOLOGY_SOURCES", "Topology", "host_lines"]
 
 TOPOLOGY_SOURCES = ("auto", "slurm", "timed")
 """Values of a plan's ``topology`` that name no file."""
@@ -42,7 +42,8 @@ class Topology:
         try:
             text = path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(str(path), [f"cannot be read: {error}"]) from error
+            reason = error.strerror if isinstance(error, OSError) else "it is no text"
+            raise SpecError(str(path), [f"cannot be read: {reason}"]) from error
         return cls.parse(text, str(path))
 
     @classmethod
@@ -79,6 +80,17 @@ class Topology:
                 [f"has no line for {', '.join(missing)}; it names {len(self.switches)} hosts, such as {known}"],
             )
         return [above for host in hosts if (above := found[host]) is not None]
+
+
+def host_lines(leaves: Mapping[str, Sequence[str]], *, comment: str) -> str:
+    """The text of a file that :meth:`Topology.read` reads.
+
+    Args:
+        leaves: Hosts of each leaf.
+        comment: One line about them.
+    """
+    lines = [f"{host} {leaf}\n" for leaf, hosts in leaves.items() for host in hosts]
+    return f"# {comment}\n{''.join(lines)}"
 
 
 def _only(switches: set[tuple[str, ...]] | None) -> tuple[str, ...] | None:

@@ -25,6 +25,7 @@ _COMMANDS: Final = {
     "kernels": Command("thinwire_bench.cli.gains:kernels"),
     "stages": Command("thinwire_bench.cli.gains:stages"),
     "backward": Command("thinwire_bench.cli.gains:backward"),
+    "placement": Command("thinwire_bench.cli.placement:placement"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
 }
 """In the order of the help."""

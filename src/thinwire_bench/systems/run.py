@@ -9,7 +9,7 @@ from thinwire_bench.peers.interface import SystemSpec
 from thinwire_bench.systems.controller import Controller
 from thinwire_bench.systems.interleave import Sample, Session, Setting, interleave
 
-__all__ = ["run"]
+__all__ = ["run", "run_in"]
 
 
 def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
@@ -27,6 +27,13 @@ def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Ses
         ThinwireError: hosts cannot be made on this machine, or a rank failed, died or took too long.
     """
 
+    with Lab(LabSpec(nodes=session.nodes, ranks=session.ranks)) as lab:
+        return run_in(lab, systems, settings, session)
+
+
+def run_in(lab: Lab, systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Session) -> list[Sample]:
+    """Start all systems in an open lab and let them take turns; see :func:`run`."""
+
     def report(sample: Sample) -> None:
         result, setting = sample.result, sample.setting
         when = "start-up" if sample.round is None else f"round {sample.round + 1}/{session.rounds}"
@@ -36,8 +43,7 @@ def run(systems: Sequence[SystemSpec], settings: Sequence[Setting], session: Ses
     def shape(rate: float | None) -> None:
         lab.shape(bandwidth=rate)
 
-    spec = LabSpec(nodes=session.nodes, ranks=session.ranks)
-    with Lab(spec) as lab, Controller(lab, session.ranks, timeout=session.timeout) as controller:
+    with Controller(lab, session.ranks, timeout=session.timeout) as controller:
         for system in systems:
             session.report(f"starting {system.label}")
             controller.start(system)

@@ -1,0 +1,137 @@
+"""``thinwire bench placement``: what it gains to put ranks in order by leaves that were found by timing."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from thinwire.cli.errors import explained
+from thinwire.cli.options import expand_options
+from thinwire_bench.cli.shared import (
+    JsonPath,
+    Page,
+    Ranks,
+    Steps,
+    Timeout,
+    checked_model,
+    insert_into,
+    markdown,
+    progress,
+    refuse,
+    settings_of,
+    show,
+    words,
+    write_results,
+)
+
+if TYPE_CHECKING:
+    from thinwire.lab import LabSpec
+    from thinwire.spec import Plan
+
+
+@dataclass(frozen=True)
+class PlacementOptions:
+    """The options of ``thinwire bench placement``."""
+
+    plans: Annotated[
+        str, typer.Option(metavar="NAME,...", help="Presets with a group, which becomes as many hosts as a leaf has.")
+    ] = "zero1-node,mics"
+    nodes: Annotated[int, typer.Option(min=3, help="Number of emulated hosts, dealt to leaves one by one.")] = 4
+    ranks: Ranks = 1
+    leaf: Annotated[int, typer.Option(min=1, help="Hosts below each leaf switch.")] = 2
+    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of each host's link.")] = "200mbit"
+    spine: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of the link from a leaf to the spine.")] = (
+        "200mbit"
+    )
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds; each plan runs once in each order in every round.")] = 7
+    steps: Steps = 2
+    seq: Annotated[int, typer.Option("--seq", min=1, help="Tokens per step of each rank.")] = 128
+    model: Annotated[str, typer.Option(help="Model: llama-17m, llama-5m or llama-1m.")] = "llama-17m"
+    timeout: Timeout = 600.0
+    json_path: JsonPath = None
+    page: Page = None
+
+
+@expand_options
+def placement(options: PlacementOptions) -> None:
+    """Find the leaf switches of emulated hosts by timing, then train in the launcher's order and in the order by leaves.
+
+    Hosts are dealt to the leaves one by one, and nothing tells the ranks. Both orders take turns in one run.
+
+    [bold]Examples[/bold]
+
+      thinwire bench placement
+
+      thinwire bench placement --nodes 6 --spine 100mbit --rounds 3 --json placement.json
+    """
+    with explained():
+        from thinwire.lab import Lab
+        from thinwire_bench.environment import num_cores
+        from thinwire_bench.study.placing import find_topology, is_right, ordered_systems, placing_gains, sheet
+        from thinwire_bench.systems.interleave import Session
+        from thinwire_bench.systems.rows import make_rows
+        from thinwire_bench.systems.run import run_in
+
+        workload = {"model": checked_model(options.model), "seq": options.seq}
+        plans = _plans(options)
+        session = Session(options.nodes, options.ranks, options.rounds, options.steps, options.timeout, progress)
+        with tempfile.TemporaryDirectory(prefix="thinwire-placement-") as directory, Lab(_spec(options)) as lab:
+            topology = Path(directory) / "hosts"
+            found = find_topology(lab, topology, progress)
+            right = is_right(found, lab)
+            systems = ordered_systems(plans, topology, workload)
+            samples = run_in(lab, systems, settings_of([options.bandwidth]), session)
+        rows = make_rows(samples, systems, tokens=options.seq * session.world, cores=num_cores())
+        refuse(rows)
+        gains = placing_gains(rows, plans)
+        table = sheet(gains, "Gain of the order by found leaves over the launcher's order")
+        leaves = "; ".join(" ".join(hosts) for hosts in found["leaves"].values())
+        sentence = (
+            f"Leaves found in {found['rounds']} rounds, {found['seconds']:.0f} s: {leaves} "
+            f"({'those of the lab' if right else 'not those of the lab'})."
+        )
+        show([table])
+        progress(sentence)
+        if options.json_path is not None:
+            content = {
+                "gains": [asdict(gain) for gain in gains],
+                "rows": [row.plain() for row in rows],
+                "found": found,
+                "leaves_are_right": right,
+                "network": asdict(lab.spec),
+                "plans": {name: plan.to_dict() for name, plan in plans.items()},
+                "workload": workload,
+                "rounds": options.rounds,
+                "steps": options.steps,
+            }
+            write_results(options.json_path, content)
+        if options.page is not None:
+            insert_into(options.page, f"{markdown([table])}\n\n{sentence}", "thinwire bench placement --page")
+
+
+def _spec(options: PlacementOptions) -> LabSpec:
+    from thinwire.lab import LabSpec
+    from thinwire.units import parse_bandwidth
+    from thinwire_bench.study.placing import dealt
+
+    return LabSpec(
+        nodes=options.nodes,
+        ranks=options.ranks,
+        bandwidth=parse_bandwidth(options.bandwidth),
+        leaf=options.leaf,
+        spine_bandwidth=parse_bandwidth(options.spine),
+        places=dealt(options.nodes, options.leaf),
+    )
+
+
+def _plans(options: PlacementOptions) -> dict[str, Plan]:
+    from thinwire.spec import Factor, Plan
+
+    group = Factor(local=options.ranks, nodes=options.leaf)
+    return {
+        name: Plan.preset(name, nodes=options.nodes, local=options.ranks, group=group) for name in words(options.plans)
+    }
