@@ -47,7 +47,10 @@ class _NamedLeaves:
         contrast, count = self.found.contrast, len(self.found.leaves)
         took = f"{self.found.rounds} rounds in {self.found.seconds:.0f} s"
         if contrast is None:
-            return f"all {len(self.hosts)} hosts are equally near: the order of hosts changes nothing ({took})"
+            return (
+                f"no leaf shows among {len(self.hosts)} hosts: slow pairs take {self.found.spread:.2f} times as long as "
+                f"fast ones while all send ({took})"
+            )
         return (
             f"{count} leaves: while all hosts send, a host exchanges {self.gbps(contrast.inside):.3g} Gbit/s below its "
             f"leaf and {self.gbps(contrast.across):.3g} Gbit/s across, {contrast.ratio:.2f} times less ({took})"

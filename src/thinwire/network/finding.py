@@ -45,7 +45,7 @@ LEAST_RATIO, LEAST_CERTAINTY = 1.15, 0.9
 from inside with this probability."""
 
 EVEN = 1.25
-"""Slow pairs over fast ones up to which all nodes count as equally near."""
+"""Slow pairs over fast ones up to which no leaf shows, and all nodes count as equally near."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,6 @@ class _Finder:
     def _take(self, schedule: Iterable[Pairs]) -> list[Timed]:
         """Let the pairs of each round exchange, all at once, and return their seconds on every rank."""
         rounds = [*schedule]
-        self._rounds += len(rounds)
         mine = [self._exchange(dict(_both_ways(pairs)).get(self._node)) for pairs in rounds]
         of_rank: list[list[float]] = self._control.all_gather_object(mine)
         local = self._mesh.local
@@ -179,7 +178,10 @@ class _Finder:
                 max(of_rank[rank][number] for rank in range(node * local, (node + 1) * local))
                 for node in range(self._mesh.nodes)
             ]
-            taken += [Timed((min(pair), max(pair)), max(slowest[node] for node in pair)) for pair in pairs]
+            taken += [
+                Timed((min(pair), max(pair)), max(slowest[node] for node in pair), self._rounds) for pair in pairs
+            ]
+            self._rounds += 1
         return taken
 
     def _exchange(self, partner: int | None) -> float:

@@ -43,9 +43,9 @@ class PlacementOptions:
     nodes: Annotated[int, typer.Option(min=3, help="Number of emulated hosts, dealt to leaves one by one.")] = 4
     ranks: Ranks = 1
     leaf: Annotated[int, typer.Option(min=1, help="Hosts below each leaf switch.")] = 2
-    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of each host's link.")] = "200mbit"
+    bandwidth: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of each host's link.")] = "100mbit"
     spine: Annotated[str, typer.Option(metavar="RATE", help="Bandwidth of the link from a leaf to the spine.")] = (
-        "200mbit"
+        "50mbit"
     )
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each plan runs once in each order in every round.")] = 7
     steps: Steps = 2
@@ -58,7 +58,7 @@ class PlacementOptions:
 
 @expand_options
 def placement(options: PlacementOptions) -> None:
-    """Find the leaf switches of emulated hosts by timing, then train in the launcher's order and in the order by leaves.
+    """Find the leaf switches of emulated hosts by timing, and train in the launcher's order and in that by leaves.
 
     Hosts are dealt to the leaves one by one, and nothing tells the ranks. Both orders take turns in one run.
 
@@ -66,7 +66,7 @@ def placement(options: PlacementOptions) -> None:
 
       thinwire bench placement
 
-      thinwire bench placement --nodes 6 --spine 100mbit --rounds 3 --json placement.json
+      thinwire bench placement --nodes 6 --spine 25mbit --rounds 3 --json placement.json
     """
     with explained():
         from thinwire.lab import Lab
