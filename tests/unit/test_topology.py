@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -269,3 +271,16 @@ def test_real_slurm_expands_lists_alike(text: str, tmp_path: Path) -> None:
         command, env={**os.environ, "SLURM_CONF": str(configuration)}, capture_output=True, text=True, check=True
     )
     assert shown.stdout.split() == list(expand_hosts(text))
+
+
+def test_the_planner_takes_the_hosts_of_a_job_from_slurm_s_topology(tmp_path: Path) -> None:
+    (tmp_path / "topology.conf").write_text(CONFIGURATION)
+    command = [sys.executable, "-m", "thinwire.cli.main", "plan", "--model", "llama-7b", "--cluster", "a800-80g:4x8"]
+    command += ["--tokens-per-step", "1M", "--seq", "4096", "--codecs", "none", "--top", "1", "--json"]
+    command += ["--spine-gbps", "100", "--hosts", str(tmp_path / "topology.conf")]
+    environment = {**os.environ, "SLURM_JOB_NODELIST": "node[01,05,02,06]"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    placement = json.loads(result.stdout)["placement"]
+    assert sorted(placement["order"]) == ["node01", "node02", "node05", "node06"]
+    assert placement["crossing"] <= placement["crossing_as_given"]

@@ -30,7 +30,7 @@ def choose_plan(
 
     Args:
         recipe: Recipe of the run.
-        resolved: Plan of the recipe; the choice keeps its mesh, dtype and batch.
+        resolved: Plan of the recipe; the choice keeps its mesh, order of ranks, dtype and batch.
         ranks: The ranks that a launcher has started, all of which call this function; ``None`` if this process starts
             them.
         profile: Profile of the cluster; ``None`` measures one now.
@@ -55,7 +55,8 @@ def choose_plan(
     searched = planner.search_fitting(job, "--plan auto")
     _say(job, searched, console)
     chosen = searched.candidates[0].plan
-    return chosen.with_(name="auto", compute_dtype=resolved.compute_dtype), measured
+    kept = {"compute_dtype": resolved.compute_dtype, "placement": resolved.placement, "topology": resolved.topology}
+    return chosen.with_(name="auto", **kept), measured
 
 
 def _measured(recipe: Recipe, resolved: Plan, shape: ModelSpec, ranks: Started | None) -> Profile:

@@ -114,7 +114,10 @@ class PlanOptions:
     hosts: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="File with one line per host: its name and its leaf switch.", show_default=False
+            metavar="FILE|slurm",
+            help="File with one line per host, its name and its leaf switch; or SLURM's topology.conf, or slurm to ask "
+            "SLURM. In a job of SLURM, its hosts count.",
+            show_default=False,
         ),
     ] = None
     placement: Annotated[
@@ -211,9 +214,8 @@ def _check(options: PlanOptions) -> None:
 def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
     """Search for plans, show them, and return what ``--json`` prints."""
     from thinwire.spec import Plan
-    from thinwire.spec.topology import Topology
 
-    leaf_of = None if options.hosts is None else Topology.read(options.hosts).leaf_of
+    leaf_of = None if options.hosts is None else _leaves_of_hosts(options.hosts)
     job = _job(options, leaf_of)
     if options.objective == "amsp":
         result = least_sum(job, options.top, options.out, console, explain=options.explain)
@@ -223,6 +225,25 @@ def _planned(options: PlanOptions, console: Console) -> dict[str, Any]:
         first = Plan.parse(result["plans"][0]["plan"])
         result["placement"] = _place(job, first, leaf_of, options.placement, console)
     return result
+
+
+def _leaves_of_hosts(source: Path) -> dict[str, str]:
+    """The leaf of every host of the job, in the scheduler's order.
+
+    SLURM's topology describes the whole cluster, so within a job of SLURM only the hosts of that job are taken from it.
+    """
+    import os
+
+    from thinwire.network.slurm import slurm_topology
+    from thinwire.spec.slurm import expand_hosts
+    from thinwire.spec.topology import Topology
+
+    topology = slurm_topology() if str(source) == "slurm" else Topology.read(source)
+    nodes = os.environ.get("SLURM_JOB_NODELIST")
+    if nodes is None or not topology.from_slurm:
+        return topology.leaf_of
+    hosts = expand_hosts(nodes)
+    return {host: switches[0] for host, switches in zip(hosts, topology.above(hosts), strict=True)}
 
 
 def _job(options: PlanOptions, leaf_of: Mapping[str, str] | None) -> TrainingJob:

@@ -48,8 +48,8 @@ class _NamedLeaves:
         took = f"{self.found.rounds} rounds in {self.found.seconds:.0f} s"
         if contrast is None:
             return (
-                f"no leaf shows among {len(self.hosts)} hosts: slow pairs take {self.found.spread:.2f} times as long as "
-                f"fast ones while all send ({took})"
+                f"no leaf shows among {len(self.hosts)} hosts: while all send, slow pairs take {self.found.spread:.2f} "
+                f"times as long as fast ones ({took})"
             )
         return (
             f"{count} leaves: while all hosts send, a host exchanges {self.gbps(contrast.inside):.3g} Gbit/s below its "

@@ -17,7 +17,7 @@ from thinwire.network.finding import Found, find_leaves
 from thinwire.network.slurm import is_slurm_job, slurm_topology
 from thinwire.program import least_crossing
 from thinwire.spec import Plan
-from thinwire.spec.topology import Topology
+from thinwire.spec.topology import TOPOLOGY_SOURCES, Topology
 
 __all__ = ["Ordered", "host_name", "order_ranks"]
 
@@ -101,7 +101,9 @@ def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], Topol
     """The host of every rank, and what rank 0 has read; see :func:`_read`."""
     # The first two items are those by which ranks compare their plans where they shard: a rank with another plan may
     # be there already.
-    mine = plan.fingerprint(), plan.describe(), host_name()
+    # Paths may differ from host to host, since only rank 0 reads the file.
+    kind = source if source in TOPOLOGY_SOURCES else "file"
+    mine = plan.with_(topology=kind).fingerprint(), plan.describe(), host_name()
 
     def read() -> tuple[str, str, str, Topology | None, str]:
         return *mine, *(_read(source) if control.rank == 0 else (None, ""))

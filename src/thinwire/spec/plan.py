@@ -385,6 +385,8 @@ class Plan(Spec):
         parts += [f"{axis} {ways}" for axis, ways in (("tp", self.tp), ("pp", self.pp)) if ways > 1]
         if self.schedule != "1f1b":
             parts.append(self.schedule)
+        if self.topology is not None:
+            parts.append(f"ranks ordered by topology {self.topology}")
         codecs = [f"{name} {codec}" for name, codec in self.wire.codecs().items() if not codec.is_none]
         parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
         if self.wire.error_feedback:

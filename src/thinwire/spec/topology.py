@@ -23,10 +23,12 @@ class Topology:
     Attributes:
         switches: Switches above every host, by host, from the leaf upwards; at least the leaf.
         source: Where that is written, for messages.
+        from_slurm: Whether it is SLURM's, which describes the whole cluster.
     """
 
     switches: Mapping[str, tuple[str, ...]]
     source: str
+    from_slurm: bool = False
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -53,7 +55,9 @@ class Topology:
         Raises:
             SpecError: A line is malformed, a host appears twice, or there is no host.
         """
-        return cls(slurm_switches(text, source) if is_slurm(text) else _host_lines(text, source), source)
+        if is_slurm(text):
+            return cls(slurm_switches(text, source), source, from_slurm=True)
+        return cls(_host_lines(text, source), source)
 
     @property
     def leaf_of(self) -> dict[str, str]:
