@@ -48,6 +48,8 @@ SHORT = {
     r"thinwire(\.cli\.main)? train ": "--set train.steps=4 --set train.validation_samples=8 --set checkpoint.every=2",
     r"bench step": "--rounds 1 --steps 1 --bandwidth none --clip none",
     r"bench reductions": "--ranks 2",
+    r"bench placement (?!--read)": "--rounds 1 --steps 1 --model llama-1m --bandwidth 50mbit --spine 25mbit",
+    r"profile --topology": "--seq 256",
     r"bench (techniques|stages|kernels|backward)": "--rounds 1 --steps 1 --model llama-1m",
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",

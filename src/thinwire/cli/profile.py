@@ -118,6 +118,10 @@ def _find_topology(options: ProfileOptions, out: Path, ranks: Started) -> None:
 
     if options.out is not None:
         raise UsageError(f"--out {options.out} and --topology {out} are two measurements: make one at a time")
+    if options.resume or options.model is not None:
+        raise UsageError(
+            "--resume and --model have no meaning with --topology, which measures links only: leave them out"
+        )
     device = rank_device(options.device, ranks.local_rank)
     profile_topology(ranks, _mesh(options, ranks), device, out, options.plot, as_json=options.as_json)
 
