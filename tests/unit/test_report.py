@@ -123,6 +123,16 @@ def test_the_report_shows_a_crash_and_a_continuation(tmp_path: Path) -> None:
     assert "Started again after step 6 at 2001-09-09 01:46 UTC under zero1 on mesh 1x2." in page.text
 
 
+def test_pages_name_the_hosts_that_a_topology_has_ordered(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run")
+    assert "in the order of the mesh" not in page_of(tmp_path, path).text
+    start = {"step": 0, "time": 1e9, "host": "a", "hosts": ["a", "c", "b"], "order": "leaf switches are those of hosts"}
+    with (path / "starts.jsonl").open("a") as file:
+        file.write(json.dumps(start) + "\n")
+    text = page_of(tmp_path, path).text
+    assert "Leaf switches are those of hosts. Hosts in the order of the mesh: a c b." in text
+
+
 def test_the_report_names_missing_validation_and_peak(tmp_path: Path) -> None:
     path = write_run(tmp_path / "run", [record(2, val_loss=None, mfu=None)], complete=False)
     page = page_of(tmp_path, path)

@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from thinwire.cli.main import app
 from thinwire.cli.plan import _leaves_of_hosts
 from thinwire.errors import SpecError, UsageError
 from thinwire.network.slurm import slurm_topology
@@ -282,3 +284,24 @@ def test_the_planner_takes_the_hosts_of_a_job_from_slurm_s_topology(
     assert _leaves_of_hosts(path) == {"node01": "leaf1", "node05": "leaf2", "node02": "leaf1", "node06": "leaf2"}
     path.write_text("node01 left\nnode05 right\n")  # a file of one's own is the job's
     assert _leaves_of_hosts(path) == {"node01": "left", "node05": "right"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--topology", "hosts"], "--topology with 1 nodes: any order of less than three nodes is the same"),
+        (["--topology", "hosts", "--out", "p.json"], "--out p.json and --topology hosts are two measurements"),
+        (["--topology", "hosts", "--resume"], "--resume and --model have no meaning with --topology"),
+        ([], "--out PROFILE.json is missing, or --topology HOSTS: the file to write"),
+    ],
+)
+def test_profiles_without_sense_are_refused(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    result = CliRunner().invoke(app, ["profile", *arguments])
+    assert result.exit_code == 1
+    assert message in " ".join(result.output.split())
+    assert not (tmp_path / "hosts").exists()

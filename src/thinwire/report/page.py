@@ -262,6 +262,7 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
     elif run.summary is not None and run.last_step < run.recipe.train.steps:
         notes.append(f"Its summary says that it is complete, but the last logged step is {run.last_step}.")
     notes += [_start_note(start) for start in run.starts[1:]]
+    notes += [_order_note(start) for start in run.starts[-1:] if start.get("hosts")]
     if run.unreadable:
         lines = _counted(run.unreadable, "line")
         notes.append(f"Left out: {lines} of metrics.jsonl that cannot be read, as a crash leaves them.")
@@ -282,6 +283,11 @@ def _notes(subject: Subject, numbers: Mapping[str, Any], trace: Path | None) -> 
 def _start_note(start: Mapping[str, Any]) -> str:
     when = datetime.datetime.fromtimestamp(float(start.get("time", 0)), datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
     return f"Started again after step {start.get('step', 0)} at {when} under {start.get('plan', 'an unknown plan')}."
+
+
+def _order_note(start: Mapping[str, Any]) -> str:
+    order = str(start.get("order", ""))
+    return f"{order[:1].upper()}{order[1:]}. Hosts in the order of the mesh: {' '.join(map(str, start['hosts']))}."
 
 
 def _bytes_table(numbers: Mapping[str, Any]) -> Sheet | None:
