@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from tests.dist.edge import TOLERANCE, build, close, gap, raised, samples, whole
@@ -12,14 +15,19 @@ from tests.dist.test_edge_models import Stack
 from torch import nn
 
 import thinwire as tw
-from thinwire.collectives import group
+from thinwire.collectives import gloo, group
 from thinwire.collectives.group import recording
+from thinwire.collectives.nccl import Membership, replace_nccl
 from thinwire.errors import MismatchError, SpecError
+from thinwire.network import finding
 from thinwire.network.order import order_ranks
+from thinwire.network.pairings import num_rounds
 from thinwire.parallel import parallelize
 from thinwire.program import Scope
 from thinwire.sharding.api import runtime
+from thinwire.spec import Factor
 from thinwire.testing import run_ranks
+from thinwire.testing.nccl import Issue, NcclDouble
 
 HOSTS = "a left\nb right\nc left\nd right\n"
 
@@ -155,3 +163,27 @@ def check_checkpoints(hosts: Path, path: Path) -> None:
 def test_checkpoints_do_not_depend_on_the_order(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(HOSTS)
     run_ranks(4, check_checkpoints, tmp_path / "hosts", tmp_path / "checkpoint")
+
+
+def check_calls(native: bool) -> tuple[object, list[str]]:
+    """Time pairs of three nodes, one of which rests in each round; returns what was found and this rank's calls."""
+    finding.TURN = 2e-3  # what is found on one machine is noise; here, only calls count
+    issues: list[Issue] = []
+
+    def make(where: Membership) -> NcclDouble:
+        links = gloo.GlooLinks(where.store, where.index, len(where.ranks), gloo.make_device(), where.timeout)
+        return NcclDouble(links, where, issues, lambda _name, _reads, _writes, body: body())
+
+    with replace_nccl(make) if native else contextlib.nullcontext():
+        found = finding.find_leaves(group.control(), Factor(local=1, nodes=3), torch.device("cpu"))
+    assert set(found.pairs) == {(0, 1), (0, 2), (1, 2)}
+    assert sorted(node for leaf in found.leaves for node in leaf) == [0, 1, 2]
+    assert found.rounds >= num_rounds(3)
+    return dataclasses.replace(found, seconds=0.0), [issue.what for issue in issues]
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_all_ranks_make_the_same_calls_and_find_the_same(native: bool) -> None:
+    first, *others = run_ranks(3, check_calls, native)
+    assert all(other == first for other in others)
+    assert bool(first[1]) is native

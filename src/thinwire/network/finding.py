@@ -185,13 +185,15 @@ class _Finder:
         return taken
 
     def _exchange(self, partner: int | None) -> float:
-        """Seconds in which this rank and its partner send each other the message, while others do the same."""
-        self._control.barrier()
-        if partner is None:
-            return 0.0
+        """Seconds in which this rank and its partner send each other the message, while others do the same.
+
+        Without a partner, this rank makes the same calls with nothing to send, as communicators of NCCL demand.
+        """
         nothing = [self._message[:0]] * self._mesh.nodes
-        outgoing = [*nothing[:partner], self._message, *nothing[partner + 1 :]]
-        incoming = [*nothing[:partner], self._answer, *nothing[partner + 1 :]]
+        outgoing, incoming = [*nothing], [*nothing]
+        if partner is not None:
+            outgoing[partner], incoming[partner] = self._message, self._answer
+        self._control.barrier()
         begin = time.perf_counter()
         for _ in range(self._repeats):
             self._peers.exchange(outgoing, incoming)
