@@ -68,6 +68,7 @@ def leaves_of(leaf_of: Sequence[int]) -> list[list[int]]:
         ([0, 1, 0, 1], 1.0),
         ([0, 1, 2, 3, 0, 1, 2, 3], 1.0),
         ([0, 1, 0, 1, 0, 1, 0], 2.0),
+        ([i % 2 for i in range(16)], 4.0),
         ([i % 4 for i in range(32)], 3.0),
         ([0] * 5 + [1] * 7 + [2] * 9, 3.0),
         ([i % 16 for i in range(128)], 2.0),
