@@ -10,7 +10,7 @@ import pytest
 from tests.lab.cluster import THINWIRE, needs_lab
 
 from thinwire.record import read_run
-from thinwire.spec.topology import Topology
+from thinwire.spec.topology import SwitchTree
 
 INTERLEAVED = "--leaf 2 --spine-bandwidth 50mbit --places 0,2,1,3"
 
@@ -45,7 +45,7 @@ def test_leaves_are_found_under_load(tmp_path: Path, options: str, leaves: list[
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert sorted(" ".join(sorted(hosts)) for hosts in found["leaves"].values()) == leaves
-    assert len(set(Topology.read(out).leaf_of.values())) == len(leaves)
+    assert len(set(SwitchTree.read(out).leaf_of.values())) == len(leaves)
     assert picture.stat().st_size > 1000
     if len(leaves) > 1:
         assert found["inside_gbps"] > 1.15 * found["across_gbps"]

@@ -15,7 +15,7 @@ from thinwire.plan import TrainingJob, candidate
 from thinwire.plan.placement import hostfile, place, placed, rankfile, slurm_hostfile
 from thinwire.plan.search import elsewhere
 from thinwire.spec import ClusterSpec, Factor, ModelSpec, Plan
-from thinwire.spec.topology import Topology
+from thinwire.spec.topology import SwitchTree
 
 MODEL = ModelSpec(name="small", layers=2, hidden=512, heads=8, vocab=4096, seq=512)
 
@@ -95,13 +95,13 @@ def test_files_for_launchers(tmp_path: Path) -> None:
     assert rankfile(order, 2).splitlines()[2] == "rank 2=n1 slot=0"
     listing = tmp_path / "hosts"
     listing.write_text("# scheduler's order\nn1 left\n\nn2 right  # far\n")
-    assert Topology.read(listing).leaf_of == {"n1": "left", "n2": "right"}
+    assert SwitchTree.read(listing).leaf_of == {"n1": "left", "n2": "right"}
 
 
 def test_bad_listings_are_refused(tmp_path: Path) -> None:
     listing = tmp_path / "hosts"
     listing.write_text("n1\nn2 left\nn2 left\n")
     with pytest.raises(SpecError, match=r"line 1: 'n1' should be(?s:.*)line 3: host 'n2' stands there twice"):
-        Topology.read(listing)
+        SwitchTree.read(listing)
     with pytest.raises(SpecError, match="there are 1 hosts, and the cluster has 4 nodes"):
         place(job(4), plan(4, optimizer=2), {"a": "x"})

@@ -24,7 +24,7 @@ from thinwire.program.ordering import _nominal_units
 from thinwire.spec import Factor, Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.slurm import expand_hosts
-from thinwire.spec.topology import Topology, host_lines
+from thinwire.spec.topology import SwitchTree, host_lines
 
 CONFIGURATION = """\
 # two rows
@@ -75,7 +75,7 @@ def test_malformed_lists_are_refused(text: str) -> None:
 
 
 def test_the_tree_is_read_from_the_configuration_and_from_scontrol() -> None:
-    configured, shown = Topology.parse(CONFIGURATION, "conf"), Topology.parse(SHOWN, "scontrol")
+    configured, shown = SwitchTree.parse(CONFIGURATION, "conf"), SwitchTree.parse(SHOWN, "scontrol")
     assert configured.switches == shown.switches
     assert configured.switches["gpu-a2"] == ("leaf2", "row1", "top")
     assert len(configured.switches) == 14
@@ -86,12 +86,12 @@ def test_the_tree_is_read_from_the_configuration_and_from_scontrol() -> None:
 
 
 def test_blocks_are_leaves_and_larger_blocks_join_them() -> None:
-    configured = Topology.parse(
+    configured = SwitchTree.parse(
         "BlockName=b1 Nodes=n[1-2]\nBlockName=b2 Nodes=n[3-4]\nBlockName=b3 Nodes=n[5-6]\nBlockSizes=2,4\n", "conf"
     ).switches
     assert [configured[f"n{i}"][0] for i in range(1, 7)] == ["b1", "b1", "b2", "b2", "b3", "b3"]
     assert configured["n1"][1] == configured["n4"][1] != configured["n5"][1]
-    shown = Topology.parse(
+    shown = SwitchTree.parse(
         "BlockName=b1 BlockIndex=0 Nodes=n[1-2] BlockSize=2\nBlockName=b2 BlockIndex=1 Nodes=n[3-4] BlockSize=2\n"
         "AggregatedBlock=b[1-2] BlockIndex=2 Nodes=n[1-4] BlockSize=4\n",
         "scontrol",
@@ -102,26 +102,26 @@ def test_blocks_are_leaves_and_larger_blocks_join_them() -> None:
 @pytest.mark.parametrize("text", ["SwitchName=top Switches=a\n", "BlockSizes=4\n", "SwitchName=a Switches=a\n"])
 def test_switches_without_hosts_are_refused(text: str) -> None:
     with pytest.raises(SpecError, match="names no switch or block with nodes below it"):
-        Topology.parse(text, "conf")
+        SwitchTree.parse(text, "conf")
 
 
 def test_files_name_hosts_and_what_is_above(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     path.write_text("a left row1\nb right.x row1 # far\n")
-    assert Topology.read(path).switches == {"a": ("left", "row1"), "b": ("right.x", "row1")}
+    assert SwitchTree.read(path).switches == {"a": ("left", "row1"), "b": ("right.x", "row1")}
     path.write_text(host_lines({"left": ["a", "c"], "right": ["b"]}, comment="found"))
-    assert Topology.read(path).leaf_of == {"a": "left", "c": "left", "b": "right"}
+    assert SwitchTree.read(path).leaf_of == {"a": "left", "c": "left", "b": "right"}
     path.write_text(CONFIGURATION)
-    assert Topology.read(path).leaf_of["node12"] == "leaf3"
+    assert SwitchTree.read(path).leaf_of["node12"] == "leaf3"
     path.write_text("# nothing\n")
     with pytest.raises(SpecError, match="names no host"):
-        Topology.read(path)
+        SwitchTree.read(path)
     with pytest.raises(SpecError, match="cannot be read: No such file"):
-        Topology.read(tmp_path / "missing")
+        SwitchTree.read(tmp_path / "missing")
 
 
 def test_hosts_are_found_by_their_short_names() -> None:
-    topology = Topology({"a.cluster": ("left",), "b": ("right",), "c.one": ("x",), "c.two": ("y",)}, "hosts")
+    topology = SwitchTree({"a.cluster": ("left",), "b": ("right",), "c.one": ("x",), "c.two": ("y",)}, "hosts")
     assert topology.above(["b.cluster", "a", "b"]) == [("right",), ("left",), ("right",)]
     with pytest.raises(
         SpecError, match=r"has no line for c, d; it names 4 hosts, such as a\.cluster, b, c\.one, c\.two"
@@ -196,7 +196,7 @@ def test_slurm_without_an_answer_is_one_sentence(tmp_path: Path) -> None:
         slurm_topology({"PATH": str(tmp_path), "SLURM_CONF": str(tmp_path / "slurm.conf")})
     (tmp_path / "topology.conf").write_text(CONFIGURATION)
     beside = slurm_topology({"PATH": str(tmp_path), "SLURM_CONF": str(tmp_path / "slurm.conf")})
-    assert beside.switches == Topology.parse(CONFIGURATION, "").switches
+    assert beside.switches == SwitchTree.parse(CONFIGURATION, "").switches
     scontrol = tmp_path / "scontrol"
     path = f"{tmp_path}:/usr/bin:/bin"
     scontrol.write_text(f"#!/bin/sh\ncat <<'END'\n{SHOWN}END\n")
@@ -258,7 +258,7 @@ def controller(tmp_path: Path) -> Iterator[dict[str, str]]:
 @pytest.mark.slow
 @needs_slurm
 def test_real_slurm_says_the_same(controller: dict[str, str]) -> None:
-    assert slurm_topology(controller).switches == Topology.parse(CONFIGURATION, "").switches
+    assert slurm_topology(controller).switches == SwitchTree.parse(CONFIGURATION, "").switches
 
 
 @pytest.mark.slow

@@ -236,9 +236,9 @@ def _leaves_of_hosts(source: Path) -> dict[str, str]:
 
     from thinwire.network.slurm import slurm_topology
     from thinwire.spec.slurm import expand_hosts
-    from thinwire.spec.topology import Topology
+    from thinwire.spec.topology import SwitchTree
 
-    topology = slurm_topology() if str(source) == "slurm" else Topology.read(source)
+    topology = slurm_topology() if str(source) == "slurm" else SwitchTree.read(source)
     nodes = os.environ.get("SLURM_JOB_NODELIST")
     if nodes is None or not topology.from_slurm:
         return topology.leaf_of

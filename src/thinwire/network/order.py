@@ -17,7 +17,7 @@ from thinwire.network.finding import Found, find_leaves
 from thinwire.network.slurm import is_slurm_job, slurm_topology
 from thinwire.program import least_crossing
 from thinwire.spec import Plan
-from thinwire.spec.topology import TOPOLOGY_SOURCES, Topology
+from thinwire.spec.topology import TOPOLOGY_SOURCES, SwitchTree
 
 __all__ = ["Ordered", "host_name", "order_ranks"]
 
@@ -97,7 +97,7 @@ def _ordered(plan: Plan, source: str, control: Control, device: torch.device) ->
     return Ordered(plan.with_(topology=None, placement=placement), placed, sentence)
 
 
-def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], Topology | None, str]:
+def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], SwitchTree | None, str]:
     """The host of every rank, and what rank 0 has read; see :func:`_read`."""
     # The first two items are those by which ranks compare their plans where they shard: a rank with another plan may
     # be there already.
@@ -105,7 +105,7 @@ def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], Topol
     kind = source if source in TOPOLOGY_SOURCES else "file"
     mine = plan.with_(topology=kind).fingerprint(), plan.describe(), host_name()
 
-    def read() -> tuple[str, str, str, Topology | None, str]:
+    def read() -> tuple[str, str, str, SwitchTree | None, str]:
         return *mine, *(_read(source) if control.rank == 0 else (None, ""))
 
     everyone = control.agree(read, lambda problems: _unusable(plan, source, next(iter(problems.values()))))
@@ -118,7 +118,7 @@ def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], Topol
     return [other[2] for other in everyone], everyone[0][3], everyone[0][4]
 
 
-def _read(source: str) -> tuple[Topology | None, str]:
+def _read(source: str) -> tuple[SwitchTree | None, str]:
     """Read the topology, on rank 0.
 
     Returns:
@@ -136,7 +136,7 @@ def _read(source: str) -> tuple[Topology | None, str]:
                 return slurm_topology(), ""
             except UsageError as error:
                 return None, f"{error}; so "
-        return None if source in ("auto", "timed") else Topology.read(Path(source)), ""
+        return None if source in ("auto", "timed") else SwitchTree.read(Path(source)), ""
     except SpecError as error:
         raise UsageError(f"{error.what} {'; '.join(error.problems)}") from error
 

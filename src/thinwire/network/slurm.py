@@ -10,7 +10,7 @@ from pathlib import Path
 
 from thinwire.errors import UsageError
 from thinwire.spec.slurm import is_slurm
-from thinwire.spec.topology import Topology
+from thinwire.spec.topology import SwitchTree
 
 __all__ = ["is_slurm_job", "slurm_topology"]
 
@@ -23,7 +23,7 @@ def is_slurm_job(environment: Mapping[str, str] = os.environ) -> bool:
     return "SLURM_JOB_ID" in environment
 
 
-def slurm_topology(environment: Mapping[str, str] = os.environ) -> Topology:
+def slurm_topology(environment: Mapping[str, str] = os.environ) -> SwitchTree:
     """Read the switches of SLURM's tree or block plugin.
 
     ``scontrol show topology`` is asked where scontrol is installed; elsewhere, ``topology.conf`` is read from the
@@ -48,12 +48,12 @@ def slurm_topology(environment: Mapping[str, str] = os.environ) -> Topology:
             f"scontrol show topology names no switches; it said: {said} (SLURM knows them with TopologyPlugin = "
             "topology/tree or topology/block)"
         )
-    return Topology.parse(answer.stdout, "scontrol show topology")
+    return SwitchTree.parse(answer.stdout, "scontrol show topology")
 
 
-def _configured(environment: Mapping[str, str]) -> Topology:
+def _configured(environment: Mapping[str, str]) -> SwitchTree:
     configuration = Path(environment.get("SLURM_CONF", "/etc/slurm/slurm.conf"))
     path = configuration.with_name("topology.conf")
     if not path.is_file():
         raise UsageError(f"scontrol is not on the PATH, and there is no {path}")
-    return Topology.read(path)
+    return SwitchTree.read(path)

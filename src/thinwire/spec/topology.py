@@ -10,14 +10,14 @@ from typing import Self
 from thinwire.errors import SpecError
 from thinwire.spec.slurm import is_slurm, slurm_switches
 
-__all__ = ["TOPOLOGY_SOURCES", "Topology", "host_lines"]
+__all__ = ["TOPOLOGY_SOURCES", "SwitchTree", "host_lines"]
 
 TOPOLOGY_SOURCES = ("auto", "slurm", "timed")
 """Values of a plan's ``topology`` that name no file."""
 
 
 @dataclass(frozen=True)
-class Topology:
+class SwitchTree:
     """The switches above hosts.
 
     Attributes:
@@ -87,7 +87,7 @@ class Topology:
 
 
 def host_lines(leaves: Mapping[str, Sequence[str]], *, comment: str) -> str:
-    """The text of a file that :meth:`Topology.read` reads.
+    """The text of a file that :meth:`SwitchTree.read` reads.
 
     Args:
         leaves: Hosts of each leaf.
