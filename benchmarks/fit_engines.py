@@ -1,4 +1,4 @@
-"""Fits the constants of a published system to its tables, by coordinate search.
+"""Fits the constants of a published system to its tables, by least squares within fixed ranges.
 
     python benchmarks/fit_engines.py deepspeed --leave-out --write
 
@@ -23,13 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 import thinwire_bench.published
 from thinwire.sim import ENGINES, Answer, Case, Engine, answer
 from thinwire_bench.published import TABLES, Table
 from thinwire_bench.published.calibration import PublishedRow
 
 FOLDS = 5
-LARGEST_SHARE = 1.0
 DGX2, P3DN, P4D = ("v100-32g", 16), ("v100-32g", 8), ("a100-40g", 8)
 
 Target = tuple[Table, PublishedRow]
@@ -44,76 +45,77 @@ class Constant:
     Attributes:
         name: Label in the output.
         nominal: Value before any fit.
+        least: Smallest value that makes physical sense.
+        most: Largest value that does.
         places: Fields that hold the value.
-        is_share: Whether the value is at most 1.
         twice: Fields that hold twice the value.
     """
 
     name: str
     nominal: float
+    least: float
+    most: float
     places: tuple[Place, ...]
-    is_share: bool = False
     twice: tuple[Place, ...] = ()
-
-
-def share(name: str, nominal: float, *places: Place) -> Constant:
-    return Constant(name, nominal, places, is_share=True)
 
 
 def everywhere(engine: str, path: str, *machines: tuple[str, int] | None) -> tuple[Place, ...]:
     return tuple((engine, machine, path) for machine in machines)
 
 
-_BOTH = ("mvapich", "nccl")
-_ALL = (None, DGX2, P3DN, P4D)
+_HYBRID = ("mvapich", "nccl")
 _SLOW = (None, P3DN, P4D)
+
+
+def _evo(path: str) -> tuple[Place, ...]:
+    """AMSP's engine is built on InternEvo's, and A800s multiply like A100s: what both tables are fitted to."""
+    return (*everywhere("amsp", path, None), *everywhere("internevo", path, None))
+
 
 SYSTEMS: dict[str, tuple[Constant, ...]] = {
     "amsp": (
-        share("compute", 0.68, ("amsp", None, "efficiency.compute")),
-        share("inside", 0.75, ("amsp", None, "efficiency.inside")),
-        share("nic", 0.80, ("amsp", None, "efficiency.nic")),
-        Constant("step", 0.1, (("amsp", None, "efficiency.step"),)),
-    ),
-    "internevo": (
-        share("compute", 0.68, ("internevo", None, "efficiency.compute")),
-        share("inside", 0.75, ("internevo", None, "efficiency.inside")),
-        share("nic", 0.80, ("internevo", None, "efficiency.nic")),
-        Constant("step", 0.1, (("internevo", None, "efficiency.step"),)),
-        Constant("latency inside", 6e-6, (("internevo", None, "latency.0"),)),
-        Constant("latency across", 20e-6, (("internevo", None, "latency.1"),)),
+        Constant("compute", 0.83, 0.70, 0.95, _evo("efficiency.compute")),
+        Constant("inside", 0.75, 0.60, 1.0, _evo("efficiency.inside")),
+        Constant("nic", 0.90, 0.70, 1.0, _evo("efficiency.nic")),
+        Constant("beside", 1.1, 1.0, 1.4, _evo("efficiency.beside")),
+        Constant("step, AMSP", 0.1, 0.0, 1.0, (("amsp", None, "efficiency.step"),)),
+        Constant("step, InternEvo", 0.3, 0.0, 1.5, (("internevo", None, "efficiency.step"),)),
     ),
     "deepspeed": (
-        share("compute A800", 0.68, ("deepspeed", None, "efficiency.compute")),
-        share("compute DGX-2", 0.68, ("deepspeed", DGX2, "efficiency.compute")),
-        share("compute p3dn", 0.68, ("deepspeed", P3DN, "efficiency.compute")),
-        share(
-            "compute p4d",
-            0.68,
-            ("deepspeed", P4D, "efficiency.compute"),
-            ("deepspeed-efa", None, "efficiency.compute"),
+        Constant("compute V100", 0.80, 0.65, 0.90, everywhere("deepspeed", "efficiency.compute", DGX2, P3DN)),
+        Constant(
+            "nic",
+            0.90,
+            0.80,
+            1.0,
+            (*everywhere("deepspeed", "efficiency.nic", DGX2, P3DN, P4D), ("deepspeed-efa", None, "efficiency.nic")),
         ),
-        share(
-            "nic", 0.80, *everywhere("deepspeed", "efficiency.nic", *_ALL), ("deepspeed-efa", None, "efficiency.nic")
+        Constant(
+            "passes p4d",
+            2.0,
+            1.0,
+            4.0,
+            (("deepspeed", P4D, "efficiency.passes"), ("deepspeed-efa", None, "efficiency.passes")),
         ),
-        Constant("fill", 500.0, (*everywhere("deepspeed", "fill", *_ALL), ("deepspeed-efa", None, "fill"))),
         Constant(
             "decision",
             1e-3,
-            (("deepspeed-efa", None, "host.decision"), ("deepspeed", DGX2, "host.decision")),
+            0.0,
+            4e-3,
+            (("deepspeed-efa", None, "host.decision"),),
             twice=everywhere("deepspeed", "host.decision", P3DN, P4D),
         ),
-        Constant("partition", 20e-6, everywhere("deepspeed", "host.partition", *_SLOW)),
-        Constant("flush", 0.2e-9, everywhere("deepspeed", "host.flush", *_SLOW)),
-        Constant("chance", 1e-3, everywhere("deepspeed", "host.chance", *_SLOW)),
+        Constant("partition", 20e-6, 1e-5, 2e-4, everywhere("deepspeed", "host.partition", *_SLOW)),
+        Constant("flush", 0.2e-9, 5e-11, 2e-9, everywhere("deepspeed", "host.flush", *_SLOW)),
+        Constant("chance", 1e-3, 3e-4, 1e-2, everywhere("deepspeed", "host.chance", *_SLOW)),
     ),
     "hybrid": (
-        share("compute", 0.4, *((name, None, "efficiency.compute") for name in _BOTH)),
-        share("inside, MVAPICH", 0.75, ("mvapich", None, "efficiency.inside")),
-        share("nic, MVAPICH", 0.80, ("mvapich", None, "efficiency.nic")),
-        share("links, NCCL", 0.9, ("nccl", None, "efficiency.inside"), ("nccl", None, "efficiency.nic")),
-        Constant("MPC", 50e9, (("mvapich", None, "codecs.mpc"),)),
-        Constant("ZFP", 100e9, (("mvapich", None, "codecs.zfp"),)),
+        Constant("compute", 0.4, 0.1, 0.95, tuple((name, None, "efficiency.compute") for name in _HYBRID)),
+        Constant("inside, MVAPICH", 0.75, 0.3, 1.0, (("mvapich", None, "efficiency.inside"),)),
+        Constant("nic, MVAPICH", 0.80, 0.3, 1.0, (("mvapich", None, "efficiency.nic"),)),
+        Constant("links, NCCL", 0.9, 0.3, 1.0, (("nccl", None, "efficiency.inside"), ("nccl", None, "efficiency.nic"))),
+        Constant("MPC", 50e9, 5e9, 500e9, (("mvapich", None, "codecs.mpc"),)),
+        Constant("ZFP", 100e9, 5e9, 500e9, (("mvapich", None, "codecs.zfp"),)),
     ),
 }
 """Fitted constants by system; all other values in ``sim/engines.py`` are published or taken over."""
@@ -234,22 +236,40 @@ def predicted(constants: Sequence[Constant], group: Sequence[Target], others: Se
 def fit(
     constants: Sequence[Constant], start: Mapping[str, float], targets: Sequence[Target], rounds: int
 ) -> dict[str, float]:
-    """Move each constant in turn as long as the error falls, then repeat with smaller steps."""
-    best = dict(start)
-    least, factor = error(constants, best, targets), 1.25
+    """Least squares by Gauss-Newton steps within the constants' ranges, weighted so that large errors count less.
+
+    A step is taken, or a half or a quarter of it, if the mean absolute error falls.
+    """
+    names = [constant.name for constant in constants]
+    least = numpy.array([constant.least for constant in constants])
+    most = numpy.array([constant.most for constant in constants])
+    values = numpy.clip(numpy.array([start[name] for name in names]), least, most)
+    scale = numpy.maximum(abs(values), (most - least) / 10)
+
+    def errors_at(at: Any) -> Any:
+        return numpy.array(errors(constants, dict(zip(names, map(float, at), strict=True)), targets))
+
+    now = errors_at(values)
     for _ in range(rounds):
-        for constant in constants:
-            for step in (factor, 1 / factor):
-                while True:
-                    moved = best | {constant.name: best[constant.name] * step}
-                    if constant.is_share and moved[constant.name] > LARGEST_SHARE:
-                        break
-                    moved_error = error(constants, moved, targets)
-                    if moved_error >= least * (1 - 1e-4):
-                        break
-                    best, least = moved, moved_error
-        factor = 1 + (factor - 1) / 2
-    return best
+        weights = 1 / numpy.sqrt(numpy.maximum(abs(now), 0.01))
+        columns = []
+        for index, constant in enumerate(constants):
+            nudge = 0.02 * scale[index] * (-1 if values[index] + 0.02 * scale[index] > constant.most else 1)
+            moved = values.copy()
+            moved[index] += nudge
+            columns.append((errors_at(moved) - now) / nudge * scale[index])
+        # A constant that no row depends on keeps its value: the damping is all that acts on it.
+        system = numpy.vstack([numpy.array(columns).T * weights[:, None], 0.02 * numpy.eye(len(names))])
+        step = numpy.linalg.lstsq(system, numpy.concatenate([-now * weights, numpy.zeros(len(names))]), rcond=None)[0]
+        for part in (1.0, 0.5, 0.25):
+            tried = numpy.clip(values + part * step * scale, least, most)
+            then = errors_at(tried)
+            if abs(then).mean() < abs(now).mean() * (1 - 1e-4):
+                values, now = tried, then
+                break
+        else:
+            break
+    return dict(zip(names, map(float, values), strict=True))
 
 
 # -- engines with other constants ----------------------------------------------------------------------------------
@@ -266,11 +286,16 @@ def current(constant: Constant) -> float:
 
 def error(constants: Sequence[Constant], values: Mapping[str, float], targets: Iterable[Target]) -> float:
     """Mean absolute error of engines with these constants."""
+    return statistics.fmean(map(abs, errors(constants, values, targets)))
+
+
+def errors(constants: Sequence[Constant], values: Mapping[str, float], targets: Iterable[Target]) -> list[float]:
+    """Error of each row under engines with these constants."""
     engines = _engines(constants, values)
     kept = {name: ENGINES[name] for name in engines}
     ENGINES.update(engines)
     try:
-        return statistics.fmean(abs(table.compare(row, _remembered).error) for table, row in targets)
+        return [table.compare(row, _remembered).error for table, row in targets]
     finally:
         ENGINES.update(kept)
 

@@ -133,7 +133,9 @@ def test_a_cluster_without_bfloat16_computes_halves_and_one_without_a_peak_is_re
     volta, ampere = NominalRates(ClusterSpec.named("v100-32g:1x16")), NominalRates(CLUSTER)
     part = parts(ModelSpec.preset("llama-7b"), "block")[2]
     ratio = volta.forward(part, plan("ddp"), 2048) / ampere.forward(part, plan("ddp"), 2048)
-    assert ratio == pytest.approx(312 / 125)
+    # Matrix products take that much longer; what is bound by memory takes 2039 / 900 times as long.
+    assert ratio == pytest.approx(312 / 125, rel=0.02)
+    assert 2039 / 900 < ratio < 312 / 125
     with pytest.raises(SpecError, match="no figure for float32; it has float16"):
         NominalRates(CLUSTER.with_(peak_flops={"float16": 1e12}), "float32")
 

@@ -33,9 +33,13 @@ def test_one_rank_only_computes() -> None:
     plan = Plan.preset("ddp", nodes=1, local=1)
     rates = NominalRates(CLUSTER, efficiency=FREE)
     step = simulate(plan, workload(plan), rates)
-    flops = MODEL.flops_per_token() * MODEL.seq
+    passes = sum(
+        rates.forward(part, plan, MODEL.seq) + rates.backward(part, plan, MODEL.seq) for part in workload(plan).parts
+    )
+    # Causal attention is half of what the count of FLOPs has, and a narrow model's kernels are far from the peak.
+    assert passes > 0.9 * MODEL.flops_per_token(causal=True) * MODEL.seq / (312e12 * FREE.compute)
     update = rates.update(sum(b.numel for unit in units(MODEL, plan) for b in unit.buffers))
-    assert step.seconds == pytest.approx(flops / (312e12 * FREE.compute) + update)
+    assert step.seconds == pytest.approx(passes + update)
     assert not any(step.exposed.values())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -54,8 +54,13 @@ class ModelPart:
         kind: ``"embedding"``, ``"block"`` (or a module of one), ``"head"`` (including the loss) or ``"rest"``.
         block: Number of the block that it belongs to.
         tensors: Its parameters, in order.
-        matrix_flops: FLOPs of one token's forward through its matrices.
+        matrices: Rows and columns of its matrices: the width of their output and of their input.
         attention_width: Total width of its attention heads, whose FLOPs also depend on the sequence length.
+        heads: Number of these heads.
+        split_values: Values of one token that the forward reads or writes outside of matrix products and attention,
+            and of which a tensor-parallel rank has its part: activation functions, rotations, logits.
+        whole_values: The same of which every tensor-parallel rank has all: norms and residual additions.
+        matrix_flops: FLOPs of one token's forward through its matrices.
         numel: Number of elements of all its parameters.
         aligned: Whether its parameters need no padding between each other.
     """
@@ -64,13 +69,18 @@ class ModelPart:
     kind: str
     block: int
     tensors: tuple[Tensor, ...]
-    matrix_flops: int
+    matrices: tuple[tuple[int, int], ...] = ()
     attention_width: int = 0
+    heads: int = 0
+    split_values: int = 0
+    whole_values: int = 0
 
+    matrix_flops: int = field(init=False)
     numel: int = field(init=False)
     aligned: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "matrix_flops", sum(2 * rows * columns for rows, columns in self.matrices))
         object.__setattr__(self, "numel", sum(tensor.numel for tensor in self.tensors))
         object.__setattr__(self, "aligned", all(tensor.numel % ALIGNMENT_BYTES == 0 for tensor in self.tensors))
 
@@ -224,8 +234,21 @@ def _pieces(tensors: Sequence[Tensor], itemsize: int, begin: int, end: int) -> I
 
 # -- the built-in models -----------------------------------------------------------------------------------------
 
-_Module = tuple[str, tuple[tuple[str, int], ...], int, int]
-"""Module name below its block, its parameters, FLOPs per token through its matrices, and width of its attention."""
+_LOGIT_VALUES = 10
+"""Values that the loss reads or writes for each logit: cast to fp32, log-softmax, and their temporaries."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Module:
+    """A module of a block: its name below the block, its parameters, and what it computes besides; see ModelPart."""
+
+    name: str
+    parameters: tuple[tuple[str, int], ...]
+    matrices: tuple[tuple[int, int], ...] = ()
+    attention_width: int = 0
+    heads: int = 0
+    split_values: int = 0
+    whole_values: int = 0
 
 
 @lru_cache(maxsize=16)
@@ -246,7 +269,15 @@ def _sliced(part: ModelPart, tp: int) -> ModelPart:
     tensors = tuple(
         tensor if "norm" in tensor.name else Tensor(tensor.name, -(-tensor.numel // tp)) for tensor in part.tensors
     )
-    return ModelPart(part.name, part.kind, part.block, tensors, part.matrix_flops // tp, part.attention_width // tp)
+    return replace(
+        part,
+        tensors=tensors,
+        # Either side may be the one that is cut; the work is the same.
+        matrices=tuple((-(-rows // tp), columns) for rows, columns in part.matrices),
+        attention_width=part.attention_width // tp,
+        heads=part.heads // tp,
+        split_values=part.split_values // tp,
+    )
 
 
 def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
@@ -254,9 +285,12 @@ def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
     outside = itertools.count(model.layers + 1)  # numbers of blocks; only their equality counts
     embedding_tensors = _tensors(names.embedding, [("weight", model.embedding_parameters)])
     head_tensors = _tensors("lm_head", [("weight", model.head_parameters)]) if model.head_parameters else ()
-    embedding = ModelPart(names.embedding, "embedding", next(outside), embedding_tensors, 0)
-    norm = ModelPart(names.norm, "rest", next(outside), _tensors(names.norm, _norm(model)), 0)
-    head = ModelPart("lm_head", "head", next(outside), head_tensors, 2 * model.hidden * model.vocab)
+    embedding = ModelPart(names.embedding, "embedding", next(outside), embedding_tensors, whole_values=2 * model.hidden)
+    norm = ModelPart(
+        names.norm, "rest", next(outside), _tensors(names.norm, _norm(model)), whole_values=2 * model.hidden
+    )
+    logits = ((model.vocab, model.hidden),)
+    head = ModelPart("lm_head", "head", next(outside), head_tensors, logits, split_values=_LOGIT_VALUES * model.vocab)
     blocks = [part for layer in range(model.layers) for part in _block_parts(model, layer, granularity)]
     if model.tied_embedding:
         alone: tuple[ModelPart, ...] = (norm,) if granularity == "module" else ()
@@ -266,28 +300,43 @@ def _whole_parts(model: ModelSpec, granularity: str) -> tuple[ModelPart, ...]:
         alone = tuple(p for p in (embedding, head) if p.numel * LARGE_LEAF >= model.parameters)
     # The root owns what is too small to be a unit, and what two units share.
     rest = [part for part in (embedding, norm, head) if part not in alone]
-    root = ModelPart(
-        "",
-        "head" if head in rest else "rest",
-        0,
-        tuple(tensor for part in rest for tensor in part.tensors),
-        sum(part.matrix_flops for part in rest),
-    )
+    root = _joined("", "head" if head in rest else "rest", 0, rest)
     first = [part for part in (root, embedding) if part.tensors and (part is root or part in alone)]
     return (*first, *blocks, *(part for part in (norm, head) if part in alone))
+
+
+def _joined(name: str, kind: str, block: int, joined: Sequence[ModelPart]) -> ModelPart:
+    """Several parts as one unit."""
+    return ModelPart(
+        name,
+        kind,
+        block,
+        tuple(tensor for part in joined for tensor in part.tensors),
+        tuple(matrix for part in joined for matrix in part.matrices),
+        sum(part.attention_width for part in joined),
+        sum(part.heads for part in joined),
+        sum(part.split_values for part in joined),
+        sum(part.whole_values for part in joined),
+    )
 
 
 def _block_parts(model: ModelSpec, layer: int, granularity: str) -> list[ModelPart]:
     path = f"layers.{layer}"
     modules = [
-        ModelPart(f"{path}.{name}", "block", layer + 1, _tensors(f"{path}.{name}", tensors), flops, width)
-        for name, tensors, flops, width in _block_modules(model)
+        ModelPart(
+            f"{path}.{module.name}",
+            "block",
+            layer + 1,
+            _tensors(f"{path}.{module.name}", module.parameters),
+            module.matrices,
+            module.attention_width,
+            module.heads,
+            module.split_values,
+            module.whole_values,
+        )
+        for module in _block_modules(model)
     ]
-    if granularity == "module":
-        return modules
-    tensors = tuple(tensor for module in modules for tensor in module.tensors)
-    flops, width = sum(m.matrix_flops for m in modules), sum(m.attention_width for m in modules)
-    return [ModelPart(path, "block", layer + 1, tensors, flops, width)]
+    return modules if granularity == "module" else [_joined(path, "block", layer + 1, modules)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,12 +383,25 @@ def _block_modules(model: ModelSpec) -> tuple[_Module, ...]:
         }  # fmt: skip
         order = ["input_layernorm", "post_attention_layernorm", *linears]
         attends = "attention.dense"
-    modules: list[_Module] = []
+    split, whole = _kernel_values(model)
+    modules = []
     for name in order:
-        if name in linears:
-            rows, columns = linears[name]
-            tensors = _linear(rows, columns, bias=model.kind == "gpt")
-            modules.append((name, tensors, 2 * rows * columns, h if name == attends else 0))
-        else:
-            modules.append((name, norm, 0, 0))
+        matrices = (linears[name],) if name in linears else ()
+        parameters = _linear(*linears[name], bias=model.kind == "gpt") if name in linears else norm
+        attention = (h, model.heads) if name == attends else (0, 0)
+        modules.append(_Module(name, parameters, matrices, *attention, split.get(name, 0), whole.get(name, 0)))
     return tuple(modules)
+
+
+def _kernel_values(model: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
+    """Values of a token that kernels between the matrix products read and write in the forward, by module: those that
+    tensor parallelism splits, and those that it does not. A norm reads and writes the stream once; a residual addition
+    reads two and writes one; a rotation reads and writes its vector."""
+    h, kv, ffn = model.hidden, model.kv_hidden, model.ffn
+    norms = dict.fromkeys(("input_layernorm", "post_attention_layernorm"), 2 * h)
+    if model.kind == "llama":
+        # SiLU and the product with the gate: two values in, one out.
+        split = {"self_attn.q_proj": 2 * h, "self_attn.k_proj": 2 * kv, "mlp.down_proj": 3 * ffn}
+        return split, {**norms, "self_attn.o_proj": 3 * h, "mlp.down_proj": 3 * h}
+    # GELU, and dropout before each residual addition, which adds a read and a write (Korthikanti et al. 2022).
+    return {"mlp.dense_h_to_4h": 2 * ffn}, {**norms, "attention.dense": 5 * h, "mlp.dense_4h_to_h": 5 * h}

@@ -93,6 +93,22 @@ class FlatCollectives:
         hops = math.log2(mesh.nodes) * route.latency + (mesh.local - 1) * links.inside.latency
         return 2 * min(ring, hops + 8 * size / bandwidth)
 
+    def broadcasts(self, size: float, owners: int, mesh: Factor, stride: int = 1) -> float:
+        """Seconds of grouped broadcasts, of one part of a vector from each of ``owners`` ranks.
+
+        Each has the latency of its ring, but they share the links like an all-gather: a rank does not receive its own
+        part.
+
+        Args:
+            size: Bytes of the whole vector.
+            owners: Number of ranks that broadcast a part.
+            mesh: Shape of the group.
+            stride: Distance from one node of the group to the next, in nodes.
+        """
+        return owners * self.seconds("BC", 0, mesh, stride) + (
+            self.seconds("BC", size, mesh, stride) - self.seconds("BC", 0, mesh, stride)
+        ) * (1 - 1 / mesh.ranks if owners > 1 else 1)
+
 
 def flat_moves(
     plan: Plan,
@@ -138,7 +154,7 @@ def flat_moves(
     elif operation.kind is Kind.BROADCAST:
         owned = [sum(shares) for shares in zip(*_shares(operation, units), strict=True)]
         values, owners = float(sum(owned)), sum(1 for numel in owned if numel)
-        seconds = owners * flat.seconds("BC", values / owners * per_value, mesh, stride)
+        seconds = flat.broadcasts(values * per_value, owners, mesh, stride)
     else:
         seconds = calls * flat.seconds(_CALLS[operation.kind], values * per_value / calls, mesh, stride)
     scope = Scope.ACROSS if mesh.nodes > 1 else Scope.INSIDE

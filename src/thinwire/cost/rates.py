@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire.cost.anatomy import ModelPart
+from thinwire.cost.kernels import Kernels
 from thinwire.errors import SpecError
 from thinwire.program import Kind, Scope
 from thinwire.program.wire import ITEMSIZE
@@ -125,24 +126,27 @@ class Efficiency:
     """Shares of nominal rates that software reaches, used in the absence of a profile.
 
     Attributes:
-        compute: Share of peak FLOP/s that the matrix products of a transformer of usual width reach.
+        compute: Share of peak FLOP/s that large matrix products reach.
         inside: Share of the links inside a node that collectives of large messages reach.
         nic: Share of the network cards that collectives of large messages reach.
         memory: Share of memory bandwidth that element-wise kernels reach.
         beside: Factor by which computation and transfers take longer when both run (gamma).
         step: Fixed seconds per step.
+        attention: Share of peak FLOP/s that a fused kernel of attention reaches, counted without the masked half;
+            ``None``: attention is not fused, and its scores pass through memory.
+        passes: Times that kernels between matrix products read and write what fused kernels would read and write once.
+        update_bytes: Bytes that the optimizer moves per element.
     """
 
-    compute: float = 0.68
+    compute: float = 0.80
     inside: float = 0.75
     nic: float = 0.80
     memory: float = 0.70
     beside: float = 1.06
     step: float = 0.01
-
-
-_ADAM_BYTES = 30
-"""Bytes that AdamW moves per element: it reads master, two moments and gradient; it writes the first three and bf16."""
+    attention: float | None = 0.35
+    passes: float = 1.0
+    update_bytes: float = 30.0
 
 
 class NominalRates:
@@ -172,8 +176,9 @@ class NominalRates:
                 f"cluster {cluster.name or ''}".strip(),
                 [f"peak_flops has no figure for {plan_dtype}; it has {', '.join(peaks)}"],
             )
-        self._flops = peak * self._efficiency.compute
         self._memory = cluster.memory_bandwidth / 8 * self._efficiency.memory
+        share = self._efficiency
+        self._kernels = Kernels(peak, share.compute, self._memory, share.attention, share.passes)
 
     def hop(self, kind: Kind, scope: Scope, ranks: int, sent: int, *, encoded: bool, stride: int = 1) -> float:
         """The latency of ``ranks - 1`` rounds, plus the bytes over this rank's part of the links.
@@ -208,16 +213,16 @@ class NominalRates:
         )
 
     def forward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """FLOPs at the usual share of the peak; parts without matrices cost nothing."""
-        return part.forward_flops(plan.micro_batch * seq, seq) / self._flops
+        """The kernels of the part, each by its shape."""
+        return self._kernels.forward(part, plan.micro_batch, seq)
 
     def backward(self, part: ModelPart, plan: Plan, seq: int) -> float:
-        """Twice the forward."""
-        return 2 * self.forward(part, plan, seq)
+        """Likewise; a matrix has two products, of other shapes than in the forward."""
+        return self._kernels.backward(part, plan.micro_batch, seq)
 
     def update(self, numel: int) -> float:
         """Bound by memory bandwidth."""
-        return numel * _ADAM_BYTES / self._memory
+        return numel * self._efficiency.update_bytes / self._memory
 
     def touch(self, numel: float) -> float:
         """Bound by memory bandwidth: fp32 on one side, bf16 on the other."""

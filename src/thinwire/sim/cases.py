@@ -266,8 +266,8 @@ def _plan(case: Case, engine: Engine, cluster: ClusterSpec, model: ModelSpec) ->
         fields["wire"] = {"policy": case.wire} if isinstance(case.wire, str) else case.wire
     if isinstance(case.plan, str):
         plan = Plan.preset(case.plan, nodes=mesh.nodes, local=mesh.local)
-        return engine.overlapped(plan.with_(**fields), model.layer_parameters)
+        return engine.overlapped(plan.with_(**fields))
     if unknown := [key for key in case.plan if key not in PLAN_KEYS]:
         raise SpecError(_what(case), [f"plan.{key} is unknown; valid are {', '.join(PLAN_KEYS)}" for key in unknown])
     plan = Plan.parse({"name": "plan", "mesh": mesh.to_dict(), **fields, **case.plan}, _what(case))
-    return engine.overlapped(plan, model.layer_parameters)
+    return engine.overlapped(plan)

@@ -54,12 +54,14 @@ class Engine:
         keeps_gathered: Whether parameters with a secondary shard stay whole while gradients accumulate.
         bucket_bytes: Bytes of gradients that it reduces together.
         latency: Seconds of a ring's step inside a node and across nodes; ``None``: the cluster's.
-        fill: Tokens that each pass through a unit costs in addition to the micro-batch.
+        copies: Bytes that the accelerator copies for each value that is gathered, and for each gradient that is
+            reduced.
         overlaps: Transfers that it can overlap with computation, by ZeRO stage (the highest sharded state; 0: none).
-        in_groups: The same if parameters are sharded over a part of the ranks (MiCS), or if ``live`` is too small.
-        live: Parameters that may be gathered at the same time. A block is gathered early only if it fits together with
-            the one before.
-        awaits: Phases at which computation waits for every operation that starts there, needed or not.
+        in_groups: The same if all states are sharded over the same part of the ranks (MiCS).
+        reuse: Parameters that may be visited between two uses of a tensor for it to stay gathered in between; ``None``:
+            a block stays gathered from its recomputation to its backward.
+        bucket: Gradients that wait until the next block is gathered, and are reduced while it computes; ``None``: every
+            reduction starts as soon as the block's gradients exist.
         host: Seconds that its host adds to collectives.
         call_by_tensor: Whether it gathers each large tensor of a unit with a separate call.
         codecs: Bytes per second of its codecs, by family; other codecs are bound by memory bandwidth.
@@ -81,11 +83,11 @@ class Engine:
     keeps_gathered: bool = False
     bucket_bytes: int = 512 << 20
     latency: tuple[float, float] | None = None
-    fill: float = 0.0
+    copies: tuple[float, float] = (0.0, 0.0)
     overlaps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     in_groups: tuple[str, ...] = ALL
-    live: int | None = None
-    awaits: frozenset[Phase] = frozenset()
+    reuse: int | None = None
+    bucket: int | None = None
     host: HostOverhead = NO_STALLS
     call_by_tensor: bool = False
     codecs: Mapping[str, float] = field(default_factory=dict)
@@ -117,16 +119,11 @@ class Engine:
             return needed
         return replace(needed, gathered=sum(unit.nbytes for unit in units))
 
-    def overlapped(self, plan: Plan, block: int) -> Plan:
-        """The plan without the overlap that this engine cannot do.
-
-        Args:
-            plan: The plan.
-            block: Number of parameters of a block.
-        """
+    def overlapped(self, plan: Plan) -> Plan:
+        """The plan without the overlap that this engine cannot do."""
         stage = next((3 - i for i, f in enumerate((plan.params, plan.grads, plan.optimizer)) if f.ranks > 1), 0)
         able = self.overlaps.get(stage, ALL)
-        if stage == 3 and (plan.params != plan.mesh or (self.live is not None and 2 * block > self.live)):
+        if stage == 3 and plan.params == plan.optimizer != plan.mesh:
             able = self.in_groups
         return plan.with_(overlap={name: name in able and getattr(plan.overlap, name) for name in ALL})
 
@@ -161,13 +158,23 @@ class Engine:
         if plan.tp > 1:
             rates = TensorParallelRates(rates, flat, plan.tp, hidden, ITEMSIZE[plan.compute_dtype])
         large = [_large_tensors(part) for part in workload.parts]
+        memory = cluster.memory_bandwidth / 8 * self.efficiency.memory
+
+        again = [self._again(part) if plan.recompute else 0.0 for part in workload.parts]
 
         def pricing(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
             gathers = operation.lane is Lane.GATHER
             calls = max(1, sum(large[u] for u in operation.units)) if self.call_by_tensor and gathers else 1
             moves = flat_moves(plan, operation, units, rates, flat, whole_sync=self.whole_sync, calls=calls)
             stall = self._stall(plan, operation, units, sum(large[u] for u in operation.units))
-            return [PricedStage(Stage.HOST, None, stall), *moves] if stall else moves
+            if stall:
+                moves = [PricedStage(Stage.HOST, None, stall), *moves]
+            if copied := self._copied(plan, operation, units):
+                moves = [*moves, PricedStage(Stage.DECODE, None, copied / memory, copies=True)]
+            if gathers and operation.start.phase is Phase.PRE_BACKWARD:
+                more = 1 + max(again[unit] for unit in operation.units)
+                moves = [replace(move, seconds=more * move.seconds) for move in moves]
+            return moves
 
         played = simulate(
             plan,
@@ -176,7 +183,7 @@ class Engine:
             micro_batches=micro_batches,
             trace=trace,
             pricing=pricing if self.flat else None,
-            awaits=self.awaits,
+            prompt=self._prompt(workload.parts),
         )
         if plan.pp == 1:
             return played
@@ -186,10 +193,39 @@ class Engine:
         return replace(played, seconds=played.seconds + idle)
 
     def _rates(self, plan: Plan, cluster: ClusterSpec) -> NominalRates:
-        if not (self.fill or self.codecs or self.messages):
-            return NominalRates(cluster, plan.compute_dtype, self.efficiency)
         multiplied = "bfloat16" if self.messages else plan.compute_dtype
-        return EngineRates(cluster, multiplied, self.efficiency, self.fill, self.codecs)
+        return EngineRates(cluster, multiplied, self.efficiency, self.codecs)
+
+    def _copied(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
+        """Bytes that the accelerator copies for an operation."""
+        if operation.lane is Lane.GATHER:
+            return self.copies[0] * sum(buffer.numel for unit in operation.units for buffer in units[unit].buffers)
+        first = Axis.PARAMS if plan.params.ranks > 1 else Axis.SHARD if plan.optimizer.ranks > 1 else Axis.REPLICA
+        if operation.lane in (Lane.REDUCE, Lane.SYNC) and operation.axis is first:
+            return self.copies[1] * sum(buffer.numel for unit in operation.units for buffer in units[unit].buffers)
+        return 0.0
+
+    def _prompt(self, parts: Sequence[ModelPart]) -> float:
+        """Share of a block's gradients that the bucket cannot hold, so that the backward waits for their reduction."""
+        if self.bucket is None:
+            return 1.0
+        return max(0.0, 1 - self.bucket / max(part.numel for part in parts if part.kind == "block"))
+
+    def _again(self, part: ModelPart) -> float:
+        """Share of a block that is gathered twice in the backward: for its recomputation, and for its gradients.
+
+        A tensor stays gathered if its next use is no more than ``reuse`` parameters away. The recomputation visits the
+        modules in order, and the backward in reverse.
+        """
+        sizes = [tensor.numel for tensor in part.tensors if tensor.numel >= SMALL_TENSOR]
+        if self.reuse is None or part.kind != "block" or not sizes:
+            return 0.0
+        visits = [*range(len(sizes)), *reversed(range(len(sizes)))]
+        freed = 0
+        for visit, tensor in enumerate(visits[: len(sizes)]):
+            distance = sum(sizes[other] for other in visits[visit + 1 : 2 * len(sizes) - 1 - tensor])
+            freed += sizes[tensor] if distance >= self.reuse else 0
+        return freed / sum(sizes)
 
     def _stall(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo], tensors: int) -> float:
         local, nodes = axis_shape(plan, operation.axis)
@@ -216,17 +252,28 @@ def _large_tensors(part: ModelPart) -> int:
 _RING = (6e-6, 20e-6)
 """Seconds of a ring's step inside a node and across nodes: InternEvo's, fitted by hand at 512 GPUs. Others use it."""
 
-_TODAY = Efficiency(compute=0.75, inside=0.75, nic=0.85, beside=1.0, step=0.1)
-"""DeepSpeed's efficiency on A800; only ``compute`` differs on other machines. Fitted: ``compute`` and ``nic``."""
+_AMPERE = 0.855
+"""Share of an A100's or A800's peak that large matrix products reach. Fitted to AMSP's and InternEvo's tables."""
 
-_FILL = 630.0
-"""Tokens, fitted to ZeRO++'s charts, where 1024 tokens take more than half as long as 2048."""
+_VOLTA = 0.80
+"""Share of a V100's peak. Fitted to DeepSpeed's tables."""
 
-_DECISION = 1.25e-3
-"""Seconds per gathered module since pull request 1453; before, it was twice as long. Fitted to the EFA table and to
-ZeRO++'s charts."""
+_TODAY = Efficiency(compute=_AMPERE, inside=0.6, nic=0.88, beside=1.19, step=0.1, update_bytes=52)
+"""DeepSpeed's efficiency on A800: that of AMSP's engine on the same machines, with a fused optimizer, before which
+gradients are cast, unscaled and measured."""
 
-_FLUSHED = HostOverhead(partition=45e-6, flush=0.3e-9, chance=1.4e-3)
+_CARDS = 0.96
+"""Share of the network cards of DGX-2, p3dn and p4d. Fitted to DeepSpeed's tables."""
+
+_COPIES = (4.0, 14.0)
+"""Bytes of DeepSpeed's copies in its stage 3, from its code: ranks' parts are joined into a parameter (read and
+written); a gradient is copied into the bucket, divided by the number of ranks, cut into padded parts, and added to its
+shard."""
+
+_DECISION = 1.06e-3
+"""Seconds per gathered module since pull request 1453; before, it was twice as long. Fitted to the EFA table."""
+
+_FLUSHED = HostOverhead(partition=34e-6, flush=0.75e-9, chance=4.7e-4)
 """Fitted jointly to issue 1069 (16 to 128 GPUs), pull request 1453 (64), and AMSP's ZeRO-3 and hpZ (1024)."""
 
 _BUFFERS = 12_000_000_000
@@ -240,19 +287,18 @@ _DEEPSPEED = Engine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
     _TODAY,
     whole_sync=True,
-    # Stage 1 reduces after the backward. Stage 3 waits for its reductions, and MiCS waits for its gathers as well.
-    overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather",)},
+    # Stage 1 reduces after the backward. Stage 3 waits for its gathers, and MiCS waits for its reductions as well.
+    overlaps={1: (), 2: ("reduce", "sync"), 3: ("reduce", "sync")},
     in_groups=(),
     states=AMSP_STATES,
     # An assumption: of all that were tried, only this one makes AMSP's 30B too large for 32 GPUs but not for more.
     keeps_gathered=True,
-    live=1_000_000_000,  # stage3_max_live_parameters
-    # Reductions synchronise with the host, so gathers of the backward overlap nothing.
-    awaits=frozenset({Phase.PRE_BACKWARD}),
+    reuse=1_000_000_000,  # stage3_max_reuse_distance
+    bucket=500_000_000,  # reduce_bucket_size
     host=_FLUSHED,
     call_by_tensor=True,
     latency=_RING,
-    fill=_FILL,
+    copies=_COPIES,
     bucket_bytes=_BUCKET,
     overhead=OVERHEAD + 2 * _BUCKET,
     known={"a800-80g": (8, 1024)},
@@ -266,7 +312,11 @@ _DEEPSPEED_2021 = replace(
     host=replace(_FLUSHED, decision=2 * _DECISION),
 )
 
-_P4D = replace(_TODAY, compute=0.50)
+_P4D = replace(_TODAY, nic=_CARDS, attention=None, passes=3.2)
+"""On p4d in 2021. ``passes`` is fitted: kernels between matrix products were not fused, and computed in fp32."""
+
+_VOLTAS = replace(_TODAY, compute=_VOLTA, nic=_CARDS, attention=None)
+"""On machines with V100s."""
 
 _MVAPICH = Engine(
     "GPT-NeoX on MVAPICH2-GDR with compression on the fly (arXiv 2409.02423): fp32 messages, nothing overlapped",
@@ -279,9 +329,18 @@ _MVAPICH = Engine(
     known={"v100-16g": (192, 192)},
 )
 
+
+def _evo(step: float) -> Efficiency:
+    """InternEvo's efficiency, on which AMSP's engine is built; all but the end of the step is fitted to both tables.
+
+    The optimizer is not fused: it casts, unscales, measures and clips gradients, and updates in about ten kernels.
+    """
+    return Efficiency(compute=_AMPERE, inside=0.6, nic=0.88, beside=1.19, step=step, update_bytes=150)
+
+
 _INTERNEVO = Engine(
     "InternEvo's hybrid ZeRO (train_performance.md): as AMSP's engine, with a costlier end of a step",
-    Efficiency(compute=0.72, inside=0.45, nic=0.83, step=0.6),
+    _evo(0.44),
     whole_sync=True,
     partition="inter",
     # Its step copies gradients to fp32, scales and updates out of place, and keeps the buffers.
@@ -297,11 +356,13 @@ ENGINES: dict[str, Engine] = {
     ),
     "amsp": Engine(
         "AMSP on InternLM's engine (arXiv 2311.00257): whole tensors dealt, all-reduce, grouped broadcasts",
-        Efficiency(compute=0.69, inside=0.75, nic=0.98, beside=1.0, step=0.19),
+        _evo(0.065),
         whole_sync=True,
         partition="inter",
         states=AMSP_STATES,
         overhead=_BUFFERS,
+        # Chosen by comparing structures: with exposed gathers, AMSP's plans gain over MiCS's what its text states.
+        in_groups=("reduce", "sync", "spread"),
         known={"a800-80g": (64, 64)},
     ),
     "internevo": _INTERNEVO,
@@ -316,14 +377,12 @@ ENGINES: dict[str, Engine] = {
         _DEEPSPEED,
         machines={
             ("a100-40g", 8): replace(_DEEPSPEED_2021, efficiency=_P4D, known={"a100-40g": (64, 64)}),
-            ("v100-32g", 8): replace(
-                _DEEPSPEED_2021, efficiency=replace(_TODAY, compute=0.80), known={"v100-32g": (16, 128)}
-            ),
+            ("v100-32g", 8): replace(_DEEPSPEED_2021, efficiency=_VOLTAS, known={"v100-32g": (16, 128)}),
             # ZeRO++'s authors on their own DGX-2 machines: no flushes, and no slow partitioning of gradients.
             ("v100-32g", 16): replace(
                 _DEEPSPEED,
-                efficiency=replace(_TODAY, compute=0.69),
-                host=HostOverhead(decision=_DECISION),
+                efficiency=_VOLTAS,
+                host=NO_STALLS,
                 known={"v100-32g": (384, 384)},
             ),
         },
@@ -334,9 +393,9 @@ ENGINES: dict[str, Engine] = {
         efficiency=_P4D,
         overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
         in_groups=("gather", "reduce", "sync"),
-        live=None,
+        reuse=None,
+        bucket=None,
         whole_sync=False,
-        awaits=frozenset(),
         host=HostOverhead(decision=_DECISION),
         known={"a100-40g": (64, 256)},
     ),
@@ -345,7 +404,6 @@ ENGINES: dict[str, Engine] = {
         _TODAY,
         overlaps=dict.fromkeys(range(4), ()),
         latency=_RING,
-        fill=_FILL,
         scatters_stages=True,
     ),
     "mvapich": _MVAPICH,

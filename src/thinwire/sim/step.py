@@ -42,8 +42,6 @@ Pricing = Callable[[Plan, Operation, Sequence[UnitInfo]], list[PricedStage]]
 GATHERED, GRADIENTS, ACTIVATIONS = "gathered parameters", "gradients on their way", "activations"
 """Names of the memory levels."""
 
-NOTHING: frozenset[Phase] = frozenset()
-
 PLAYED = 3
 """Most micro-batches to play; further ones repeat the last of the middle ones."""
 
@@ -99,7 +97,7 @@ def simulate(
     micro_batches: int = 1,
     trace: bool = False,
     pricing: Pricing | None = None,
-    awaits: frozenset[Phase] = NOTHING,
+    prompt: float = 1.0,
 ) -> Simulated:
     """Play one step in steady state.
 
@@ -110,12 +108,14 @@ def simulate(
         micro_batches: Micro-batches per step (``M``).
         trace: Whether to keep spans and levels.
         pricing: Prices operations in an engine other than thinwire.
-        awaits: Phases at which computation waits for every operation that starts there, needed or not.
+        prompt: Share of each reduction that starts as soon as its gradients exist. The rest waits in a bucket until the
+            next unit of the backward is gathered, and overlaps that unit's computation. If it is less than 1,
+            computation waits for the prompt share.
     """
     if micro_batches <= PLAYED:
-        return _play(plan, workload, rates, micro_batches, trace, pricing, awaits)
+        return _play(plan, workload, rates, micro_batches, trace, pricing, prompt)
     two, three = (
-        _play(plan, workload, rates, count, trace and count == PLAYED, pricing, awaits)
+        _play(plan, workload, rates, count, trace and count == PLAYED, pricing, prompt)
         for count in (PLAYED - 1, PLAYED)
     )
     more = micro_batches - PLAYED
@@ -141,26 +141,37 @@ def _play(
     micro_batches: int,
     trace: bool,
     pricing: Pricing | None = None,
-    awaits: frozenset[Phase] = NOTHING,
+    prompt: float = 1.0,
 ) -> Simulated:
-    program = _awaiting(lower(plan, workload.units, micro_batches=micro_batches), awaits)
+    program = lower(plan, workload.units, micro_batches=micro_batches)
+    late = prompt < 1 and plan.overlap.reduce
+    if late:
+        program = _split(program, prompt)
 
     def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
         del units
         return moves(plan, operation, rates)
 
-    return _Player(plan, workload, rates, program, pricing or thinwire, trace).play()
+    return _Player(plan, workload, rates, program, pricing or thinwire, trace, late).play()
 
 
-def _awaiting(program: StepProgram, awaits: frozenset[Phase]) -> StepProgram:
-    """The program with additional waits: at events of these phases, computation waits for all operations started."""
-    if not awaits:
-        return program
-    waits = dict(program.waits)
-    for operation in program.operations:
-        if operation.start.phase in awaits:
-            waits[operation.start] = tuple(dict.fromkeys((*waits.get(operation.start, ()), operation.index)))
-    return replace(program, waits=waits)
+def _split(program: StepProgram, prompt: float) -> StepProgram:
+    """The program with each reduction over the parameters' shards in two: computation waits for the prompt share."""
+    operations, waits = list(program.operations), dict(program.waits)
+    for operation in program.operations if prompt > 0 else ():
+        if operation.lane is not Lane.REDUCE or operation.axis is not Axis.PARAMS:
+            continue
+        operations[operation.index] = _scaled(operation, 1 - prompt)
+        # What the host and the accelerator do for its units counts once, with the other share.
+        waited = replace(_scaled(operation, prompt), index=len(operations), units=())
+        operations.append(waited)
+        waits[operation.start] = (*waits.get(operation.start, ()), waited.index)
+    return replace(program, operations=tuple(operations), waits=waits)
+
+
+def _scaled(operation: Operation, share: float) -> Operation:
+    """A share of an operation's bytes."""
+    return replace(operation, hops=tuple(replace(hop, sent=round(hop.sent * share)) for hop in operation.hops))
 
 
 _Queue = tuple[Lane, Stage | None]
@@ -210,7 +221,14 @@ class _Player:
     """Plays a program: computation is a list of instructions, and each lane is a set of queues."""
 
     def __init__(
-        self, plan: Plan, workload: Workload, rates: Rates, program: StepProgram, pricing: Pricing, trace: bool
+        self,
+        plan: Plan,
+        workload: Workload,
+        rates: Rates,
+        program: StepProgram,
+        pricing: Pricing,
+        trace: bool,
+        late: bool = False,
     ) -> None:
         self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
         self._clock = FluidClock()
@@ -222,7 +240,7 @@ class _Player:
         self._spans: list[Span] | None = [] if trace else None
         self._levels: list[Level] = []
         self._held: dict[str, int] = {}
-        self._script = _script(plan, workload, rates, program)
+        self._script = _script(plan, workload, rates, program, late)
         self._end: float | None = None
 
     def play(self) -> Simulated:
@@ -384,6 +402,10 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
     key: tuple[object, ...]
     for op in program.operations:
         key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.chunks)
+        if op.lane is Lane.GATHER:  # an engine may gather a block twice in the backward
+            key += (op.start.phase,)
+        if op.lane is Lane.REDUCE:  # the share of a reduction that computation waits for has no units
+            key += (len(op.units),)
         if op.kind is Kind.BROADCAST:  # the sizes of its pieces depend on the units
             key += op.units
         if key not in known:
@@ -395,7 +417,9 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
 # -- what computation does ---------------------------------------------------------------------------------------
 
 
-def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:
+def _script(
+    plan: Plan, workload: Workload, rates: Rates, program: StepProgram, late: bool = False
+) -> Iterator[_Instruction]:
     """The instructions of one step, in the order of the runtime's hooks."""
     trace = default_trace(workload.units, recompute=plan.recompute)
     forward = [rates.forward(part, plan, workload.seq) for part in workload.parts]
@@ -408,7 +432,7 @@ def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram) 
     yield _Compute(rates.step, "step")
     for micro_batch in range(program.micro_batches):
         yield from _forward(program, trace, forward, workload.kept, micro_batch)
-        yield from _backward(program, trace, backward, workload.kept, micro_batch)
+        yield from _backward(program, trace, backward, workload.kept, micro_batch, late)
     yield from _update(workload, rates, program)
 
 
@@ -451,17 +475,27 @@ def _forward(
 
 
 def _backward(
-    program: StepProgram, trace: Trace, seconds: Sequence[_Backward], kept: Sequence[int], micro_batch: int
+    program: StepProgram,
+    trace: Trace,
+    seconds: Sequence[_Backward],
+    kept: Sequence[int],
+    micro_batch: int,
+    late: bool = False,
 ) -> Iterator[_Instruction]:
+    held: list[int] = []  # reductions that start once the next unit is gathered
     for phase, unit in trace.backward:
         of_unit, name = seconds[unit], program.units[unit].name
-        label = f"backward {name or '(root)'}"
+        event, label = Event(phase, unit, micro_batch), f"backward {name or '(root)'}"
         if phase is Phase.GRADS_READY and name:
             yield _Compute(of_unit.gradients, label)
             if kept:
                 yield _Hold(ACTIVATIONS, -kept[unit])
-        yield from _reach(program, Event(phase, unit, micro_batch))
+        holding = _unawaited(program, event) if late and phase is Phase.GRADS_READY else ()
+        yield from _reach(program, event, holding)
+        held += holding
         if phase is Phase.PRE_BACKWARD:
+            yield _Start(tuple(held))
+            held = []
             yield _Compute(of_unit.again, f"forward again {name}")
             if not name:  # its own modules ran last, and its gradients are counted as ready when all others are
                 yield _Compute(of_unit.gradients, label)
@@ -469,7 +503,14 @@ def _backward(
                     yield _Hold(ACTIVATIONS, -kept[unit])
         elif phase is Phase.INPUT_GRADIENT:
             yield _Compute(of_unit.input, f"input gradient {name}")
+    yield _Start(tuple(held))
     yield from _reach(program, Event(Phase.BACKWARD_END, -1, micro_batch))
+
+
+def _unawaited(program: StepProgram, event: Event) -> tuple[int, ...]:
+    """Operations that start at an event and that computation does not wait for there."""
+    awaited = program.waits.get(event, ())
+    return tuple(operation.index for operation in program.starts(event) if operation.index not in awaited)
 
 
 def _update(workload: Workload, rates: Rates, program: StepProgram) -> Iterator[_Instruction]:
@@ -510,10 +551,10 @@ def _update_shares(units: Sequence[UnitInfo]) -> list[int]:
     return [sum(buffer.shares[busiest] for buffer in unit.buffers) for unit in units]
 
 
-def _reach(program: StepProgram, event: Event) -> Iterator[_Instruction]:
-    """The instructions at an event: start operations, free parameters, and wait for required operations."""
-    if starts := program.starts(event):
-        yield _Start(tuple(op.index for op in starts))
+def _reach(program: StepProgram, event: Event, holding: Sequence[int] = ()) -> Iterator[_Instruction]:
+    """The instructions at an event: start operations but those held, free parameters, and wait for what is needed."""
+    if starts := [operation.index for operation in program.starts(event) if operation.index not in holding]:
+        yield _Start(tuple(starts))
     for unit in program.frees.get(event, ()):
         yield _Hold(GATHERED, -program.units[unit].nbytes)
     if needed := program.waits.get(event):

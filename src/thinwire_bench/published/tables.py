@@ -91,7 +91,7 @@ TABLES: tuple[Table, ...] = (
     Table("amsp", "AMSP, MFU stated in the text, its own engine", "amsp", 0.10, amsp.is_stated, _amsp, _mfu),
     Table("amsp", "AMSP, stated gains within its engine", "amsp", None, amsp.is_ratio, amsp.ratios, amsp.ratio),
     Table("amsp", "AMSP, MFU stated in the text, DeepSpeed", "deepspeed", 0.10, amsp.is_baseline, amsp.baselines, _mfu),
-    Table("internevo", "InternEvo: tokens/s of a GPU", "internevo", 0.05, internevo.is_throughput, _internevo, _tgs),
+    Table("internevo", "InternEvo: tokens/s of a GPU", "amsp", 0.05, internevo.is_throughput, _internevo, _tgs),
     Table(
         "zeropp",
         "ZeRO++, charts: TFLOPS of a GPU",

@@ -1,0 +1,89 @@
+"""Seconds of a part's kernels by shape, without a profile: matrix products, attention, and what is bound by memory.
+
+A model's share of the peak follows from its shape. Matrix products grow with the square of the width, all other kernels
+with the width itself, so wide models come closer to the peak. The same matrix product is less efficient for few tokens.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from thinwire.cost.anatomy import ModelPart
+
+__all__ = ["Kernels"]
+
+_VALUE = 2
+"""Bytes of a value; matrices are multiplied in 16 bits."""
+
+_WAVE = 3_000_000
+"""Elements of a product that all multiprocessors compute at once: tiles of 128 x 256 on about 100 of them. The last
+wave is half empty on average."""
+
+_PROLOGUE = 256
+"""Length of the sum over which a multiprocessor multiplies in the time that it takes to fetch a tile's first operands
+and to write its result."""
+
+_SCORE_VALUES = 6
+"""Values that attention without a fused kernel reads or writes for each score: the product writes it, a kernel for mask
+and softmax and one for dropout read and write it, and the product with the values reads it."""
+
+_FUSED_BACKWARD = 2.5
+"""FLOPs of the backward of fused attention over those of its forward: five products instead of two (Dao 2023)."""
+
+
+class Kernels:
+    """Kernels of one accelerator.
+
+    Args:
+        peak: Peak FLOP/s of matrix products.
+        share: Share of the peak that large products reach.
+        memory: Bytes per second that kernels bound by memory reach.
+        attention: Share of the peak that fused attention reaches; ``None``: it is not fused.
+        passes: Times that kernels between matrix products read and write what fused kernels would read and write once.
+    """
+
+    def __init__(self, peak: float, share: float, memory: float, attention: float | None, passes: float = 1.0) -> None:
+        self._flops, self._memory, self._passes = peak * share, memory, passes
+        self._fused = None if attention is None else peak * attention
+        self._products = cache(self._matrix_products)
+
+    def forward(self, part: ModelPart, sequences: int, seq: int) -> float:
+        """Seconds of the forward of ``sequences`` sequences of ``seq`` tokens."""
+        tokens = sequences * seq
+        seconds = self._products(part.matrices, tokens)[0] + self._elementwise(part, tokens)
+        return seconds + self._attention(part, tokens, seq)
+
+    def backward(self, part: ModelPart, sequences: int, seq: int) -> float:
+        """Seconds of the backward. Element-wise kernels read the gradient as well, which doubles what they move."""
+        tokens = sequences * seq
+        factor = 2.0 if self._fused is None else _FUSED_BACKWARD
+        seconds = self._products(part.matrices, tokens)[1] + 2 * self._elementwise(part, tokens)
+        return seconds + factor * self._attention(part, tokens, seq)
+
+    def _elementwise(self, part: ModelPart, tokens: int) -> float:
+        return self._passes * tokens * (part.split_values + part.whole_values) * _VALUE / self._memory
+
+    def _attention(self, part: ModelPart, tokens: int, seq: int) -> float:
+        """Seconds of the forward of attention."""
+        if not part.attention_width:
+            return 0.0
+        flops = 4 * tokens * seq * part.attention_width
+        if self._fused is not None:
+            return flops / 2 / self._fused  # it skips the masked half
+        scores = self._passes * tokens * seq * part.heads * _SCORE_VALUES * _VALUE
+        return flops / self._flops + scores / self._memory
+
+    def _matrix_products(self, matrices: tuple[tuple[int, int], ...], tokens: int) -> tuple[float, float]:
+        """Seconds of the products with these matrices in the forward and in the backward."""
+        forward = backward = 0.0
+        for rows, columns in matrices:
+            forward += self._product(tokens, rows, columns)
+            backward += self._product(tokens, columns, rows) + self._product(rows, columns, tokens)
+        return forward, backward
+
+    def _product(self, rows: int, columns: int, depth: int) -> float:
+        """Seconds of a product of ``rows x depth`` and ``depth x columns``."""
+        waves = rows * columns / _WAVE
+        full = waves / (waves + 0.5) * depth / (depth + _PROLOGUE)
+        bound = (rows * depth + depth * columns + rows * columns) * _VALUE / self._memory
+        return max(2 * rows * columns * depth / (self._flops * full), bound)
