@@ -30,7 +30,7 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.axes import StageLink, TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
 from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
-from thinwire.sim.step import Simulated, Workload, simulate
+from thinwire.sim.step import Room, Simulated, Workload, simulate
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 __all__ = ["ENGINES", "Engine"]
@@ -60,8 +60,11 @@ class Engine:
         in_groups: The same if all states are sharded over the same part of the ranks (MiCS).
         reuse: Parameters that may be visited between two uses of a tensor for it to stay gathered in between; ``None``:
             a block stays gathered from its recomputation to its backward.
+        live: Parameters that may be gathered at the same time: what a block leaves of them, in shares of the limit, is
+            gathered ahead. ``None``: no limit.
         bucket: Gradients that wait until the next block is gathered, and are reduced while it computes; ``None``: every
             reduction starts as soon as the block's gradients exist.
+        one_card: Share of the network card that a node with a single one reaches; ``None``: that of several cards.
         host: Seconds that its host adds to collectives.
         call_by_tensor: Whether it gathers each large tensor of a unit with a separate call.
         codecs: Bytes per second of its codecs, by family; other codecs are bound by memory bandwidth.
@@ -87,7 +90,9 @@ class Engine:
     overlaps: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
     in_groups: tuple[str, ...] = ALL
     reuse: int | None = None
+    live: int | None = None
     bucket: int | None = None
+    one_card: float | None = None
     host: HostOverhead = NO_STALLS
     call_by_tensor: bool = False
     codecs: Mapping[str, float] = field(default_factory=dict)
@@ -153,8 +158,11 @@ class Engine:
             inside, nic = cluster.links.inside, cluster.links.nic
             changed = {"inside": inside.with_(latency=self.latency[0]), "nic": nic.with_(latency=self.latency[1])}
             cluster = cluster.with_(links=cluster.links.with_(**changed))
-        flat = FlatCollectives(cluster, self.efficiency)
-        rates: Rates = self._rates(plan, cluster)
+        efficiency = self.efficiency
+        if self.one_card is not None and cluster.links.nic.bandwidth <= _CARD:
+            efficiency = replace(efficiency, nic=self.one_card)
+        flat = FlatCollectives(cluster, efficiency)
+        rates: Rates = self._rates(plan, cluster, efficiency)
         if plan.tp > 1:
             rates = TensorParallelRates(rates, flat, plan.tp, hidden, ITEMSIZE[plan.compute_dtype])
         large = [_large_tensors(part) for part in workload.parts]
@@ -172,7 +180,7 @@ class Engine:
             if copied := self._copied(plan, operation, units):
                 moves = [*moves, PricedStage(Stage.DECODE, None, copied / memory, copies=True)]
             if gathers and operation.start.phase is Phase.PRE_BACKWARD:
-                more = 1 + max(again[unit] for unit in operation.units)
+                more = 1 + max((again[unit] for unit in operation.units), default=0.0)
                 moves = [replace(move, seconds=more * move.seconds) for move in moves]
             return moves
 
@@ -183,7 +191,7 @@ class Engine:
             micro_batches=micro_batches,
             trace=trace,
             pricing=pricing if self.flat else None,
-            prompt=self._prompt(workload.parts),
+            room=self._room(plan, workload.parts),
         )
         if plan.pp == 1:
             return played
@@ -192,9 +200,9 @@ class Engine:
         idle = idle_seconds(plan, workload, rates, message)
         return replace(played, seconds=played.seconds + idle)
 
-    def _rates(self, plan: Plan, cluster: ClusterSpec) -> NominalRates:
+    def _rates(self, plan: Plan, cluster: ClusterSpec, efficiency: Efficiency) -> NominalRates:
         multiplied = "bfloat16" if self.messages else plan.compute_dtype
-        return EngineRates(cluster, multiplied, self.efficiency, self.codecs)
+        return EngineRates(cluster, multiplied, efficiency, self.codecs)
 
     def _copied(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> float:
         """Bytes that the accelerator copies for an operation."""
@@ -205,11 +213,11 @@ class Engine:
             return self.copies[1] * sum(buffer.numel for unit in operation.units for buffer in units[unit].buffers)
         return 0.0
 
-    def _prompt(self, parts: Sequence[ModelPart]) -> float:
-        """Share of a block's gradients that the bucket cannot hold, so that the backward waits for their reduction."""
-        if self.bucket is None:
-            return 1.0
-        return max(0.0, 1 - self.bucket / max(part.numel for part in parts if part.kind == "block"))
+    def _room(self, plan: Plan, parts: Sequence[ModelPart]) -> Room:
+        """What the engine's limits leave room for beside the largest block."""
+        block = max(part.numel for part in parts if part.kind == "block")
+        ahead = 1.0 if self.live is None or plan.params.ranks == 1 else max(0.0, 1 - block / self.live)
+        return Room(ahead, None if self.bucket is None else min(1.0, self.bucket / block))
 
     def _again(self, part: ModelPart) -> float:
         """Share of a block that is gathered twice in the backward: for its recomputation, and for its gradients.
@@ -258,14 +266,20 @@ _AMPERE = 0.855
 _VOLTA = 0.80
 """Share of a V100's peak. Fitted to DeepSpeed's tables."""
 
-_TODAY = Efficiency(compute=_AMPERE, inside=0.6, nic=0.88, beside=1.19, step=0.1, update_bytes=52)
+_CARD = 100e9
+"""Bit/s of one network card of these machines."""
+
+_ONE_CARD, _CARDS = 0.96, 0.80
+"""Shares of a node's only network card and of several cards, of DGX-2, p3dn and p4d. Fitted to DeepSpeed's tables."""
+
+_EAGER = 2.3
+"""Times that kernels which are not fused read and write what fused ones would. Fitted to DeepSpeed's tables."""
+
+_TODAY = Efficiency(compute=_AMPERE, inside=0.6, nic=0.88, beside=1.19, step=0.05, passes=_EAGER, update_bytes=52)
 """DeepSpeed's efficiency on A800: that of AMSP's engine on the same machines, with a fused optimizer, before which
 gradients are cast, unscaled and measured."""
 
-_CARDS = 0.96
-"""Share of the network cards of DGX-2, p3dn and p4d. Fitted to DeepSpeed's tables."""
-
-_COPIES = (4.0, 14.0)
+_COPIES = (2.0, 12.0)
 """Bytes of DeepSpeed's copies in its stage 3, from its code: ranks' parts are joined into a parameter (read and
 written); a gradient is copied into the bucket, divided by the number of ranks, cut into padded parts, and added to its
 shard."""
@@ -287,13 +301,14 @@ _DEEPSPEED = Engine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
     _TODAY,
     whole_sync=True,
-    # Stage 1 reduces after the backward. Stage 3 waits for its gathers, and MiCS waits for its reductions as well.
-    overlaps={1: (), 2: ("reduce", "sync"), 3: ("reduce", "sync")},
+    # Stage 1 reduces after the backward. MiCS waits for everything.
+    overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
     in_groups=(),
     states=AMSP_STATES,
     # An assumption: of all that were tried, only this one makes AMSP's 30B too large for 32 GPUs but not for more.
     keeps_gathered=True,
     reuse=1_000_000_000,  # stage3_max_reuse_distance
+    live=1_000_000_000,  # stage3_max_live_parameters
     bucket=500_000_000,  # reduce_bucket_size
     host=_FLUSHED,
     call_by_tensor=True,
@@ -312,10 +327,10 @@ _DEEPSPEED_2021 = replace(
     host=replace(_FLUSHED, decision=2 * _DECISION),
 )
 
-_P4D = replace(_TODAY, nic=_CARDS, attention=None, passes=3.2)
+_P4D = replace(_TODAY, compute=0.75, nic=_CARDS, attention=None)
 """On p4d in 2021. ``passes`` is fitted: kernels between matrix products were not fused, and computed in fp32."""
 
-_VOLTAS = replace(_TODAY, compute=_VOLTA, nic=_CARDS, attention=None)
+_VOLTAS = replace(_TODAY, compute=_VOLTA, nic=_CARDS, attention=None, passes=1.0)
 """On machines with V100s."""
 
 _MVAPICH = Engine(
@@ -377,11 +392,12 @@ ENGINES: dict[str, Engine] = {
         _DEEPSPEED,
         machines={
             ("a100-40g", 8): replace(_DEEPSPEED_2021, efficiency=_P4D, known={"a100-40g": (64, 64)}),
-            ("v100-32g", 8): replace(_DEEPSPEED_2021, efficiency=_VOLTAS, known={"v100-32g": (16, 128)}),
+            ("v100-32g", 8): replace(_DEEPSPEED_2021, efficiency=_VOLTAS, one_card=_ONE_CARD, known={"v100-32g": (16, 128)}),
             # ZeRO++'s authors on their own DGX-2 machines: no flushes, and no slow partitioning of gradients.
             ("v100-32g", 16): replace(
                 _DEEPSPEED,
                 efficiency=_VOLTAS,
+                one_card=_ONE_CARD,
                 host=NO_STALLS,
                 known={"v100-32g": (384, 384)},
             ),
@@ -394,6 +410,7 @@ ENGINES: dict[str, Engine] = {
         overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
         in_groups=("gather", "reduce", "sync"),
         reuse=None,
+        live=None,
         bucket=None,
         whole_sync=False,
         host=HostOverhead(decision=_DECISION),

@@ -65,6 +65,26 @@ class Workload:
     kept: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What an engine's buffers have room for, as shares of a block.
+
+    Attributes:
+        ahead: Share of the next unit's parameters that is gathered while a unit of the forward computes. The rest, and
+            in the backward all, is gathered when it is needed. 1: gathers start as early as in the program.
+        bucket: Share of a unit's gradients that waits in a bucket until the next unit of the backward is gathered, and
+            is reduced while that unit computes. Computation waits for the rest. ``None``: every reduction starts as
+            soon as its gradients exist, and nothing waits for it.
+    """
+
+    ahead: float = 1.0
+    bucket: float | None = None
+
+
+ALL_ROOM = Room()
+"""Room for everything."""
+
+
 @dataclass(frozen=True)
 class Simulated:
     """One step in steady state.
@@ -97,7 +117,7 @@ def simulate(
     micro_batches: int = 1,
     trace: bool = False,
     pricing: Pricing | None = None,
-    prompt: float = 1.0,
+    room: Room = ALL_ROOM,
 ) -> Simulated:
     """Play one step in steady state.
 
@@ -108,14 +128,12 @@ def simulate(
         micro_batches: Micro-batches per step (``M``).
         trace: Whether to keep spans and levels.
         pricing: Prices operations in an engine other than thinwire.
-        prompt: Share of each reduction that starts as soon as its gradients exist. The rest waits in a bucket until the
-            next unit of the backward is gathered, and overlaps that unit's computation. If it is less than 1,
-            computation waits for the prompt share.
+        room: What the engine's buffers have room for.
     """
     if micro_batches <= PLAYED:
-        return _play(plan, workload, rates, micro_batches, trace, pricing, prompt)
+        return _play(plan, workload, rates, micro_batches, trace, pricing, room)
     two, three = (
-        _play(plan, workload, rates, count, trace and count == PLAYED, pricing, prompt)
+        _play(plan, workload, rates, count, trace and count == PLAYED, pricing, room)
         for count in (PLAYED - 1, PLAYED)
     )
     more = micro_batches - PLAYED
@@ -141,29 +159,55 @@ def _play(
     micro_batches: int,
     trace: bool,
     pricing: Pricing | None = None,
-    prompt: float = 1.0,
+    room: Room = ALL_ROOM,
 ) -> Simulated:
     program = lower(plan, workload.units, micro_batches=micro_batches)
-    late = prompt < 1 and plan.overlap.reduce
-    if late:
-        program = _split(program, prompt)
+    if not plan.overlap.gather:
+        room = replace(room, ahead=1.0)
+    if not plan.overlap.reduce:
+        room = replace(room, bucket=None)
+    program = _split_reductions(_split_gathers(program, room), room)
 
     def thinwire(plan: Plan, operation: Operation, units: Sequence[UnitInfo]) -> list[PricedStage]:
         del units
         return moves(plan, operation, rates)
 
-    return _Player(plan, workload, rates, program, pricing or thinwire, trace, late).play()
+    return _Player(plan, workload, rates, program, pricing or thinwire, trace, room).play()
 
 
-def _split(program: StepProgram, prompt: float) -> StepProgram:
-    """The program with each reduction over the parameters' shards in two: computation waits for the prompt share."""
+def _split_gathers(program: StepProgram, room: Room) -> StepProgram:
+    """The program with gathers of parameters that start ahead only as far as there is room, and only in the forward.
+
+    The rest of a gather starts when its unit is needed. What hosts and accelerators do for a unit counts once, with
+    the share that starts ahead.
+    """
+    if room.ahead >= 1:
+        return program
     operations, waits = list(program.operations), dict(program.waits)
-    for operation in program.operations if prompt > 0 else ():
+    for event, awaited in program.waits.items():
+        for operation in map(program.operations.__getitem__, awaited):
+            if operation.lane is not Lane.GATHER or operation.start == event:
+                continue
+            if event.phase is not Phase.PRE_FORWARD or room.ahead <= 0:
+                operations[operation.index] = replace(operation, start=event)
+                continue
+            operations[operation.index] = _scaled(operation, room.ahead)
+            rest = replace(_scaled(operation, 1 - room.ahead), index=len(operations), units=(), start=event)
+            operations.append(rest)
+            waits[event] = (*waits[event], rest.index)
+    return replace(program, operations=tuple(operations), waits=waits)
+
+
+def _split_reductions(program: StepProgram, room: Room) -> StepProgram:
+    """The program with each reduction over the parameters' shards in two: computation waits for what overflows."""
+    overflow = 0.0 if room.bucket is None else 1 - room.bucket
+    operations, waits = list(program.operations), dict(program.waits)
+    for operation in program.operations if overflow > 0 else ():
         if operation.lane is not Lane.REDUCE or operation.axis is not Axis.PARAMS:
             continue
-        operations[operation.index] = _scaled(operation, 1 - prompt)
+        operations[operation.index] = _scaled(operation, 1 - overflow)
         # What the host and the accelerator do for its units counts once, with the other share.
-        waited = replace(_scaled(operation, prompt), index=len(operations), units=())
+        waited = replace(_scaled(operation, overflow), index=len(operations), units=())
         operations.append(waited)
         waits[operation.start] = (*waits.get(operation.start, ()), waited.index)
     return replace(program, operations=tuple(operations), waits=waits)
@@ -228,7 +272,7 @@ class _Player:
         program: StepProgram,
         pricing: Pricing,
         trace: bool,
-        late: bool = False,
+        room: Room,
     ) -> None:
         self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
         self._clock = FluidClock()
@@ -240,7 +284,7 @@ class _Player:
         self._spans: list[Span] | None = [] if trace else None
         self._levels: list[Level] = []
         self._held: dict[str, int] = {}
-        self._script = _script(plan, workload, rates, program, late)
+        self._script = _script(plan, workload, rates, program, room)
         self._end: float | None = None
 
     def play(self) -> Simulated:
@@ -404,7 +448,7 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
         key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.chunks)
         if op.lane is Lane.GATHER:  # an engine may gather a block twice in the backward
             key += (op.start.phase,)
-        if op.lane is Lane.REDUCE:  # the share of a reduction that computation waits for has no units
+        if op.lane in (Lane.GATHER, Lane.REDUCE):  # a share of an operation may have no units
             key += (len(op.units),)
         if op.kind is Kind.BROADCAST:  # the sizes of its pieces depend on the units
             key += op.units
@@ -418,7 +462,7 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
 
 
 def _script(
-    plan: Plan, workload: Workload, rates: Rates, program: StepProgram, late: bool = False
+    plan: Plan, workload: Workload, rates: Rates, program: StepProgram, room: Room
 ) -> Iterator[_Instruction]:
     """The instructions of one step, in the order of the runtime's hooks."""
     trace = default_trace(workload.units, recompute=plan.recompute)
@@ -431,8 +475,8 @@ def _script(
     yield _Wait(tuple(i for i in program.waits.get(end, ()) if program.operations[i].lane is Lane.SPREAD))
     yield _Compute(rates.step, "step")
     for micro_batch in range(program.micro_batches):
-        yield from _forward(program, trace, forward, workload.kept, micro_batch)
-        yield from _backward(program, trace, backward, workload.kept, micro_batch, late)
+        yield from _forward(program, trace, forward, workload.kept, micro_batch, room)
+        yield from _backward(program, trace, backward, workload.kept, micro_batch, room)
     yield from _update(workload, rates, program)
 
 
@@ -460,10 +504,19 @@ class _Backward:
 
 
 def _forward(
-    program: StepProgram, trace: Trace, seconds: Sequence[float], kept: Sequence[int], micro_batch: int
+    program: StepProgram,
+    trace: Trace,
+    seconds: Sequence[float],
+    kept: Sequence[int],
+    micro_batch: int,
+    room: Room,
 ) -> Iterator[_Instruction]:
     for phase, unit in trace.forward:
-        yield from _reach(program, Event(phase, unit, micro_batch))
+        event = Event(phase, unit, micro_batch)
+        # With little room, what the unit needs is gathered first.
+        ahead = _unawaited(program, event) if room.ahead < 1 else ()
+        yield from _reach(program, event, ahead)
+        yield _Start(ahead)
         if phase is Phase.PRE_FORWARD and program.units[unit].name:
             yield _Compute(seconds[unit], f"forward {program.units[unit].name}")
             if kept:
@@ -480,7 +533,7 @@ def _backward(
     seconds: Sequence[_Backward],
     kept: Sequence[int],
     micro_batch: int,
-    late: bool = False,
+    room: Room,
 ) -> Iterator[_Instruction]:
     held: list[int] = []  # reductions that start once the next unit is gathered
     for phase, unit in trace.backward:
@@ -490,7 +543,7 @@ def _backward(
             yield _Compute(of_unit.gradients, label)
             if kept:
                 yield _Hold(ACTIVATIONS, -kept[unit])
-        holding = _unawaited(program, event) if late and phase is Phase.GRADS_READY else ()
+        holding = _unawaited(program, event) if room.bucket is not None and phase is Phase.GRADS_READY else ()
         yield from _reach(program, event, holding)
         held += holding
         if phase is Phase.PRE_BACKWARD:
