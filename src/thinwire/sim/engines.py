@@ -237,11 +237,11 @@ class Engine:
 
     def _stall(self, plan: Plan, operation: Operation, units: Sequence[UnitInfo], tensors: int) -> float:
         local, nodes = axis_shape(plan, operation.axis)
+        size = sum(units[unit].nbytes for unit in operation.units)
         if operation.lane is Lane.GATHER:
-            size = sum(units[unit].nbytes for unit in operation.units)
             return self.host.gathering(tensors, size, local * nodes)
         if operation.axis is Axis.PARAMS and operation.lane is Lane.REDUCE and plan.wire.reduce_intra.is_none:
-            return self.host.reducing(tensors, local * nodes)
+            return self.host.reducing(tensors, size, local * nodes)
         return 0.0
 
 

@@ -22,7 +22,7 @@ class HostOverhead:
     Attributes:
         decision: Seconds per gathered tensor, to decide what to gather and what to free.
         partition: Seconds per tensor and rank of a reduction, to assemble the parts of gradients one by one.
-        flush: Seconds per byte that is gathered while some rank flushes its allocator.
+        flush: Seconds per byte that is gathered or reduced while some rank flushes its allocator.
         chance: Probability that one rank flushes its allocator; a single such rank stalls its whole group.
     """
 
@@ -33,11 +33,14 @@ class HostOverhead:
 
     def gathering(self, tensors: int, size: float, ranks: int) -> float:
         """Seconds that a gather of ``tensors`` tensors with ``size`` bytes over ``ranks`` ranks waits for the host."""
-        return self.decision * tensors + self.flush * size * (1 - (1 - self.chance) ** ranks)
+        return self.decision * tensors + self._flushing(size, ranks)
 
-    def reducing(self, tensors: int, ranks: int) -> float:
-        """Seconds that a reduction of ``tensors`` tensors over ``ranks`` ranks waits for the host."""
-        return self.partition * tensors * ranks
+    def reducing(self, tensors: int, size: float, ranks: int) -> float:
+        """Seconds that a reduction of ``tensors`` tensors with ``size`` bytes over ``ranks`` ranks waits for the host."""
+        return self.partition * tensors * ranks + self._flushing(size, ranks)
+
+    def _flushing(self, size: float, ranks: int) -> float:
+        return self.flush * size * (1 - (1 - self.chance) ** ranks)
 
 
 NO_STALLS = HostOverhead()
