@@ -263,16 +263,16 @@ _RING = (6e-6, 20e-6)
 _AMPERE = 0.855
 """Share of an A100's or A800's peak that large matrix products reach. Fitted to AMSP's and InternEvo's tables."""
 
-_VOLTA = 0.80
+_VOLTA = 0.81
 """Share of a V100's peak. Fitted to DeepSpeed's tables."""
 
 _CARD = 100e9
 """Bit/s of one network card of these machines."""
 
-_ONE_CARD, _CARDS = 0.96, 0.80
+_ONE_CARD, _CARDS = 0.945, 0.70
 """Shares of a node's only network card and of several cards, of DGX-2, p3dn and p4d. Fitted to DeepSpeed's tables."""
 
-_EAGER = 2.3
+_EAGER = 1.75
 """Times that kernels which are not fused read and write what fused ones would. Fitted to DeepSpeed's tables."""
 
 _TODAY = Efficiency(compute=_AMPERE, inside=0.6, nic=0.88, beside=1.19, step=0.05, passes=_EAGER, update_bytes=52)
@@ -284,10 +284,10 @@ _COPIES = (2.0, 12.0)
 written); a gradient is copied into the bucket, divided by the number of ranks, cut into padded parts, and added to its
 shard."""
 
-_DECISION = 1.06e-3
+_DECISION = 1.15e-3
 """Seconds per gathered module since pull request 1453; before, it was twice as long. Fitted to the EFA table."""
 
-_FLUSHED = HostOverhead(partition=34e-6, flush=0.75e-9, chance=4.7e-4)
+_FLUSHED = HostOverhead(partition=23e-6, flush=0.43e-9, chance=7e-4)
 """Fitted jointly to issue 1069 (16 to 128 GPUs), pull request 1453 (64), and AMSP's ZeRO-3 and hpZ (1024)."""
 
 _BUFFERS = 12_000_000_000
@@ -327,10 +327,10 @@ _DEEPSPEED_2021 = replace(
     host=replace(_FLUSHED, decision=2 * _DECISION),
 )
 
-_P4D = replace(_TODAY, compute=0.75, nic=_CARDS, attention=None)
+_P4D = replace(_TODAY, compute=0.68, nic=_CARDS, attention=None)
 """On p4d in 2021. ``passes`` is fitted: kernels between matrix products were not fused, and computed in fp32."""
 
-_VOLTAS = replace(_TODAY, compute=_VOLTA, nic=_CARDS, attention=None, passes=1.0)
+_VOLTAS = replace(_TODAY, compute=_VOLTA, nic=_CARDS, attention=None)
 """On machines with V100s."""
 
 _MVAPICH = Engine(
@@ -392,7 +392,9 @@ ENGINES: dict[str, Engine] = {
         _DEEPSPEED,
         machines={
             ("a100-40g", 8): replace(_DEEPSPEED_2021, efficiency=_P4D, known={"a100-40g": (64, 64)}),
-            ("v100-32g", 8): replace(_DEEPSPEED_2021, efficiency=_VOLTAS, one_card=_ONE_CARD, known={"v100-32g": (16, 128)}),
+            ("v100-32g", 8): replace(
+                _DEEPSPEED_2021, efficiency=_VOLTAS, one_card=_ONE_CARD, known={"v100-32g": (16, 128)}
+            ),
             # ZeRO++'s authors on their own DGX-2 machines: no flushes, and no slow partitioning of gradients.
             ("v100-32g", 16): replace(
                 _DEEPSPEED,

@@ -36,7 +36,7 @@ class HostOverhead:
         return self.decision * tensors + self._flushing(size, ranks)
 
     def reducing(self, tensors: int, size: float, ranks: int) -> float:
-        """Seconds that a reduction of ``tensors`` tensors with ``size`` bytes over ``ranks`` ranks waits for the host."""
+        """Seconds that a reduction waits for the host, likewise."""
         return self.partition * tensors * ranks + self._flushing(size, ranks)
 
     def _flushing(self, size: float, ranks: int) -> float:

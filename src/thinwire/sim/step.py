@@ -133,8 +133,7 @@ def simulate(
     if micro_batches <= PLAYED:
         return _play(plan, workload, rates, micro_batches, trace, pricing, room)
     two, three = (
-        _play(plan, workload, rates, count, trace and count == PLAYED, pricing, room)
-        for count in (PLAYED - 1, PLAYED)
+        _play(plan, workload, rates, count, trace and count == PLAYED, pricing, room) for count in (PLAYED - 1, PLAYED)
     )
     more = micro_batches - PLAYED
 
@@ -461,9 +460,7 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
 # -- what computation does ---------------------------------------------------------------------------------------
 
 
-def _script(
-    plan: Plan, workload: Workload, rates: Rates, program: StepProgram, room: Room
-) -> Iterator[_Instruction]:
+def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram, room: Room) -> Iterator[_Instruction]:
     """The instructions of one step, in the order of the runtime's hooks."""
     trace = default_trace(workload.units, recompute=plan.recompute)
     forward = [rates.forward(part, plan, workload.seq) for part in workload.parts]
