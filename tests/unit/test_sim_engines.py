@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from thinwire.cost import Work
-from thinwire.sim import ENGINES, Case, answer
+from thinwire.sim import ENGINES, Case, Resource, answer
 from thinwire.sim.hardware import EngineRates
 from thinwire.sim.host_overhead import HostOverhead
 from thinwire.spec import ClusterSpec, CodecSpec
@@ -31,9 +31,10 @@ def overlaps(**changes: Any) -> set[str]:
 def test_deepspeed_overlaps_what_its_stage_lets_it() -> None:
     assert overlaps(plan="zero1") == set()
     assert overlaps(plan="zero2") == {"reduce", "sync"}
-    assert overlaps(plan="zero3") == {"reduce", "sync"}
+    assert overlaps(plan="zero3") == {"gather", "reduce", "sync"}
     assert overlaps(plan="mics") == set()
-    assert overlaps(plan="zero3", overlap=["gather"]) == set()
+    assert overlaps(plan="zero3", overlap=["gather"]) == {"gather"}
+    assert overlaps(plan="zero3", gpu="v100-32g", gpus=64, gpus_per_node=8) == set()  # as of 2021
     assert overlaps(plan="zero3", engine="deepspeed-efa") == {"gather", "reduce", "sync"}
     assert overlaps(plan="zero3", engine="thinwire") == {"gather", "reduce", "sync", "spread"}
 
@@ -62,6 +63,29 @@ def test_wide_blocks_are_gathered_again_between_recomputation_and_backward() -> 
     assert more("gpt-138b") == pytest.approx((2 + 8 / 12) / 2, rel=0.03)
 
 
+def test_less_of_a_wide_block_is_gathered_ahead() -> None:
+    """What a block leaves of the limit of live parameters: half of it, a fifth, nothing."""
+
+    def gained(model: str) -> float:
+        alone = exposed("gather", model=model, overlap=["reduce", "sync"])
+        return 1 - exposed("gather", model=model) / alone
+
+    shares = [gained(model) for model in ("gpt-18b", "gpt-49b", "gpt-91b")]
+    assert shares[0] > 1.5 * shares[1] > 0.0
+    assert shares[2] == pytest.approx(0.0, abs=1e-9)
+
+
+def test_a_single_card_is_used_better_than_several() -> None:
+    """Twice the cards take more than half of the time, with the same latencies."""
+    fields = {"model": "gpt-138b", "plan": "zero3", "gpu": "v100-32g", "gpus": 384, "recompute": True, "seq": None}
+    one, two, four = (
+        answer(case(**fields, dtype="fp16", internode_gbps=gbps)).simulated.busy[Resource.ACROSS]
+        for gbps in (100, 200, 400)
+    )
+    assert two / four == pytest.approx(2, rel=0.06)
+    assert one / two == pytest.approx(2 * two / four * 0.70 / 0.945 / 2, rel=0.06)
+
+
 def test_gathers_wait_in_stage_3_but_not_in_the_release_for_efa() -> None:
     assert exposed("gather", model="gpt-18b") > 3 * exposed("gather", model="gpt-18b", engine="deepspeed-efa")
 
@@ -88,7 +112,8 @@ def test_more_ranks_wait_longer_for_a_host_in_python() -> None:
     assert host.gathering(4, 0.0, 8) == 4
     assert host.gathering(0, 10.0, 1) == pytest.approx(0.1)
     assert host.gathering(0, 10.0, 10_000) == pytest.approx(10)
-    assert host.reducing(3, 8) == pytest.approx(2.4)
+    assert host.reducing(3, 0.0, 8) == pytest.approx(2.4)
+    assert host.reducing(0, 10.0, 10_000) == pytest.approx(10)
     few, many = (answer(case(gpus=gpus)).mfu for gpus in (64, 1024))
     assert many < few / 5
     today, former = (answer(case(gpus=gpus, engine="deepspeed-efa")).mfu for gpus in (1024, 64))

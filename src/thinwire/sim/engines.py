@@ -260,7 +260,7 @@ def _large_tensors(part: ModelPart) -> int:
 _RING = (6e-6, 20e-6)
 """Seconds of a ring's step inside a node and across nodes: InternEvo's, fitted by hand at 512 GPUs. Others use it."""
 
-_AMPERE = 0.855
+_AMPERE = 0.84
 """Share of an A100's or A800's peak that large matrix products reach. Fitted to AMSP's and InternEvo's tables."""
 
 _VOLTA = 0.81
@@ -275,7 +275,7 @@ _ONE_CARD, _CARDS = 0.945, 0.70
 _EAGER = 1.75
 """Times that kernels which are not fused read and write what fused ones would. Fitted to DeepSpeed's tables."""
 
-_TODAY = Efficiency(compute=_AMPERE, inside=0.6, nic=0.88, beside=1.19, step=0.05, passes=_EAGER, update_bytes=52)
+_TODAY = Efficiency(compute=_AMPERE, inside=0.70, nic=0.875, beside=1.15, step=0.05, passes=_EAGER, update_bytes=52)
 """DeepSpeed's efficiency on A800: that of AMSP's engine on the same machines, with a fused optimizer, before which
 gradients are cast, unscaled and measured."""
 
@@ -350,12 +350,12 @@ def _evo(step: float) -> Efficiency:
 
     The optimizer is not fused: it casts, unscales, measures and clips gradients, and updates in about ten kernels.
     """
-    return Efficiency(compute=_AMPERE, inside=0.6, nic=0.88, beside=1.19, step=step, update_bytes=150)
+    return Efficiency(compute=_AMPERE, inside=0.70, nic=0.875, beside=1.15, step=step, update_bytes=150)
 
 
 _INTERNEVO = Engine(
     "InternEvo's hybrid ZeRO (train_performance.md): as AMSP's engine, with a costlier end of a step",
-    _evo(0.44),
+    _evo(0.41),
     whole_sync=True,
     partition="inter",
     # Its step copies gradients to fp32, scales and updates out of place, and keeps the buffers.
@@ -371,7 +371,7 @@ ENGINES: dict[str, Engine] = {
     ),
     "amsp": Engine(
         "AMSP on InternLM's engine (arXiv 2311.00257): whole tensors dealt, all-reduce, grouped broadcasts",
-        _evo(0.065),
+        _evo(0.067),
         whole_sync=True,
         partition="inter",
         states=AMSP_STATES,
