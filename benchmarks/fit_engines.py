@@ -102,6 +102,10 @@ def _p4d(path: str) -> tuple[Place, ...]:
     return (*everywhere("deepspeed", path, P4D), *everywhere("deepspeed-efa", path, None))
 
 
+def _cards(index: int) -> tuple[Place, ...]:
+    return (*everywhere("deepspeed", f"cards.{index}", DGX2, P3DN), *_p4d(f"cards.{index}"))
+
+
 SYSTEMS: dict[str, tuple[Constant, ...]] = {
     "amsp": (
         Constant("compute", 0.83, 0.70, 0.95, _evo("efficiency.compute")),
@@ -121,8 +125,8 @@ SYSTEMS: dict[str, tuple[Constant, ...]] = {
             4.0,
             (*everywhere("deepspeed", "efficiency.passes", None, DGX2, P3DN), *_p4d("efficiency.passes")),
         ),
-        Constant("one card", 0.95, 0.85, 1.0, everywhere("deepspeed", "one_card", DGX2, P3DN)),
-        Constant("cards", 0.85, 0.70, 1.0, (*everywhere("deepspeed", "efficiency.nic", DGX2), *_p4d("efficiency.nic"))),
+        Constant("one card", 0.95, 0.85, 1.0, _cards(0)),
+        Constant("doubled cards", 0.90, 0.80, 1.0, _cards(1)),
         Constant(
             "decision",
             1e-3,

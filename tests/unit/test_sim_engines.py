@@ -75,15 +75,13 @@ def test_less_of_a_wide_block_is_gathered_ahead() -> None:
     assert shares[2] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_single_card_is_used_better_than_several() -> None:
-    """Twice the cards take more than half of the time, with the same latencies."""
+def test_each_doubling_of_cards_saves_less_than_half_of_the_time() -> None:
     fields = {"model": "gpt-138b", "plan": "zero3", "gpu": "v100-32g", "gpus": 384, "recompute": True, "seq": None}
-    one, two, four = (
+    seconds = [
         answer(case(**fields, dtype="fp16", internode_gbps=gbps)).simulated.busy[Resource.ACROSS]
         for gbps in (100, 200, 400)
-    )
-    assert two / four == pytest.approx(2, rel=0.06)
-    assert one / two == pytest.approx(2 * two / four * 0.70 / 0.945 / 2, rel=0.06)
+    ]
+    assert all(1.6 < fewer / more < 1.8 for fewer, more in itertools.pairwise(seconds))
 
 
 def test_gathers_wait_in_stage_3_but_not_in_the_release_for_efa() -> None:

@@ -6,6 +6,7 @@ same constants.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -64,7 +65,8 @@ class Engine:
             gathered ahead. ``None``: no limit.
         bucket: Gradients that wait until the next block is gathered, and are reduced while it computes; ``None``: every
             reduction starts as soon as the block's gradients exist.
-        one_card: Share of the network card that a node with a single one reaches; ``None``: that of several cards.
+        cards: Share that a node with a single network card reaches of it, and the factor of the share for each doubling
+            of cards; ``None``: the share is ``efficiency.nic``.
         host: Seconds that its host adds to collectives.
         call_by_tensor: Whether it gathers each large tensor of a unit with a separate call.
         codecs: Bytes per second of its codecs, by family; other codecs are bound by memory bandwidth.
@@ -92,7 +94,7 @@ class Engine:
     reuse: int | None = None
     live: int | None = None
     bucket: int | None = None
-    one_card: float | None = None
+    cards: tuple[float, float] | None = None
     host: HostOverhead = NO_STALLS
     call_by_tensor: bool = False
     codecs: Mapping[str, float] = field(default_factory=dict)
@@ -159,8 +161,9 @@ class Engine:
             changed = {"inside": inside.with_(latency=self.latency[0]), "nic": nic.with_(latency=self.latency[1])}
             cluster = cluster.with_(links=cluster.links.with_(**changed))
         efficiency = self.efficiency
-        if self.one_card is not None and cluster.links.nic.bandwidth <= _CARD:
-            efficiency = replace(efficiency, nic=self.one_card)
+        if self.cards is not None:
+            doublings = max(0.0, math.log2(cluster.links.nic.bandwidth / _CARD))
+            efficiency = replace(efficiency, nic=self.cards[0] * self.cards[1] ** doublings)
         flat = FlatCollectives(cluster, efficiency)
         rates: Rates = self._rates(plan, cluster, efficiency)
         if plan.tp > 1:
@@ -269,8 +272,8 @@ _VOLTA = 0.81
 _CARD = 100e9
 """Bit/s of one network card of these machines."""
 
-_ONE_CARD, _CARDS = 0.945, 0.70
-"""Shares of a node's only network card and of several cards, of DGX-2, p3dn and p4d. Fitted to DeepSpeed's tables."""
+_CARDS = (0.95, 0.87)
+"""Of DGX-2, p3dn and p4d. Fitted to DeepSpeed's tables."""
 
 _EAGER = 1.75
 """Times that kernels which are not fused read and write what fused ones would. Fitted to DeepSpeed's tables."""
@@ -327,10 +330,10 @@ _DEEPSPEED_2021 = replace(
     host=replace(_FLUSHED, decision=2 * _DECISION),
 )
 
-_P4D = replace(_TODAY, compute=0.68, nic=_CARDS, attention=None)
+_P4D = replace(_TODAY, compute=0.68, attention=None)
 """On p4d in 2021. ``passes`` is fitted: kernels between matrix products were not fused, and computed in fp32."""
 
-_VOLTAS = replace(_TODAY, compute=_VOLTA, nic=_CARDS, attention=None)
+_VOLTAS = replace(_TODAY, compute=_VOLTA, attention=None)
 """On machines with V100s."""
 
 _MVAPICH = Engine(
@@ -391,15 +394,13 @@ ENGINES: dict[str, Engine] = {
     "deepspeed": replace(
         _DEEPSPEED,
         machines={
-            ("a100-40g", 8): replace(_DEEPSPEED_2021, efficiency=_P4D, known={"a100-40g": (64, 64)}),
-            ("v100-32g", 8): replace(
-                _DEEPSPEED_2021, efficiency=_VOLTAS, one_card=_ONE_CARD, known={"v100-32g": (16, 128)}
-            ),
+            ("a100-40g", 8): replace(_DEEPSPEED_2021, efficiency=_P4D, cards=_CARDS, known={"a100-40g": (64, 64)}),
+            ("v100-32g", 8): replace(_DEEPSPEED_2021, efficiency=_VOLTAS, cards=_CARDS, known={"v100-32g": (16, 128)}),
             # ZeRO++'s authors on their own DGX-2 machines: no flushes, and no slow partitioning of gradients.
             ("v100-32g", 16): replace(
                 _DEEPSPEED,
                 efficiency=_VOLTAS,
-                one_card=_ONE_CARD,
+                cards=_CARDS,
                 host=NO_STALLS,
                 known={"v100-32g": (384, 384)},
             ),
@@ -409,6 +410,7 @@ ENGINES: dict[str, Engine] = {
         _DEEPSPEED,
         summary="DeepSpeed with Amazon's work for EFA (pull request 1453): all of stage 3 beside computation",
         efficiency=_P4D,
+        cards=_CARDS,
         overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
         in_groups=("gather", "reduce", "sync"),
         reuse=None,
