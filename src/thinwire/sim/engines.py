@@ -272,10 +272,11 @@ _VOLTA = 0.81
 _CARD = 100e9
 """Bit/s of one network card of these machines."""
 
-_CARDS = (0.95, 0.87)
-"""Of DGX-2, p3dn and p4d. Fitted to DeepSpeed's tables."""
+_CARDS = (0.94, 0.855)
+"""Of DGX-2, p3dn and p4d: share of a single network card, and its factor for each doubling of cards. Fitted to DeepSpeed's
+tables."""
 
-_EAGER = 1.75
+_EAGER = 1.8
 """Times that kernels which are not fused read and write what fused ones would. Fitted to DeepSpeed's tables."""
 
 _TODAY = Efficiency(compute=_AMPERE, inside=0.70, nic=0.875, beside=1.15, step=0.05, passes=_EAGER, update_bytes=52)
@@ -283,14 +284,14 @@ _TODAY = Efficiency(compute=_AMPERE, inside=0.70, nic=0.875, beside=1.15, step=0
 gradients are cast, unscaled and measured."""
 
 _COPIES = (2.0, 12.0)
-"""Bytes of DeepSpeed's copies in its stage 3, from its code: ranks' parts are joined into a parameter (read and
-written); a gradient is copied into the bucket, divided by the number of ranks, cut into padded parts, and added to its
-shard."""
+"""Bytes of DeepSpeed's copies in its stage 3, from its code: parameters that are gathered together, about half of them, are
+joined from ranks' parts (read and written); a gradient is copied into the bucket, divided by the number of ranks, and cut
+into padded parts."""
 
-_DECISION = 1.15e-3
+_DECISION = 1.03e-3
 """Seconds per gathered module since pull request 1453; before, it was twice as long. Fitted to the EFA table."""
 
-_FLUSHED = HostOverhead(partition=23e-6, flush=0.43e-9, chance=7e-4)
+_FLUSHED = HostOverhead(partition=24e-6, flush=0.45e-9, chance=6.6e-4)
 """Fitted jointly to issue 1069 (16 to 128 GPUs), pull request 1453 (64), and AMSP's ZeRO-3 and hpZ (1024)."""
 
 _BUFFERS = 12_000_000_000
@@ -304,7 +305,7 @@ _DEEPSPEED = Engine(
     "DeepSpeed's ZeRO: modules are gathered one by one, everything else waits (AMSP's baselines, late 2023)",
     _TODAY,
     whole_sync=True,
-    # Stage 1 reduces after the backward. MiCS waits for everything.
+    # Stage 1 reduces after the backward. MiCS waits for everything; stage 3 for what its limits leave no room for.
     overlaps={1: (), 2: ("reduce", "sync"), 3: ("gather", "reduce", "sync")},
     in_groups=(),
     states=AMSP_STATES,
@@ -330,8 +331,8 @@ _DEEPSPEED_2021 = replace(
     host=replace(_FLUSHED, decision=2 * _DECISION),
 )
 
-_P4D = replace(_TODAY, compute=0.68, attention=None)
-"""On p4d in 2021. ``passes`` is fitted: kernels between matrix products were not fused, and computed in fp32."""
+_P4D = replace(_TODAY, compute=0.675, attention=None)
+"""On p4d in 2021, with the matrix products of CUDA 11.1. ``compute`` is fitted to the EFA table."""
 
 _VOLTAS = replace(_TODAY, compute=_VOLTA, attention=None)
 """On machines with V100s."""
