@@ -31,7 +31,7 @@ from thinwire.program.wire import ITEMSIZE
 from thinwire.sim.axes import StageLink, TensorParallelRates, idle_seconds, sent_seconds
 from thinwire.sim.hardware import EngineRates
 from thinwire.sim.host_overhead import NO_STALLS, SMALL_TENSOR, HostOverhead
-from thinwire.sim.step import Room, Simulated, Workload, simulate
+from thinwire.sim.step import Headroom, Simulated, Workload, simulate
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 __all__ = ["ENGINES", "Engine"]
@@ -218,11 +218,11 @@ class Engine:
             return self.copies[1] * sum(buffer.numel for unit in operation.units for buffer in units[unit].buffers)
         return 0.0
 
-    def _room(self, plan: Plan, parts: Sequence[ModelPart]) -> Room:
+    def _room(self, plan: Plan, parts: Sequence[ModelPart]) -> Headroom:
         """What the engine's limits leave room for beside the largest block."""
         block = max(part.numel for part in parts if part.kind == "block")
         ahead = 1.0 if self.live is None or plan.params.ranks == 1 else max(0.0, 1 - block / self.live)
-        return Room(ahead, None if self.bucket is None else min(1.0, self.bucket / block))
+        return Headroom(ahead, None if self.bucket is None else min(1.0, self.bucket / block))
 
     def _again(self, part: ModelPart) -> float:
         """Share of a block that is gathered twice in the backward: for its recomputation, and for its gradients.

@@ -66,7 +66,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Headroom:
     """What an engine's buffers have room for, as shares of a block.
 
     Attributes:
@@ -81,7 +81,7 @@ class Room:
     bucket: float | None = None
 
 
-ALL_ROOM = Room()
+UNLIMITED = Headroom()
 """Room for everything."""
 
 
@@ -117,7 +117,7 @@ def simulate(
     micro_batches: int = 1,
     trace: bool = False,
     pricing: Pricing | None = None,
-    room: Room = ALL_ROOM,
+    room: Headroom = UNLIMITED,
 ) -> Simulated:
     """Play one step in steady state.
 
@@ -158,7 +158,7 @@ def _play(
     micro_batches: int,
     trace: bool,
     pricing: Pricing | None = None,
-    room: Room = ALL_ROOM,
+    room: Headroom = UNLIMITED,
 ) -> Simulated:
     program = lower(plan, workload.units, micro_batches=micro_batches)
     if not plan.overlap.gather:
@@ -174,7 +174,7 @@ def _play(
     return _Player(plan, workload, rates, program, pricing or thinwire, trace, room).play()
 
 
-def _split_gathers(program: StepProgram, room: Room) -> StepProgram:
+def _split_gathers(program: StepProgram, room: Headroom) -> StepProgram:
     """The program with gathers of parameters that start ahead only as far as there is room, and only in the forward.
 
     The rest of a gather starts when its unit is needed. What hosts and accelerators do for a unit counts once, with
@@ -197,7 +197,7 @@ def _split_gathers(program: StepProgram, room: Room) -> StepProgram:
     return replace(program, operations=tuple(operations), waits=waits)
 
 
-def _split_reductions(program: StepProgram, room: Room) -> StepProgram:
+def _split_reductions(program: StepProgram, room: Headroom) -> StepProgram:
     """The program with each reduction over the parameters' shards in two: computation waits for what overflows."""
     overflow = 0.0 if room.bucket is None else 1 - room.bucket
     operations, waits = list(program.operations), dict(program.waits)
@@ -271,7 +271,7 @@ class _Player:
         program: StepProgram,
         pricing: Pricing,
         trace: bool,
-        room: Room,
+        room: Headroom,
     ) -> None:
         self._plan, self._workload, self._rates, self._program = plan, workload, rates, program
         self._clock = FluidClock()
@@ -460,7 +460,9 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
 # -- what computation does ---------------------------------------------------------------------------------------
 
 
-def _script(plan: Plan, workload: Workload, rates: Rates, program: StepProgram, room: Room) -> Iterator[_Instruction]:
+def _script(
+    plan: Plan, workload: Workload, rates: Rates, program: StepProgram, room: Headroom
+) -> Iterator[_Instruction]:
     """The instructions of one step, in the order of the runtime's hooks."""
     trace = default_trace(workload.units, recompute=plan.recompute)
     forward = [rates.forward(part, plan, workload.seq) for part in workload.parts]
@@ -506,7 +508,7 @@ def _forward(
     seconds: Sequence[float],
     kept: Sequence[int],
     micro_batch: int,
-    room: Room,
+    room: Headroom,
 ) -> Iterator[_Instruction]:
     for phase, unit in trace.forward:
         event = Event(phase, unit, micro_batch)
@@ -530,7 +532,7 @@ def _backward(
     seconds: Sequence[_Backward],
     kept: Sequence[int],
     micro_batch: int,
-    room: Room,
+    room: Headroom,
 ) -> Iterator[_Instruction]:
     held: list[int] = []  # reductions that start once the next unit is gathered
     for phase, unit in trace.backward:
