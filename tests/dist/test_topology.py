@@ -106,6 +106,19 @@ def check_refusals(hosts: Path) -> None:
     )
 
 
+def check_few_nodes() -> None:
+    """Any order of two nodes is the same, so nothing is timed."""
+    ordered = order_ranks(
+        tw.Plan.preset("zero3", nodes=2, local=1, topology="timed"), group.control(), torch.device("cpu")
+    )
+    assert (ordered.plan.topology, ordered.plan.placement) == (None, None)
+    assert ordered.sentence == "pairs were not timed: any order of 2 nodes is the same"
+
+
+def test_two_nodes_need_no_timing() -> None:
+    run_ranks(2, check_few_nodes)
+
+
 def test_what_cannot_be_ordered_is_refused_on_every_rank(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(HOSTS)
     run_ranks(4, check_refusals, tmp_path / "hosts")

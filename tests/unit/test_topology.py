@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
-import shutil
 import subprocess
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.slurm import needs_slurm, slurm
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
@@ -207,58 +205,14 @@ def test_slurm_without_an_answer_is_one_sentence(tmp_path: Path) -> None:
         slurm_topology({"PATH": path})
 
 
-needs_slurm = pytest.mark.skipif(
-    any(shutil.which(name) is None for name in ("slurmctld", "scontrol", "munged")), reason="SLURM is not installed"
-)
-
-CONTROLLER = """\
-ClusterName=fake
-SlurmctldHost={host}
-AuthType=auth/none
-SlurmUser={user}
-StateSaveLocation={directory}
-SlurmctldPidFile={directory}/pid
-SlurmctldPort=16827
-SlurmdPort=16828
-TopologyPlugin=topology/tree
-ProctrackType=proctrack/linuxproc
-MpiDefault=none
-NodeName=node[01-12],gpu-a[1-2] NodeAddr=127.0.0.1 CPUs=1
-PartitionName=all Nodes=ALL Default=YES
-"""
-
-
-@pytest.fixture
-def controller(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of a real controller of SLURM with nodes that do not exist."""
-    import getpass
-    import platform
-
-    configuration = tmp_path / "slurm.conf"
-    configuration.write_text(
-        CONTROLLER.format(host=platform.node(), user=getpass.getuser(), directory=tmp_path), encoding="utf-8"
-    )
-    (tmp_path / "topology.conf").write_text(CONFIGURATION)
-    environment = {**os.environ, "SLURM_CONF": str(configuration)}
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(["slurmctld", "-D", "-i"], env=environment, stdout=log, stderr=log)
-        try:
-            ping = ["scontrol", "ping"]
-            deadline = time.monotonic() + 30
-            while "is UP" not in subprocess.run(ping, env=environment, capture_output=True, text=True).stdout:
-                assert process.poll() is None, (tmp_path / "log").read_text()
-                assert time.monotonic() < deadline, (tmp_path / "log").read_text()
-                time.sleep(0.5)
-            yield environment
-        finally:
-            process.terminate()
-            process.wait()
-
-
 @pytest.mark.slow
 @needs_slurm
-def test_real_slurm_says_the_same(controller: dict[str, str]) -> None:
-    assert slurm_topology(controller).switches == SwitchTree.parse(CONFIGURATION, "").switches
+def test_real_slurm_says_the_same(tmp_path: Path) -> None:
+    nodes = expand_hosts("node[01-12],gpu-a[1-2]")
+    with slurm(tmp_path, nodes, CONFIGURATION, run_nodes=False) as environment:
+        shown = slurm_topology(environment)
+    assert shown.source == "scontrol show topology"
+    assert shown.switches == SwitchTree.parse(CONFIGURATION, "").switches
 
 
 @pytest.mark.slow

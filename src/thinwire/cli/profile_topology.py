@@ -77,10 +77,10 @@ def profile_topology(
 
     from thinwire.collectives import group
     from thinwire.errors import UsageError
-    from thinwire.network.finding import find_leaves
+    from thinwire.network.finding import FEWEST_NODES, find_leaves
     from thinwire.network.order import host_name
 
-    if mesh.nodes < 3:
+    if mesh.nodes < FEWEST_NODES:
         raise UsageError(f"--topology with {mesh.nodes} nodes: any order of less than three nodes is the same")
     if device.type == "cuda":
         torch.cuda.set_device(device)

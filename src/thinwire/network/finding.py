@@ -26,7 +26,10 @@ from thinwire.program import Lane
 from thinwire.program.stages import Stage
 from thinwire.spec import Factor
 
-__all__ = ["Found", "find_leaves"]
+__all__ = ["FEWEST_NODES", "Found", "find_leaves"]
+
+FEWEST_NODES = 3
+"""Nodes from which their order can matter."""
 
 TURN = 0.06
 """Seconds that a pair should exchange in a round: more than a token bucket or a switch's queue can hide."""
@@ -82,7 +85,7 @@ def find_leaves(
 
     Args:
         control: Connects all ranks.
-        mesh: Ranks of a node, and nodes. All ranks of a node send to those of another one.
+        mesh: Ranks of a node, and at least three nodes. All ranks of a node send to those of another one.
         device: Device of this rank's tensors.
         report: Receives one line about each step.
 

@@ -13,7 +13,7 @@ import torch
 
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
-from thinwire.network.finding import Found, find_leaves
+from thinwire.network.finding import FEWEST_NODES, Found, find_leaves
 from thinwire.network.slurm import is_slurm_job, slurm_topology
 from thinwire.program import least_crossing
 from thinwire.spec import Plan
@@ -79,6 +79,9 @@ def _ordered(plan: Plan, source: str, control: Control, device: torch.device) ->
         except SpecError as error:
             raise _unusable(plan, source, f"{error.what} {'; '.join(error.problems)}") from error
         read = f"leaf switches are those of {topology.source}"
+    elif plan.mesh.nodes < FEWEST_NODES:
+        sentence = f"{silent}pairs were not timed: any order of {plan.mesh.nodes} nodes is the same"
+        return Ordered(plan.with_(topology=None), tuple(of_node), sentence)
     else:
         found = find_leaves(control, plan.mesh, device)
         switches = _found_switches(plan, source, found)
