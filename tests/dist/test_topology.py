@@ -78,7 +78,7 @@ def check_order(hosts: Path) -> None:
     assert model.grid.data == (0, 2, 1, 3).index(dist.get_rank()), "data follow positions"
     ordered = order_ranks(asked(hosts), group.control(), torch.device("cpu"))
     assert ordered.hosts == ("a", "c", "b", "d")
-    assert "2 of them above 4 nodes; 33% of the bytes between nodes cross leaves, 67% in" in ordered.sentence
+    assert "2 above 4 nodes; 33% of the bytes between nodes cross leaves, 67% in" in ordered.sentence
 
 
 def test_ranks_are_put_in_order_and_numbers_stay(tmp_path: Path) -> None:

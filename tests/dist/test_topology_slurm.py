@@ -40,6 +40,6 @@ def test_a_job_orders_its_ranks_by_slurm_s_switches(tmp_path: Path) -> None:
             check=False,
         )
     assert result.returncode == 0, result.stderr
-    assert "leaf switches are those of scontrol show topology: 2 of them above 4 nodes" in result.stdout
+    assert "leaf switches are those of scontrol show topology: 2 above 4 nodes" in result.stdout
     (start,) = read_run(tmp_path / "run").starts
     assert start["hosts"] == ["node01", "node03", "node02", "node04"]

@@ -87,16 +87,16 @@ def _ordered(plan: Plan, source: str, control: Control, device: torch.device) ->
         switches = _found_switches(plan, source, found)
         read = f"{silent}leaf switches were found by timing pairs of nodes for {found.seconds:.0f} s"
     order, crossing, given = least_crossing(plan, switches)
-    number = len({path[0] for path in switches})
+    number = len(set(switches))
     placed = tuple(of_node[node] for node in order)
     if order == tuple(range(len(order))):
-        effect = f"the launcher's order is kept: no other sends fewer than {given:.0%} of the bytes across leaves"
+        effect = f"the launcher's order is kept, because none sends fewer bytes across leaves ({given:.0%})"
         placement = None
     else:
         effect = f"{crossing:.0%} of the bytes between nodes cross leaves, {given:.0%} in the launcher's order"
         local = plan.mesh.local
         placement = tuple(node * local + place for node in order for place in range(local))
-    sentence = f"{read}: {number} of them above {len(of_node)} nodes; {effect}"
+    sentence = f"{read}: {number} above {len(of_node)} nodes; {effect}"
     return Ordered(plan.with_(topology=None, placement=placement), placed, sentence)
 
 
