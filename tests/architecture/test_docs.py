@@ -78,7 +78,7 @@ def test_examples_are_valid(page: Path) -> None:
 def test_zeropp_in_deepspeed_s_words_is_the_preset() -> None:
     [text] = TOML.findall((ROOT / "docs/port-from-deepspeed.md").read_text(encoding="utf-8"))
     plan = Plan.from_toml(text)
-    assert plan.with_(name="zeropp", bucket_bytes="4MiB") == Plan.preset("zeropp", nodes=8, local=8)
+    assert plan.with_(name="zeropp", reduce_bytes=0) == Plan.preset("zeropp", nodes=8, local=8)
 
 
 def test_every_page_is_on_the_site() -> None:

@@ -173,6 +173,10 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -
         assert all(operations > 0 and sent > 0 for operations, sent in counts)
 
 
+TOGETHER = {"gather_bytes": "1MiB", "reduce_bytes": "1MiB"}
+"""More than the model has: whatever starts together travels as one."""
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -184,6 +188,10 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -
         {"prefetch": 0},
         pytest.param({"prefetch": 3}, marks=pytest.mark.slow),
         pytest.param({"keep_gathered": "none"}, marks=pytest.mark.slow),
+        {"granularity": "module", **TOGETHER},
+        pytest.param({"granularity": "module", "recompute": True, **TOGETHER}, marks=pytest.mark.slow),
+        pytest.param({"granularity": "module", "gather_bytes": 700, "reduce_bytes": 900}, marks=pytest.mark.slow),
+        pytest.param({**TOGETHER, "prefetch": 3, "bucket_bytes": 1, "bucket_chunks": 3}, marks=pytest.mark.slow),
         {"bucket_bytes": 1},
         pytest.param({"bucket_bytes": 1 << 12}, marks=pytest.mark.slow),
         {"overlap": {"gather": False, "reduce": False, "sync": False, "spread": False}},

@@ -150,6 +150,10 @@ def test_buckets_are_bytes_of_the_dtype_on_the_wire() -> None:
     assert convert(bf16={"enabled": True}, **bucket).plan().bucket_bytes == 10_000_000
     wide = convert(bf16={"enabled": True}, communication_data_type="fp32", **bucket).plan()
     assert (wide.bucket_bytes, wide.reduce_dtype) == (20_000_000, "float32")
+    over_params = convert(**zero(3, reduce_bucket_size=5e6)).plan()
+    assert (over_params.reduce_bytes, over_params.bucket_bytes) == (20_000_000, 4 << 20)
+    replicated = convert(**zero(3, reduce_bucket_size=5e6, mics_shard_size=2)).plan()
+    assert replicated.reduce_bytes == replicated.bucket_bytes == 20_000_000
 
 
 def test_overlap_prefetch_and_live_parameters_can_be_switched_off() -> None:

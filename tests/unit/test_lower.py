@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from thinwire.program import BufferInfo, Lane, Phase, UnitInfo, lower
-from thinwire.spec import Plan
+from thinwire.cost.anatomy import units as units_of
+from thinwire.program import Axis, BufferInfo, Event, Lane, Phase, UnitInfo, lower
+from thinwire.spec import ModelSpec, Plan
 
 BLOCKS = 4
 MODULES = ("query", "output", "up")
@@ -48,3 +51,55 @@ def test_the_forward_gathers_every_module_of_the_next_blocks(prefetch: int) -> N
 def test_without_prefetch_a_block_gathers_its_own_modules() -> None:
     started = gathered_at(0)
     assert started == {f"blocks.{block}.query": names(block) for block in range(BLOCKS)}
+
+
+def test_modules_of_a_large_model_take_as_many_collectives_as_blocks() -> None:
+    """At most 1.1 times as many: what starts together travels as one."""
+    model = ModelSpec.preset("llama-7b")
+
+    def collectives(**fields: object) -> int:
+        plan = Plan.preset("zero3", nodes=4, local=8, **fields)
+        return len(lower(plan, units_of(model, plan), micro_batches=4).operations)
+
+    blocks, apart = collectives(), collectives(granularity="module")
+    together = collectives(granularity="module", gather_bytes="512MiB", reduce_bytes="512MiB")
+    assert apart > 3 * blocks
+    assert together <= 1.1 * blocks
+
+
+def started_by(event: Event, **fields: object) -> list[tuple[Lane, tuple[int, ...]]]:
+    """Collectives that start at an event of the only micro-batch, each with its units."""
+    plan = Plan.preset("zero3", nodes=2, local=2, granularity="module", **fields)
+    program = lower(plan, modules_of_blocks())
+    return [(operation.lane, operation.units) for operation in program.starts(event)]
+
+
+def test_gathers_that_start_together_travel_as_one_until_they_have_enough_bytes() -> None:
+    """A module has 128 bytes."""
+    first = Event(Phase.PRE_FORWARD, 0, 0)
+    needed, ahead = (Lane.GATHER, (0,)), (1, 2, 3, 4, 5)
+    assert started_by(first, gather_bytes=129) == [
+        needed,
+        *[(Lane.GATHER, ahead[begin : begin + 2]) for begin in range(0, 5, 2)],
+    ]
+    assert started_by(first, gather_bytes=128) == [needed, *[(Lane.GATHER, (unit,)) for unit in ahead]]
+
+
+def test_reductions_wait_until_they_have_enough_bytes() -> None:
+    """The last module's gradients wait for those of the one before it."""
+    ready = [Event(Phase.GRADS_READY, unit, 0) for unit in (11, 10, 9)]
+    reduced = [started_by(event, reduce_bytes=129) for event in ready]
+    assert reduced == [[], [(Lane.REDUCE, (11, 10))], []]
+
+
+def test_a_bucket_starts_once_its_gradients_are_reduced_over_params() -> None:
+    plan = Plan.preset(
+        "amsp-30b", nodes=2, local=2, granularity="module", reduce_bytes=300, bucket_bytes=1, optimizer="2x2"
+    )
+    units = [replace(unit, buffers=(BufferInfo(64, 2, True, (16,) * 2),)) for unit in modules_of_blocks()]
+    program = lower(plan, units)
+    begun = {operation.index: operation.start for operation in program.operations}
+    scatters = [operation for operation in program.operations if operation.axis is Axis.SHARD and operation.bucket]
+    assert scatters
+    for operation in scatters:
+        assert [begun[index] for index in operation.after] == [operation.start]

@@ -15,7 +15,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Kind
 from thinwire.program.stages import Stage
 
-__all__ = ["all_gather"]
+__all__ = ["all_gather", "columns_of", "gather_hops"]
 
 
 def all_gather(
@@ -57,10 +57,14 @@ def all_gather(
     if group.size == 1:
         return Moves()
     sizes = sizes or [whole.numel() // group.size] * group.size
-    columns = [range(i, i + group.nodes) for i in range(0, group.size, group.nodes)]
     if codec is None:
-        return _exact(group, whole, sizes, columns, kind)
-    return _encoded(group, whole, sizes, columns, kind, codec, residual, update, seed)
+        return _exact(group, whole, sizes, columns_of(group), kind)
+    return _encoded(group, whole, sizes, columns_of(group), kind, codec, residual, update, seed)
+
+
+def columns_of(group: AxisGroup) -> list[range]:
+    """By place inside the node, the members of an axis that gather their pieces across nodes."""
+    return [range(i, i + group.nodes) for i in range(0, group.size, group.nodes)]
 
 
 def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns: Sequence[range], kind: Kind) -> Moves:
@@ -74,7 +78,7 @@ def _exact(group: AxisGroup, whole: torch.Tensor, sizes: Sequence[int], columns:
     def inside() -> None:
         group.at(Stage.GATHER_INSIDE).gather(wholes, kind)
 
-    return _hops(group, across, inside)
+    return gather_hops(group, across, inside)
 
 
 def _encoded(
@@ -111,13 +115,14 @@ def _encoded(
     return Moves(
         [
             Move(Stage.ENCODE_GATHER, encode),
-            *_hops(group, across, inside),
+            *gather_hops(group, across, inside),
             Move(Stage.DECODE_GATHER, decode),
         ]
     )
 
 
-def _hops(group: AxisGroup, across: Callable[[], None], inside: Callable[[], None]) -> Moves:
+def gather_hops(group: AxisGroup, across: Callable[[], None], inside: Callable[[], None]) -> Moves:
+    """The moves of an all-gather across nodes and inside the node, without hops over a single rank."""
     moves = [
         (group.nodes, Move(Stage.GATHER_ACROSS, across)),
         (group.local, Move(Stage.GATHER_INSIDE, inside)),

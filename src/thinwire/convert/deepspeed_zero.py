@@ -124,7 +124,12 @@ def _loco(value: Any, source: Source) -> Judgement:
 def _bucket(value: int, source: Source) -> Judgement:
     if value < 1:
         return refused("expected a number of elements of at least 1")
-    return mapped(plan={"bucket_bytes": value * wire_itemsize(source)}, note="elements become bytes")
+    nbytes = value * wire_itemsize(source)
+    if stage_of(source) < 3:
+        return mapped(plan={"bucket_bytes": nbytes}, note="elements become bytes")
+    replicated = factors(source)["name"] == "mics"
+    plan = {"reduce_bytes": nbytes} | ({"bucket_bytes": nbytes} if replicated else {})
+    return mapped(plan=plan, note="elements become bytes")
 
 
 def _overlap(value: bool, source: Source) -> Judgement:

@@ -1,6 +1,7 @@
 """Programs: the ordered operations of one training step under a plan."""
 
-from thinwire.program.lower import NORM_BYTES, UNDER_WAY, buckets, control_bytes, default_trace, lower
+from thinwire.program.batches import buckets, gather_batches, reduction_batches
+from thinwire.program.lower import NORM_BYTES, UNDER_WAY, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
     Hop,
@@ -38,6 +39,7 @@ from thinwire.program.shares import (
 from thinwire.program.stages import TRANSFERS, Stage
 from thinwire.program.step import (
     BufferInfo,
+    BufferKey,
     Event,
     Lane,
     Moment,
@@ -57,6 +59,7 @@ __all__ = [
     "UNDER_WAY",
     "Axis",
     "BufferInfo",
+    "BufferKey",
     "Even",
     "Event",
     "Hop",
@@ -87,6 +90,7 @@ __all__ = [
     "deal",
     "default_trace",
     "flat_numel",
+    "gather_batches",
     "hops",
     "host_orders",
     "idle_codecs",
@@ -95,6 +99,7 @@ __all__ = [
     "lower",
     "node_order",
     "padded",
+    "reduction_batches",
     "reduction_turns",
     "slot_offsets",
     "together",

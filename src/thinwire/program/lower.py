@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
-from thinwire.program.mesh import Axis, Kind, MessageSizes, axis_index, axis_stride, hops
+from thinwire.program.batches import buckets, gather_batches, reduction_batches
+from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axis_stride, hops
 from thinwire.program.shares import LARGE_LEAF, Even, Span, chunk_spans, padded, together, within
-from thinwire.program.step import BufferInfo, Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
-from thinwire.program.wire import ITEMSIZE, axis_shape, gather_sizes, reduction_sizes
+from thinwire.program.step import BufferInfo, BufferKey, Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
+from thinwire.program.wire import axis_shape, gather_sizes, reduction_sizes
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "buckets", "control_bytes", "default_trace", "lower"]
+__all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "control_bytes", "default_trace", "lower"]
 
 CONTROL_WORDS = 3
 """Number of 64-bit words in the step's control exchange: order hash, unfinished gradients, step number."""
@@ -50,31 +52,6 @@ def default_trace(units: Sequence[UnitInfo], *, recompute: bool = False) -> Trac
     else:
         forward = [(phase, u) for u in order for phase in (Phase.PRE_FORWARD, Phase.POST_FORWARD)]
     return Trace.of_forward(forward, units, recompute=recompute)
-
-
-def buckets(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group trainable units, in reduction order, into buckets of at least ``plan.bucket_bytes``.
-
-    The remainder becomes a bucket of its own, or joins the previous bucket if it is less than half full. The step waits
-    for the last bucket, and a small bucket costs as many messages as a large one.
-    """
-    itemsize = ITEMSIZE[plan.effective_reduce_dtype]
-    closed: list[tuple[int, ...]] = []
-    open_: list[int] = []
-    size = 0
-    for unit in order:
-        if not units[unit].trainable:
-            continue
-        open_.append(unit)
-        size += sum(b.numel // plan.params.ranks * itemsize for b in units[unit].buffers if b.trainable)
-        if size >= plan.bucket_bytes:
-            closed.append(tuple(open_))
-            open_, size = [], 0
-    if open_ and closed and size < plan.bucket_bytes / 2:
-        closed[-1] += tuple(open_)
-    elif open_:
-        closed.append(tuple(open_))
-    return tuple(closed)
 
 
 def _kept_units(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> frozenset[int]:
@@ -145,6 +122,7 @@ class _Call:
     axis: Axis
     units: tuple[int, ...]
     encoded: bool = False
+    buffers: tuple[BufferKey, ...] = ()
     bucket: tuple[int, ...] = ()
     chunk: int = 0
     chunks: int = 1
@@ -175,35 +153,56 @@ class _Draft:
         Returns:
             Its index.
         """
+        return self._record(call, self._hops(call, pieces, sizes), start, after)
+
+    def add_even(self, call: _Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
+        """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
+        return self.add(call, self._cut(call.axis, numel), sizes, start, after)
+
+    def add_joint(self, call: _Call, parts: Sequence[tuple[int, MessageSizes]], start: Event) -> int:
+        """Add an operation on several vectors, each cut evenly, whose messages travel as one.
+
+        Args:
+            call: The operation.
+            parts: Number of elements of each vector, and the sizes of its messages.
+            start: Event that starts the operation.
+        """
+        of_parts = [self._hops(call, self._cut(call.axis, numel), sizes) for numel, sizes in parts]
+        joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
+        return self._record(call, joint, start, ())
+
+    def _cut(self, axis: Axis, numel: int) -> Even:
+        count = self.extent(axis)
+        return Even(numel // count, count)
+
+    def _hops(self, call: _Call, pieces: Sequence[int], sizes: MessageSizes) -> tuple[Hop, ...]:
         axis = call.axis
-        shape, place, stride = self._shapes[axis], self.places[axis], self._strides[axis]
+        return hops(call.kind, *self._shapes[axis], pieces, self.places[axis], sizes, self._strides[axis])
+
+    def _record(self, call: _Call, hops: tuple[Hop, ...], start: Event, after: tuple[int, ...]) -> int:
         index = len(self.operations)
         self.operations.append(
             Operation(
                 index=index,
                 kind=call.kind,
                 lane=call.lane,
-                axis=axis,
+                axis=call.axis,
                 units=call.units,
-                hops=hops(call.kind, *shape, pieces, place, sizes, stride),
+                hops=hops,
                 start=start,
                 after=after,
                 encoded=call.encoded,
+                buffers=call.buffers,
                 bucket=call.bucket,
                 chunk=call.chunk,
                 chunks=call.chunks,
             )
         )
-        if call.lane is Lane.GATHER:
-            first = self._first_gathers.setdefault(call.units[0], [index])
+        for unit in call.units if call.lane is Lane.GATHER else ():
+            first = self._first_gathers.setdefault(unit, [index])
             if first[-1] != index and self.operations[first[0]].start == start:
                 first.append(index)
         return index
-
-    def add_even(self, call: _Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
-        """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
-        count = self.extent(call.axis)
-        return self.add(call, Even(numel // count, count), sizes, start, after)
 
     def wait(self, event: Event, operation: int) -> None:
         """Let computation wait for an operation at an event, unless it has waited for the operation before."""
@@ -214,7 +213,8 @@ class _Draft:
     def hold_back(self, unit: int, spread: tuple[int, ...]) -> None:
         """Let the first gathers of a unit start only after the previous step's spread of it."""
         for index in self._first_gathers.get(unit, ()):
-            self.operations[index] = replace(self.operations[index], after=spread)
+            gather = self.operations[index]
+            self.operations[index] = replace(gather, after=(*gather.after, *spread))
 
     def free(self, event: Event, unit: int) -> None:
         """Free a unit's gathered parameters at an event."""
@@ -252,8 +252,8 @@ class _Gathers:
                 self._need(unit, event, from_secondary=reuse)
                 position += 1
                 if self._plan.overlap.gather:
-                    for upcoming in self._ahead(self._trace.needed, position, self._plan.prefetch):
-                        self._gather(upcoming, event, from_secondary=reuse)
+                    ahead = self._ahead(self._trace.needed, position, self._plan.prefetch)
+                    self._gather(ahead, event, from_secondary=reuse)
             else:
                 self._finish_forward(unit, event)
 
@@ -268,8 +268,8 @@ class _Gathers:
         if self._plan.overlap.gather and self._plan.prefetch:
             position = order.index(event.unit) + 1
             one = self._plan.backward_prefetch == "module"
-            for upcoming in order[position : position + 1] if one else self._ahead(order, position, 1):
-                self._gather(upcoming, event, from_secondary=True)
+            ahead = order[position : position + 1] if one else self._ahead(order, position, 1)
+            self._gather(ahead, event, from_secondary=True)
 
     def free(self, unit: int, event: Event) -> None:
         """Free a unit that is gathered."""
@@ -308,20 +308,34 @@ class _Gathers:
             self.free(unit, event)
 
     def _need(self, unit: int, event: Event, *, from_secondary: bool) -> None:
-        self._gather(unit, event, from_secondary=from_secondary)
+        self._gather((unit,), event, from_secondary=from_secondary)
         for operation in self._under_way.get(unit, ()):
             self._draft.wait(event, operation)
 
-    def _gather(self, unit: int, event: Event, *, from_secondary: bool) -> None:
-        if not self._sharded or unit in self._under_way:
+    def _gather(self, wanted: Sequence[int], event: Event, *, from_secondary: bool) -> None:
+        """Gather those of the wanted units that are not gathered yet, in as few operations as the plan allows."""
+        if not self._sharded:
             return
-        axis = Axis.SECONDARY if from_secondary and unit in self._secondary else Axis.PARAMS
+        fresh = [unit for unit in dict.fromkeys(wanted) if unit not in self._under_way]
+        self._under_way.update({unit: [] for unit in fresh})
+        for axis in (Axis.PARAMS, Axis.SECONDARY):
+            is_second = axis is Axis.SECONDARY
+            order = [unit for unit in fresh if (from_secondary and unit in self._secondary) is is_second]
+            if self._draft.extent(axis) > 1:
+                for batch in gather_batches(self._units, order, self._plan.gather_bytes, encoded_apart=not is_second):
+                    self._gather_batch(axis, batch, event)
+
+    def _gather_batch(self, axis: Axis, batch: Sequence[BufferKey], event: Event) -> None:
         # The secondary shard holds decoded parameters of a previous gather, which are sent without a codec.
         codec = self._plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
-        self._under_way[unit] = []
-        for buffer in self._units[unit].buffers if self._draft.extent(axis) > 1 else ():
-            call = _Call(Kind.ALL_GATHER, Lane.GATHER, axis, (unit,), buffer.encoded and axis is Axis.PARAMS)
-            self._under_way[unit].append(self._draft.add_even(call, buffer.numel, gather_sizes(codec, buffer), event))
+        buffers = [self._units[unit].buffers[number] for unit, number in batch]
+        units = tuple(dict.fromkeys(unit for unit, _ in batch))
+        encoded = axis is Axis.PARAMS and buffers[0].encoded
+        call = _Call(Kind.ALL_GATHER, Lane.GATHER, axis, units, encoded, tuple(batch))
+        parts = [(buffer.numel, gather_sizes(codec, buffer, joint=len(batch) > 1)) for buffer in buffers]
+        operation = self._draft.add_joint(call, parts, event)
+        for unit in units:
+            self._under_way[unit].append(operation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,25 +370,29 @@ class _Bucket:
     chunks: tuple[_Chunk, ...]
 
 
-def _bucket(plan: Plan, members: Sequence[tuple[int, BufferInfo]], replicas: int) -> _Bucket:
-    """A bucket of these buffers of units, cut into chunks that the replicas can divide among them."""
+_Member = tuple[int, Sequence[int]]
+"""A unit with a gradient in a bucket, and the number of elements of it that each member of the axis gets."""
+
+
+def _bucket(members: Sequence[_Member], chunks: int, replicas: int, *, encoded: bool) -> _Bucket:
+    """A bucket of these gradients, cut into at most this many chunks that the replicas can divide among them."""
     units = tuple(dict.fromkeys(unit for unit, _ in members))
-    pieces = together([buffer.shares for _, buffer in members])
+    pieces = together([of_member for _, of_member in members])
     longest = pieces.size if isinstance(pieces, Even) else max(pieces)
-    spans = chunk_spans(longest, plan.bucket_chunks, replicas)
-    chunks = (
+    spans = chunk_spans(longest, chunks, replicas)
+    of_spans = (
         _Chunk(number, span, units if len(spans) == 1 else _units_within(members, span))
         for number, span in enumerate(spans)
     )
-    return _Bucket(units, members[0][1].encoded, pieces, tuple(chunks))
+    return _Bucket(units, encoded, pieces, tuple(of_spans))
 
 
-def _units_within(members: Sequence[tuple[int, BufferInfo]], span: Span) -> tuple[int, ...]:
+def _units_within(members: Sequence[_Member], span: Span) -> tuple[int, ...]:
     """Units that have elements in a chunk, in any piece."""
-    owners = 1 if all(isinstance(buffer.shares, Even) for _, buffer in members) else len(members[0][1].shares)
+    owners = 1 if all(isinstance(pieces, Even) for _, pieces in members) else len(members[0][1])
     ends, inside = [0] * owners, []
-    for unit, buffer in members:
-        begins, ends = ends, [end + buffer.shares[owner] for owner, end in enumerate(ends)]
+    for unit, pieces in members:
+        begins, ends = ends, [end + pieces[owner] for owner, end in enumerate(ends)]
         if any(max(begin, span[0]) < min(end, span[1]) for begin, end in zip(begins, ends, strict=True)):
             inside.append(unit)
     return tuple(dict.fromkeys(inside))
@@ -390,38 +408,59 @@ class _Reductions:
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
         self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
-        self._turns: dict[int, list[tuple[_Bucket, _Chunk]]] = {}  # by unit: chunks that start in its turn
-        for bucket in self._cut_buckets(trace):
-            for chunk in bucket.chunks:
-                self._turns.setdefault(chunk.units[-1], []).append((bucket, chunk))
-        self._over_params: dict[int, list[int]] = {}  # unit -> its reduce-scatters over the params axis
-        # By units, encoding and lane of a bucket's reduction: its chunks that have started, while others have not.
-        self._open: dict[tuple[tuple[int, ...], bool, Lane], list[int]] = {}
+        replicas = draft.extent(Axis.REPLICA)
+        # By unit: chunks that start in its turn, over the params axis and after that.
+        self._params_turns: dict[int, list[tuple[_Bucket, _Chunk]]] = {}
+        self._turns: dict[int, list[tuple[_Bucket, _Chunk]]] = {}
+        place = {unit: number for number, unit in enumerate(self._order)}
+        closing: dict[int, int] = {}  # unit -> the unit in whose turn its last chunk over the params axis starts
+        if draft.extent(Axis.PARAMS) > 1:
+            for bucket in self._cut(reduction_batches(plan, units, trace.reduction_order), self._over_all, 1):
+                for chunk in bucket.chunks:
+                    self._params_turns.setdefault(chunk.units[-1], []).append((bucket, chunk))
+                    closing.update(dict.fromkeys(chunk.units, chunk.units[-1]))
+        if draft.extent(Axis.SHARD) * replicas > 1:
+            for bucket in self._cut(buckets(plan, units, trace.reduction_order), self._by_share, replicas):
+                for chunk in bucket.chunks:
+                    turn = max((closing.get(unit, unit) for unit in chunk.units), key=place.__getitem__)
+                    self._turns.setdefault(turn, []).append((bucket, chunk))
+        self._over_params: dict[int, list[int]] = {}  # unit -> reduce-scatters of it over the params axis
+        # By axis, units and encoding of a bucket's reduction: its chunks that have started, while others have not.
+        self._open: dict[tuple[Axis, tuple[int, ...], bool], list[int]] = {}
         self._under_way: deque[list[int]] = deque()  # whole reductions that nothing has waited for yet, oldest first
         self._pending: deque[int] = deque()
         self._ready: set[int] = set()
         self._last = True
 
-    def _cut_buckets(self, trace: Trace) -> Iterator[_Bucket]:
-        replicas = self._draft.extent(Axis.REPLICA)
-        if self._draft.extent(Axis.SHARD) == replicas == 1:
-            return
-        for bucket in buckets(self._plan, self._units, trace.reduction_order):
+    def _cut(
+        self, groups: Sequence[Sequence[int]], pieces_of: Callable[[BufferInfo], Sequence[int]], replicas: int
+    ) -> Iterator[_Bucket]:
+        """Cut groups of units into buckets, of which one holds encoded gradients, or others."""
+        for group in groups:
             for encoded in (True, False):
                 members = [
-                    (unit, buffer)
-                    for unit in bucket
+                    (unit, pieces_of(buffer))
+                    for unit in group
                     for buffer in self._units[unit].buffers
                     if buffer.trainable and buffer.encoded is encoded
                 ]
                 if members:
-                    yield _bucket(self._plan, members, replicas)
+                    yield _bucket(members, self._plan.bucket_chunks, replicas, encoded=encoded)
+
+    def _over_all(self, buffer: BufferInfo) -> Sequence[int]:
+        members = self._draft.extent(Axis.PARAMS)
+        return Even(buffer.numel // members, members)
+
+    @staticmethod
+    def _by_share(buffer: BufferInfo) -> Sequence[int]:
+        return buffer.shares
 
     def begin(self, *, last: bool) -> None:
         """Begin the backward of a micro-batch."""
         self._last = last
         self._pending = deque(self._order)
         self._ready.clear()
+        self._over_params.clear()
 
     def ready(self, unit: int, event: Event) -> None:
         """Mark a unit's gradients as ready. Reduce the unit, and units that waited for it, if it is their turn."""
@@ -435,53 +474,36 @@ class _Reductions:
             self._reduce(self._pending.popleft(), event)
 
     def _reduce(self, unit: int, event: Event) -> None:
-        if self._draft.extent(Axis.PARAMS) > 1:
-            self._over_params[unit] = [
-                operation
-                for buffer in self._units[unit].buffers
-                if buffer.trainable
-                for operation in self._reduce_over_params(unit, buffer, event)
-            ]
+        for bucket, chunk in self._params_turns.get(unit, ()):
+            self._reduce_over_params(bucket, chunk, event)
         for bucket, chunk in self._turns.get(unit, ()):
             self._reduce_chunk(bucket, chunk, event)
 
-    def _reduce_over_params(self, unit: int, buffer: BufferInfo, event: Event) -> list[int]:
-        members = self._draft.extent(Axis.PARAMS)
-        sizes = reduction_sizes(self._plan, Axis.PARAMS, encoded=buffer.encoded)
-        pieces = Even(buffer.numel // members, members)
-        spans = chunk_spans(pieces.size, self._plan.bucket_chunks)
-        operations = []
-        for number, span in enumerate(spans):
-            call = _Call(
-                Kind.REDUCE_SCATTER,
-                Lane.REDUCE,
-                Axis.PARAMS,
-                (unit,),
-                buffer.encoded,
-                bucket=(unit,),
-                chunk=number,
-                chunks=len(spans),
-            )
-            operations.append(self._draft.add(call, within(pieces, span), sizes, event))
-        self._started(operations, event, overlapped=self._plan.overlap.reduce)
-        return operations
+    def _reduce_over_params(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
+        call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.PARAMS, bucket, chunk)
+        sizes = reduction_sizes(self._plan, Axis.PARAMS, encoded=bucket.encoded)
+        operation = self._draft.add(call, within(bucket.pieces, chunk.span), sizes, event)
+        for unit in chunk.units:
+            self._over_params.setdefault(unit, []).append(operation)
+        self._chunk_started(bucket, call, operation, event, overlapped=self._plan.overlap.reduce)
 
     def _reduce_chunk(self, bucket: _Bucket, chunk: _Chunk, event: Event) -> None:
         """Reduce a chunk over the shard axis (in every micro-batch if ``G`` is sharded like ``OS``), then over the
         replicas."""
-        after = tuple(operation for unit in chunk.units for operation in self._over_params.get(unit, ()))
+        after = tuple(dict.fromkeys(chain.from_iterable(self._over_params.get(unit, ()) for unit in chunk.units)))
+        overlapped = self._plan.overlap.sync if self._last else self._plan.overlap.reduce
         if self._draft.extent(Axis.SHARD) > 1 and (self._last or self._plan.grads_like_optimizer):
             call = self._call(Kind.REDUCE_SCATTER, Lane.REDUCE, Axis.SHARD, bucket, chunk)
             sizes = reduction_sizes(self._plan, Axis.SHARD, encoded=bucket.encoded)
             after = (self._draft.add(call, within(bucket.pieces, chunk.span), sizes, event, after),)
-            self._chunk_started(bucket, call, after[0], event)
+            self._chunk_started(bucket, call, after[0], event, overlapped=overlapped)
         replicas = self._draft.extent(Axis.REPLICA)
         if self._last and replicas > 1:
             call = self._call(Kind.ALL_REDUCE, Lane.SYNC, Axis.REPLICA, bucket, chunk)
             share = padded(bucket.pieces[self._draft.places[Axis.SHARD]], replicas)
             sizes = reduction_sizes(self._plan, Axis.REPLICA, encoded=bucket.encoded)
             synced = self._draft.add_even(call, within((share,), chunk.span)[0], sizes, event, after)
-            self._chunk_started(bucket, call, synced, event)
+            self._chunk_started(bucket, call, synced, event, overlapped=overlapped)
 
     @staticmethod
     def _call(kind: Kind, lane: Lane, axis: Axis, bucket: _Bucket, chunk: _Chunk) -> _Call:
@@ -496,12 +518,11 @@ class _Reductions:
             chunks=len(bucket.chunks),
         )
 
-    def _chunk_started(self, bucket: _Bucket, call: _Call, operation: int, event: Event) -> None:
+    def _chunk_started(self, bucket: _Bucket, call: _Call, operation: int, event: Event, *, overlapped: bool) -> None:
         """Note that a chunk of a bucket has started; the bucket is under way once its last chunk has."""
-        key = bucket.units, bucket.encoded, call.lane
+        key = call.axis, bucket.units, bucket.encoded
         started = self._open.setdefault(key, [])
         started.append(operation)
-        overlapped = self._plan.overlap.sync if self._last else self._plan.overlap.reduce
         if not overlapped:
             self._draft.wait(event, operation)
         if len(started) == len(bucket.chunks):

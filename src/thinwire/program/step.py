@@ -16,7 +16,18 @@ from typing import NamedTuple
 from thinwire.program.mesh import Axis, Hop, Kind, Scope
 from thinwire.program.shares import compact
 
-__all__ = ["BufferInfo", "Event", "Lane", "Moment", "Operation", "Phase", "StepProgram", "Trace", "UnitInfo"]
+__all__ = [
+    "BufferInfo",
+    "BufferKey",
+    "Event",
+    "Lane",
+    "Moment",
+    "Operation",
+    "Phase",
+    "StepProgram",
+    "Trace",
+    "UnitInfo",
+]
 
 
 class Lane(StrEnum):
@@ -109,6 +120,9 @@ class UnitInfo:
         """Bytes of the unit's gathered parameters."""
         return sum(buffer.numel * buffer.itemsize for buffer in self.buffers)
 
+
+BufferKey = tuple[int, int]
+"""A flat buffer: the number of its unit, and its own number among the unit's buffers."""
 
 Moment = tuple[Phase, int]
 """Phase and unit of an event, for any micro-batch."""
@@ -211,6 +225,8 @@ class Operation:
         after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
             previous step.
         encoded: Whether the plan's codecs apply to the data.
+        buffers: Flat buffers that a gather carries, in the order of its vector: pairs of a unit and the number of the
+            unit's buffer; empty for other operations.
         bucket: Units whose gradients are reduced as one vector, of which the operation carries a chunk; empty for
             other operations.
         chunk: Number of the operation's chunk, from 0.
@@ -226,6 +242,7 @@ class Operation:
     start: Event
     after: tuple[int, ...] = ()
     encoded: bool = False
+    buffers: tuple[BufferKey, ...] = ()
     bucket: tuple[int, ...] = ()
     chunk: int = 0
     chunks: int = 1

@@ -50,10 +50,14 @@ def reduction_turns(program: StepProgram, micro_batch: int, order: Sequence[int]
     position = {op.index: number for number, op in enumerate(reductions)}
     mine = [op for op in reductions if op.start.micro_batch == micro_batch]
     starts: dict[int, list[Operation]] = {unit: [] for unit in order}
+    place = {unit: number for number, unit in enumerate(order)}
+    turns: dict[int, int] = {}  # operation -> the unit in whose turn it starts
     turn_of: dict[int, int] = {}  # unit -> the unit in whose turn its last reduction starts
     closing: dict[Event, tuple[int, int]] = {}  # event -> the last turn taken at it, and that turn's newest reduction
     for op in mine:
-        turn = op.units[-1]  # a reduction starts when the last of its gradients exist
+        # A reduction starts when the last of its gradients exist, and those before it that it takes on have started.
+        before = (turns[index] for index in op.after if index in turns)
+        turn = turns[op.index] = max((op.units[-1], *before), key=place.__getitem__)
         starts[turn].append(op)
         turn_of.update(dict.fromkeys(op.units, turn))
         closing[op.start] = turn, position[op.index]

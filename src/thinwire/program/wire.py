@@ -103,11 +103,23 @@ def sums_dtype(inter: CodecSpec, dtype: str) -> str:
     return dtype if inter.is_none else "float32"
 
 
-def gather_sizes(codec: CodecSpec, buffer: BufferInfo) -> MessageSizes:
-    """Message sizes of an all-gather, or of grouped broadcasts, of parts of a flat buffer."""
+def gather_sizes(codec: CodecSpec, buffer: BufferInfo, *, joint: bool = False) -> MessageSizes:
+    """Message sizes of an all-gather, or of grouped broadcasts, of parts of a flat buffer.
+
+    Args:
+        codec: Codec of the gather.
+        buffer: The flat buffer.
+        joint: Whether pieces of several buffers travel as one: then those of variable length are padded as well.
+    """
     if codec.is_none or not buffer.encoded:
         return MessageSizes.plain(buffer.itemsize)
-    size = Encoding(codec, {2: "bfloat16", 4: "float32"}[buffer.itemsize]).slot
+    dtype = {2: "bfloat16", 4: "float32"}[buffer.itemsize]
+    encoding = Encoding(codec, dtype)
+
+    def size(numel: int) -> int:
+        pads = joint and codec.is_variable_length
+        return codec.slot_bytes(numel, dtype) + _LENGTH_BYTES if pads else encoding.slot(numel)
+
     return MessageSizes(size, size, size, encoded=True)
 
 

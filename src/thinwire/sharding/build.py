@@ -26,6 +26,7 @@ from thinwire.sharding.encoding import (
     rounds_parameters,
 )
 from thinwire.sharding.foreign import watch_optimizers
+from thinwire.sharding.gathers import FlatBuffer, GatherLink
 from thinwire.sharding.gradient import Topology, UnitGradient
 from thinwire.sharding.lanes.lanes import Lanes
 from thinwire.sharding.memory.allocator import give_back_freed_memory, keep_freed_memory
@@ -38,7 +39,7 @@ from thinwire.sharding.modules.recompute import recompute_activations
 from thinwire.sharding.runtime import Runtime, attach
 from thinwire.sharding.seeds import Seeds
 from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.unit import FlatBuffer, GatherLink, Unit
+from thinwire.sharding.unit import Unit
 from thinwire.spec import Plan
 
 __all__ = ["build", "unit_infos"]
@@ -211,6 +212,7 @@ def _units(
         sharded.axes.get((Axis.SECONDARY, Lane.GATHER)),
         sharded.codecs.gather,
         sharded.seeds,
+        sharded.plan.gather_bytes,
     )
     return tuple(
         Unit(

@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.holders import ModelHolders
 from thinwire.sharding.holds import recomputing
@@ -27,7 +28,7 @@ from thinwire.sharding.shares.operations import from_power_sums, power_sum
 from thinwire.sharding.shares.parameter import GradientHook, ShardedParameter
 from thinwire.sharding.shares.spec import ShareSpec
 from thinwire.sharding.shares.tensor import ShareTensor
-from thinwire.sharding.unit import FlatBuffer, Unit
+from thinwire.sharding.unit import Unit
 
 if TYPE_CHECKING:
     from thinwire.sharding.runtime import Runtime

@@ -17,6 +17,7 @@ from thinwire.sharding.lanes.lanes import Mark
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.schedule import Schedule
 from thinwire.sharding.sharded import ShardedModel
+from thinwire.sharding.unit import start_gathers
 
 __all__ = ["BackwardPass", "Pass", "PassState", "Passes"]
 
@@ -195,8 +196,7 @@ class BackwardPass:
         self._state.at = Phase.PRE_BACKWARD, index
         unit = self._units[index]
         unit.start_gather(from_secondary=True)
-        for prefetch in self._schedule.backward_event(index):
-            self._units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
+        start_gathers(self._units, self._schedule.backward_event(index))
         unit.need(from_secondary=True)
 
     def _free_if_left(self, index: int) -> None:
@@ -304,8 +304,7 @@ class Passes:
         self.state.at, self.state.waits_for_backward = (Phase.PRE_FORWARD, index), True
         reuse = self._plan.secondary_reuse
         unit.start_gather(from_secondary=reuse)
-        for prefetch in self._schedule.forward_event(Phase.PRE_FORWARD, index):
-            units[prefetch.unit].start_gather(from_secondary=prefetch.from_secondary)
+        start_gathers(units, self._schedule.forward_event(Phase.PRE_FORWARD, index))
         unit.need(from_secondary=reuse)
         self.state.began[index] = self._sharded.lanes.mark()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from thinwire.program import (
     UNDER_WAY,
@@ -22,9 +21,10 @@ from thinwire.program import (
     reduction_turns,
 )
 from thinwire.sharding.reducer import Turns
+from thinwire.sharding.unit import GatherBatch
 from thinwire.spec import Plan
 
-__all__ = ["Lower", "Place", "Prefetch", "Programs", "place_of"]
+__all__ = ["Lower", "Place", "Programs", "place_of"]
 
 MOST_PROGRAMS = 16
 """Most programs to cache, so that a model whose order of units keeps changing does not fill the memory."""
@@ -47,19 +47,6 @@ def place_of(micro_batch: int, *, last: bool) -> Place:
     return min(micro_batch, ANY_MICRO_BATCHES - 2), ANY_MICRO_BATCHES
 
 
-@dataclass(frozen=True, slots=True)
-class Prefetch:
-    """A gather that starts ahead of time.
-
-    Attributes:
-        unit: Number of the unit to gather.
-        from_secondary: Whether to gather from the secondary shard.
-    """
-
-    unit: int
-    from_secondary: bool
-
-
 class Programs:
     """The programs of one model, each lowered once, and lookup tables for hooks.
 
@@ -78,7 +65,7 @@ class Programs:
         self._lower: Lower = lower
         self._programs: dict[tuple[Trace, int, bool, bool], StepProgram] = {}
         # Tables for the trace, by place; see the methods of these names.
-        self._prefetches: dict[Place, Mapping[Moment, tuple[Prefetch, ...]]] = {}
+        self._prefetches: dict[Place, Mapping[Moment, tuple[GatherBatch, ...]]] = {}
         self._turns: dict[Place, Turns] = {}
         self._spreads: tuple[tuple[Operation, bool], ...] | None = None
         self._kept: frozenset[int] | None = None
@@ -127,7 +114,7 @@ class Programs:
 
     # -- what the program says ---------------------------------------------------------------------------------
 
-    def prefetches(self, place: Place, moment: Moment) -> tuple[Prefetch, ...]:
+    def prefetches(self, place: Place, moment: Moment) -> tuple[GatherBatch, ...]:
         """The gathers that an event of the trace starts for later."""
         table = self._prefetches.get(place)
         if table is None:
@@ -181,14 +168,14 @@ class Programs:
     def _trace_so_far(self) -> Trace:
         return self.trace or default_trace(self.infos, recompute=self.plan.recompute)
 
-    def _tabulate(self, place: Place) -> Mapping[Moment, tuple[Prefetch, ...]]:
+    def _tabulate(self, place: Place) -> Mapping[Moment, tuple[GatherBatch, ...]]:
         position, micro_batches = place
-        table: dict[Moment, dict[Prefetch, None]] = {}
+        table: dict[Moment, list[GatherBatch]] = {}
         for operation in self.program(micro_batches).operations:
             phase, unit, micro_batch = operation.start
-            if operation.lane is Lane.GATHER and micro_batch == position and operation.units[0] != unit:
-                prefetch = Prefetch(operation.units[0], operation.axis is Axis.SECONDARY)
-                table.setdefault((phase, unit), {})[prefetch] = None
+            if operation.lane is Lane.GATHER and micro_batch == position and unit not in operation.units:
+                batch = GatherBatch(operation.buffers, operation.axis is Axis.SECONDARY)
+                table.setdefault((phase, unit), []).append(batch)
         return {moment: tuple(prefetches) for moment, prefetches in table.items()}
 
     def _cut(self, trace: Trace, place: Place) -> Turns:
@@ -214,4 +201,4 @@ class Programs:
 
 def _bucketed(plan: Plan, *, unit_by_unit: bool) -> Plan:
     """The plan, or the same with a bucket for every unit."""
-    return plan.model_copy(update={"bucket_bytes": 1}) if unit_by_unit else plan
+    return plan.model_copy(update={"bucket_bytes": 1, "reduce_bytes": 0}) if unit_by_unit else plan

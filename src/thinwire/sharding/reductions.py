@@ -34,12 +34,37 @@ class _Way:
         shard: The gradient of this rank's P shard; the same tensor if P is not sharded.
         share: The gradient of this rank's optimizer share; the same tensor if the P shard is not sharded further.
         adds: By axis, whether its reductions add to what they write. All chunks of a gradient have the same answer.
+        left: Number of chunks of the gradient that have not been reduced over the params axis yet.
     """
 
     staged: torch.Tensor
     shard: torch.Tensor
     share: torch.Tensor
     adds: dict[Axis, bool]
+    left: int = 0
+
+    def claim_shard(self, part: UnitGradient, bucket: Bucket, *, scatters_on: bool) -> bool:
+        """Announce that a chunk's reduction over the params axis writes the P-shard gradient.
+
+        Args:
+            part: The gradient.
+            bucket: Bucket of the chunk.
+            scatters_on: Whether each micro-batch's P-shard gradient goes on to the optimizer shares, so that nothing
+                accumulates in it.
+
+        Returns:
+            Whether the reduction adds to what it writes.
+        """
+        if Axis.PARAMS not in self.adds:
+            self.left = sum(part in chunk.gradients for chunk in bucket.chunks)
+            if scatters_on:
+                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, self.staged.device))
+            else:
+                target = part.local
+            self.shard = self.share = target.values
+            self.adds[Axis.PARAMS] = target.claim()
+        self.left -= 1
+        return self.adds[Axis.PARAMS]
 
 
 @dataclass(slots=True)
@@ -136,6 +161,8 @@ class Reductions:
         for part, way in self._ways.items():
             if Axis.SHARD in way.adds or Axis.REPLICA in way.adds:
                 part.owned.empty = True
+            if way.left and not self._topology.scatter_always:
+                part.local.empty = True
         self._ways.clear()
         self._vectors.clear()
 
@@ -146,34 +173,34 @@ class Reductions:
     # -- the three axes ----------------------------------------------------------------------------------------
 
     def _over_params(self, bucket: Bucket, number: int) -> Moves:
-        """Reduce-scatter the micro-batch's gradient over the ranks that share P, into the P-shard gradient."""
-        topology, group, (part,) = self._topology, self._groups[Axis.PARAMS], bucket.gradients
-        chunk, way = bucket.chunks[number], self._ways[part]
-        if Axis.PARAMS not in way.adds:
-            if topology.scatter_always:
-                target = Accumulator(allocate(part.layout.shard_numel, torch.float32, way.staged.device))
-            else:
-                target = part.local
-            way.shard = way.share = target.values
-            way.adds[Axis.PARAMS] = target.claim()
-        shard, add = way.shard, way.adds[Axis.PARAMS]
-        whole, pack = chunk.packed({part: way.staged}, topology.wire_dtype)
-        direct = shard.dtype == torch.float32
+        """Reduce-scatter a chunk of the micro-batch's gradients over the ranks that share P, into P-shard gradients."""
+        topology, group, chunk = self._topology, self._groups[Axis.PARAMS], bucket.chunks[number]
+        on = topology.scatter_always
+        adds = [self._ways[part].claim_shard(part, bucket, scatters_on=on) for part in chunk.gradients]
+        shards = self._shards(chunk)
+        staged = {part: self._ways[part].staged for part in chunk.gradients}
+        whole, pack = chunk.packed(staged, topology.wire_dtype)
+        shard = shards[bucket.gradients[0]] if len(bucket.gradients) == 1 else None
+        alone = shard is not None and shard.dtype == torch.float32
         mine = chunk.sizes[group.index]
-        out = shard[chunk.begin : chunk.begin + mine] if direct else allocate(mine, torch.float32, shard.device)
+        out = (
+            shard[chunk.begin : chunk.begin + mine]
+            if shard is not None and alone
+            else allocate(mine, torch.float32, chunk.device)
+        )
         moves = reduce_scatter(
             group,
             whole,
             out,
             scale=topology.scale(group.size),
-            accumulate=direct and add,
+            accumulate=alone and any(adds),
             sizes=list(chunk.sizes),
             codecs=self._codecs_of(Axis.PARAMS, bucket),
             residual=self.feedback.of_scatter(Axis.PARAMS, bucket, number, self._codecs_of(Axis.PARAMS, bucket)),
             seed=self._seeds.next(),
         )
         moves = moves if pack is None else moves.after(pack)
-        return moves if direct else moves.then(lambda: chunk.deliver(group.index, out, {part: shard}, [add]))
+        return moves if alone else moves.then(lambda: chunk.deliver(group.index, out, shards, adds))
 
     def _scatter(self, bucket: Bucket, number: int) -> Moves:
         """Reduce-scatter a chunk over the shard axis, into a vector that goes on to the replicas in wire dtype."""

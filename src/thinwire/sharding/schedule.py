@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 
 from thinwire.program import Moment, Phase, Trace
-from thinwire.sharding.programs import Prefetch, Programs, place_of
+from thinwire.sharding.programs import Programs, place_of
 from thinwire.sharding.reducer import Turns
+from thinwire.sharding.unit import GatherBatch
 
 __all__ = ["Schedule"]
 
@@ -61,7 +62,7 @@ class Schedule:
 
     # -- events ------------------------------------------------------------------------------------------------
 
-    def forward_event(self, phase: Phase, unit: int) -> tuple[Prefetch, ...]:
+    def forward_event(self, phase: Phase, unit: int) -> tuple[GatherBatch, ...]:
         """Record that a unit's forward begins or ends; returns the gathers that the program starts now."""
         if len(self._forward) >= MOST_EVENTS:
             self.abandon_micro_batch()  # forwards that record graphs and never run backward
@@ -76,7 +77,7 @@ class Schedule:
             return ()
         return self.programs.prefetches(place_of(self.micro_batch, last=self.last), (phase, unit))
 
-    def backward_event(self, unit: int) -> tuple[Prefetch, ...]:
+    def backward_event(self, unit: int) -> tuple[GatherBatch, ...]:
         """Record that the backward needs a unit; returns the gathers that the program starts now."""
         if unit in self._needed:
             return ()

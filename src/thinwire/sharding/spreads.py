@@ -12,9 +12,9 @@ from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Kind, Lane, Operation
+from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.sharded import ShardedModel
-from thinwire.sharding.unit import FlatBuffer
 
 __all__ = ["Spreads", "write_back"]
 

@@ -44,6 +44,9 @@ Share = Annotated[float, Field(strict=True, ge=0, le=1)]
 Bytes = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=1)]
 """A size in bytes; text such as ``"25MiB"`` is understood."""
 
+Budget = Annotated[int, BeforeValidator(units.parse_bytes), Field(ge=0)]
+"""A size in bytes that may be 0; text such as ``"25MiB"`` is understood."""
+
 Bandwidth = Annotated[float, BeforeValidator(units.parse_bandwidth), Field(gt=0)]
 """Bits per second; text such as ``"200mbit"`` is understood."""
 

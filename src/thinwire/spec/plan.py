@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field
 
 from thinwire.errors import SpecError
-from thinwire.spec.base import Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
+from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.factor import Factor
 from thinwire.spec.policy import HybridPolicy
@@ -243,6 +243,16 @@ class Plan(Spec):
         default="block",
         description="where modules are units: whether the backward gathers the modules of the next block ahead, or the "
         "next module only, as AMSP does without recomputation",
+    )
+    gather_bytes: Budget = Field(
+        default=0,
+        description="gathers of units that start together travel as one, until they have this many bytes; 0: each "
+        "unit by itself",
+    )
+    reduce_bytes: Budget = Field(
+        default=0,
+        description="gradients of consecutive units are reduced over params as one, until they have this many bytes; "
+        "0: each unit by itself",
     )
     bucket_bytes: Bytes = Field(default=4 * MIB, description='size of a synchronisation bucket, "4MiB" or bytes')
     bucket_chunks: Count = Field(

@@ -1,0 +1,170 @@
+"""All-gather of several vectors along one axis, in one message for each hop."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from thinwire.codecs import Codec
+from thinwire.collectives.all_gather import columns_of, gather_hops
+from thinwire.collectives.memory import allocate
+from thinwire.collectives.moves import Move, Moves
+from thinwire.collectives.topology import AxisGroup
+from thinwire.errors import WireError
+from thinwire.program import Kind, Stage, padded
+from thinwire.program.shares import ALIGNMENT_BYTES
+
+__all__ = ["Part", "joint_gather"]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One of the vectors of a joint gather.
+
+    Attributes:
+        whole: The vector, contiguous, 1-D, of any dtype; with a codec, a floating-point one. Its length is a multiple
+            of the members of the axis.
+        own: This rank's piece, contiguous, 1-D, in the dtype of ``whole``.
+        seed: Seed for a codec that rounds at random.
+    """
+
+    whole: torch.Tensor
+    own: torch.Tensor
+    seed: int | None = None
+
+
+def joint_gather(group: AxisGroup, parts: Sequence[Part], *, codec: Codec | None = None) -> Moves:
+    """Gather every member's pieces of several vectors.
+
+    What a member sends is one message with its pieces one after the other, which takes the hops of
+    :func:`~thinwire.collectives.all_gather.all_gather`. Each piece is encoded by itself, so the values are those of as
+    many single gathers.
+
+    Args:
+        group: The axis, of two or more members.
+        parts: The vectors, the same on every member.
+        codec: Codec of the pieces; ``None`` sends them unencoded.
+
+    Returns:
+        The moves.
+    """
+    if codec is None:
+        return _exact(group, parts)
+    if codec.spec.is_variable_length:
+        return _of_variable_length(group, parts, codec)
+    return _of_fixed_length(group, parts, codec)
+
+
+def _exact(group: AxisGroup, parts: Sequence[Part]) -> Moves:
+    """Bytes are gathered, so that parts may differ in dtype."""
+    table, spans = _table(group, [part.own.nbytes for part in parts], parts[0].whole.device)
+
+    def pack() -> None:
+        for part, span in zip(parts, spans, strict=True):
+            table[group.index, span].copy_(part.own.view(torch.uint8))
+
+    def unpack() -> None:
+        for part, span in zip(parts, spans, strict=True):
+            part.whole.view(torch.uint8).view(group.size, -1).copy_(table[:, span])
+
+    return _gather_rows(group, table).after(pack).then(unpack)
+
+
+def _of_fixed_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> Moves:
+    rooms = [codec.slot_bytes(part.own.numel(), part.own.dtype) for part in parts]
+    table, spans = _table(group, rooms, parts[0].whole.device)
+
+    def encode() -> None:
+        for part, span in zip(parts, spans, strict=True):
+            codec.encode(part.own, seed=part.seed, out=table[group.index, span])
+
+    def decode() -> None:
+        for part, span in zip(parts, spans, strict=True):
+            codec.decode_slices(table[:, span], part.whole.view(group.size, -1), encoded=part.own.dtype)
+
+    return _around(encode, _gather_rows(group, table), decode)
+
+
+def _of_variable_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> Moves:
+    """The lengths of all pieces are exchanged first. Pieces follow each other at aligned places, without gaps."""
+    device, mine, columns = parts[0].whole.device, group.index, columns_of(group)
+    bounds = [codec.max_wire_bytes(part.own.numel(), part.own.dtype) for part in parts]
+    table, _ = _table(group, [_slot(codec, part) for part in parts], device)
+    lengths = allocate(group.size * len(parts), torch.int64, device).view(group.size, -1)
+
+    def encode() -> None:
+        begin = 0
+        for number, part in enumerate(parts):
+            room = table[mine, begin : begin + _slot(codec, part)]
+            message = codec.encode(part.own, seed=part.seed, out=room)
+            lengths[mine, number] = message.numel()
+            begin += padded(message.numel(), ALIGNMENT_BYTES)
+
+    def exchange(stage: Stage, of_members: Sequence[Sequence[int]]) -> None:
+        """Exchange the rows of each member of a hop, which has as many as any other."""
+        subgroup = group.at(stage)
+        subgroup.gather([lengths[rows[0] : rows[-1] + 1].view(-1) for rows in of_members], Kind.ALL_GATHER)
+        for row in zip(*of_members, strict=True):
+            known = [sum(padded(n, ALIGNMENT_BYTES) for n in _checked(lengths[member], bounds)) for member in row]
+            subgroup.gather([table[member, :size] for member, size in zip(row, known, strict=True)], Kind.ALL_GATHER)
+
+    def across() -> None:
+        exchange(Stage.GATHER_ACROSS, [[member] for member in columns[group.local_index]])
+
+    def inside() -> None:
+        exchange(Stage.GATHER_INSIDE, columns)
+
+    def decode() -> None:
+        for member in range(group.size):
+            begin = 0
+            for part, length in zip(parts, _checked(lengths[member], bounds), strict=True):
+                piece = part.whole.view(group.size, -1)[member]
+                message = table[member, begin : begin + length]
+                codec.decode(message, piece.numel(), piece.dtype, out=piece)
+                begin += padded(length, ALIGNMENT_BYTES)
+
+    return _around(encode, gather_hops(group, across, inside), decode)
+
+
+def _slot(codec: Codec, part: Part) -> int:
+    return codec.slot_bytes(part.own.numel(), part.own.dtype)
+
+
+def _checked(lengths: torch.Tensor, bounds: Sequence[int]) -> list[int]:
+    """Lengths of one member's messages, which it has chosen and which determine how much is read."""
+    announced: list[int] = lengths.tolist()
+    for length, bound in zip(announced, bounds, strict=True):
+        if not 0 <= length <= bound:
+            raise WireError(
+                f"a message of a gather is announced with {length} bytes, where it takes at most {bound}: ranks "
+                "disagree about what they send, or the message is corrupt"
+            )
+    return announced
+
+
+def _table(group: AxisGroup, sizes: Sequence[int], device: torch.device) -> tuple[torch.Tensor, list[slice]]:
+    """Memory with a row of bytes for each member, and the places of pieces of these sizes in a row."""
+    ends = list(itertools.accumulate(sizes, initial=0))
+    table = allocate(group.size * ends[-1], torch.uint8, device).view(group.size, -1)
+    return table, [slice(begin, end) for begin, end in itertools.pairwise(ends)]
+
+
+def _gather_rows(group: AxisGroup, table: torch.Tensor) -> Moves:
+    columns = columns_of(group)
+    own = [table[member] for member in columns[group.local_index]]
+    of_columns = [table[column.start : column.stop].view(-1) for column in columns]
+
+    def across() -> None:
+        group.at(Stage.GATHER_ACROSS).gather(own, Kind.ALL_GATHER)
+
+    def inside() -> None:
+        group.at(Stage.GATHER_INSIDE).gather(of_columns, Kind.ALL_GATHER)
+
+    return gather_hops(group, across, inside)
+
+
+def _around(encode: Callable[[], None], hops: Moves, decode: Callable[[], None]) -> Moves:
+    return Moves([Move(Stage.ENCODE_GATHER, encode), *hops, Move(Stage.DECODE_GATHER, decode)])

@@ -1,0 +1,158 @@
+"""The flat buffers of a unit on this rank, and the collectives that gather them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from thinwire.codecs import Codec
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.joint_gather import Part
+from thinwire.collectives.moves import Moves
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Lane
+from thinwire.sharding.lanes.lanes import Lanes
+from thinwire.sharding.memory.layout import FlatLayout, Run
+from thinwire.sharding.memory.local import set_local
+from thinwire.sharding.seeds import Seeds
+
+__all__ = ["BufferGathers", "FlatBuffer", "GatherLink", "piece_of"]
+
+
+@dataclass
+class FlatBuffer:
+    """One flat buffer on this rank.
+
+    Attributes:
+        layout: Positions of the parameters in the buffer.
+        parameters: Parameters of the modules, in slot order.
+        full: The whole buffer, ``[layout.numel]`` in compute dtype; its storage is empty while the unit is sharded.
+        shard: This rank's P shard, ``[layout.shard_numel]``; the same tensor as ``full`` if P is not sharded.
+        shares: Shares of this P shard, by position along the shard axis.
+        secondary: This rank's part of the secondary copy; ``None`` if the plan keeps none.
+        master: Master values of this rank's share, fp32; ``None`` if the P shard itself holds them, which requires that
+            P is fp32 and travels without loss.
+    """
+
+    layout: FlatLayout
+    parameters: list[nn.Parameter]
+    full: torch.Tensor
+    shard: torch.Tensor
+    shares: tuple[tuple[Run, ...], ...]
+    secondary: torch.Tensor | None
+    master: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self._views = [self.full[slot.offset : slot.offset + slot.numel].view(slot.shape) for slot in self.layout.slots]
+        poison = torch.full((), float("nan") if self.layout.dtype.is_floating_point else 0).to(self.full)
+        self._poison = poison
+        self._husks = [(poison.clone() if s.numel == 1 else poison).expand(s.shape) for s in self.layout.slots]
+        self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+
+    def restore(self) -> None:
+        """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
+        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+
+    def release(self) -> None:
+        """Free the gathered storage."""
+        self.full.untyped_storage().resize_(0)
+
+    def show(self, *, whole: bool) -> None:
+        """Point the module's parameters at the gathered buffer, or at husks."""
+        if not whole:
+            for husk in self._single_husks:  # a husk of one element does not refuse writes
+                husk.copy_(self._poison)
+        for parameter, value in zip(self.parameters, self._views if whole else self._husks, strict=True):
+            set_local(parameter, value)
+
+
+@dataclass(frozen=True)
+class GatherLink:
+    """The lanes, groups and codec for gathering units.
+
+    Attributes:
+        lanes: Lanes that gathers run on.
+        params: Group of ranks that hold one copy of the parameters.
+        secondary: Group of ranks that hold one secondary copy; ``None`` if the plan keeps none.
+        codec: Codec of gathers over ``params``. Gathers from the secondary shard need none: its values were already
+            encoded once.
+        seeds: Seeds for the codec.
+        at_least: Bytes until which buffers that are gathered at the same time travel as one.
+    """
+
+    lanes: Lanes
+    params: AxisGroup
+    secondary: AxisGroup | None
+    codec: Codec | None
+    seeds: Seeds
+    at_least: int = 0
+
+
+class BufferGathers:
+    """Builds the collectives that gather the buffers of one unit.
+
+    Args:
+        unit: Number of the unit.
+        buffers: Its flat buffers.
+        link: Lanes, groups and codec for gathering.
+    """
+
+    def __init__(self, unit: int, buffers: Sequence[FlatBuffer], link: GatherLink) -> None:
+        self._unit, self._buffers, self._link = unit, tuple(buffers), link
+        params, secondary = link.params, link.secondary
+        sharded = params.size > 1
+        for buffer in buffers if sharded else ():
+            buffer.restore()  # collectives are built from views, which need allocated memory
+        self._from_shard = [_gather(params, buffer, buffer.shard) for buffer in buffers] if sharded else []
+        self._from_secondary = [
+            _gather(secondary, buffer, buffer.secondary)
+            for buffer in buffers
+            if secondary is not None and buffer.secondary is not None
+        ]
+        for buffer in buffers if sharded else ():
+            buffer.release()
+
+    def alone(self, number: int, *, from_secondary: bool, exact: bool) -> Moves:
+        """The gather of one buffer by itself.
+
+        Args:
+            number: Number of the buffer.
+            from_secondary: Whether to gather from the secondary shard.
+            exact: Whether to gather without a codec, whatever the plan says.
+        """
+        buffer, codec = self._buffers[number], self._link.codec
+        if from_secondary:
+            return self._from_secondary[number]
+        if codec is None or exact or not buffer.layout.encoded:
+            return self._from_shard[number]
+        # Built for each gather, so that a unit keeps no memory for messages between gathers.
+        return _gather(self._link.params, buffer, buffer.shard, codec, self._seed())
+
+    def part(self, number: int, *, from_secondary: bool) -> Part:
+        """One buffer as a part of a joint gather; see :meth:`alone` for the arguments."""
+        buffer = self._buffers[number]
+        own = buffer.secondary if from_secondary else buffer.shard
+        assert own is not None
+        return Part(buffer.full, own, self._seed())
+
+    def _seed(self) -> int:
+        return self._link.seeds.of_unit(Lane.GATHER, self._unit)
+
+
+def piece_of(full: torch.Tensor, group: AxisGroup) -> torch.Tensor:
+    return full.view(group.size, -1)[group.index]
+
+
+def _gather(
+    group: AxisGroup, buffer: FlatBuffer, source: torch.Tensor, codec: Codec | None = None, seed: int | None = None
+) -> Moves:
+    """Gather the whole buffer from the pieces that the ranks of the group hold. It uses the same memory every time, so
+    that without a codec the collective is built only once."""
+
+    def place_own() -> None:
+        piece_of(buffer.full, group).copy_(source)
+
+    return all_gather(group, buffer.full, codec=codec, seed=seed).after(place_own)
