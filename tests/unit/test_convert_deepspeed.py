@@ -165,7 +165,21 @@ def test_overlap_prefetch_and_live_parameters_can_be_switched_off() -> None:
     assert not (overlap.sync)
     assert not (overlap.spread)
     assert (plan.prefetch, plan.keep_gathered) == (0, "none")
-    assert convert(**zero(3, overlap_comm=True, stage3_prefetch_bucket_size=5e7)).plan() == convert(**zero(3)).plan()
+    assert convert(**zero(3, overlap_comm=True)).plan() == convert(**zero(3)).plan()
+
+
+def test_batches_and_retention_of_stage_3_are_bytes_of_parameters() -> None:
+    keys = {
+        "stage3_prefetch_bucket_size": 5e7,
+        "stage3_param_persistence_threshold": 1e5,
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 2e8,
+    }
+    plan = convert(bf16={"enabled": True}, **zero(3, **keys)).plan()
+    assert (plan.prefetch_bytes, plan.gather_bytes) == (100_000_000, 100_000_000)
+    assert (plan.persist_bytes, plan.live_bytes, plan.reuse_bytes) == (200_000, 2_000_000_000, 400_000_000)
+    assert convert(**zero(2, **keys)).plan() == convert(**zero(2)).plan()
+    assert convert(**zero(3, overlap_comm=False, stage3_prefetch_bucket_size=5e7)).plan().prefetch_bytes is None
 
 
 def test_two_sizes_of_a_batch_give_the_third() -> None:

@@ -42,6 +42,11 @@ def compute_dtype(source: Source) -> str:
     return "bfloat16" if is_auto or _enabled(source, "bf16") or _enabled(source, "bfloat16") else "float32"
 
 
+def compute_itemsize(source: Source) -> int:
+    """Bytes of one parameter element in forward and backward."""
+    return _BYTES[compute_dtype(source)]
+
+
 def wire_itemsize(source: Source) -> int:
     """Bytes of one gradient element on the wire."""
     named = source.get("communication_data_type")

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from thinwire.convert.deepspeed_precision import wire_itemsize
+from thinwire.convert.deepspeed_precision import compute_itemsize, wire_itemsize
 from thinwire.convert.outcome import Judgement, ignored, mapped, refused
 from thinwire.convert.source import Rule, Rules, Source, because, flag, off, whole
 from thinwire.spec import Factor
@@ -140,17 +140,35 @@ def _overlap(value: bool, source: Source) -> Judgement:
 
 
 def _prefetch(value: int, source: Source) -> Judgement:
-    del source
     if value == 0:
         return mapped(plan={"prefetch": 0})
-    return ignored("prefetch counts units, usually blocks, and is 1 by default")
+    if stage_of(source) < 3:
+        return ignored("DeepSpeed uses it at stage 3 only")
+    if source.get("zero_optimization.overlap_comm", True) is False:
+        return ignored("without overlap_comm, nothing is gathered ahead")
+    nbytes = value * compute_itemsize(source)
+    return mapped(plan={"prefetch_bytes": nbytes, "gather_bytes": nbytes}, note="elements become bytes")
 
 
-def _live(value: int, source: Source) -> Judgement:
-    del source
-    if value == 0:
-        return mapped(plan={"keep_gathered": "none"})
-    return ignored('units are freed after use; keep_gathered = "last" keeps the last one until its backward')
+def _elements(key: str, note: str = "elements become bytes") -> Rule:
+    """A rule of stage 3 that sets a number of bytes of parameters."""
+
+    def rule(value: int, source: Source) -> Judgement:
+        if stage_of(source) < 3:
+            return ignored("DeepSpeed uses it at stage 3 only")
+        return mapped(plan={key: value * compute_itemsize(source)}, note=note)
+
+    return rule
+
+
+def _live(key: str) -> Rule:
+    """A rule for a limit of what stays gathered; 0 lets nothing stay."""
+    of_elements = _elements(key)
+
+    def rule(value: int, source: Source) -> Judgement:
+        return mapped(plan={"keep_gathered": "none"}) if value == 0 else of_elements(value, source)
+
+    return rule
 
 
 def _offload(value: Any, source: Source) -> Judgement:
@@ -163,7 +181,8 @@ def _offload(value: Any, source: Source) -> Judgement:
 
 _SAVED: Final = because("thinwire export writes whole weights; in Python, tw.full_state_dict(model)")
 _OWN_BUCKETS: Final = because("each unit, usually a block, is one gather")
-_FLAT: Final = because("small parameters are part of their unit's flat buffer")
+_PERSISTENCE: Final = _elements("persist_bytes", 'whole units stay; granularity = "module" makes norms units')
+_NO_TOTAL: Final = because("persist_bytes has no limit in total; live_bytes limits all that is gathered")
 _STAGE_3: Final = because("an implementation detail of DeepSpeed's stage 3")
 _ANY_LOAD: Final = because("checkpoints load under any plan and any number of ranks")
 
@@ -188,14 +207,14 @@ ZERO_RULES: Final[Rules] = {
     "cpu_offload": _offload,
     "stage3_prefetch_bucket_size": whole(_prefetch),
     "prefetch_bucket_size": whole(_prefetch),
-    "stage3_param_persistence_threshold": _FLAT,
-    "param_persistence_threshold": _FLAT,
-    "stage3_model_persistence_threshold": _FLAT,
-    "model_persistence_threshold": _FLAT,
-    "stage3_max_live_parameters": whole(_live),
-    "max_live_parameters": whole(_live),
-    "stage3_max_reuse_distance": whole(_live),
-    "max_reuse_distance": whole(_live),
+    "stage3_param_persistence_threshold": whole(_PERSISTENCE),
+    "param_persistence_threshold": whole(_PERSISTENCE),
+    "stage3_model_persistence_threshold": _NO_TOTAL,
+    "model_persistence_threshold": _NO_TOTAL,
+    "stage3_max_live_parameters": whole(_live("live_bytes")),
+    "max_live_parameters": whole(_live("live_bytes")),
+    "stage3_max_reuse_distance": whole(_live("reuse_bytes")),
+    "max_reuse_distance": whole(_live("reuse_bytes")),
     "stage3_gather_16bit_weights_on_model_save": _SAVED,
     "gather_16bit_weights_on_model_save": _SAVED,
     "stage3_gather_fp16_weights_on_model_save": _SAVED,

@@ -1,6 +1,7 @@
 """Programs: the ordered operations of one training step under a plan."""
 
 from thinwire.program.batches import buckets, gather_batches, reduction_batches
+from thinwire.program.gathers import check_live, gathered_peak, units_ahead
 from thinwire.program.lower import NORM_BYTES, UNDER_WAY, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
@@ -84,6 +85,7 @@ __all__ = [
     "axis_shape",
     "axis_stride",
     "buckets",
+    "check_live",
     "chunk_spans",
     "control_bytes",
     "crossing_bytes",
@@ -91,6 +93,7 @@ __all__ = [
     "default_trace",
     "flat_numel",
     "gather_batches",
+    "gathered_peak",
     "hops",
     "host_orders",
     "idle_codecs",
@@ -103,6 +106,10 @@ __all__ = [
     "reduction_turns",
     "slot_offsets",
     "together",
+<<<<<<< HEAD
     "traffic_across",
+=======
+    "units_ahead",
+>>>>>>> 03c52a5 (prefetch_bytes, persist_bytes, reuse_bytes, live_bytes: what is gathered ahead, and what stays gathered, by bytes)
     "within",
 ]

@@ -12,7 +12,7 @@ __all__ = ["buckets", "gather_batches", "reduction_batches"]
 
 
 def gather_batches(
-    units: Mapping[int, UnitInfo] | Sequence[UnitInfo], order: Iterable[int], at_least: int, *, encoded_apart: bool
+    units: Mapping[int, UnitInfo] | Sequence[UnitInfo], order: Iterable[int], at_least: float, *, encoded_apart: bool
 ) -> tuple[tuple[BufferKey, ...], ...]:
     """Cut the flat buffers of units that are gathered at the same time into operations.
 
@@ -36,7 +36,7 @@ def gather_batches(
             open_[kind], sizes[kind] = [], 0
             batches.append(open_[kind])
         open_[kind].append((unit, number))
-        sizes[kind] += buffer.numel * buffer.itemsize
+        sizes[kind] += buffer.nbytes
         if sizes[kind] >= at_least:
             del open_[kind]
     return tuple(tuple(batch) for batch in batches)

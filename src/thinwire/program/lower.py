@@ -7,18 +7,19 @@ synchronized in buckets, and updated parameters are spread in forward order.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
-from thinwire.program.batches import buckets, gather_batches, reduction_batches
-from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axis_stride, hops
-from thinwire.program.shares import LARGE_LEAF, Even, Span, chunk_spans, padded, together, within
-from thinwire.program.step import BufferInfo, BufferKey, Event, Lane, Operation, Phase, StepProgram, Trace, UnitInfo
-from thinwire.program.wire import axis_shape, gather_sizes, reduction_sizes
-from thinwire.spec import CodecSpec, Plan
+from thinwire.program.batches import buckets, reduction_batches
+from thinwire.program.draft import Call, Draft
+from thinwire.program.gathers import Gathers, check_live, play_forward, retention
+from thinwire.program.mesh import Axis, Kind, MessageSizes
+from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
+from thinwire.program.step import BufferInfo, Event, Lane, Phase, StepProgram, Trace, UnitInfo
+from thinwire.program.wire import gather_sizes, reduction_sizes
+from thinwire.spec import Plan
 
 __all__ = ["CONTROL_WORDS", "NORM_BYTES", "UNDER_WAY", "control_bytes", "default_trace", "lower"]
 
@@ -54,21 +55,6 @@ def default_trace(units: Sequence[UnitInfo], *, recompute: bool = False) -> Trac
     return Trace.of_forward(forward, units, recompute=recompute)
 
 
-def _kept_units(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> frozenset[int]:
-    """Units that stay gathered from their forward to their backward."""
-    kept = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
-    excepted = {index: unit.keeps_gathered for index, unit in enumerate(units) if unit.keeps_gathered is not None}
-    return frozenset(index for index in range(len(units)) if excepted.get(index, index in kept))
-
-
-def _large_blocks(units: Sequence[UnitInfo]) -> Mapping[int, bool]:
-    """By block, whether its parameters take enough bytes for it to count as one."""
-    sizes: dict[int, int] = {}
-    for unit in units:
-        sizes[unit.block] = sizes.get(unit.block, 0) + unit.nbytes
-    return {block: size * LARGE_LEAF >= max(sizes.values()) for block, size in sizes.items()}
-
-
 def lower(
     plan: Plan,
     units: Sequence[UnitInfo],
@@ -91,13 +77,19 @@ def lower(
 
     Returns:
         The program of that rank. Operations, order and axes are the same on every rank.
+
+    Raises:
+        SpecError: ``live_bytes`` is less than a unit needs.
     """
+    check_live(plan, units)
     trace = trace or default_trace(units, recompute=plan.recompute)
-    draft = _Draft(plan, position)
-    gathers, reductions = _Gathers(plan, units, trace, draft), _Reductions(plan, units, trace, draft)
+    draft = Draft(plan, position)
+    gathers = Gathers(plan, units, trace, draft, retention(plan, units, trace))
+    reductions = _Reductions(plan, units, trace, draft)
     for micro_batch in range(micro_batches):
-        gathers.forward(micro_batch)
-        reductions.begin(last=micro_batch == micro_batches - 1)
+        last = micro_batch == micro_batches - 1
+        play_forward(gathers, trace, micro_batch)
+        reductions.begin(last=last)
         for phase, unit in trace.backward:
             event = Event(phase, unit, micro_batch)
             if phase is Phase.PRE_BACKWARD:
@@ -105,237 +97,12 @@ def lower(
             elif phase is Phase.GRADS_READY:
                 reductions.ready(unit, event)
             elif phase is Phase.POST_BACKWARD:
-                gathers.free(unit, event)
+                gathers.leave(unit, event, last=last)
         end = Event(Phase.BACKWARD_END, -1, micro_batch)
         reductions.end(end)
-        gathers.free_all(end)
+        gathers.leave_all(end, last=last)
     _take_step(plan, units, trace, draft, clip=clip)
     return draft.program(units, micro_batches)
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The fields of an :class:`Operation` that depend on neither its size nor its time."""
-
-    kind: Kind
-    lane: Lane
-    axis: Axis
-    units: tuple[int, ...]
-    encoded: bool = False
-    buffers: tuple[BufferKey, ...] = ()
-    bucket: tuple[int, ...] = ()
-    chunk: int = 0
-    chunks: int = 1
-
-
-class _Draft:
-    """A program under construction: operations so far, and the operations and units that events wait for and free."""
-
-    def __init__(self, plan: Plan, position: int) -> None:
-        self.operations: list[Operation] = []
-        self._waits: dict[Event, list[int]] = {}
-        self._frees: dict[Event, list[int]] = {}
-        self._waited: set[int] = set()
-        self._first_gathers: dict[int, list[int]] = {}  # unit -> the operations of its first gather in the step
-        self._shapes = {axis: axis_shape(plan, axis) for axis in Axis}
-        self._strides = {axis: axis_stride(plan, axis) for axis in Axis}
-        self.places = {axis: axis_index(plan, axis, position) for axis in Axis}
-
-    def extent(self, axis: Axis) -> int:
-        """Ranks along an axis."""
-        return math.prod(self._shapes[axis])
-
-    def add(
-        self, call: _Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
-    ) -> int:
-        """Add an operation on a vector that is cut into ``pieces``, one for each member of the axis.
-
-        Returns:
-            Its index.
-        """
-        return self._record(call, self._hops(call, pieces, sizes), start, after)
-
-    def add_even(self, call: _Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
-        """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
-        return self.add(call, self._cut(call.axis, numel), sizes, start, after)
-
-    def add_joint(self, call: _Call, parts: Sequence[tuple[int, MessageSizes]], start: Event) -> int:
-        """Add an operation on several vectors, each cut evenly, whose messages travel as one.
-
-        Args:
-            call: The operation.
-            parts: Number of elements of each vector, and the sizes of its messages.
-            start: Event that starts the operation.
-        """
-        of_parts = [self._hops(call, self._cut(call.axis, numel), sizes) for numel, sizes in parts]
-        joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
-        return self._record(call, joint, start, ())
-
-    def _cut(self, axis: Axis, numel: int) -> Even:
-        count = self.extent(axis)
-        return Even(numel // count, count)
-
-    def _hops(self, call: _Call, pieces: Sequence[int], sizes: MessageSizes) -> tuple[Hop, ...]:
-        axis = call.axis
-        return hops(call.kind, *self._shapes[axis], pieces, self.places[axis], sizes, self._strides[axis])
-
-    def _record(self, call: _Call, hops: tuple[Hop, ...], start: Event, after: tuple[int, ...]) -> int:
-        index = len(self.operations)
-        self.operations.append(
-            Operation(
-                index=index,
-                kind=call.kind,
-                lane=call.lane,
-                axis=call.axis,
-                units=call.units,
-                hops=hops,
-                start=start,
-                after=after,
-                encoded=call.encoded,
-                buffers=call.buffers,
-                bucket=call.bucket,
-                chunk=call.chunk,
-                chunks=call.chunks,
-            )
-        )
-        for unit in call.units if call.lane is Lane.GATHER else ():
-            first = self._first_gathers.setdefault(unit, [index])
-            if first[-1] != index and self.operations[first[0]].start == start:
-                first.append(index)
-        return index
-
-    def wait(self, event: Event, operation: int) -> None:
-        """Let computation wait for an operation at an event, unless it has waited for the operation before."""
-        if operation not in self._waited:
-            self._waited.add(operation)
-            self._waits.setdefault(event, []).append(operation)
-
-    def hold_back(self, unit: int, spread: tuple[int, ...]) -> None:
-        """Let the first gathers of a unit start only after the previous step's spread of it."""
-        for index in self._first_gathers.get(unit, ()):
-            gather = self.operations[index]
-            self.operations[index] = replace(gather, after=(*gather.after, *spread))
-
-    def free(self, event: Event, unit: int) -> None:
-        """Free a unit's gathered parameters at an event."""
-        self._frees.setdefault(event, []).append(unit)
-
-    def program(self, units: Sequence[UnitInfo], micro_batches: int) -> StepProgram:
-        """The finished program."""
-        return StepProgram(
-            units=tuple(units),
-            micro_batches=micro_batches,
-            operations=tuple(self.operations),
-            waits={event: tuple(indices) for event, indices in self._waits.items()},
-            frees={event: tuple(freed) for event, freed in self._frees.items()},
-        )
-
-
-class _Gathers:
-    """Gathered units: the operations that gather them, and the events that free them."""
-
-    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
-        self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
-        self._sharded = plan.params.ranks > 1
-        self._kept = _kept_units(plan, units, trace)
-        self._counts = _large_blocks(units)
-        self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
-        self._secondary: set[int] = set()  # units whose secondary shard is valid
-
-    def forward(self, micro_batch: int) -> None:
-        """Play the forward of a micro-batch."""
-        reuse = self._plan.secondary_reuse
-        position = 0
-        for phase, unit in self._trace.forward:
-            event = Event(phase, unit, micro_batch)
-            if phase is Phase.PRE_FORWARD:
-                self._need(unit, event, from_secondary=reuse)
-                position += 1
-                if self._plan.overlap.gather:
-                    ahead = self._ahead(self._trace.needed, position, self._plan.prefetch)
-                    self._gather(ahead, event, from_secondary=reuse)
-            else:
-                self._finish_forward(unit, event)
-
-    def need_in_backward(self, event: Event) -> None:
-        """Gather a unit that the backward needs, and prefetch the next one, or the modules of the next block.
-
-        A recomputed block needs all its modules at once, in the order of its forward. Their gathers then have the
-        gradients of the block before to hide behind.
-        """
-        order = self._trace.needed_again
-        self._need(event.unit, event, from_secondary=True)
-        if self._plan.overlap.gather and self._plan.prefetch:
-            position = order.index(event.unit) + 1
-            one = self._plan.backward_prefetch == "module"
-            ahead = order[position : position + 1] if one else self._ahead(order, position, 1)
-            self._gather(ahead, event, from_secondary=True)
-
-    def free(self, unit: int, event: Event) -> None:
-        """Free a unit that is gathered."""
-        if unit in self._under_way:
-            del self._under_way[unit]
-            self._draft.free(event, unit)
-
-    def free_all(self, event: Event) -> None:
-        """Free every unit that is gathered."""
-        for unit in sorted(self._under_way):
-            self.free(unit, event)
-
-    def _ahead(self, order: Sequence[int], position: int, depth: int) -> Sequence[int]:
-        """Units to prefetch while ``order[position - 1]`` computes: the next units, or the rest of its block and the
-        modules of the next blocks. A norm between blocks is no block to count: nothing hides behind it."""
-        if self._plan.granularity == "block":
-            return order[position : position + depth]
-        near = {self._units[order[position - 1]].block}
-        ahead = []
-        for unit in order[position:]:
-            block = self._units[unit].block
-            if block not in near:
-                if depth == 0:
-                    break
-                near.add(block)
-                depth -= self._counts[block]
-            ahead.append(unit)
-        return ahead
-
-    def _finish_forward(self, unit: int, event: Event) -> None:
-        if not self._sharded:
-            return
-        if self._plan.secondary is not None and (unit not in self._kept or self._plan.secondary_reuse):
-            self._secondary.add(unit)
-        if unit not in self._kept:
-            self.free(unit, event)
-
-    def _need(self, unit: int, event: Event, *, from_secondary: bool) -> None:
-        self._gather((unit,), event, from_secondary=from_secondary)
-        for operation in self._under_way.get(unit, ()):
-            self._draft.wait(event, operation)
-
-    def _gather(self, wanted: Sequence[int], event: Event, *, from_secondary: bool) -> None:
-        """Gather those of the wanted units that are not gathered yet, in as few operations as the plan allows."""
-        if not self._sharded:
-            return
-        fresh = [unit for unit in dict.fromkeys(wanted) if unit not in self._under_way]
-        self._under_way.update({unit: [] for unit in fresh})
-        for axis in (Axis.PARAMS, Axis.SECONDARY):
-            is_second = axis is Axis.SECONDARY
-            order = [unit for unit in fresh if (from_secondary and unit in self._secondary) is is_second]
-            if self._draft.extent(axis) > 1:
-                for batch in gather_batches(self._units, order, self._plan.gather_bytes, encoded_apart=not is_second):
-                    self._gather_batch(axis, batch, event)
-
-    def _gather_batch(self, axis: Axis, batch: Sequence[BufferKey], event: Event) -> None:
-        # The secondary shard holds decoded parameters of a previous gather, which are sent without a codec.
-        codec = self._plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
-        buffers = [self._units[unit].buffers[number] for unit, number in batch]
-        units = tuple(dict.fromkeys(unit for unit, _ in batch))
-        encoded = axis is Axis.PARAMS and buffers[0].encoded
-        call = _Call(Kind.ALL_GATHER, Lane.GATHER, axis, units, encoded, tuple(batch))
-        parts = [(buffer.numel, gather_sizes(codec, buffer, joint=len(batch) > 1)) for buffer in buffers]
-        operation = self._draft.add_joint(call, parts, event)
-        for unit in units:
-            self._under_way[unit].append(operation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -405,7 +172,7 @@ class _Reductions:
     way while the backward computes the gradients of the last.
     """
 
-    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft) -> None:
+    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft) -> None:
         self._plan, self._units, self._draft = plan, units, draft
         self._order = tuple(unit for unit in trace.reduction_order if units[unit].trainable)
         replicas = draft.extent(Axis.REPLICA)
@@ -506,8 +273,8 @@ class _Reductions:
             self._chunk_started(bucket, call, synced, event, overlapped=overlapped)
 
     @staticmethod
-    def _call(kind: Kind, lane: Lane, axis: Axis, bucket: _Bucket, chunk: _Chunk) -> _Call:
-        return _Call(
+    def _call(kind: Kind, lane: Lane, axis: Axis, bucket: _Bucket, chunk: _Chunk) -> Call:
+        return Call(
             kind,
             lane,
             axis,
@@ -518,7 +285,7 @@ class _Reductions:
             chunks=len(bucket.chunks),
         )
 
-    def _chunk_started(self, bucket: _Bucket, call: _Call, operation: int, event: Event, *, overlapped: bool) -> None:
+    def _chunk_started(self, bucket: _Bucket, call: Call, operation: int, event: Event, *, overlapped: bool) -> None:
         """Note that a chunk of a bucket has started; the bucket is under way once its last chunk has."""
         key = call.axis, bucket.units, bucket.encoded
         started = self._open.setdefault(key, [])
@@ -539,7 +306,7 @@ class _Reductions:
             self._draft.wait(event, operation)
 
 
-def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draft, *, clip: bool) -> None:
+def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, *, clip: bool) -> None:
     """Record the end of a step: wait for reductions, run the control exchange, and spread updated parameters."""
     event = Event(Phase.STEP, -1, 0)
     for operation in draft.operations:
@@ -547,14 +314,14 @@ def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: _Draf
             draft.wait(event, operation.index)
     world = draft.extent(Axis.WORLD)
     for size in (control_bytes(units), *((NORM_BYTES,) if clip else ())) if world > 1 else ():
-        call = _Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
+        call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
     if draft.extent(Axis.SHARD) > 1:
         for unit in dict.fromkeys((*trace.needed, *range(len(units)))):
             _spread(plan, unit, units[unit], draft, needed=unit in trace.needed)
 
 
-def _spread(plan: Plan, unit: int, info: UnitInfo, draft: _Draft, *, needed: bool) -> None:
+def _spread(plan: Plan, unit: int, info: UnitInfo, draft: Draft, *, needed: bool) -> None:
     """Spread a unit's updated parameters. The next step's first gather of the unit and its first forward wait for it.
 
     A reader of a unit that the forward does not need waits as well, at an event outside the program.
@@ -564,7 +331,7 @@ def _spread(plan: Plan, unit: int, info: UnitInfo, draft: _Draft, *, needed: boo
     spread = []
     for buffer in info.buffers:
         if buffer.trainable:
-            call = _Call(kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.encoded)
+            call = Call(kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.encoded)
             spread.append(draft.add(call, buffer.shares, gather_sizes(plan.wire.spread, buffer), event))
     if plan.overlap.spread:
         draft.hold_back(unit, tuple(spread))

@@ -88,6 +88,11 @@ class BufferInfo:
         # A canonical form makes equal buffers compare equal, and it stays small for many ranks.
         object.__setattr__(self, "shares", compact(self.shares))
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the gathered buffer."""
+        return self.numel * self.itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class UnitInfo:
@@ -118,7 +123,7 @@ class UnitInfo:
     @property
     def nbytes(self) -> int:
         """Bytes of the unit's gathered parameters."""
-        return sum(buffer.numel * buffer.itemsize for buffer in self.buffers)
+        return sum(buffer.nbytes for buffer in self.buffers)
 
 
 BufferKey = tuple[int, int]

@@ -15,7 +15,7 @@ from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
-from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, node_order
+from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, node_order
 from thinwire.sharding import hooks
 from thinwire.sharding.encoding import (
     PlanCodecs,
@@ -139,7 +139,8 @@ def build(
         codecs=codecs,
         seeds=Seeds(plan, position),
     )
-    return _install(replace(sharded, units=_units(sharded, modules, flats, buffers)), modules)
+    sharded = replace(sharded, units=_units(sharded, modules, flats, buffers))
+    return _install(sharded, modules)
 
 
 def _agreed_modules(
@@ -168,6 +169,8 @@ def _agreed_modules(
         _check_overrides(plan, modules)
         _check_input_gradients(plan, model, modules)
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
+        if plan.live_bytes is not None:
+            check_live(plan, unit_infos(modules, plan, 0))
     except ThinwireError as error:
         problem = error  # raised after the exchange, which the other ranks are waiting for
     _check_agreement(plan, model, modules, source, versions, problem, control)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -48,10 +48,15 @@ class Holds:
             return False
         return self._units[index].free()
 
-    def free_all(self) -> None:
-        """Free every unit that is not held."""
+    def free_all(self, *, keep: Collection[int] = ()) -> None:
+        """Free every unit that is not held.
+
+        Args:
+            keep: Numbers of units to leave as they are.
+        """
         for unit in self._units:
-            self.free(unit.index)
+            if unit.index not in keep:
+                self.free(unit.index)
 
     def read(self, index: int) -> None:
         """Hold a unit that is read outside its forward."""

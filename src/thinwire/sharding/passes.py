@@ -184,10 +184,11 @@ class BackwardPass:
         self._state.enter(self._state.before)
         self._state.at = Phase.BACKWARD_END, -1
         self._reducer.end()
+        carried = self._schedule.retained().carried
         self._schedule.end_backward()
         self._open_calls = [0] * len(self._units)
         self._holds.end_backward()
-        self._holds.free_all()
+        self._holds.free_all(keep=carried)
         if self._schedule.last:
             self.after_last()
 
@@ -200,7 +201,7 @@ class BackwardPass:
         unit.need(from_secondary=True)
 
     def _free_if_left(self, index: int) -> None:
-        if self._open_calls[index] <= 0:
+        if self._open_calls[index] <= 0 and index not in self._schedule.retained().carried:
             self._state.at = Phase.POST_BACKWARD, index
             if self._holds.free(index):
                 self._schedule.note_backward(Phase.POST_BACKWARD, index)
@@ -326,7 +327,7 @@ class Passes:
         self._schedule.forward_event(Phase.POST_FORWARD, index)
         if not unit.sharded:
             return
-        kept = index in self._schedule.kept() or not will_hear
+        kept = index in self._schedule.retained().kept or not will_hear
         if not kept or self._plan.secondary_reuse:
             unit.keep_secondary()
         if not kept:

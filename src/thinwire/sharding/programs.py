@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from thinwire.program import (
     UNDER_WAY,
@@ -19,12 +20,13 @@ from thinwire.program import (
     default_trace,
     lower,
     reduction_turns,
+    units_ahead,
 )
 from thinwire.sharding.reducer import Turns
 from thinwire.sharding.unit import GatherBatch
 from thinwire.spec import Plan
 
-__all__ = ["Lower", "Place", "Programs", "place_of"]
+__all__ = ["Lower", "Place", "Programs", "Retained", "place_of"]
 
 MOST_PROGRAMS = 16
 """Most programs to cache, so that a model whose order of units keeps changing does not fill the memory."""
@@ -45,6 +47,18 @@ def place_of(micro_batch: int, *, last: bool) -> Place:
         count = min(micro_batch, ANY_MICRO_BATCHES - 1) + 1
         return count - 1, count
     return min(micro_batch, ANY_MICRO_BATCHES - 2), ANY_MICRO_BATCHES
+
+
+class Retained(NamedTuple):
+    """Units that a micro-batch does not free.
+
+    Attributes:
+        kept: Units that stay gathered from its forward to its backward.
+        carried: Units that stay gathered from its backward to the next forward.
+    """
+
+    kept: frozenset[int] = frozenset()
+    carried: frozenset[int] = frozenset()
 
 
 class Programs:
@@ -68,7 +82,7 @@ class Programs:
         self._prefetches: dict[Place, Mapping[Moment, tuple[GatherBatch, ...]]] = {}
         self._turns: dict[Place, Turns] = {}
         self._spreads: tuple[tuple[Operation, bool], ...] | None = None
-        self._kept: frozenset[int] | None = None
+        self._retained: dict[bool, Retained] = {}
 
     def program(
         self, micro_batches: int, *, clip: bool = False, trace: Trace | None = None, unit_by_unit: bool = False
@@ -143,13 +157,21 @@ class Programs:
             self._spreads = tuple((op, op.index in waited) for op in starts)
         return self._spreads
 
-    def kept(self) -> frozenset[int]:
-        """Units that stay gathered from their forward to their backward."""
-        if self._kept is None:
-            program, trace = self.program(1), self._trace_so_far()
-            ends = (Event(phase, unit, 0) for phase, unit in trace.forward if phase is Phase.POST_FORWARD)
-            self._kept = frozenset(event.unit for event in ends if event.unit not in program.frees.get(event, ()))
-        return self._kept
+    def retained(self, *, last: bool) -> Retained:
+        """Units that a micro-batch does not free.
+
+        Args:
+            last: Whether the micro-batch is the step's last.
+        """
+        if last not in self._retained:
+            program, trace = self.program(1 if last else 2), self._trace_so_far()
+            freed = {(event.phase, unit) for event, units in program.frees.items() if event[2] == 0 for unit in units}
+            in_backward = {unit for phase, unit in freed if phase is not Phase.POST_FORWARD}
+            self._retained[last] = Retained(
+                frozenset(unit for unit in trace.needed if (Phase.POST_FORWARD, unit) not in freed),
+                frozenset(unit for unit in trace.needed if unit not in in_backward),
+            )
+        return self._retained[last]
 
     def update_order(self) -> tuple[int, ...]:
         """Units in the order in which their gradients arrive; units that the forward skipped come first."""
@@ -161,6 +183,8 @@ class Programs:
         if self.trace is None or not self.plan.overlap.gather or unit not in self.trace.needed:
             return ()
         position = self.trace.needed.index(unit) + 1
+        if self.plan.prefetch_bytes is not None:
+            return tuple(units_ahead(self.plan, self.infos, self.trace.needed, position, self.plan.prefetch))
         return self.trace.needed[position : position + self.plan.prefetch]
 
     # -- parts -------------------------------------------------------------------------------------------------
@@ -196,7 +220,8 @@ class Programs:
     def _forget_tables(self) -> None:
         self._prefetches.clear()
         self._turns.clear()
-        self._spreads = self._kept = None
+        self._retained.clear()
+        self._spreads = None
 
 
 def _bucketed(plan: Plan, *, unit_by_unit: bool) -> Plan:

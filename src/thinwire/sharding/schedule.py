@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 
 from thinwire.program import Moment, Phase, Trace
-from thinwire.sharding.programs import Programs, place_of
+from thinwire.sharding.programs import Programs, Retained, place_of
 from thinwire.sharding.reducer import Turns
 from thinwire.sharding.unit import GatherBatch
 
@@ -173,9 +173,11 @@ class Schedule:
             return self.programs.turns(place)
         return self.programs.turns(place, self._forward)
 
-    def kept(self) -> frozenset[int]:
-        """Units that stay gathered from forward to backward; none before the first trace."""
-        return frozenset() if self.programs.trace is None or self._deviated else self.programs.kept()
+    def retained(self) -> Retained:
+        """Units that this micro-batch does not free; none before the first trace."""
+        if self._whole or self.programs.trace is None or self._deviated:
+            return Retained()
+        return self.programs.retained(last=self.last)
 
     def _deviate(self) -> None:
         self._deviated = True

@@ -417,12 +417,11 @@ class _Player:
         """Change the memory level of an operation in flight."""
         if self._spans is None or operation.lane not in (Lane.GATHER, Lane.REDUCE, Lane.SYNC):
             return
-        whole = (
-            sum(self._program.units[unit].nbytes for unit in operation.bucket or operation.units) // operation.chunks
-        )
+        units = self._program.units
         if operation.lane is Lane.GATHER:
-            self._hold(GATHERED, sign * whole)
+            self._hold(GATHERED, sign * sum(units[unit].buffers[number].nbytes for unit, number in operation.buffers))
         else:
+            whole = sum(units[unit].nbytes for unit in operation.bucket) // operation.chunks
             shared = {Axis.PARAMS: 1, Axis.SHARD: self._plan.params.ranks}.get(
                 operation.axis, self._plan.optimizer.ranks
             )

@@ -236,6 +236,11 @@ class Plan(Spec):
         default="mean", description="whether gradients are averaged or summed over data-parallel ranks"
     )
     prefetch: Depth = Field(default=1, description="units gathered ahead of the one that runs")
+    prefetch_bytes: Bytes | None = Field(
+        default=None,
+        description="units are gathered ahead until they have this many bytes, in the forward and in the backward; "
+        "unset: as many units as prefetch says",
+    )
     granularity: Literal["block", "module"] = Field(
         default="block", description="what one collective covers: a whole block, or one module of it"
     )
@@ -262,6 +267,18 @@ class Plan(Spec):
     )
     keep_gathered: Literal["none", "last"] = Field(
         default="last", description="which unit stays gathered between its forward and its backward"
+    )
+    persist_bytes: Budget = Field(
+        default=0, description="units of at most this many bytes are gathered once a step and stay whole until its end"
+    )
+    reuse_bytes: Budget = Field(
+        default=0,
+        description="units stay gathered if, until they are needed again, units of at most this many bytes are used",
+    )
+    live_bytes: Bytes | None = Field(
+        default=None,
+        description="most bytes of units that are gathered at once: the limit of prefetch_bytes, prefetch and "
+        "reuse_bytes; a unit that computation needs is gathered all the same; unset: no limit",
     )
     recompute: Flag = Field(default=False, description="activations are recomputed in the backward, not stored")
     micro_batch: Count = Field(default=1, description="sequences of one micro-batch on one rank")
@@ -459,6 +476,26 @@ class Plan(Spec):
                 "overlap.input_gradient",
                 f"= true with tp = {self.tp}: the gradients of a layer that tensor-parallel ranks share come from "
                 "torch's own backward; set it to false, or use tp = 1",
+            )
+
+    @rule("overlap", "prefetch_bytes")
+    def _prefetch_needs_overlap(self) -> Iterator[Problem]:
+        """``prefetch_bytes`` needs ``overlap.gather``."""
+        if self.prefetch_bytes is not None and not self.overlap.gather:
+            yield Problem(
+                "prefetch_bytes",
+                f"= {self.prefetch_bytes} with overlap.gather = false, which gathers nothing ahead: leave it unset, or "
+                "set overlap.gather to true",
+            )
+
+    @rule("live_bytes", "persist_bytes")
+    def _persistent_units_are_live(self) -> Iterator[Problem]:
+        """``persist_bytes`` is at most ``live_bytes``."""
+        if self.live_bytes is not None and self.persist_bytes > self.live_bytes:
+            yield Problem(
+                "persist_bytes",
+                f"= {self.persist_bytes} with live_bytes = {self.live_bytes}: units that stay whole count as live; set "
+                "persist_bytes to at most live_bytes",
             )
 
     @rule("pp", "schedule")

@@ -1,0 +1,133 @@
+"""A program under construction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from thinwire.program.mesh import Axis, Hop, Kind, MessageSizes, axis_index, axis_stride, hops
+from thinwire.program.shares import Even
+from thinwire.program.step import BufferKey, Event, Lane, Operation, StepProgram, UnitInfo
+from thinwire.program.wire import axis_shape
+from thinwire.spec import Plan
+
+__all__ = ["Call", "Draft"]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The fields of an :class:`Operation` that depend on neither its size nor its time."""
+
+    kind: Kind
+    lane: Lane
+    axis: Axis
+    units: tuple[int, ...]
+    encoded: bool = False
+    buffers: tuple[BufferKey, ...] = ()
+    bucket: tuple[int, ...] = ()
+    chunk: int = 0
+    chunks: int = 1
+
+
+class Draft:
+    """A program under construction: operations so far, and the operations and units that events wait for and free."""
+
+    def __init__(self, plan: Plan, position: int) -> None:
+        self.operations: list[Operation] = []
+        self._waits: dict[Event, list[int]] = {}
+        self._frees: dict[Event, list[int]] = {}
+        self._waited: set[int] = set()
+        self._first_gathers: dict[int, list[int]] = {}  # unit -> the operations of its first gather in the step
+        self._shapes = {axis: axis_shape(plan, axis) for axis in Axis}
+        self._strides = {axis: axis_stride(plan, axis) for axis in Axis}
+        self.places = {axis: axis_index(plan, axis, position) for axis in Axis}
+
+    def extent(self, axis: Axis) -> int:
+        """Ranks along an axis."""
+        return math.prod(self._shapes[axis])
+
+    def add(
+        self, call: Call, pieces: Sequence[int], sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()
+    ) -> int:
+        """Add an operation on a vector that is cut into ``pieces``, one for each member of the axis.
+
+        Returns:
+            Its index.
+        """
+        return self._record(call, self._hops(call, pieces, sizes), start, after)
+
+    def add_even(self, call: Call, numel: int, sizes: MessageSizes, start: Event, after: tuple[int, ...] = ()) -> int:
+        """Add an operation on a vector of ``numel`` elements, cut evenly among the members of the axis."""
+        return self.add(call, self._cut(call.axis, numel), sizes, start, after)
+
+    def add_joint(self, call: Call, parts: Sequence[tuple[int, MessageSizes]], start: Event) -> int:
+        """Add an operation on several vectors, each cut evenly, whose messages travel as one.
+
+        Args:
+            call: The operation.
+            parts: Number of elements of each vector, and the sizes of its messages.
+            start: Event that starts the operation.
+        """
+        of_parts = [self._hops(call, self._cut(call.axis, numel), sizes) for numel, sizes in parts]
+        joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
+        return self._record(call, joint, start, ())
+
+    def _cut(self, axis: Axis, numel: int) -> Even:
+        count = self.extent(axis)
+        return Even(numel // count, count)
+
+    def _hops(self, call: Call, pieces: Sequence[int], sizes: MessageSizes) -> tuple[Hop, ...]:
+        axis = call.axis
+        return hops(call.kind, *self._shapes[axis], pieces, self.places[axis], sizes, self._strides[axis])
+
+    def _record(self, call: Call, hops: tuple[Hop, ...], start: Event, after: tuple[int, ...]) -> int:
+        index = len(self.operations)
+        self.operations.append(
+            Operation(
+                index=index,
+                kind=call.kind,
+                lane=call.lane,
+                axis=call.axis,
+                units=call.units,
+                hops=hops,
+                start=start,
+                after=after,
+                encoded=call.encoded,
+                buffers=call.buffers,
+                bucket=call.bucket,
+                chunk=call.chunk,
+                chunks=call.chunks,
+            )
+        )
+        for unit in call.units if call.lane is Lane.GATHER else ():
+            first = self._first_gathers.setdefault(unit, [index])
+            if first[-1] != index and self.operations[first[0]].start == start:
+                first.append(index)
+        return index
+
+    def wait(self, event: Event, operation: int) -> None:
+        """Let computation wait for an operation at an event, unless it has waited for the operation before."""
+        if operation not in self._waited:
+            self._waited.add(operation)
+            self._waits.setdefault(event, []).append(operation)
+
+    def hold_back(self, unit: int, spread: tuple[int, ...]) -> None:
+        """Let the first gathers of a unit start only after the previous step's spread of it."""
+        for index in self._first_gathers.get(unit, ()):
+            gather = self.operations[index]
+            self.operations[index] = replace(gather, after=(*gather.after, *spread))
+
+    def free(self, event: Event, unit: int) -> None:
+        """Free a unit's gathered parameters at an event."""
+        self._frees.setdefault(event, []).append(unit)
+
+    def program(self, units: Sequence[UnitInfo], micro_batches: int) -> StepProgram:
+        """The finished program."""
+        return StepProgram(
+            units=tuple(units),
+            micro_batches=micro_batches,
+            operations=tuple(self.operations),
+            waits={event: tuple(indices) for event, indices in self._waits.items()},
+            frees={event: tuple(freed) for event, freed in self._frees.items()},
+        )

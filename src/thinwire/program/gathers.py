@@ -1,0 +1,411 @@
+"""Gathered units: the operations that gather them, and the events that free them.
+
+Whether a unit stays gathered until it is needed again is decided here, once, from the order of units. The runtime looks
+it up in the program.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.errors import SpecError
+from thinwire.program.batches import gather_batches
+from thinwire.program.draft import Call, Draft
+from thinwire.program.mesh import Axis, Kind
+from thinwire.program.shares import LARGE_LEAF
+from thinwire.program.step import BufferKey, Event, Lane, Phase, Trace, UnitInfo
+from thinwire.program.wire import gather_sizes
+from thinwire.spec import CodecSpec, Plan
+
+__all__ = ["Gathers", "Retention", "check_live", "gathered_peak", "play_forward", "retention", "units_ahead"]
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """Units that stay gathered until they are needed again.
+
+    Attributes:
+        kept: Units that stay gathered from their forward to their backward.
+        carried: Units that stay gathered from a backward to the next micro-batch's forward.
+        persistent: Small units, which do both and are gathered together when the step begins.
+    """
+
+    kept: frozenset[int]
+    carried: frozenset[int]
+    persistent: frozenset[int]
+
+
+def retention(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> Retention:
+    """Choose the units that stay gathered.
+
+    Small units persist. Of the others, those stay whose reuse distance is at most ``plan.reuse_bytes``, the closest
+    first, as long as ``plan.live_bytes`` has room for them beside what computation and prefetch hold anyway. Units
+    between forward and backward come before those between two micro-batches, so that the choice does not depend on
+    their number.
+    """
+    excepted = {index: unit.keeps_gathered for index, unit in enumerate(units) if unit.keeps_gathered is not None}
+    persistent = frozenset(
+        index for index, unit in enumerate(units) if unit.nbytes <= plan.persist_bytes and excepted.get(index, True)
+    )
+    last = trace.tail if plan.keep_gathered == "last" else frozenset[int]()
+    kept = frozenset(index for index in range(len(units)) if excepted.get(index, index in last or index in persistent))
+    chosen = Retention(kept, persistent, persistent)
+    if not plan.reuse_bytes or plan.params.ranks == 1:
+        return chosen
+    room = _Room(plan, units, trace, chosen)
+    more = [use for use in _uses(units, trace) if use.distance <= plan.reuse_bytes]
+    refused = {index for index, keeps in excepted.items() if not keeps}
+    kept |= {u.unit for u in _closest(more, carried=False) if u.unit not in refused | kept and room.take(u)}
+    carried = persistent | {
+        u.unit for u in _closest(more, carried=True) if u.unit not in refused | persistent and room.take(u)
+    }
+    return Retention(kept, carried, persistent)
+
+
+def gathered_peak(plan: Plan, units: Sequence[UnitInfo], trace: Trace) -> int:
+    """Most bytes of gathered units at once in a step, with what joint gathers copy."""
+    return max(_play(plan, units, trace, retention(plan, units, trace)).with_copies, default=0)
+
+
+def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
+    """Refuse a limit that is less than one unit.
+
+    Raises:
+        SpecError: ``live_bytes`` is less than a unit takes beside units that are always gathered.
+    """
+    if plan.live_bytes is None or plan.params.ranks == 1:
+        return
+    always = {index for index, unit in enumerate(units) if unit.name == "" or unit.nbytes <= plan.persist_bytes}
+    base = sum(units[index].nbytes for index in always)
+    others = [unit for index, unit in enumerate(units) if index not in always]
+    largest = max(others or units, key=lambda unit: unit.nbytes)
+    if base + largest.nbytes > plan.live_bytes and others:
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [
+                f"live_bytes = {plan.live_bytes}: unit {largest.name} alone has {largest.nbytes} bytes, beside {base} "
+                f"that are always gathered; set live_bytes to at least {base + largest.nbytes}, or cut units with "
+                'granularity = "module"'
+            ],
+        )
+
+
+def units_ahead(
+    plan: Plan, units: Sequence[UnitInfo], order: Sequence[int], position: int, depth: int
+) -> Sequence[int]:
+    """Units to prefetch while ``order[position - 1]`` computes: the next units until they have ``prefetch_bytes``, the
+    next ``depth`` units, or the rest of its block and the modules of the next ``depth`` blocks.
+
+    A norm between blocks is no block to count: nothing hides behind it.
+    """
+    if plan.prefetch_bytes is not None:
+        ahead, size = [], 0
+        for unit in order[position:]:
+            if size >= plan.prefetch_bytes:
+                break
+            ahead.append(unit)
+            size += units[unit].nbytes
+        return ahead
+    if plan.granularity == "block":
+        return order[position : position + depth]
+    counts = _large_blocks(units)
+    near = {units[order[position - 1]].block}
+    ahead = []
+    for unit in order[position:]:
+        block = units[unit].block
+        if block not in near:
+            if depth == 0:
+                break
+            near.add(block)
+            depth -= counts[block]
+        ahead.append(unit)
+    return ahead
+
+
+class Gathers:
+    """Records the gathers and frees of a step.
+
+    Args:
+        plan: The plan.
+        units: The units.
+        trace: Order of the units.
+        draft: The program.
+        retention: Units that stay gathered.
+
+    Attributes:
+        live: Bytes of units that are gathered, or on their way.
+        copied: Bytes that the event's joint gathers copy.
+    """
+
+    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, retention: Retention) -> None:
+        self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
+        self._sharded = plan.params.ranks > 1
+        self._retention = retention
+        self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
+        self._secondary: set[int] = set()  # units whose secondary shard is valid
+        self.live = self.copied = 0
+
+    @property
+    def gathered(self) -> frozenset[int]:
+        """Units that are gathered, or on their way."""
+        return frozenset(self._under_way)
+
+    def in_forward(self, event: Event, position: int) -> None:
+        """Play an event of a forward.
+
+        Args:
+            event: The event.
+            position: Number of units that the forward has needed before.
+        """
+        self.copied = 0
+        if event.phase is not Phase.PRE_FORWARD:
+            self._finish_forward(event.unit, event)
+            return
+        plan, needed = self._plan, self._trace.needed
+        self._need(event.unit, event, from_secondary=plan.secondary_reuse)
+        if not plan.overlap.gather:
+            return
+        if event.micro_batch == position == 0:
+            persistent = [unit for unit in needed if unit in self._retention.persistent]
+            self._gather(persistent, event, from_secondary=plan.secondary_reuse, at_least=math.inf)
+        ahead = units_ahead(plan, self._units, needed, position + 1, plan.prefetch)
+        self._gather_ahead(ahead, event, from_secondary=plan.secondary_reuse)
+
+    def need_in_backward(self, event: Event) -> None:
+        """Gather a unit that the backward needs, and prefetch the next ones.
+
+        A recomputed block needs all its modules at once, in the order of its forward. Their gathers then have the
+        gradients of the block before to hide behind.
+        """
+        order, plan = self._trace.needed_again, self._plan
+        self.copied = 0
+        self._need(event.unit, event, from_secondary=True)
+        if plan.overlap.gather and (plan.prefetch or plan.prefetch_bytes is not None):
+            position = order.index(event.unit) + 1
+            one = plan.backward_prefetch == "module"
+            ahead = order[position : position + 1] if one else units_ahead(plan, self._units, order, position, 1)
+            self._gather_ahead(ahead, event, from_secondary=True)
+
+    def leave(self, unit: int, event: Event, *, last: bool) -> None:
+        """Free a unit that a backward has left, unless the next micro-batch finds it gathered."""
+        if last or unit not in self._retention.carried:
+            self._free(unit, event)
+
+    def leave_all(self, event: Event, *, last: bool) -> None:
+        """End a backward: free every unit that is gathered, unless the next micro-batch finds it so."""
+        for unit in sorted(self._under_way):
+            self.leave(unit, event, last=last)
+
+    def _free(self, unit: int, event: Event) -> None:
+        if unit in self._under_way:
+            del self._under_way[unit]
+            self.live -= self._units[unit].nbytes
+            self._draft.free(event, unit)
+
+    def _finish_forward(self, unit: int, event: Event) -> None:
+        if not self._sharded:
+            return
+        kept = unit in self._retention.kept
+        if self._plan.secondary is not None and (not kept or self._plan.secondary_reuse):
+            self._secondary.add(unit)
+        if not kept:
+            self._free(unit, event)
+
+    def _need(self, unit: int, event: Event, *, from_secondary: bool) -> None:
+        self._gather((unit,), event, from_secondary=from_secondary)
+        for operation in self._under_way.get(unit, ()):
+            self._draft.wait(event, operation)
+
+    def _gather_ahead(self, wanted: Sequence[int], event: Event, *, from_secondary: bool) -> None:
+        """Gather units that are needed later, in order, as far as ``live_bytes`` has room for them."""
+        limit = self._plan.live_bytes
+        if limit is not None:
+            fits, live = [], self.live
+            for unit in dict.fromkeys(wanted):
+                live += 0 if unit in self._under_way else self._units[unit].nbytes
+                if live > limit:
+                    break
+                fits.append(unit)
+            wanted = fits
+        self._gather(wanted, event, from_secondary=from_secondary)
+
+    def _gather(
+        self, wanted: Sequence[int], event: Event, *, from_secondary: bool, at_least: float | None = None
+    ) -> None:
+        """Gather those of the wanted units that are not gathered yet, in as few operations as the plan allows."""
+        if not self._sharded:
+            return
+        at_least = self._plan.gather_bytes if at_least is None else at_least
+        fresh = [unit for unit in dict.fromkeys(wanted) if unit not in self._under_way]
+        self._under_way.update({unit: [] for unit in fresh})
+        self.live += sum(self._units[unit].nbytes for unit in fresh)
+        for axis in (Axis.PARAMS, Axis.SECONDARY):
+            is_second = axis is Axis.SECONDARY
+            order = [unit for unit in fresh if (from_secondary and unit in self._secondary) is is_second]
+            if self._draft.extent(axis) > 1:
+                for batch in gather_batches(self._units, order, at_least, encoded_apart=not is_second):
+                    self._gather_batch(axis, batch, event)
+
+    def _gather_batch(self, axis: Axis, batch: Sequence[BufferKey], event: Event) -> None:
+        # The secondary shard holds decoded parameters of a previous gather, which are sent without a codec.
+        codec = self._plan.wire.gather if axis is Axis.PARAMS else CodecSpec()
+        buffers = [self._units[unit].buffers[number] for unit, number in batch]
+        units = tuple(dict.fromkeys(unit for unit, _ in batch))
+        encoded = axis is Axis.PARAMS and buffers[0].encoded
+        call = Call(Kind.ALL_GATHER, Lane.GATHER, axis, units, encoded, tuple(batch))
+        parts = [(buffer.numel, gather_sizes(codec, buffer, joint=len(batch) > 1)) for buffer in buffers]
+        operation = self._draft.add_joint(call, parts, event)
+        if len(batch) > 1:
+            self.copied += sum(buffer.nbytes for buffer in buffers)
+        for unit in units:
+            self._under_way[unit].append(operation)
+
+
+def play_forward(
+    gathers: Gathers, trace: Trace, micro_batch: int, note: Callable[[Gathers, Event], None] | None = None
+) -> None:
+    """Play the forward of a micro-batch.
+
+    Args:
+        gathers: Gathers of the step.
+        trace: Order of the units.
+        micro_batch: Number of the micro-batch.
+        note: Called after each event.
+    """
+    position = 0
+    for phase, unit in trace.forward:
+        event = Event(phase, unit, micro_batch)
+        gathers.in_forward(event, position)
+        position += phase is Phase.PRE_FORWARD
+        if note is not None:
+            note(gathers, event)
+
+
+def _large_blocks(units: Sequence[UnitInfo]) -> Mapping[int, bool]:
+    """By block, whether its parameters take enough bytes for it to count as one."""
+    sizes: dict[int, int] = {}
+    for unit in units:
+        sizes[unit.block] = sizes.get(unit.block, 0) + unit.nbytes
+    return {block: size * LARGE_LEAF >= max(sizes.values()) for block, size in sizes.items()}
+
+
+# -- what stays gathered -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """The time between two uses of a unit.
+
+    Attributes:
+        unit: The unit.
+        carried: Whether the second use belongs to the next micro-batch.
+        left: Event at which the unit would be freed.
+        needed: Event that needs the unit again.
+        distance: Bytes of units that are used between (the reuse distance).
+    """
+
+    unit: int
+    carried: bool
+    left: Event
+    needed: Event
+    distance: int
+
+
+def _uses(units: Sequence[UnitInfo], trace: Trace) -> Iterator[_Use]:
+    """The times between a unit's forward and its backward, and between its backward and its next forward."""
+    events = [Event(phase, unit, 0) for phase, unit in (*trace.forward, *trace.backward)]
+    events += [Event(Phase.BACKWARD_END, -1, 0), *(Event(phase, unit, 1) for phase, unit in trace.forward)]
+    place: dict[Event, int] = {}
+    used = [0]  # bytes of units that were used before each event
+    for position, event in enumerate(events):
+        place.setdefault(event, position)
+        needs = event.phase in (Phase.PRE_FORWARD, Phase.PRE_BACKWARD)
+        used.append(used[-1] + (units[event.unit].nbytes if needs else 0))
+    for unit in range(len(units)):
+        for carried, phase, again in ((False, Phase.POST_FORWARD, Phase.PRE_BACKWARD),
+                                      (True, Phase.POST_BACKWARD, Phase.PRE_FORWARD)):  # fmt: skip
+            left, needed = Event(phase, unit, 0), Event(again, unit, int(carried))
+            if carried and left not in place:
+                left = Event(Phase.BACKWARD_END, -1, 0)
+            if left in place and needed in place:
+                yield _Use(unit, carried, left, needed, used[place[needed]] - used[place[left]])
+
+
+def _closest(uses: Sequence[_Use], *, carried: bool) -> list[_Use]:
+    return sorted((use for use in uses if use.carried is carried), key=lambda use: use.distance)
+
+
+class _Room:
+    """The bytes that ``live_bytes`` leaves at every event, beside what is gathered anyway."""
+
+    def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> None:
+        self._limit, self._units = plan.live_bytes, units
+        if self._limit is not None:
+            played = _play(plan, units, trace, chosen)
+            self._levels, self._events = played.live, played.events
+            self._place = {event: at for at, (event, _) in reversed(list(enumerate(self._events)))}  # the first time
+
+    def take(self, use: _Use) -> bool:
+        """Take the room that a unit needs between two uses, in both micro-batches; returns whether there is enough."""
+        if self._limit is None:
+            return True
+        span = self._span(use)
+        size = self._units[use.unit].nbytes
+        if any(self._levels[position] + size > self._limit for position in span):
+            return False
+        for position in span:
+            self._levels[position] += size
+        return True
+
+    def _span(self, use: _Use) -> list[int]:
+        """Events of both micro-batches between two uses at which the unit is not gathered anyway."""
+        events = []
+        for shift in (0, 1):
+            first = self._place.get(use.left._replace(micro_batch=shift))
+            last = self._place.get(use.needed._replace(micro_batch=use.needed.micro_batch + shift), len(self._events))
+            if first is not None:
+                events += [p for p in range(first + 1, last) if use.unit not in self._events[p][1]]
+        return events
+
+
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """What is gathered at every event.
+
+    Attributes:
+        live: Bytes of gathered units.
+        with_copies: The same, with copies of joint gathers that start there.
+        events: The events, and the gathered units.
+    """
+
+    live: list[int]
+    with_copies: list[int]
+    events: list[tuple[Event, frozenset[int]]]
+
+    def note(self, gathers: Gathers, event: Event) -> None:
+        """Note what is gathered at an event."""
+        self.live.append(gathers.live)
+        self.with_copies.append(gathers.live + gathers.copied)
+        self.events.append((event, gathers.gathered))
+
+
+def _play(plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> _Played:
+    """Gathered bytes at every event of two micro-batches of several, the same with copies of joint gathers, and the
+    units that are gathered."""
+    gathers = Gathers(plan, units, trace, Draft(plan, 0), chosen)
+    played = _Played([], [], [])
+    for micro_batch in (0, 1):
+        play_forward(gathers, trace, micro_batch, played.note)
+        for phase, unit in trace.backward:
+            event = Event(phase, unit, micro_batch)
+            if phase is Phase.PRE_BACKWARD:
+                gathers.need_in_backward(event)
+            played.note(gathers, event)
+            if phase is Phase.POST_BACKWARD:
+                gathers.leave(unit, event, last=False)
+        end = Event(Phase.BACKWARD_END, -1, micro_batch)
+        played.note(gathers, end)
+        gathers.leave_all(end, last=False)
+    return played
