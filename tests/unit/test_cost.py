@@ -13,6 +13,7 @@ from thinwire.cost import (
     GPU_LOSS_CHUNK,
     HOST_LOSS_CHUNK,
     FlatCollectives,
+    Memory,
     NominalRates,
     Pricer,
     Traffic,
@@ -229,3 +230,24 @@ def test_the_loss_has_larger_chunks_on_gpus() -> None:
     infos = units(model, chosen)
     gpu, host = (memory(model, chosen, infos, seq=4096, **options) for options in ({}, {"loss_chunk": HOST_LOSS_CHUNK}))
     assert gpu.total - host.total == 2 * 4 * (GPU_LOSS_CHUNK - HOST_LOSS_CHUNK)
+
+
+def test_memory_counts_what_stays_gathered_and_what_travels_together() -> None:
+    model = ModelSpec.preset("llama-7b")
+
+    def needed(**fields: Any) -> Memory:
+        chosen = plan("zero3", **fields)
+        return memory(model, chosen, units(model, chosen), seq=4096)
+
+    plain, whole = needed(), 2 * model.parameters
+    assert needed(reuse_bytes="1TiB").gathered == pytest.approx(whole, rel=1e-3)
+    limit = 4 << 30
+    assert plain.gathered < needed(reuse_bytes="1TiB", live_bytes=limit).gathered <= limit
+    assert limit - needed(reuse_bytes="1TiB", live_bytes=limit).gathered < 450 << 20  # no room for another block
+    apart = needed(granularity="module", gather_bytes=1).gathered
+    copied = needed(granularity="module", gather_bytes="1GiB").gathered - apart
+    assert 300 << 20 < copied < 900 << 20  # the modules that travel together, once more
+    ahead = [needed(prefetch_bytes=size).gathered for size in (1, "300MiB", "1GiB")]
+    assert ahead[0] == ahead[1] < ahead[2]
+    each, together = needed(granularity="module"), needed(granularity="module", reduce_bytes="400MiB")
+    assert together.buffers > each.buffers + (400 << 20)

@@ -194,3 +194,19 @@ def test_small_modules_between_blocks_do_not_hold_up_gathers() -> None:
     names = [unit.name for unit in program.units]
     starts = {names[op.units[0]]: names[op.start.unit] for op in program.operations if op.lane is Lane.GATHER}
     assert starts["lm_head"].startswith(f"layers.{MODEL.layers - 1}.")
+
+
+def test_modules_that_travel_together_send_fewer_messages() -> None:
+    """Latency is what they save."""
+    slow = CLUSTER.with_(links={"nic": {"bandwidth": "100gbit", "latency": "500us"}})
+    plans = [modules(), modules(gather_bytes="64MiB", reduce_bytes="64MiB")]
+    apart, together = (simulate(plan, workload(plan), NominalRates(slow)) for plan in plans)
+    assert together.seconds < 0.8 * apart.seconds
+
+
+def test_units_that_stay_gathered_are_not_sent_again() -> None:
+    plans = [preset("zero3"), preset("zero3", reuse_bytes="1TiB")]
+    freed, kept = (simulate(plan, workload(plan), NominalRates(CLUSTER), micro_batches=3) for plan in plans)
+    sent = [lower(plan, units(MODEL, plan), micro_batches=3).traffic()[Lane.GATHER]["across"] for plan in plans]
+    assert sent[1] < sent[0] / 5
+    assert kept.seconds < freed.seconds

@@ -16,7 +16,18 @@ from functools import lru_cache
 
 from thinwire.cost.anatomy import ModelPart, parts
 from thinwire.cost.anatomy import units as units_of
-from thinwire.program import UNDER_WAY, Axis, Even, UnitInfo, axis_shape, buckets, together
+from thinwire.program import (
+    UNDER_WAY,
+    Axis,
+    Even,
+    UnitInfo,
+    axis_shape,
+    buckets,
+    default_trace,
+    gathered_peak,
+    reduction_batches,
+    together,
+)
 from thinwire.program.wire import ITEMSIZE, reduction_codecs
 from thinwire.spec import ModelSpec, Plan
 from thinwire.spec.pipeline import STAGES_OF_A_RANK
@@ -288,6 +299,8 @@ def _gathered(plan: Plan, units: Sequence[UnitInfo]) -> int:
     Units of one block are prefetched together."""
     if plan.params.ranks == 1:
         return 0
+    if plan.gathers_by_bytes:
+        return gathered_peak(plan, units, default_trace(units, recompute=plan.recompute))
     around = units[0].nbytes if units[0].name == "" else 0
     blocks: dict[int, int] = {}
     for unit in units[1:] if units[0].name == "" else units:
@@ -308,9 +321,10 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
         return max(produced)
     total = _spread_bytes(plan, sum(numels) // plan.params.ranks)
     if plan.params.ranks > 1:
-        copied = ITEMSIZE[plan.effective_reduce_dtype] if plan.bucket_chunks > 1 else 0
-        scattered = [copied * numels[unit] + _scattered(plan, Axis.PARAMS, numels[unit]) for unit in order]
-        total += _most_at_once(produced, scattered, UNDER_WAY if plan.overlap.reduce else 1)
+        batches = reduction_batches(plan, units, order)
+        made = [ITEMSIZE[plan.compute_dtype] * sum(numels[unit] for unit in batch) for batch in batches]
+        scattered = [_scattered_together(plan, [numels[unit] for unit in batch]) for batch in batches]
+        total += _most_at_once(made, scattered, UNDER_WAY if plan.overlap.reduce else 1)
     else:
         total += max(produced)
     if plan.params.ranks < plan.world:
@@ -324,6 +338,15 @@ def _buffers(plan: Plan, units: Sequence[UnitInfo]) -> int:
 def _most_at_once(made: Sequence[int], sent: Sequence[int], under_way: int) -> int:
     """Most bytes of a sequence of reductions, of which one is prepared while those before it are in flight."""
     return max((*made, 0)[index] + sum(sent[max(0, index - under_way) : index]) for index in range(len(made) + 1))
+
+
+def _scattered_together(plan: Plan, numels: Sequence[int]) -> int:
+    """Bytes of gradients of several units in a reduce-scatter over the params axis, with copies: chunks, and gradients
+    of several units, are packed, and the sums of several units are unpacked."""
+    numel = sum(numels)
+    packed = ITEMSIZE[plan.effective_reduce_dtype] * numel if plan.bucket_chunks > 1 or len(numels) > 1 else 0
+    sums = 4 * numel // plan.params.ranks if len(numels) > 1 else 0
+    return packed + sums + _scattered(plan, Axis.PARAMS, numel)
 
 
 def _scattered(plan: Plan, axis: Axis, numel: int) -> int:

@@ -79,9 +79,16 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     """
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
-    if operation.chunks > 1 and operation.axis is Axis.PARAMS:
-        # A chunk's parts of the pieces are copied side by side.
-        priced = [PricedStage(priced[0].stage, None, rates.touch(whole_numel(coded)), copies=True), *priced]
+    if operation.lane is Lane.GATHER:
+        return _copied_together(operation, coded, priced, rates)
+    several = len(operation.bucket) > 1
+    if operation.axis is Axis.PARAMS and (operation.chunks > 1 or several):
+        # Parts of the pieces, in a chunk or of several units, are copied side by side.
+        whole, (local, nodes) = whole_numel(coded), axis_shape(plan, operation.axis)
+        priced = [PricedStage(priced[0].stage, None, rates.touch(whole), copies=True), *priced]
+        if several:
+            sums = rates.touch(whole / (local * nodes))
+            priced.append(PricedStage(priced[-1].stage, None, sums, copies=True))
     if operation.axis not in (Axis.SHARD, Axis.REPLICA) or operation.lane is Lane.SPREAD or not coded:
         return priced
     # Gradients of several units are packed into a bucket, and their sums are unpacked from it.
@@ -90,6 +97,19 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     taken = whole if operation.kind is Kind.ALL_REDUCE else whole / (local * nodes)
     pack = PricedStage(priced[0].stage, None, rates.touch(whole), copies=True)
     return [pack, *priced, PricedStage(priced[-1].stage, None, rates.touch(taken), copies=True)]
+
+
+def _copied_together(
+    operation: Operation, coded: Sequence[CodedHop], priced: list[PricedStage], rates: Rates
+) -> list[PricedStage]:
+    """The stages of a gather. Values of several buffers that no codec encodes are copied into one message, and from it
+    to their places."""
+    if len(operation.buffers) < 2 or not coded or not coded[0].encoding.codec.is_none:
+        return priced
+    piece = coded[0].values / (coded[0].hop.ranks - 1)
+    pack = PricedStage(priced[0].stage, None, rates.touch(piece), copies=True)
+    whole = piece + sum(step.values for step in coded)
+    return [pack, *priced, PricedStage(priced[-1].stage, None, rates.touch(whole), copies=True)]
 
 
 def coded_hops(plan: Plan, operation: Operation) -> list[CodedHop]:

@@ -125,6 +125,7 @@ def knobs(plan: Plan) -> int:
     turned = [not codec.is_none for codec in plan.wire.codecs().values()]
     turned += [plan.secondary is not None, plan.recompute, plan.partition == "inter", plan.wire.error_feedback]
     turned += [plan.granularity == "module", plan.overlap.input_gradient]
+    turned += [plan.gather_bytes > 0 or plan.reduce_bytes > 0, plan.persist_bytes > 0 or plan.reuse_bytes > 0]
     turned += [plan.bucket_chunks > 1, plan.params.ranks > 1, plan.grads != plan.params, plan.optimizer != plan.params]
     return sum(turned) + Cut.of(plan).knobs
 

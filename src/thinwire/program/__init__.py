@@ -1,7 +1,7 @@
 """Programs: the ordered operations of one training step under a plan."""
 
 from thinwire.program.batches import buckets, gather_batches, reduction_batches
-from thinwire.program.gathers import check_live, gathered_peak, units_ahead
+from thinwire.program.gathers import Lookahead, check_live, gathered_peak
 from thinwire.program.lower import NORM_BYTES, UNDER_WAY, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
@@ -66,6 +66,7 @@ __all__ = [
     "Hop",
     "Kind",
     "Lane",
+    "Lookahead",
     "Members",
     "MessageSizes",
     "Moment",
@@ -106,10 +107,6 @@ __all__ = [
     "reduction_turns",
     "slot_offsets",
     "together",
-<<<<<<< HEAD
     "traffic_across",
-=======
-    "units_ahead",
->>>>>>> 03c52a5 (prefetch_bytes, persist_bytes, reuse_bytes, live_bytes: what is gathered ahead, and what stays gathered, by bytes)
     "within",
 ]

@@ -19,7 +19,7 @@ from thinwire.program.step import BufferKey, Event, Lane, Phase, Trace, UnitInfo
 from thinwire.program.wire import gather_sizes
 from thinwire.spec import CodecSpec, Plan
 
-__all__ = ["Gathers", "Retention", "check_live", "gathered_peak", "play_forward", "retention", "units_ahead"]
+__all__ = ["Gathers", "Lookahead", "Retention", "check_live", "gathered_peak", "play_forward", "retention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,36 +92,47 @@ def check_live(plan: Plan, units: Sequence[UnitInfo]) -> None:
         )
 
 
-def units_ahead(
-    plan: Plan, units: Sequence[UnitInfo], order: Sequence[int], position: int, depth: int
-) -> Sequence[int]:
-    """Units to prefetch while ``order[position - 1]`` computes: the next units until they have ``prefetch_bytes``, the
-    next ``depth`` units, or the rest of its block and the modules of the next ``depth`` blocks.
+class Lookahead:
+    """Which units are gathered ahead.
 
-    A norm between blocks is no block to count: nothing hides behind it.
+    Args:
+        plan: The plan.
+        units: The units.
     """
-    if plan.prefetch_bytes is not None:
-        ahead, size = [], 0
+
+    def __init__(self, plan: Plan, units: Sequence[UnitInfo]) -> None:
+        self._plan, self._units = plan, units
+        self._counts = _large_blocks(units)
+
+    def after(self, order: Sequence[int], position: int, depth: int) -> Sequence[int]:
+        """Units to prefetch while ``order[position - 1]`` computes: the next units until they have ``prefetch_bytes``,
+        the next ``depth`` units, or the rest of its block and the modules of the next ``depth`` blocks.
+
+        A norm between blocks is no block to count: nothing hides behind it.
+        """
+        if self._plan.prefetch_bytes is not None:
+            return self._until(order[position:], self._plan.prefetch_bytes)
+        if self._plan.granularity == "block":
+            return order[position : position + depth]
+        near = {self._units[order[position - 1]].block}
+        ahead = []
         for unit in order[position:]:
-            if size >= plan.prefetch_bytes:
-                break
+            block = self._units[unit].block
+            if block not in near:
+                if depth == 0:
+                    break
+                near.add(block)
+                depth -= self._counts[block]
             ahead.append(unit)
-            size += units[unit].nbytes
         return ahead
-    if plan.granularity == "block":
-        return order[position : position + depth]
-    counts = _large_blocks(units)
-    near = {units[order[position - 1]].block}
-    ahead = []
-    for unit in order[position:]:
-        block = units[unit].block
-        if block not in near:
-            if depth == 0:
-                break
-            near.add(block)
-            depth -= counts[block]
-        ahead.append(unit)
-    return ahead
+
+    def _until(self, order: Sequence[int], at_least: int) -> Sequence[int]:
+        size = 0
+        for count, unit in enumerate(order):
+            if size >= at_least:
+                return order[:count]
+            size += self._units[unit].nbytes
+        return order
 
 
 class Gathers:
@@ -142,7 +153,7 @@ class Gathers:
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, retention: Retention) -> None:
         self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
         self._sharded = plan.params.ranks > 1
-        self._retention = retention
+        self._retention, self._ahead = retention, Lookahead(plan, units)
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
         self._secondary: set[int] = set()  # units whose secondary shard is valid
         self.live = self.copied = 0
@@ -170,7 +181,7 @@ class Gathers:
         if event.micro_batch == position == 0:
             persistent = [unit for unit in needed if unit in self._retention.persistent]
             self._gather(persistent, event, from_secondary=plan.secondary_reuse, at_least=math.inf)
-        ahead = units_ahead(plan, self._units, needed, position + 1, plan.prefetch)
+        ahead = self._ahead.after(needed, position + 1, plan.prefetch)
         self._gather_ahead(ahead, event, from_secondary=plan.secondary_reuse)
 
     def need_in_backward(self, event: Event) -> None:
@@ -185,7 +196,7 @@ class Gathers:
         if plan.overlap.gather and (plan.prefetch or plan.prefetch_bytes is not None):
             position = order.index(event.unit) + 1
             one = plan.backward_prefetch == "module"
-            ahead = order[position : position + 1] if one else units_ahead(plan, self._units, order, position, 1)
+            ahead = order[position : position + 1] if one else self._ahead.after(order, position, 1)
             self._gather_ahead(ahead, event, from_secondary=True)
 
     def leave(self, unit: int, event: Event, *, last: bool) -> None:

@@ -10,6 +10,7 @@ from thinwire.program import (
     Axis,
     Event,
     Lane,
+    Lookahead,
     Moment,
     Operation,
     Phase,
@@ -20,7 +21,6 @@ from thinwire.program import (
     default_trace,
     lower,
     reduction_turns,
-    units_ahead,
 )
 from thinwire.sharding.reducer import Turns
 from thinwire.sharding.unit import GatherBatch
@@ -184,7 +184,7 @@ class Programs:
             return ()
         position = self.trace.needed.index(unit) + 1
         if self.plan.prefetch_bytes is not None:
-            return tuple(units_ahead(self.plan, self.infos, self.trace.needed, position, self.plan.prefetch))
+            return tuple(Lookahead(self.plan, self.infos).after(self.trace.needed, position, self.plan.prefetch))
         return self.trace.needed[position : position + self.plan.prefetch]
 
     # -- parts -------------------------------------------------------------------------------------------------

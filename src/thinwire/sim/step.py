@@ -443,7 +443,7 @@ def _memoised_moves(plan: Plan, program: StepProgram, pricing: Pricing) -> list[
     moves = []
     key: tuple[object, ...]
     for op in program.operations:
-        key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.chunks)
+        key = (op.kind, op.lane, op.axis, op.hops, op.encoded, op.chunks, len(op.buffers) > 1, len(op.bucket) > 1)
         if op.lane is Lane.GATHER:  # an engine may gather a block twice in the backward
             key += (op.start.phase,)
         if op.lane in (Lane.GATHER, Lane.REDUCE):  # a share of an operation may have no units

@@ -339,6 +339,12 @@ class Plan(Spec):
         return "float16" in {self.compute_dtype, self.effective_reduce_dtype, *(unit.dtype for unit in self.units)}
 
     @property
+    def gathers_by_bytes(self) -> bool:
+        """Whether any number of bytes decides what is gathered at once, ahead, or for longer."""
+        limits = (self.prefetch_bytes, self.live_bytes)
+        return bool(self.gather_bytes or self.persist_bytes or self.reuse_bytes) or any(n is not None for n in limits)
+
+    @property
     def grads_like_optimizer(self) -> bool:
         """Whether ``G`` is sharded like ``OS``: then every micro-batch reduces its gradients to optimizer shares."""
         return cut_alike(self.grads, self.optimizer)

@@ -174,8 +174,9 @@ class BackwardOptions:
 
 @expand_options
 def backward(options: BackwardOptions) -> None:
-    """Time the same training step with reductions that start after or before the input gradient, and with a backward
-    that gathers one module or one block ahead.
+    """Time the same training step with reductions that start after or before the input gradient, with a backward that
+    gathers one module or one block ahead, with modules that travel apart or together, with units that stay gathered
+    within a limit, and with all of these.
 
     [bold]Examples[/bold]
 
@@ -202,8 +203,13 @@ def backward(options: BackwardOptions) -> None:
             f"{gain.gain:.3f} ({gain.smallest:.3f} to {gain.largest:.3f})"
             for gain in by_pairs
         )
+        above = {row.system: row.bound_ratio for row in rows}
+        sentence += ". Step over its bound: " + ", ".join(
+            f"{label.removeprefix('tw:')} {ratio:.2f}" for label, ratio in above.items()
+        )
         content = {
             "gains": [asdict(gain) for gain in over_blocks],
+            "step_over_bound": above,
             "pairs": [{**asdict(gain), "over": BACKWARD_PAIRS[gain.system]} for gain in by_pairs],
             "plan": plan.to_dict(),
             **options.turns.described(),

@@ -40,8 +40,18 @@ BACKWARD_PAIRS: Final = {
     "tw:blocks, weights first": "tw:blocks",
     "tw:modules": "tw:modules, one ahead",
     "tw:modules, weights first": "tw:modules",
+    "tw:modules, together": "tw:modules",
+    "tw:blocks, kept": "tw:blocks",
+    "tw:all": "tw:blocks",
 }
 """What :func:`backward_systems` are compared with, each by itself."""
+
+
+BATCHES: Final = {"gather_bytes": 4 << 20, "reduce_bytes": 4 << 20}
+"""Modules whose gathers start together, and gradients of consecutive modules, travel as one until they have as much."""
+
+RETENTION: Final = {"persist_bytes": 64 << 10, "reuse_bytes": 64 << 20, "live_bytes": 24 << 20}
+"""Units stay gathered as long as all that are gathered have no more; bf16, where the default model has 33 MiB."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +113,21 @@ def stage_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
 def backward_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec]:
     """One plan with units of blocks, with units of modules, and with each choice of what these do in a backward.
 
-    With modules, the backward gathers one module or one block ahead, and reductions start after or before the input
-    gradient.
+    With modules, the backward gathers one module or one block ahead, reductions start after or before the input
+    gradient, and modules travel apart or together. Blocks are freed after use or kept within a limit. The last plan
+    does everything.
     """
     modules = plan.with_(granularity="module")
+    first = {"overlap": {"input_gradient": True}}
     plans = {
         "blocks": plan.with_(granularity="block"),
         "blocks, weights first": plan.with_(granularity="block", overlap={"input_gradient": True}),
         "modules, one ahead": modules.with_(backward_prefetch="module"),
         "modules": modules,
-        "modules, weights first": modules.with_(overlap={"input_gradient": True}),
+        "modules, weights first": modules.with_(**first),
+        "modules, together": modules.with_(**BATCHES),
+        "blocks, kept": plan.with_(granularity="block", **RETENTION),
+        "all": modules.with_(**first, **BATCHES, **RETENTION),
     }
     return [plan_system(name, each, workload) for name, each in plans.items()]
 
