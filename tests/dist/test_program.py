@@ -253,4 +253,5 @@ def test_a_program_of_three_nodes_of_two_ranks_matches_too(names: tuple[str, ...
         for name in names
         for partition in ("intra", "inter")
     ]
+    plans.append(Plan.preset("zero3", nodes=3, local=2, granularity="module", **TOGETHER).to_toml())
     run_ranks(6, follow_many, plans, 2)

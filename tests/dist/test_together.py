@@ -115,6 +115,15 @@ def test_what_is_encoded_is_the_same_to_the_bit(names: tuple[str, ...], codecs: 
     assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
 
 
+def test_units_of_different_dtypes_travel_together() -> None:
+    half = ({"match": "layers.1*", "dtype": "bfloat16"},)
+    pairs = [
+        (plan("zero3", units=half, wire=wire), plan("zero3", units=half, wire=wire, gather_bytes="1MiB", prefetch=3))
+        for wire in ({}, {"gather": "int8:256"})
+    ]
+    assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
+
+
 def test_the_program_knows_the_bytes_of_encoded_batches() -> None:
     wire = {"gather": "int8:256", "reduce_intra": "int4:256", "reduce_inter": "int4:256", "exclude": ["*norm*"]}
     plans = [tw.Plan.preset(name, nodes=2, local=2, wire=wire, **MODULES).to_toml() for name in ("zero3", "hpz")]

@@ -303,3 +303,16 @@ def test_float16_takes_the_memory_of_bfloat16() -> None:
     halves = [Plan.preset("zero3", nodes=2, local=2, compute_dtype=dtype) for dtype in ("bfloat16", "float16")]
     first, second = (memory(SMALL, plan, units(SMALL, plan), seq=SMALL.seq).by_part() for plan in halves)
     assert first == second
+
+
+def test_units_stay_gathered_where_memory_is_left() -> None:
+    """On slow links, ZeRO-3 sends parameters once a step instead of twice a micro-batch, as far as memory reaches."""
+    links = {"nic": {"bandwidth": "25gbit", "latency": "20us"}}
+    large = job("a800-80g:4x8", ModelSpec.preset("llama-7b"), 4, codecs="none", machine={"links": links})
+    freed = candidate(large, Plan.preset("zero3", nodes=4, local=8, micro_batches=4, recompute=True))
+    kept = Search(large)._retaining(freed)
+    assert kept.fits
+    assert kept.plan.reuse_bytes > 0
+    assert kept.plan.live_bytes is not None
+    assert freed.memory.gathered < kept.memory.gathered <= kept.plan.live_bytes
+    assert kept.seconds < 0.7 * freed.seconds

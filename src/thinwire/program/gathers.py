@@ -7,6 +7,7 @@ it up in the program.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -353,70 +354,73 @@ class _Room:
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> None:
         self._limit, self._units = plan.live_bytes, units
+        self._played = _Played()
         if self._limit is not None:
-            played = _play(plan, units, trace, chosen)
-            self._levels, self._events = played.live, played.events
-            self._place = {event: at for at, (event, _) in reversed(list(enumerate(self._events)))}  # the first time
+            self._played = _play(plan, units, trace, chosen)
 
     def take(self, use: _Use) -> bool:
         """Take the room that a unit needs between two uses, in both micro-batches; returns whether there is enough."""
         if self._limit is None:
             return True
-        span = self._span(use)
-        size = self._units[use.unit].nbytes
-        if any(self._levels[position] + size > self._limit for position in span):
+        live, size = self._played.live, self._units[use.unit].nbytes
+        spans = [span for shift in (0, 1) if (span := self._span(use, shift)) is not None]
+        if any(max(live[span], default=0) + size > self._limit for span in spans):
             return False
-        for position in span:
-            self._levels[position] += size
+        for span in spans:
+            live[span] = [level + size for level in live[span]]
         return True
 
-    def _span(self, use: _Use) -> list[int]:
-        """Events of both micro-batches between two uses at which the unit is not gathered anyway."""
-        events = []
-        for shift in (0, 1):
-            first = self._place.get(use.left._replace(micro_batch=shift))
-            last = self._place.get(use.needed._replace(micro_batch=use.needed.micro_batch + shift), len(self._events))
-            if first is not None:
-                events += [p for p in range(first + 1, last) if use.unit not in self._events[p][1]]
-        return events
+    def _span(self, use: _Use, micro_batch: int) -> slice | None:
+        """Events between two uses, the first in this micro-batch, until the unit is gathered anyway."""
+        left = self._played.places.get(use.left._replace(micro_batch=micro_batch))
+        if left is None:
+            return None
+        gathered = self._played.gathered.get(use.unit, [])
+        again = bisect_right(gathered, left)
+        return slice(left + 1, gathered[again] if again < len(gathered) else len(self._played.live))
 
 
-@dataclass(frozen=True, slots=True)
 class _Played:
     """What is gathered at every event.
 
     Attributes:
         live: Bytes of gathered units.
         with_copies: The same, with copies of joint gathers that start there.
-        events: The events, and the gathered units.
+        places: Numbers of the events; of repeated ones, the first.
+        gathered: By unit, the numbers of the events at which a gather of it starts.
     """
 
-    live: list[int]
-    with_copies: list[int]
-    events: list[tuple[Event, frozenset[int]]]
+    def __init__(self) -> None:
+        self.live: list[int] = []
+        self.with_copies: list[int] = []
+        self.places: dict[Event, int] = {}
+        self.gathered: dict[int, list[int]] = {}
+        self._before: frozenset[int] = frozenset()
 
     def note(self, gathers: Gathers, event: Event) -> None:
         """Note what is gathered at an event."""
+        place, present = len(self.live), gathers.gathered
         self.live.append(gathers.live)
         self.with_copies.append(gathers.live + gathers.copied)
-        self.events.append((event, gathers.gathered))
+        self.places.setdefault(event, place)
+        for unit in present - self._before:
+            self.gathered.setdefault(unit, []).append(place)
+        self._before = present
 
 
 def _play(plan: Plan, units: Sequence[UnitInfo], trace: Trace, chosen: Retention) -> _Played:
-    """Gathered bytes at every event of two micro-batches of several, the same with copies of joint gathers, and the
-    units that are gathered."""
-    gathers = Gathers(plan, units, trace, Draft(plan, 0), chosen)
-    played = _Played([], [], [])
+    """Play two micro-batches of several."""
+    gathers, played = Gathers(plan, units, trace, Draft(plan, 0), chosen), _Played()
     for micro_batch in (0, 1):
         play_forward(gathers, trace, micro_batch, played.note)
         for phase, unit in trace.backward:
             event = Event(phase, unit, micro_batch)
             if phase is Phase.PRE_BACKWARD:
                 gathers.need_in_backward(event)
-            played.note(gathers, event)
             if phase is Phase.POST_BACKWARD:
                 gathers.leave(unit, event, last=False)
+            played.note(gathers, event)
         end = Event(Phase.BACKWARD_END, -1, micro_batch)
-        played.note(gathers, end)
         gathers.leave_all(end, last=False)
+        played.note(gathers, end)
     return played
