@@ -21,6 +21,7 @@ from thinwire.plan.candidates import AxisSeconds, Candidate
 from thinwire.plan.drafts import Drafts, PlanDraft, axis_rates, fits, stage_message
 from thinwire.plan.rules import UNCUT, knobs
 from thinwire.plan.training_job import TrainingJob
+from thinwire.program import Lane
 from thinwire.sim import simulate
 from thinwire.sim.axes import TensorParallelRates, idle_seconds, message_seconds
 from thinwire.spec import ClusterSpec, Plan
@@ -205,10 +206,11 @@ class Search:
         """The best plan with units that travel together, or that stay gathered as far as memory reaches, if that makes
         it faster by more than a tie.
 
-        Only the best plan is tried: both spare gathers, whose bytes the choice between ways of sharding has counted.
+        Only the best plan is tried: both spare gathers, whose bytes the choice between ways of sharding has counted. It
+        is not, where computation hardly waits for them: no plan gains more than that.
         """
-        plan = best.plan
-        if plan.params.ranks == 1:
+        plan, waiting = best.plan, best.simulated.exposed
+        if plan.params.ranks == 1 or waiting[Lane.GATHER] + waiting[Lane.REDUCE] <= self.job.tie * best.seconds:
             return best
         live = best.memory.gathered + self.job.cluster.memory - best.memory.total
         live -= live % _MIB
