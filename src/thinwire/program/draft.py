@@ -70,7 +70,9 @@ class Draft:
             start: Event that starts the operation.
         """
         of_parts = [self._hops(call, self._cut(call.axis, numel), sizes) for numel, sizes in parts]
-        joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
+        joint = of_parts[0]
+        if len(of_parts) > 1:
+            joint = tuple(replace(same[0], sent=sum(hop.sent for hop in same)) for same in zip(*of_parts, strict=True))
         return self._record(call, joint, start, ())
 
     def _cut(self, axis: Axis, numel: int) -> Even:

@@ -152,7 +152,8 @@ class Gathers:
     """
 
     def __init__(self, plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, retention: Retention) -> None:
-        self._plan, self._units, self._trace, self._draft = plan, units, trace, draft
+        self._plan, self._units, self._draft = plan, units, draft
+        self._needed, self._needed_again = trace.needed, trace.needed_again
         self._sharded = plan.params.ranks > 1
         self._retention, self._ahead = retention, Lookahead(plan, units)
         self._under_way: dict[int, list[int]] = {}  # unit -> operations that have gathered it, or will
@@ -175,7 +176,7 @@ class Gathers:
         if event.phase is not Phase.PRE_FORWARD:
             self._finish_forward(event.unit, event)
             return
-        plan, needed = self._plan, self._trace.needed
+        plan, needed = self._plan, self._needed
         self._need(event.unit, event, from_secondary=plan.secondary_reuse)
         if not plan.overlap.gather:
             return
@@ -191,7 +192,7 @@ class Gathers:
         A recomputed block needs all its modules at once, in the order of its forward. Their gathers then have the
         gradients of the block before to hide behind.
         """
-        order, plan = self._trace.needed_again, self._plan
+        order, plan = self._needed_again, self._plan
         self.copied = 0
         self._need(event.unit, event, from_secondary=True)
         if plan.overlap.gather and (plan.prefetch or plan.prefetch_bytes is not None):
@@ -251,6 +252,8 @@ class Gathers:
             return
         at_least = self._plan.gather_bytes if at_least is None else at_least
         fresh = [unit for unit in dict.fromkeys(wanted) if unit not in self._under_way]
+        if not fresh:
+            return
         self._under_way.update({unit: [] for unit in fresh})
         self.live += sum(self._units[unit].nbytes for unit in fresh)
         for axis in (Axis.PARAMS, Axis.SECONDARY):
