@@ -470,6 +470,8 @@ def test_codecs_without_work_are_named() -> None:
     assert idle_codecs(one_by_one.with_(bucket_chunks=1)) == ()
     in_buckets = plan("zero1", wire={"reduce_inter": "int8:256"}, bucket_chunks=4, overlap={"stages": False})
     assert not any("bucket_chunks" in line for line in idle_codecs(in_buckets))
+    assert any("live_bytes = 9 is not used" in line for line in idle_codecs(plan("zero1", live_bytes=9)))
+    assert idle_codecs(plan("zero3", live_bytes=9)) == ()
 
 
 def test_error_feedback_without_a_loss_at_the_last_hop_is_named() -> None:

@@ -149,7 +149,7 @@ def is_excluded(plan: Plan, name: str) -> bool:
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:
-    """One sentence for each setting of a plan's ``wire`` that has no effect, with the reason."""
+    """One sentence for each setting of a plan's messages that has no effect, with the reason."""
     codecs = plan.wire.codecs()
     lines = [
         f"wire.{name} = {str(codecs[name])!r} is not used: {reason}"
@@ -162,6 +162,12 @@ def idle_codecs(plan: Plan) -> tuple[str, ...]:
             f"bucket_chunks = {plan.bucket_chunks} gains nothing: every unit is reduced by itself, overlap.stages = "
             "false runs hops and codecs one by one, and chunks only add messages"
         )
+    by_bytes = ("gather_bytes", "reduce_bytes", "prefetch_bytes", "persist_bytes", "reuse_bytes", "live_bytes")
+    lines += [
+        f"{key} = {size} is not used: parameters are not sharded, so they are never gathered or reduced over params"
+        for key in by_bytes
+        if plan.params.ranks == 1 and (size := getattr(plan, key))
+    ]
     return tuple(lines)
 
 
