@@ -16,6 +16,7 @@ from thinwire_bench.peers.interface import SystemKind
 from thinwire_bench.study.arms import LossStudy, StudyRun
 from thinwire_bench.study.curves import Curve, Curves
 from thinwire_bench.study.gains import (
+    ALL_STAY,
     BACKWARD_PAIRS,
     BATCHES,
     BUCKETS,
@@ -218,7 +219,8 @@ def test_techniques_add_up_to_zeropp() -> None:
 
 def test_backwards_differ_from_their_partners_in_one_choice() -> None:
     several = {"tw:modules, together": {*BATCHES}, "tw:blocks, kept": {*RETENTION}}
-    several["tw:all"] = {"granularity", "overlap", *BATCHES, *RETENTION}
+    several["tw:blocks, all"] = {"overlap", *BATCHES, *ALL_STAY}
+    several["tw:modules, all"] = {"granularity", *several["tw:blocks, all"]}
     systems = backward_systems(Plan.preset("zero3", nodes=2, local=2), {})
     plans = {system.label: Plan.from_toml(system.options["plan"]).to_dict() for system in systems}
     assert set(plans) == {*BACKWARD_PAIRS, *BACKWARD_PAIRS.values()}

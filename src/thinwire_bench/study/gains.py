@@ -42,7 +42,8 @@ BACKWARD_PAIRS: Final = {
     "tw:modules, weights first": "tw:modules",
     "tw:modules, together": "tw:modules",
     "tw:blocks, kept": "tw:blocks",
-    "tw:all": "tw:blocks",
+    "tw:blocks, all": "tw:blocks",
+    "tw:modules, all": "tw:blocks",
 }
 """What :func:`backward_systems` are compared with, each by itself."""
 
@@ -50,7 +51,10 @@ BACKWARD_PAIRS: Final = {
 BATCHES: Final = {"gather_bytes": 4 << 20, "reduce_bytes": 4 << 20}
 """Modules whose gathers start together, and gradients of consecutive modules, travel as one until they have as much."""
 
-RETENTION: Final = {"persist_bytes": 64 << 10, "reuse_bytes": 64 << 20, "live_bytes": 24 << 20}
+ALL_STAY: Final = {"persist_bytes": 200_000, "reuse_bytes": 2_000_000_000, "live_bytes": 2_000_000_000}
+"""DeepSpeed's defaults of stage 3, in bytes of bf16: of a small model, everything stays gathered until its backward."""
+
+RETENTION: Final = {**ALL_STAY, "live_bytes": 24 << 20}
 """Units stay gathered as long as all that are gathered have no more; bf16, where the default model has 33 MiB."""
 
 
@@ -114,8 +118,8 @@ def backward_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec
     """One plan with units of blocks, with units of modules, and with each choice of what these do in a backward.
 
     With modules, the backward gathers one module or one block ahead, reductions start after or before the input
-    gradient, and modules travel apart or together. Blocks are freed after use or kept within a limit. The last plan
-    does everything.
+    gradient, and modules travel apart or together. Blocks are freed after use or kept within a limit. The last two
+    plans do everything, with units of blocks and of modules, and free nothing before its backward.
     """
     modules = plan.with_(granularity="module")
     first = {"overlap": {"input_gradient": True}}
@@ -127,7 +131,8 @@ def backward_systems(plan: Plan, workload: Mapping[str, Any]) -> list[SystemSpec
         "modules, weights first": modules.with_(**first),
         "modules, together": modules.with_(**BATCHES),
         "blocks, kept": plan.with_(granularity="block", **RETENTION),
-        "all": modules.with_(**first, **BATCHES, **RETENTION),
+        "blocks, all": plan.with_(granularity="block", **first, **BATCHES, **ALL_STAY),
+        "modules, all": modules.with_(**first, **BATCHES, **ALL_STAY),
     }
     return [plan_system(name, each, workload) for name, each in plans.items()]
 
