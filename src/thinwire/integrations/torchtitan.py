@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import nn
 
 from thinwire.errors import UsageError
@@ -37,8 +36,7 @@ from torchtitan.tools.utils import get_local_device
 import thinwire as tw
 from thinwire.integrations.torchtitan_parts import (
     CheckpointsOfShares,
-    begin_micro_batch_of,
-    clipping_by_the_whole_norm,
+    StepsOfShares,
     refuse_other_jobs,
     refuse_other_parallelism,
     refuse_training,
@@ -62,7 +60,7 @@ __all__ = [
 _OVERRIDES: Final = ("sharded_optimizers", "sharded_checkpoints", "whole_loss")
 
 
-class ThinwireTrainer(Trainer):
+class ThinwireTrainer(StepsOfShares, Trainer):
     """torchtitan's ``Trainer`` over a sharded model. Make its configuration with :func:`sharded`.
 
     Args:
@@ -93,17 +91,6 @@ class ThinwireTrainer(Trainer):
         others = [target for target in config.override.imports if target not in ours]
         config.override = OverrideConfig(imports=[*ours, *others])
         super().__init__(config)
-
-    def train_step(self, *batches: Any) -> None:
-        """Run a step."""
-        with clipping_by_the_whole_norm(self):
-            super().train_step(*batches)
-
-    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
-        begin_micro_batch_of(self)
-        loss: torch.Tensor = super().forward_backward_step(**batch)
-        return loss
 
 
 def sharded(config: Trainer.Config, plan: str | Path = "zero3") -> ThinwireTrainer.Config:

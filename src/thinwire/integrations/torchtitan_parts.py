@@ -36,8 +36,7 @@ from thinwire.sharding.runtime import runtime_of
 
 __all__ = [
     "CheckpointsOfShares",
-    "begin_micro_batch_of",
-    "clipping_by_the_whole_norm",
+    "StepsOfShares",
     "refuse_other_jobs",
     "refuse_other_parallelism",
     "refuse_training",
@@ -53,23 +52,40 @@ _OF_WEIGHTS: Final = (".metadata", "model.safetensors.index.json")
 _REMEDY: Final = "Look at state_dict() of your data loader"
 
 
-def begin_micro_batch_of(trainer: Any) -> None:
-    """Begin a micro-batch of a trainer's model; ranks combine gradients in the last one of a step."""
-    model = trainer.model_parts[0]
-    number = runtime_of(model).schedule.backwards
-    begin_micro_batch(model, last=number == trainer.gradient_accumulation_steps - 1)
+class StepsOfShares:
+    """The steps of torchtitan's trainer over a sharded model. Put it before the trainer among the base classes."""
+
+    model_parts: list[nn.Module]
+    gradient_accumulation_steps: int
+
+    def train_step(self, *batches: Any) -> None:
+        """Run a step."""
+        trainer: Any = super()
+        with _clipping_by_the_whole_norm(self.model_parts[0]):
+            trainer.train_step(*batches)
+
+    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
+        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
+        trainer: Any = super()
+        model = self.model_parts[0]
+        number = runtime_of(model).schedule.backwards
+        begin_micro_batch(model, last=number == self.gradient_accumulation_steps - 1)
+        loss: torch.Tensor = trainer.forward_backward_step(**batch)
+        return loss
 
 
 @contextlib.contextmanager
-def clipping_by_the_whole_norm(trainer: Any) -> Iterator[None]:
+def _clipping_by_the_whole_norm(model: nn.Module) -> Iterator[None]:
     """Let a trainer's step clip a model's gradient by its norm, which ranks exchange with the step's agreement.
 
     torchtitan would ask for the norm of each parameter.
     """
 
-    def clip(parameters: Any, max_norm: float, **options: Any) -> torch.Tensor:
-        del parameters, options  # all of the model's, and how to scale them
-        return tw.clip_grad_norm_(trainer.model_parts[0], max_norm)
+    def clip(
+        parameters: Any, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, **way: Any
+    ) -> torch.Tensor:
+        del parameters, way  # all of the model's; how torchtitan would scale them, and degrees that are refused above 1
+        return tw.clip_grad_norm_(model, max_norm, norm_type, error_if_nonfinite)
 
     theirs = distributed_utils.clip_grad_norm_
     distributed_utils.clip_grad_norm_ = clip

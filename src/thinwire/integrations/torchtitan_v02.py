@@ -39,8 +39,7 @@ from torchtitan.train import Trainer
 from thinwire.integrations.optimizers import over_shares
 from thinwire.integrations.torchtitan_parts import (
     CheckpointsOfShares,
-    begin_micro_batch_of,
-    clipping_by_the_whole_norm,
+    StepsOfShares,
     refuse_other_jobs,
     refuse_other_parallelism,
     refuse_training,
@@ -60,7 +59,7 @@ class PlannedJob(JobConfig):
     """How the model is sharded: the name of a preset, or a plan file (.toml)."""
 
 
-class ThinwireTrainer(Trainer):
+class ThinwireTrainer(StepsOfShares, Trainer):
     """torchtitan's ``Trainer`` over a sharded model.
 
     Args:
@@ -105,17 +104,6 @@ class ThinwireTrainer(Trainer):
         split = functools.partial(parallelize, plan=self.plan, saved=_saved_operations(spec))
         build = functools.partial(_sharded_optimizers, build=spec.build_optimizers_fn)
         self._train_spec = dataclasses.replace(spec, parallelize_fn=split, build_optimizers_fn=build)
-
-    def train_step(self, *batches: Any) -> None:
-        """Run a step."""
-        with clipping_by_the_whole_norm(self):
-            super().train_step(*batches)
-
-    def forward_backward_step(self, **batch: Any) -> torch.Tensor:
-        """Run a micro-batch. Ranks combine gradients in the last one of a step."""
-        begin_micro_batch_of(self)
-        loss: torch.Tensor = super().forward_backward_step(**batch)
-        return loss
 
 
 def _refuse_job(job_config: JobConfig) -> None:
