@@ -74,8 +74,7 @@ def _exact(group: AxisGroup, parts: Sequence[Part]) -> Moves:
 
 
 def _of_fixed_length(group: AxisGroup, parts: Sequence[Part], codec: Codec) -> Moves:
-    rooms = [codec.slot_bytes(part.own.numel(), part.own.dtype) for part in parts]
-    table, spans = _table(group, rooms, parts[0].whole.device)
+    table, spans = _table(group, [_slot(codec, part) for part in parts], parts[0].whole.device)
 
     def encode() -> None:
         for part, span in zip(parts, spans, strict=True):

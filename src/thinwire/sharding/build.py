@@ -139,8 +139,7 @@ def build(
         codecs=codecs,
         seeds=Seeds(plan, position),
     )
-    sharded = replace(sharded, units=_units(sharded, modules, flats, buffers))
-    return _install(sharded, modules)
+    return _install(replace(sharded, units=_units(sharded, modules, flats, buffers)), modules)
 
 
 def _agreed_modules(

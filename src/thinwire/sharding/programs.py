@@ -165,7 +165,8 @@ class Programs:
         """
         if last not in self._retained:
             program, trace = self.program(1 if last else 2), self._trace_so_far()
-            freed = {(event.phase, unit) for event, units in program.frees.items() if event[2] == 0 for unit in units}
+            frees = [(event.phase, units) for event, units in program.frees.items() if event.micro_batch == 0]
+            freed = {(phase, unit) for phase, units in frees for unit in units}
             in_backward = {unit for phase, unit in freed if phase is not Phase.POST_FORWARD}
             self._retained[last] = Retained(
                 frozenset(unit for unit in trace.needed if (Phase.POST_FORWARD, unit) not in freed),
