@@ -11,7 +11,7 @@ from thinwire.cost import Efficiency, NominalRates, parts, units
 from thinwire.program import UNDER_WAY, Lane, lower
 from thinwire.program.timeline import COMPUTE
 from thinwire.sim import Resource, Workload, simulate
-from thinwire.sim.step import _play
+from thinwire.sim.step import GATHERED, GRADIENTS, Headroom, _play
 from thinwire.spec import ClusterSpec, ModelSpec, Plan
 
 MODEL = ModelSpec(layers=6, hidden=1024, heads=8, vocab=4096, seq=2048)
@@ -210,3 +210,14 @@ def test_units_that_stay_gathered_are_not_sent_again() -> None:
     sent = [lower(plan, units(MODEL, plan), micro_batches=3).traffic()[Lane.GATHER]["across"] for plan in plans]
     assert sent[1] < sent[0] / 5
     assert kept.seconds < freed.seconds
+
+
+def test_memory_counts_once_where_operations_are_split() -> None:
+    plan = preset("zero3")
+    whole, split = (
+        simulate(plan, workload(plan), NominalRates(CLUSTER), trace=True, room=room)
+        for room in (Headroom(), Headroom(ahead=0.5, bucket=0.5))
+    )
+    for name in (GATHERED, GRADIENTS):
+        most = [max(level.amount for level in step.levels if level.name == name) for step in (whole, split)]
+        assert 0 < most[1] <= most[0]

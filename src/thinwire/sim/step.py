@@ -191,7 +191,7 @@ def _split_gathers(program: StepProgram, room: Headroom) -> StepProgram:
                 operations[operation.index] = replace(operation, start=event)
                 continue
             operations[operation.index] = _scaled(operation, room.ahead)
-            rest = replace(_scaled(operation, 1 - room.ahead), index=len(operations), units=(), start=event)
+            rest = _without_units(_scaled(operation, 1 - room.ahead), len(operations), event)
             operations.append(rest)
             waits[event] = (*waits[event], rest.index)
     return replace(program, operations=tuple(operations), waits=waits)
@@ -206,10 +206,15 @@ def _split_reductions(program: StepProgram, room: Headroom) -> StepProgram:
             continue
         operations[operation.index] = _scaled(operation, 1 - overflow)
         # What the host and the accelerator do for its units counts once, with the other share.
-        waited = replace(_scaled(operation, overflow), index=len(operations), units=())
+        waited = _without_units(_scaled(operation, overflow), len(operations), operation.start)
         operations.append(waited)
         waits[operation.start] = (*waits.get(operation.start, ()), waited.index)
     return replace(program, operations=tuple(operations), waits=waits)
+
+
+def _without_units(operation: Operation, index: int, start: Event) -> Operation:
+    """A share of an operation as one of its own. Its units and their memory count with the other share."""
+    return replace(operation, index=index, start=start, units=(), buffers=(), bucket=())
 
 
 def _scaled(operation: Operation, share: float) -> Operation:
