@@ -14,7 +14,7 @@ import thinwire as tw
 from thinwire import codecs
 from thinwire.codecs.codec import Codec
 from thinwire.collectives.messages import Messages, Residual
-from thinwire.collectives.reduce_scatter import _add_pieces, _add_rows, _Merge
+from thinwire.collectives.reduce_scatter import _add_piece, _add_rows, _Merge
 from thinwire.testing import run_ranks
 from thinwire.testing.streams import check_streams
 from thinwire.testing.waits import HostWaits, check_host_waits
@@ -108,7 +108,7 @@ def test_sums_of_pieces_never_wait(dtype: torch.dtype, out: torch.dtype, accumul
         for count in (2, 4):
             merge = _Merge(torch.ones(NUMEL, dtype=out, device="meta"), scale, accumulate)
             _add_rows(rows[:count], merge)
-            _add_pieces(list(rows[:count]), merge)
+            _add_piece(rows[0], merge)
     assert noted.waits == []
 
 

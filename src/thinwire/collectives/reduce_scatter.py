@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
-from thinwire.codecs import Codec, Sum
+from thinwire.codecs import Codec, Sum, get
 from thinwire.collectives.group import Subgroup
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.messages import Messages, Residual
@@ -131,7 +130,7 @@ def _hop(
 
     def body() -> None:
         if subgroup.size == 1:
-            _add_pieces([whole], merge)
+            _add_piece(whole, merge)
         else:
             _exact_hop(subgroup, whole, sizes, merge)
 
@@ -145,20 +144,19 @@ def _exact_hop(subgroup: Subgroup, whole: torch.Tensor, sizes: Sequence[int], me
         # NCCL adds in the dtype it sends: right for fp32 only.
         part = allocate(out.numel(), whole.dtype, whole.device)
         subgroup.sum_scatter(part, whole)
-        _add_pieces([part], merge)
+        _add_piece(part, merge)
         return
     outgoing = list(whole.split(list(sizes)))
     own = outgoing[subgroup.index]
-    received = allocate(own.numel() * subgroup.size, whole.dtype, whole.device)
-    incoming = list(received.split(own.numel())) if own.numel() else [own] * subgroup.size
-    subgroup.exchange(outgoing, incoming)
     if streams_of(whole.device) is not None:
-        incoming[subgroup.index].copy_(own)
-        _add_rows(received.view(subgroup.size, own.numel()), merge)
+        rows = allocate(own.numel() * subgroup.size, whole.dtype, whole.device).view(subgroup.size, own.numel())
+        subgroup.exchange(outgoing, list(rows))
+        rows[subgroup.index].copy_(own)
+        _add_rows(rows, merge)
         return
-    others = [piece for i, piece in enumerate(incoming) if i != subgroup.index]
-    # Own piece first: `out` may lie on top of it.
-    _add_pieces([own, *others], merge)
+    others = allocate(own.numel() * (subgroup.size - 1), whole.dtype, whole.device).view(subgroup.size - 1, own.numel())
+    subgroup.exchange(outgoing, [*others[: subgroup.index], own, *others[subgroup.index :]])
+    _add_to_own(own, others, merge)
 
 
 def _encoded_hop(
@@ -256,7 +254,7 @@ def _add_messages(messages: Messages, merge: _Merge, own: torch.Tensor) -> None:
         return
     total = allocate(own.numel(), torch.float32, own.device)
     messages.decode_sum(total, 1.0, own)
-    _add_pieces([total], merge)
+    _add_piece(total, merge)
 
 
 def _add_rows(rows: torch.Tensor, merge: _Merge) -> None:
@@ -274,45 +272,40 @@ def _add_rows(rows: torch.Tensor, merge: _Merge) -> None:
         out.copy_(total if scale == 1.0 else total.mul_(scale))
 
 
-def _add_pieces(pieces: Sequence[torch.Tensor], merge: _Merge) -> None:
-    """``out (+)= scale * sum(pieces)``, added in fp32 and rounded to the dtype of ``out`` once."""
-    out, scale, accumulate = merge.out, merge.scale, merge.accumulate
-    chunk = CHUNK if streams_of(out.device) is None else max(1, out.numel())  # there, launches cost more than caches
-    if out.dtype == torch.float32:
-        for start in range(0, out.numel(), chunk):
-            part = slice(start, start + chunk)
-            _add_up([piece[part] for piece in pieces], out[part], scale, accumulate=accumulate)
-        return
-    assert not accumulate
-    if len(pieces) == 2 and _is_power_of_two(scale):
-        # torch adds two bf16 tensors in fp32 and rounds once; scaling by a power of two does not round.
-        torch.add(pieces[0], pieces[1], out=out)
-        if scale != 1.0:
-            out.mul_(scale)
-        return
-    total = allocate(min(chunk, out.numel()), torch.float32, out.device)
-    for start in range(0, out.numel(), chunk):
-        part = slice(start, start + chunk)
-        target = out[part]
-        _add_up([piece[part] for piece in pieces], total[: target.numel()], scale, accumulate=False)
-        target.copy_(total[: target.numel()])
+def _add_piece(piece: torch.Tensor, merge: _Merge) -> None:
+    """``out (+)= scale * piece``, computed in fp32 and rounded to the dtype of ``out`` once."""
+    out, scale = merge.out, merge.scale
+    if merge.accumulate:
+        out.add_(piece, alpha=scale)
+    elif scale == 1.0:
+        out.copy_(piece)
+    elif out.dtype == torch.float32:
+        out.copy_(piece).mul_(scale)
+    else:
+        torch.mul(piece, scale, out=out)
+
+
+def _add_to_own(own: torch.Tensor, others: torch.Tensor, merge: _Merge) -> None:
+    """``out (+)= scale * (own + others)`` on the CPU, added in fp32 and rounded to the dtype of ``out`` once.
+
+    Args:
+        own: This rank's own piece, which may lie below ``out``.
+        others: Pieces of the other members, one in each row.
+        merge: The destination.
+    """
+    out, scale = merge.out, merge.scale
+    if merge.accumulate:
+        for start in range(0, out.numel(), CHUNK):
+            part = slice(start, start + CHUNK)
+            for piece in (own, *others):
+                out[part].add_(piece[part], alpha=scale)
+    elif len(others) == 1 and scale == 1.0 and own.dtype == out.dtype:
+        torch.add(own, others[0], out=out)  # of bf16 or fp16: in fp32, rounded once
+    else:
+        # Values are messages of the codec `none`, whose sums take one pass over memory.
+        total = Sum(others.view(torch.uint8), own.numel(), own, scale, own.dtype)
+        get("none").decode_sum_into(total, out)
 
 
 CHUNK = 1 << 18
 """Elements that a CPU adds at a time: 1 MiB of fp32 stays in a core's cache from the first piece to the last."""
-
-
-def _add_up(pieces: Sequence[torch.Tensor], total: torch.Tensor, scale: float, *, accumulate: bool) -> None:
-    if accumulate:
-        for piece in pieces:
-            total.add_(piece, alpha=scale)
-        return
-    total.copy_(pieces[0])
-    for piece in pieces[1:]:
-        total.add_(piece)
-    if scale != 1.0:
-        total.mul_(scale)
-
-
-def _is_power_of_two(value: float) -> bool:
-    return value > 0 and math.frexp(value)[0] == 0.5

@@ -185,7 +185,7 @@ class Runtime:
         Args:
             updated: Whether parameters have new values. A step may be taken without an update.
             exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
-            only: Numbers of the units that were updated; all by default.
+            only: Numbers of the units that were updated and have not begun to spread; all by default.
         """
         if updated:
             self.holds.end_step()

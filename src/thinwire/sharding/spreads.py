@@ -51,15 +51,21 @@ class Spreads:
             exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
             only: Numbers of the units to spread, the same on every rank; all by default.
         """
-        for operation, waited in self._programs.spreads():
-            unit = self._sharded.units[operation.units[0]]
-            if only is not None and unit.index not in only:
-                continue
+        for index in self._programs.spreads():
+            if only is None or index in only:
+                self.start_unit(index, exactly=exactly)
+
+    def start_unit(self, index: int, *, exactly: bool = False) -> None:
+        """Start spreading the P shard of one unit; see :meth:`start`. Ranks start units in the same order."""
+        unit = self._sharded.units[index]
+        waits = False
+        for operation, waited in self._programs.spreads().get(index, ()):
+            waits = waits or waited
             for number, buffer in enumerate(unit.buffers):
                 if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
                     unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly))
-            if waited:
-                unit.join_spread()
+        if waits:
+            unit.join_spread()
 
     def join(self) -> None:
         """Wait until every unit's parameters are up to date."""

@@ -39,31 +39,54 @@ class ShareUpdate:
         runtime.join_spreads()
         began = runtime.lanes.mark()
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
-        # Where the norm was measured all gradients have arrived, and on a GPU fewer calls are faster.
-        gains = not (runtime.agree(measure=False).measured and runtime.lanes.home.exists)
-        if self._by_unit and gains and not hooked:
-            self._unit_by_unit()
-        else:
+        arrived = runtime.agree(measure=False).measured  # the norm is that of all gradients
+        unspread: Sequence[int] | None = None  # all
+        if not self._by_unit or hooked or (arrived and runtime.lanes.home.exists):  # on a GPU, fewer calls are faster
             self._at_once()
+        elif arrived:
+            self._as_needed()
+            unspread = ()
+        else:
+            self._as_they_arrive()
         runtime.lanes.computed("update", "of all units", began)
-        runtime.finish_step(updated=True)
+        runtime.finish_step(updated=True, only=unspread)
 
     def forget_gradients(self) -> None:
         """Drop the gradients that the optimizer has read."""
         for owned in self._fragments:
             owned.value.grad = None
 
-    def _unit_by_unit(self) -> None:
+    def _as_they_arrive(self) -> None:
         """Update each unit as soon as its gradients have arrived, while gradients of later units travel."""
         self.forget_gradients()
         for unit in self._runtime.update_order():
             self._runtime.reducer.join_unit(unit)
-            fragments = self._fragments_of.get(unit, ())
-            self._give_gradients(fragments)
-            self._inner.step()
-            for owned in fragments:
-                owned.value.grad = None
-            self._runtime.spreads.write_back(unit)
+            self._update_unit(unit)
+        self._show_gradients()
+
+    def _as_needed(self) -> None:
+        """Update the units in the order in which the next forward needs them, and spread each while later ones are
+        updated."""
+        runtime = self._runtime
+        runtime.reducer.join()
+        self.forget_gradients()
+        trained = runtime.update_order()
+        for unit in [unit for unit in runtime.schedule.programs.spreads() if unit in trained] or trained:
+            self._update_unit(unit)
+            runtime.spreads.start_unit(unit)
+        self._show_gradients()
+
+    def _update_unit(self, unit: int) -> None:
+        """Update this rank's share of one unit, whose gradients have arrived."""
+        fragments = self._fragments_of.get(unit, ())
+        self._give_gradients(fragments)
+        self._inner.step()
+        for owned in fragments:
+            owned.value.grad = None
+        self._runtime.spreads.write_back(unit)
+
+    def _show_gradients(self) -> None:
+        """Let the wrapped optimizer's parameters show their gradients after the update."""
         if self._runtime.plan.accumulate_dtype == "float32":
             self._give_gradients(self._fragments)  # views for fp32; bf16 gradients would be copied for the whole share
 
