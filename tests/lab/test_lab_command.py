@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -36,6 +37,15 @@ def test_every_rank_knows_its_place_and_rank_0_owns_the_terminal(tmp_path: Path)
     for line in ("[host0.1] host0 1/4 1/2 0", "[host1.2] host1 2/4 0/2 1", "[host1.3] host1 3/4 1/2 1"):
         assert line in errors
     assert re.search(r"host1 +\S+ B +\S+ .bit/s, ", errors.replace("0 bit/s", "0 kbit/s"))
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_no_host_runs_on_the_cores_of_another(tmp_path: Path) -> None:
+    script = "import os; print('cores', *sorted(os.sched_getaffinity(0)))"
+    output, errors = run("--nodes", "2", "--ranks", "1", "--", sys.executable, "-c", script, cwd=tmp_path)
+    first, second = (set(re.findall(r"\d+", text.split("cores ")[1].splitlines()[0])) for text in (output, errors))
+    assert len(first) == len(second) == len(os.sched_getaffinity(0)) // 2
+    assert not first & second
 
 
 def test_the_first_failure_ends_the_others_and_is_the_status(tmp_path: Path) -> None:

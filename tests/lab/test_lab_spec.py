@@ -11,6 +11,7 @@ import pytest
 from thinwire.cli.lab import parse_share
 from thinwire.errors import SpecError, UsageError
 from thinwire.lab import Lab, LabSpec, LinkShape
+from thinwire.lab.host import share_cores
 from thinwire.lab.job import default_environment, starts_ranks
 from thinwire.lab.network import address, hosts_file, switch_lines
 from thinwire.lab.shaping import FRAME, MAX_PACKET, burst, max_packet, shape_lines
@@ -97,6 +98,12 @@ def test_variables_that_the_user_has_set_stay() -> None:
     assert "THINWIRE_OUT" not in variables
     assert variables["PATH"].endswith(":/bin")
     assert default_environment(10_000, {})["OMP_NUM_THREADS"] == "1"
+
+
+def test_hosts_have_cores_of_their_own_where_there_are_enough() -> None:
+    assert share_cores([0, 1, 4, 5, 7], 2) == [[0, 1], [4, 5]]
+    assert share_cores([3, 6], 2) == [[3], [6]]
+    assert share_cores([3, 6], 3) == [[3, 6]] * 3
 
 
 def test_shares_are_read() -> None:

@@ -94,3 +94,15 @@ class Host:
             "LOCAL_WORLD_SIZE": str(spec.ranks),
             "GROUP_WORLD_SIZE": str(spec.nodes),
         }
+
+
+def share_cores(cores: Sequence[int], nodes: int) -> list[Sequence[int]]:
+    """Cores of each host: as many of its own for every host, as on different machines; all of them if there are fewer
+    than hosts.
+
+    Args:
+        cores: Numbers of the cores that the lab may use.
+        nodes: Number of hosts.
+    """
+    each = len(cores) // nodes
+    return [cores[node * each : (node + 1) * each] or cores for node in range(nodes)]

@@ -182,13 +182,15 @@ def _enter(namespaces: list[str]) -> None:
         os.close(descriptor)
 
 
-def enter(namespaces: list[str], command: list[str]) -> None:
-    """Become ``command`` inside namespaces, in the working directory of the caller.
+def enter(cores: list[int], namespaces: list[str], command: list[str]) -> None:
+    """Become ``command`` inside namespaces and on some cores, in the working directory of the caller.
 
     Args:
+        cores: Numbers of the cores.
         namespaces: Paths of the namespaces, the user namespace first.
         command: Program and arguments.
     """
+    os.sched_setaffinity(0, cores)
     directory = str(Path.cwd())
     _enter(namespaces)
     os.chdir(directory)  # a mount namespace is entered at its root
@@ -219,7 +221,7 @@ def each(namespaces: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Run ``keep REQUEST``, ``each PATH ...`` or ``enter PATH ... -- COMMAND``.
+    """Run ``keep REQUEST``, ``each PATH ...`` or ``enter CORE,... PATH ... -- COMMAND``.
 
     Args:
         arguments: Arguments of the command line.
@@ -231,7 +233,7 @@ def main(arguments: list[str]) -> None:
         each(arguments[1:])
     else:
         split = arguments.index("--")
-        enter(arguments[1:split], arguments[split + 1 :])
+        enter([int(core) for core in arguments[1].split(",")], arguments[2:split], arguments[split + 1 :])
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 from thinwire.errors import UsageError
 from thinwire.lab import network
-from thinwire.lab.host import Host
+from thinwire.lab.host import Host, share_cores
 from thinwire.lab.namespaces import Namespaces, Step
 from thinwire.lab.shaping import loss_lines, max_packet, shape_lines
 from thinwire.lab.spec import LabSpec, LinkShape
@@ -134,8 +135,9 @@ class Lab:
             spine = LinkShape(spec.spine_bandwidth)
             steps.append(Step("tc", [line for end in ends for line in shape_lines(end, spine)]))
         namespaces.perform(steps)
+        cores = share_cores(sorted(os.sched_getaffinity(0)), spec.nodes)
         self.hosts = tuple(
-            Host(node, name, network.address(node), spec, tuple(namespaces.enter(node)))
+            Host(node, name, network.address(node), spec, tuple(namespaces.enter(node, cores[node])))
             for node, name in enumerate(names)
         )
         self.shape(spec.bandwidth, spec.latency, spec.loss)

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -90,17 +90,18 @@ class Namespaces:
         """
         return self._place(host)[0]
 
-    def enter(self, host: int | None) -> list[str]:
+    def enter(self, host: int | None, cores: Iterable[int]) -> list[str]:
         """The words to put before a command that is to run inside.
 
         Args:
             host: Index of the host; None for the namespace of the switches.
+            cores: Numbers of the cores that it may run on.
 
         Returns:
             The beginning of an argument list.
         """
         network, name = self._place(host)
-        return [*_KEEPER, "enter", *self._shared(), name, network, "--"]
+        return [*_KEEPER, "enter", ",".join(map(str, cores)), *self._shared(), name, network, "--"]
 
     def perform(self, steps: Sequence[Step]) -> None:
         """Have ``ip`` and ``tc`` perform commands, step by step.
@@ -138,7 +139,7 @@ class Namespaces:
         Returns:
             Its JSON, decoded.
         """
-        command = [*self.enter(host), self._tools["ip"], "-json", *arguments]
+        command = [*self.enter(host, os.sched_getaffinity(0)), self._tools["ip"], "-json", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, check=True)
         return json.loads(done.stdout)
 
