@@ -33,6 +33,9 @@ UNDER_WAY = 4
 """Most reductions in flight during the backward. If links are slower than computation, the backward has to wait for
 them anyway; without this bound, gradients would fill the memory first."""
 
+SMALL_SPREAD = 1 << 16
+"""Bytes of parameters below which a spread takes as long as its round trips, rather than its bytes."""
+
 
 def control_bytes(units: Sequence[UnitInfo]) -> int:
     """Bytes that each rank contributes to the step's control exchange: the words and a bit per trainable parameter."""
@@ -317,8 +320,23 @@ def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft
         call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
     if draft.extent(Axis.SHARD) > 1:
-        for unit in dict.fromkeys((*trace.needed, *range(len(units)))):
+        for unit in _spread_order(units, trace):
             _spread(plan, unit, units[unit], draft, needed=unit in trace.needed)
+
+
+def _spread_order(units: Sequence[UnitInfo], trace: Trace) -> list[int]:
+    """Units in the order in which their updated parameters are spread: that in which the forward needs them, except
+    that small ones follow the next large one. Links would stand still while a small message makes its way, and the
+    forward cannot go far without the large one."""
+    order: list[int] = []
+    small: list[int] = []  # units that wait for the next large one, together below SMALL_SPREAD
+    for unit in dict.fromkeys((*trace.needed, *range(len(units)))):
+        if sum(units[u].nbytes for u in (unit, *small)) < SMALL_SPREAD:
+            small.append(unit)
+        else:
+            order += [unit, *small] if units[unit].nbytes >= SMALL_SPREAD else [*small, unit]
+            small = []
+    return order + small
 
 
 def _spread(plan: Plan, unit: int, info: UnitInfo, draft: Draft, *, needed: bool) -> None:

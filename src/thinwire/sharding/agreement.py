@@ -191,7 +191,6 @@ class Agreements:
             self.used.learn(self._compare_steps(order_hash, backwards))
             self._present = Agreement(_UNKNOWN, False)
         if measure and not self._present.measured:
-            self._reducer.join()
             norm = self._norm.measure() / self.gradient_scale
             self._present = replace(self._present, norm=norm, measured=True)
             if self._sharded.world is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from thinwire.program import NORM_BYTES, Axis, Lane
 from thinwire.sharding.exchanges import exchange_bytes, gather_noted
 from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 
@@ -33,7 +35,7 @@ class GradientNorm:
         self._sharded, self._reducer = sharded, reducer
 
     def measure(self) -> torch.Tensor:
-        """Make a pass over this rank's share, and exchange the result. Every reduction must have finished.
+        """Make a pass over this rank's share as its gradients arrive, and exchange the result.
 
         Returns:
             The norm, 0-D, fp64, equal on every rank: on the device if the model has a group ``world``, else on the CPU.
@@ -55,14 +57,27 @@ class GradientNorm:
         parameters that all tensor-parallel ranks hold."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._sharded.arena.device)
         if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
+            self._reducer.join()
             return nothing
-        if self._sharded.part.tensor == 0:
-            gradients = [gradient.owned.values for gradient in self._reducer.parts if not gradient.owned.empty]
-        else:
-            gradients = [owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty]
-        if not gradients:
-            return nothing
-        # An fp32 sum of many squares is off by percents, differently under every plan. Sum blocks in fp64.
-        blocks = [block for values in gradients for block in values.view(-1).split(_BLOCK)]
-        norms = torch.stack(torch._foreach_norm(blocks, 2, dtype=torch.float32)).double()
-        return norms.square().sum()
+        norms = self._norms_of_fragments() if self._sharded.part.tensor else self._norms_of_units()
+        return torch.stack(norms).double().square().sum() if norms else nothing
+
+    def _norms_of_units(self) -> list[torch.Tensor]:
+        arriving: Iterable[Sequence[UnitGradient]] = self._reducer.arriving()
+        if self._sharded.lanes.home.exists:
+            arriving = [list(itertools.chain.from_iterable(arriving))]  # on a GPU, one call for all is faster
+        norms = []
+        for parts in arriving:
+            norms += _block_norms([part.owned.values for part in parts if not part.owned.empty])
+        return norms
+
+    def _norms_of_fragments(self) -> list[torch.Tensor]:
+        self._reducer.join()
+        return _block_norms([owned.grad for owned in self._sliced_fragments if not owned.source.owned.empty])
+
+
+def _block_norms(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Norms of the blocks of gradients, fp32. An fp32 sum of many squares is off by percents, differently under every
+    plan; the caller adds up those of the blocks in fp64."""
+    blocks = [block for values in gradients for block in values.view(-1).split(_BLOCK)]
+    return list(torch._foreach_norm(blocks, 2, dtype=torch.float32)) if blocks else []

@@ -9,7 +9,7 @@ waits for.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -141,6 +141,15 @@ class Reducer:
         """Wait until every reduction has finished."""
         while self._under_way:
             self._under_way.popleft().wait()
+
+    def arriving(self) -> Iterator[Sequence[UnitGradient]]:
+        """Wait for every reduction, and yield the gradients of all units, several at a time, as they are complete."""
+        last = {unit: reduction for reduction in self._under_way for unit in reduction.units}
+        yield [part for unit, parts in self.gradients.items() if unit not in last for part in parts]
+        for reduction in tuple(self._under_way):
+            reduction.wait()
+            yield [part for unit, by in last.items() if by is reduction for part in self.gradients[unit]]
+        self._under_way.clear()
 
     def join_unit(self, unit: int) -> None:
         """Wait until every reduction of one unit has finished."""
