@@ -192,6 +192,7 @@ class Agreements:
             self._present = Agreement(_UNKNOWN, False)
         if measure and not self._present.measured:
             norm = self._norm.measure() / self.gradient_scale
+            self._reducer.join()
             self._present = replace(self._present, norm=norm, measured=True)
             if self._sharded.world is not None:
                 self._late.append(self._sharded.lanes.late(norm))

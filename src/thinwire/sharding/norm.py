@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -13,7 +13,6 @@ import torch
 from thinwire.program import NORM_BYTES, Axis, Lane
 from thinwire.sharding.exchanges import exchange_bytes, gather_noted
 from thinwire.sharding.fragments import OwnedFragment
-from thinwire.sharding.gradient import UnitGradient
 from thinwire.sharding.reducer import Reducer
 from thinwire.sharding.sharded import ShardedModel
 
@@ -57,17 +56,16 @@ class GradientNorm:
         parameters that all tensor-parallel ranks hold."""
         nothing = torch.zeros((), dtype=torch.float64, device=self._sharded.arena.device)
         if self._sharded.axes[Axis.REPLICA, Lane.SYNC].index != 0:
-            self._reducer.join()
             return nothing
         norms = self._norms_of_fragments() if self._sharded.part.tensor else self._norms_of_units()
         return torch.stack(norms).double().square().sum() if norms else nothing
 
     def _norms_of_units(self) -> list[torch.Tensor]:
-        arriving: Iterable[Sequence[UnitGradient]] = self._reducer.arriving()
+        norms, gradients = [], self._reducer.gradients
         if self._sharded.lanes.home.exists:
-            arriving = [list(itertools.chain.from_iterable(arriving))]  # on a GPU, one call for all is faster
-        norms = []
-        for parts in arriving:
+            self._reducer.join()  # on a GPU, one call for all is faster
+        for units in self._reducer.arrivals(reversed(list(gradients)), apart=False):
+            parts = itertools.chain.from_iterable(gradients[unit] for unit in units)
             norms += _block_norms([part.owned.values for part in parts if not part.owned.empty])
         return norms
 

@@ -8,8 +8,9 @@ waits for.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -142,20 +143,28 @@ class Reducer:
         while self._under_way:
             self._under_way.popleft().wait()
 
-    def arriving(self) -> Iterator[Sequence[UnitGradient]]:
-        """Wait for every reduction, and yield the gradients of all units, several at a time, as they are complete."""
-        last = {unit: reduction for reduction in self._under_way for unit in reduction.units}
-        yield [part for unit, parts in self.gradients.items() if unit not in last for part in parts]
-        for reduction in tuple(self._under_way):
-            reduction.wait()
-            yield [part for unit, by in last.items() if by is reduction for part in self.gradients[unit]]
-        self._under_way.clear()
-
     def join_unit(self, unit: int) -> None:
         """Wait until every reduction of one unit has finished."""
         for reduction in self._under_way:
             if unit in reduction.units:
                 reduction.wait()
+
+    def arrivals(self, order: Iterable[int], *, apart: bool) -> Iterator[Sequence[int]]:
+        """Wait for the gradients of units, one reduction after another.
+
+        Args:
+            order: Numbers of the units in the order in which their gradients arrive.
+            apart: Whether to yield every unit by itself.
+
+        Yields:
+            Units whose gradients have arrived together. The first are those that computation has waited for before.
+        """
+        last = {unit: number for number, one in enumerate(self._under_way) if not one.waited for unit in one.units}
+        for _, units in itertools.groupby(order, lambda unit: (last.get(unit), unit if apart else None)):
+            together = tuple(units)
+            for unit in together if together[0] in last else ():
+                self.join_unit(unit)
+            yield together
 
     def encode(self, *, wanted: bool) -> None:
         """Set whether gradients are encoded from now on; they are by default."""

@@ -146,11 +146,6 @@ class Runtime:
             self.outside.merge()
         return self.agreements.agree(*steps, measure=True) if measure else agreement
 
-    def used_flag(self, index: int, slot: int) -> bool:
-        """Whether any rank had a gradient for a parameter in this step."""
-        self.agree(measure=False)
-        return self.agreements.used.is_used(index, slot)
-
     def zero_grad(self) -> None:
         """Forget every gradient."""
         self.passes.backward.forget_failed()

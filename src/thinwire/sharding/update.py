@@ -57,11 +57,13 @@ class ShareUpdate:
             owned.value.grad = None
 
     def _as_they_arrive(self) -> None:
-        """Update each unit as soon as its gradients have arrived, while gradients of later units travel."""
+        """Update units as soon as their gradients have arrived, while gradients of later units travel."""
+        runtime = self._runtime
         self.forget_gradients()
-        for unit in self._runtime.update_order():
-            self._runtime.reducer.join_unit(unit)
-            self._update_unit(unit)
+        # Views for fp32; bf16 gradients are copied, which takes memory for as many units as are updated at once.
+        apart = runtime.plan.accumulate_dtype != "float32"
+        for units in runtime.reducer.arrivals(runtime.update_order(), apart=apart):
+            self._update_units(units)
         self._show_gradients()
 
     def _as_needed(self) -> None:
@@ -72,18 +74,19 @@ class ShareUpdate:
         self.forget_gradients()
         trained = runtime.update_order()
         for unit in [unit for unit in runtime.schedule.programs.spreads() if unit in trained] or trained:
-            self._update_unit(unit)
+            self._update_units([unit])
             runtime.spreads.start_unit(unit)
         self._show_gradients()
 
-    def _update_unit(self, unit: int) -> None:
-        """Update this rank's share of one unit, whose gradients have arrived."""
-        fragments = self._fragments_of.get(unit, ())
+    def _update_units(self, units: Sequence[int]) -> None:
+        """Update this rank's share of units whose gradients have arrived, in one call."""
+        fragments = [owned for unit in units for owned in self._fragments_of.get(unit, ())]
         self._give_gradients(fragments)
         self._inner.step()
         for owned in fragments:
             owned.value.grad = None
-        self._runtime.spreads.write_back(unit)
+        for unit in units:
+            self._runtime.spreads.write_back(unit)
 
     def _show_gradients(self) -> None:
         """Let the wrapped optimizer's parameters show their gradients after the update."""
@@ -102,6 +105,10 @@ class ShareUpdate:
 
         As in torch, the optimizer skips a parameter that has no gradient on any rank.
         """
+        is_used = self._runtime.agreements.used.is_used
         for owned in fragments:
-            used = self._runtime.used_flag(owned.unit, owned.slot)
-            owned.value.grad = owned.grad.to(owned.value.dtype) if used else None
+            grad, value = owned.grad, owned.value
+            if not is_used(owned.unit, owned.slot):
+                value.grad = None
+            else:
+                value.grad = grad if grad.dtype is value.dtype else grad.to(value.dtype)
