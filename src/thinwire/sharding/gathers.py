@@ -51,14 +51,15 @@ class FlatBuffer:
         self._poison = poison
         self._husks = [(poison.clone() if s.numel == 1 else poison).expand(s.shape) for s in self.layout.slots]
         self._single_husks = [husk for husk in self._husks if husk.numel() == 1]
+        self._storage, self._nbytes = self.full.untyped_storage(), self.full.nbytes
 
     def restore(self) -> None:
         """Allocate the gathered storage; its contents are undefined until the unit is gathered."""
-        self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+        self._storage.resize_(self._nbytes)
 
     def release(self) -> None:
         """Free the gathered storage."""
-        self.full.untyped_storage().resize_(0)
+        self._storage.resize_(0)
 
     def show(self, *, whole: bool) -> None:
         """Point the module's parameters at the gathered buffer, or at husks."""

@@ -17,6 +17,7 @@ first.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -24,13 +25,16 @@ import torch
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.streams import streams_of
 from thinwire.program import Axis, axis_shape
-from thinwire.sharding.memory.layout import FlatLayout, Run
+from thinwire.sharding.memory.layout import FlatLayout, Run, Slot
 from thinwire.spec import Plan
 
 __all__ = ["Accumulator", "Topology", "UnitGradient"]
 
 _CONVERTED: Final = 1 << 20
 """Most elements of a gradient that are converted to the dtype of the sum at once."""
+
+_TOGETHER: Final = 256 << 10
+"""Most bytes of a buffer whose gradients wait for each other on a processor, where a larger one's would take memory."""
 
 
 class Topology:
@@ -68,26 +72,60 @@ class Accumulator:
 
 
 class _Copies:
-    """Gradients that are still to be copied to their places, all in one launch."""
+    """Gradients that are still to be copied to their places, all at once.
 
-    def __init__(self) -> None:
-        self._places: list[torch.Tensor] = []
-        self._grads: list[torch.Tensor] = []
+    Args:
+        layout: Layout of the buffer with the places.
+        joins: Whether to write a whole buffer, padding included, by joining all of its gradients. A device with streams
+            copies as many in one launch.
+    """
 
-    def put(self, place: torch.Tensor, grad: torch.Tensor) -> None:
-        """Copy a gradient to a place of its shape later."""
-        self._places.append(place)
-        self._grads.append(grad)
+    def __init__(self, layout: FlatLayout, *, joins: bool) -> None:
+        self._layout, self._joins = layout, joins
+        self._grads: dict[int, torch.Tensor] = {}
+        self._paddings: list[torch.Tensor | None] = []  # by slot, the zeros behind it
 
-    def perform(self, *, add: bool) -> None:
-        """Copy the gradients, or add them to what is at their places."""
-        if self._places:
-            (torch._foreach_add_ if add else torch._foreach_copy_)(self._places, self._grads)
-            self.clear()
+    def put(self, index: int, grad: torch.Tensor) -> None:
+        """Copy the gradient of parameter ``index`` later."""
+        self._grads[index] = grad
+
+    def perform(self, target: torch.Tensor, *, add: bool) -> bool:
+        """Copy the gradients to their places in a buffer, or add them to what is there.
+
+        Returns:
+            Whether the whole buffer was written.
+        """
+        grads, self._grads = self._grads, {}
+        if self._joins and not add and len(grads) == len(self._layout.slots):
+            dtype = target.dtype
+            if all(grad.dtype is dtype for grad in grads.values()):
+                self._join(grads, target)
+                return True
+        if grads:
+            places = [_place(target, self._layout.slots[index]) for index in grads]
+            (torch._foreach_add_ if add else torch._foreach_copy_)(places, list(grads.values()))
+        return False
 
     def clear(self) -> None:
         """Drop the gradients."""
-        self._places, self._grads = [], []
+        self._grads = {}
+
+    def _join(self, grads: Mapping[int, torch.Tensor], target: torch.Tensor) -> None:
+        if not self._paddings:
+            gaps = {gap.start: gap.stop - gap.start for gap in self._layout.gaps}
+            behind = (gaps.get(slot.offset + slot.numel, 0) for slot in self._layout.slots)
+            self._paddings = [target.new_zeros(numel) if numel else None for numel in behind]
+        pieces = []
+        for index, padding in enumerate(self._paddings):
+            pieces.append(grads[index].reshape(-1))
+            if padding is not None:
+                pieces.append(padding)
+        torch.cat(pieces, out=target)
+
+
+def _place(target: torch.Tensor, slot: Slot) -> torch.Tensor:
+    """A parameter's elements in a flat buffer, in the parameter's shape."""
+    return target.as_strided(slot.shape, slot.strides, target.storage_offset() + slot.offset)
 
 
 def _add(total: torch.Tensor, grad: torch.Tensor) -> None:
@@ -138,8 +176,11 @@ class UnitGradient:
         self._seen: set[int] = set()
         self._forgotten: set[int] = set()  # slots forgotten since gradients came last
         self._into_local = False
-        # On a device with streams, a unit's gradients are copied in one launch, once all of them are there.
-        self._copies = None if streams_of(owned.device) is None else _Copies()
+        # Gradients are copied once all of them are there: in one launch on a device with streams, and where they are
+        # small in one call. A large one is copied at once, so that autograd's memory is free again.
+        joins = streams_of(owned.device) is None
+        together = not joins or layout.numel * topology.wire_dtype.itemsize <= _TOGETHER
+        self._copies = _Copies(layout, joins=joins) if together else None
 
     @property
     def local(self) -> Accumulator:
@@ -172,22 +213,22 @@ class UnitGradient:
             grad: Gradient, in the parameter's shape.
             last: Whether this is the step's last micro-batch.
         """
-        if not self._seen:
+        seen = self._seen
+        if not seen:
             self._begin(last=last)
-        slot = self.layout.slots[index]
-        target = self.local.values if self._into_local else self.staging
-        assert target is not None
-        place = target.as_strided(slot.shape, slot.strides, target.storage_offset() + slot.offset)
-        accumulates = self._into_local and not self.local.empty
-        if self._copies is not None and index in self._seen:
-            self._copies.perform(add=accumulates)
-        if self._copies is not None and index not in self._seen:
-            self._copies.put(place, grad)
-        elif accumulates or index in self._seen:
+        if self._copies is not None and index not in seen:
+            self._copies.put(index, grad)
+            seen.add(index)
+            return
+        target, accumulates = self._target()
+        if self._copies is not None:
+            self._copies.perform(target, add=accumulates)
+        place = _place(target, self.layout.slots[index])
+        if accumulates or index in seen:
             _add(place, grad)
         else:
             place.copy_(grad)
-        self._seen.add(index)
+        seen.add(index)
 
     def finish(self, *, last: bool) -> torch.Tensor:
         """Close the micro-batch: parameters without a gradient count as zero.
@@ -197,21 +238,16 @@ class UnitGradient:
         """
         if not self._seen:
             self._begin(last=last)
-        if self._copies is not None:
-            self._copies.perform(add=self._into_local and not self.local.empty)
+        target, accumulates = self._target()
+        is_whole = self._copies is not None and self._copies.perform(target, add=accumulates)
+        if not accumulates and not is_whole:
+            self._zero_missing(target)
         if self._into_local:
-            local = self.local
-            if local.empty:
-                self._zero_missing(local.values)
-            local.empty = False
-            self._seen.clear()
-            return local.values
-        staging = self.staging
-        assert staging is not None
-        self._zero_missing(staging)
-        self.staging = None
+            self.local.empty = False
+        else:
+            self.staging = None
         self._seen.clear()
-        return staging
+        return target
 
     def drop(self) -> None:
         """Drop the gradients that a failed backward has delivered. If they were added to ``local``, its earlier content
@@ -283,6 +319,13 @@ class UnitGradient:
         self._into_local = at_home and not (last and networked and not self._holds_something())
         if not self._into_local:
             self.staging = allocate(self.layout.numel, topology.wire_dtype, self.owned.values.device)
+
+    def _target(self) -> tuple[torch.Tensor, bool]:
+        """The buffer of this micro-batch's gradients, and whether they are added to its content."""
+        if self._into_local:
+            return self.local.values, not self.local.empty
+        assert self.staging is not None
+        return self.staging, False
 
     def _holds_something(self) -> bool:
         return self._local is not None and not self._local.empty

@@ -115,8 +115,14 @@ def _hook_forward(runtime: Runtime) -> None:
 
 
 def _hook_unit(runtime: Runtime, unit: Unit) -> None:
-    index, undo, audit = unit.index, runtime.undo, runtime.audit
+    index, undo, audit, passes = unit.index, runtime.undo, runtime.audit, runtime.passes
     from_any_stream = runtime.lanes.home.visited_by
+
+    plan = runtime.plan
+    cast: Callable[..., Any] | None = None
+    if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
+        # As in FSDP2: an fp32 buffer promotes activations to fp32, which do not match the next unit's parameters.
+        cast = cast_inputs(getattr(torch, plan.unit_dtype(unit.name)))
 
     leaves = False  # whether ``leave_alone`` is registered, which ends a pass that the unit's own forward began
 
@@ -125,21 +131,23 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
     @_outside_compile
     @from_any_stream
-    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> None:
+    def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
         nonlocal leaves
-        runtime.passes.pre_forward(index)
+        passes.pre_forward(index)
         if audit.compares_values:
             audit.before_forward(unit)
-        if not leaves and runtime.passes.alone == index:
+        if not leaves and passes.alone == index:
             leaves = True
             undo.append(module.register_forward_hook(leave_alone, always_call=True).remove)
         # Only a sharded unit is freed after its backward.
-        sources[:] = gradient_sources(args, kwargs) if unit.sharded and torch.is_grad_enabled() else ()
+        if unit.sharded and torch.is_grad_enabled():
+            sources[:] = gradient_sources(args, kwargs)
+        return None if cast is None else cast(module, args, kwargs)
 
     @_outside_compile
     @from_any_stream
     def leave_alone(_module: nn.Module, _args: Any, _output: Any) -> None:
-        runtime.passes.leave_alone(index)
+        passes.leave_alone(index)
 
     @_outside_compile
     @from_any_stream
@@ -148,18 +156,14 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
             audit.after_forward(unit)
         if unit.sharded and not _is_fresh(output):
             output = _keep(output, gathered)
-        hears = torch.is_grad_enabled() and _announce_backward(runtime, unit, tuple(sources), output)
-        sources.clear()
-        runtime.passes.post_forward(index, will_hear=hears)
+        hears = torch.is_grad_enabled() and (unit.sharded or runtime.lanes.records_timeline)
+        if hears:
+            hears = _announce_backward(runtime, unit, tuple(sources), output)
+            sources.clear()
+        passes.post_forward(index, will_hear=hears)
         return output
 
     gathered = frozenset(b.full.untyped_storage()._cdata for u in runtime.units if u.sharded for b in u.buffers)
-    plan = runtime.plan
-    if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
-        # As in FSDP2: an fp32 buffer promotes activations to fp32, which do not match the next unit's parameters.
-        dtype: torch.dtype = getattr(torch, plan.unit_dtype(unit.name))
-        cast = _outside_compile(cast_inputs(dtype))
-        undo.append(unit.module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True).remove)
     if unit.info.weight_first:
         undo.append(compute_weight_gradient_first(unit.module, _InputGradientOf(runtime, index)))
     undo.append(unit.module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True).remove)
@@ -171,24 +175,31 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
 
 def _gradient_hook(runtime: Runtime, index: int, slot: int) -> Callable[[torch.Tensor], None]:
     # The garbage collector cannot see this kind of hook, so a strong reference would keep the model alive forever.
-    alive = weakref.ref(runtime)
+    alive = weakref.ref(runtime.passes.backward)
+    home = runtime.lanes.home
 
     @_outside_compile
     def hook(parameter: torch.Tensor) -> None:
-        grad, runtime = parameter.grad, alive()
-        if grad is not None and runtime is not None:
-            parameter.grad = None
-            # A backward with create_graph delivers gradients that require gradients.
-            grad = local_gradient(parameter, grad.detach())
-            grad = grad if grad.layout is torch.strided else grad.to_dense()
-            if not runtime.lanes.home.exists:
-                runtime.passes.backward.gradient(index, slot, grad)
-                return
-            with runtime.lanes.home.visit() as is_away:
-                # The runtime drops what it is given when it likes.
-                runtime.passes.backward.gradient(index, slot, grad.clone() if is_away else grad)
+        grad, backward = parameter.grad, alive()
+        if grad is None or backward is None:
+            return
+        parameter.grad = None
+        if type(grad) is not torch.Tensor or grad.requires_grad or grad.layout is not torch.strided:
+            grad = _plain(parameter, grad)
+        if not home.exists:
+            backward.gradient(index, slot, grad)
+            return
+        with home.visit() as is_away:
+            # The runtime drops what it is given when it likes.
+            backward.gradient(index, slot, grad.clone() if is_away else grad)
 
     return hook
+
+
+def _plain(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """A gradient as a dense tensor of this rank; a backward with create_graph delivers one that requires a gradient."""
+    grad = local_gradient(parameter, grad.detach())
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 class _InputGradientOf:

@@ -120,7 +120,8 @@ class BackwardPass:
 
     def gradient(self, index: int, slot: int, grad: torch.Tensor) -> None:
         """Take the gradient of the unit's trained parameter number ``slot``, in the parameter's shape."""
-        self.begin()
+        if self._state.present is not Pass.BACKWARD:
+            self.begin()
         self._agreements.used.note(index, slot)
         if not self.gradients_count:
             grad = torch.zeros_like(grad)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import nn
@@ -185,7 +186,7 @@ class GatherBatch:
     buffers: tuple[BufferKey, ...]
     from_secondary: bool
 
-    @property
+    @cached_property
     def units(self) -> tuple[int, ...]:
         """Numbers of the units."""
         return tuple(dict.fromkeys(unit for unit, _ in self.buffers))
@@ -201,6 +202,8 @@ def start_gathers(
         batches: Gathers to start, in order; together, they carry all buffers of their units.
         exact: Whether to gather without a codec, whatever the plan says.
     """
+    if not batches:
+        return
     wanted = dict.fromkeys(unit for batch in batches for unit in batch.units)
     fresh = {number for number in wanted if units[number].state is State.SHARDED}
     for number in fresh:

@@ -99,6 +99,11 @@ class Lanes:
             seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()
         return seconds
 
+    @property
+    def records_timeline(self) -> bool:
+        """Whether a timeline is being recorded."""
+        return self._recorder.timeline is not None
+
     def start_timeline(self) -> Timeline:
         """Start to record the work of every stage of every lane, and the waits of computation."""
         return self._recorder.start()
