@@ -79,7 +79,7 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
     """
     coded = coded_hops(plan, operation)
     priced = moves_of(coded, rates)
-    if operation.lane is Lane.GATHER:
+    if operation.lane in (Lane.GATHER, Lane.SPREAD):
         return _copied_together(operation, coded, priced, rates)
     several = len(operation.bucket) > 1
     if operation.axis is Axis.PARAMS and (operation.chunks > 1 or several):
@@ -89,7 +89,7 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
         if several:
             sums = rates.touch(whole / (local * nodes))
             priced.append(PricedStage(priced[-1].stage, None, sums, copies=True))
-    if operation.axis not in (Axis.SHARD, Axis.REPLICA) or operation.lane is Lane.SPREAD or not coded:
+    if operation.axis not in (Axis.SHARD, Axis.REPLICA) or not coded:
         return priced
     # Gradients of several units are packed into a bucket, and their sums are unpacked from it.
     local, nodes = axis_shape(plan, operation.axis)
@@ -102,7 +102,7 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
 def _copied_together(
     operation: Operation, coded: Sequence[CodedHop], priced: list[PricedStage], rates: Rates
 ) -> list[PricedStage]:
-    """The stages of a gather. Values of several buffers that no codec encodes are copied into one message, and from it
+    """The stages of a gather or a spread. Values of several buffers that no codec encodes are copied into one message, and from it
     to their places."""
     if len(operation.buffers) < 2 or not coded or not coded[0].encoding.codec.is_none:
         return priced

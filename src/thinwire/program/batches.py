@@ -8,7 +8,7 @@ from thinwire.program.step import BufferKey, UnitInfo
 from thinwire.program.wire import ITEMSIZE
 from thinwire.spec import Plan
 
-__all__ = ["buckets", "gather_batches", "reduction_batches"]
+__all__ = ["buckets", "gather_batches", "reduction_batches", "spread_batches"]
 
 
 def gather_batches(
@@ -55,6 +55,18 @@ def reduction_batches(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int
     """Group trainable units, in reduction order, into reductions over the params axis of at least
     ``plan.reduce_bytes``; the remainder as in :func:`buckets`."""
     return _grouped(_gradient_bytes(plan, units, order, 1), plan.reduce_bytes)
+
+
+def spread_batches(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Group trainable units into spreads of at least ``plan.spread_bytes`` of a P shard; the remainder as in
+    :func:`buckets`. Shares of unequal sizes, and differences, travel unit by unit."""
+    sizes = {
+        unit: sum(buffer.nbytes for buffer in units[unit].buffers if buffer.trainable) // plan.params.ranks
+        for unit in order
+        if units[unit].trainable
+    }
+    apart = plan.partition == "inter" or plan.wire.spread_difference
+    return _grouped(sizes, 0 if apart else plan.spread_bytes)
 
 
 def _gradient_bytes(plan: Plan, units: Sequence[UnitInfo], order: Sequence[int], pieces: int) -> dict[int, int]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from thinwire.program.batches import buckets, reduction_batches
+from thinwire.program.batches import buckets, reduction_batches, spread_batches
 from thinwire.program.draft import Call, Draft
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
 from thinwire.program.mesh import Axis, Kind, MessageSizes
@@ -320,17 +320,19 @@ def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft
         call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
     if draft.extent(Axis.SHARD) > 1:
-        for unit in _spread_order(units, trace):
-            _spread(plan, unit, units[unit], draft, needed=unit in trace.needed)
+        skipped = [unit for unit in range(len(units)) if unit not in trace.needed]
+        for order in (_spread_order(units, trace.needed), skipped):
+            for batch in spread_batches(plan, units, order):
+                _spread(plan, batch, units, draft, needed=order is not skipped)
 
 
-def _spread_order(units: Sequence[UnitInfo], trace: Trace) -> list[int]:
+def _spread_order(units: Sequence[UnitInfo], needed: Sequence[int]) -> list[int]:
     """Units in the order in which their updated parameters are spread: that in which the forward needs them, except
     that small ones follow the next large one. Links would stand still while a small message makes its way, and the
     forward cannot go far without the large one."""
     order: list[int] = []
     small: list[int] = []  # units that wait for the next large one, together below SMALL_SPREAD
-    for unit in dict.fromkeys((*trace.needed, *range(len(units)))):
+    for unit in needed:
         if sum(units[u].nbytes for u in (unit, *small)) < SMALL_SPREAD:
             small.append(unit)
         else:
@@ -339,19 +341,36 @@ def _spread_order(units: Sequence[UnitInfo], trace: Trace) -> list[int]:
     return order + small
 
 
-def _spread(plan: Plan, unit: int, info: UnitInfo, draft: Draft, *, needed: bool) -> None:
-    """Spread a unit's updated parameters. The next step's first gather of the unit and its first forward wait for it.
+def _spread(plan: Plan, batch: Sequence[int], units: Sequence[UnitInfo], draft: Draft, *, needed: bool) -> None:
+    """Spread the updated parameters of some units. The next step's first gather of a unit and its first forward wait
+    for it.
 
     A reader of a unit that the forward does not need waits as well, at an event outside the program.
     """
     event = Event(Phase.STEP, -1, 0)
     kind = Kind.ALL_GATHER if plan.partition == "intra" else Kind.BROADCAST
-    spread = []
-    for buffer in info.buffers:
-        if buffer.trainable:
-            call = Call(kind, Lane.SPREAD, Axis.SHARD, (unit,), buffer.encoded)
-            spread.append(draft.add(call, buffer.shares, gather_sizes(plan.wire.spread, buffer), event))
-    if plan.overlap.spread:
-        draft.hold_back(unit, tuple(spread))
-    for operation in spread if needed or not plan.overlap.spread else ():
-        draft.wait(Event(Phase.PRE_FORWARD, unit, 0) if plan.overlap.spread else event, operation)
+    buffers = {
+        (unit, number): buffer
+        for unit in batch
+        for number, buffer in enumerate(units[unit].buffers)
+        if buffer.trainable
+    }
+    if len(batch) == 1:
+        apart = [[key] for key in buffers]
+    else:
+        apart = [[key for key, buffer in buffers.items() if buffer.encoded is encoded] for encoded in (True, False)]
+    for keys in filter(None, apart):
+        together = tuple(dict.fromkeys(unit for unit, _ in keys))
+        joint = len(batch) > 1
+        encoded = buffers[keys[0]].encoded
+        call = Call(kind, Lane.SPREAD, Axis.SHARD, together, encoded, buffers=tuple(keys) if joint else ())
+        sizes = [gather_sizes(plan.wire.spread, buffers[key], joint=joint) for key in keys]
+        if joint:
+            parts = [(sum(buffers[key].shares), of_key) for key, of_key in zip(keys, sizes, strict=True)]
+            operation = draft.add_joint(call, parts, event)
+        else:
+            operation = draft.add(call, buffers[keys[0]].shares, sizes[0], event)
+        for unit in together if plan.overlap.spread else ():
+            draft.hold_back(unit, (operation,))
+        if needed or not plan.overlap.spread:
+            draft.wait(Event(Phase.PRE_FORWARD, together[0], 0) if plan.overlap.spread else event, operation)

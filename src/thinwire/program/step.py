@@ -234,8 +234,8 @@ class Operation:
         after: Operations on other lanes whose results the operation needs. A spread in this list belongs to the
             previous step.
         encoded: Whether the plan's codecs apply to the data.
-        buffers: Flat buffers that a gather carries, in the order of its vector: pairs of a unit and the number of the
-            unit's buffer; empty for other operations.
+        buffers: Flat buffers that a gather or a spread of several units carries, in the order of its vector: pairs of
+            a unit and the number of the unit's buffer; empty for other operations.
         bucket: Units whose gradients are reduced as one vector, of which the operation carries a chunk; empty for
             other operations.
         chunk: Number of the operation's chunk, from 0.

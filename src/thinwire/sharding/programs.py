@@ -81,7 +81,7 @@ class Programs:
         # Tables for the trace, by place; see the methods of these names.
         self._prefetches: dict[Place, Mapping[Moment, tuple[GatherBatch, ...]]] = {}
         self._turns: dict[Place, Turns] = {}
-        self._spreads: dict[int, list[tuple[Operation, bool]]] | None = None
+        self._spreads: dict[tuple[int, ...], list[tuple[Operation, bool]]] | None = None
         self._retained: dict[bool, Retained] = {}
 
     def program(
@@ -148,16 +148,21 @@ class Programs:
             self._turns[place] = self._cut(self._trace_so_far(), place)
         return self._turns[place]
 
-    def spreads(self) -> Mapping[int, Sequence[tuple[Operation, bool]]]:
-        """The spreads of updated parameters, by unit, in the order in which the forward needs the units; each with a
-        flag that is true if the step waits for it."""
+    def spreads(self) -> Mapping[tuple[int, ...], Sequence[tuple[Operation, bool]]]:
+        """The spreads of updated parameters, by the units that travel together, in the order in which the forward needs
+        the units; each with a flag that is true if the step waits for it."""
         if self._spreads is None:
             program, step = self.program(1), Event(Phase.STEP, -1, 0)
             waited = program.waits.get(step, ())
-            self._spreads = {}
+            batches: list[tuple[dict[int, None], list[tuple[Operation, bool]]]] = []
             for op in program.starts(step):
                 if op.lane is Lane.SPREAD:
-                    self._spreads.setdefault(op.units[0], []).append((op, op.index in waited))
+                    if not batches or batches[-1][0].keys().isdisjoint(op.units):
+                        batches.append(({}, []))
+                    units, operations = batches[-1]
+                    units.update(dict.fromkeys(op.units))
+                    operations.append((op, op.index in waited))
+            self._spreads = {tuple(units): operations for units, operations in batches}
         return self._spreads
 
     def retained(self, *, last: bool) -> Retained:

@@ -27,7 +27,7 @@ exchanges with the other ranks. :class:`Spreads` sends updated parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence, Set
 
 from torch import nn
 
@@ -174,7 +174,7 @@ class Runtime:
         """Units with trainable parameters, in the order in which their gradients arrive."""
         return [index for index in self.schedule.programs.update_order() if index in self.sharded.gradients]
 
-    def finish_step(self, *, updated: bool, exactly: bool = False, only: Collection[int] | None = None) -> None:
+    def finish_step(self, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
         """End the step: spread the updated P shards in the order of the forward, and begin the next step.
 
         Args:

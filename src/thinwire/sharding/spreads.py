@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Set
 
 import torch
 
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.joint_gather import Part, joint_gather
 from thinwire.collectives.memory import allocate
 from thinwire.collectives.moves import Moves
 from thinwire.collectives.topology import AxisGroup
 from thinwire.program import Axis, Kind, Lane, Operation
 from thinwire.sharding.gathers import FlatBuffer
+from thinwire.sharding.lanes.journal import Load
 from thinwire.sharding.programs import Programs
 from thinwire.sharding.sharded import ShardedModel
 
@@ -44,28 +46,47 @@ class Spreads:
             if buffer.layout.trainable and (differences or not self._spreads_difference(buffer)):
                 write_back(buffer, self._group.index)
 
-    def start(self, *, exactly: bool = False, only: Collection[int] | None = None) -> None:
+    def start(self, *, exactly: bool = False, only: Set[int] | None = None) -> None:
         """Start spreading P shards.
 
         Args:
             exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
             only: Numbers of the units to spread, the same on every rank; all by default.
         """
-        for index in self._programs.spreads():
-            if only is None or index in only:
-                self.start_unit(index, exactly=exactly)
+        for batch in self._programs.spreads():
+            if only is None or not only.isdisjoint(batch):
+                self.start_batch(batch, exactly=exactly, only=only)
 
-    def start_unit(self, index: int, *, exactly: bool = False) -> None:
-        """Start spreading the P shard of one unit; see :meth:`start`. Ranks start units in the same order."""
-        unit = self._sharded.units[index]
-        waits = False
-        for operation, waited in self._programs.spreads().get(index, ()):
-            waits = waits or waited
+    def start_batch(self, batch: tuple[int, ...], *, exactly: bool = False, only: Set[int] | None = None) -> None:
+        """Start spreading the P shards of units that travel together; see :meth:`start`. Ranks start batches in the
+        same order."""
+        operations = self._programs.spreads().get(batch, ())
+        for operation, _ in operations:
+            if operation.buffers:
+                self._start_together(operation, only)
+                continue
+            unit = self._sharded.units[operation.units[0]]
             for number, buffer in enumerate(unit.buffers):
                 if buffer.layout.trainable and buffer.layout.encoded is operation.encoded:
                     unit.spread(number, operation.lane, self._moves(operation, buffer, exactly=exactly))
-        if waits:
-            unit.join_spread()
+        if any(waited for _, waited in operations):
+            for index in batch:
+                self._sharded.units[index].join_spread()
+
+    def _start_together(self, operation: Operation, only: Set[int] | None) -> None:
+        units, seeds, group = self._sharded.units, self._sharded.seeds, self._group
+        parts, names = [], {}
+        for index, number in operation.buffers:
+            if only is None or index in only:
+                shard = units[index].buffers[number].shard
+                own = shard.view(group.size, -1)[group.index]
+                parts.append(Part(shard, own, seeds.of_unit(Lane.SPREAD, index)))
+                names[index] = units[index].name
+        moves = joint_gather(group, parts, codec=self._sharded.codecs.spread if operation.encoded else None)
+        load = Load(f"spread {', '.join(names.values())}", Axis.SHARD, tuple(names), operation.encoded)
+        ticket = self._sharded.lanes.submit(operation.lane, moves, load=load)
+        for index in names:
+            units[index].expect_spread(ticket)
 
     def join(self) -> None:
         """Wait until every unit's parameters are up to date."""

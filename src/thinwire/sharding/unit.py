@@ -155,7 +155,11 @@ class Unit:
 
     def spread(self, number: int, lane: Lane, moves: Moves) -> None:
         """Start spreading the buffer with the given number; the next gather waits for the spread."""
-        self._spreads.append(self._link.lanes.submit(lane, moves, load=self._spread_loads[number]))
+        self.expect_spread(self._link.lanes.submit(lane, moves, load=self._spread_loads[number]))
+
+    def expect_spread(self, ticket: Ticket) -> None:
+        """Take the ticket of a spread of one or more of the buffers; the next gather waits for it."""
+        self._spreads.append(ticket)
 
     def join_spread(self) -> None:
         """Wait until the parameters that the last step updated have arrived."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 import torch
 
@@ -28,6 +28,8 @@ class ShareUpdate:
         self, runtime: Runtime, inner: torch.optim.Optimizer, fragments: Sequence[OwnedFragment], *, by_unit: bool
     ) -> None:
         self._runtime, self._inner, self._fragments, self._by_unit = runtime, inner, fragments, by_unit
+        # Views for fp32; bf16 gradients are copied, which takes memory for as many units as are updated at once.
+        self._copies = runtime.plan.accumulate_dtype != "float32"
         self._fragments_of: dict[int, list[OwnedFragment]] = {}
         for owned in fragments:
             self._fragments_of.setdefault(owned.unit, []).append(owned)
@@ -40,12 +42,12 @@ class ShareUpdate:
         began = runtime.lanes.mark()
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         arrived = runtime.agree(measure=False).measured  # the norm is that of all gradients
-        unspread: Sequence[int] | None = None  # all
+        unspread: Set[int] | None = None  # all
         if not self._by_unit or hooked or (arrived and runtime.lanes.home.exists):  # on a GPU, fewer calls are faster
             self._at_once()
         elif arrived:
             self._as_needed()
-            unspread = ()
+            unspread = frozenset()
         else:
             self._as_they_arrive()
         runtime.lanes.computed("update", "of all units", began)
@@ -60,22 +62,20 @@ class ShareUpdate:
         """Update units as soon as their gradients have arrived, while gradients of later units travel."""
         runtime = self._runtime
         self.forget_gradients()
-        # Views for fp32; bf16 gradients are copied, which takes memory for as many units as are updated at once.
-        apart = runtime.plan.accumulate_dtype != "float32"
-        for units in runtime.reducer.arrivals(runtime.update_order(), apart=apart):
+        for units in runtime.reducer.arrivals(runtime.update_order(), apart=self._copies):
             self._update_units(units)
         self._show_gradients()
 
     def _as_needed(self) -> None:
-        """Update the units in the order in which the next forward needs them, and spread each while later ones are
-        updated."""
+        """Update the units in the order in which the next forward needs them, and spread those that travel together
+        while later ones are updated."""
         runtime = self._runtime
         runtime.reducer.join()
         self.forget_gradients()
         trained = runtime.update_order()
-        for unit in [unit for unit in runtime.schedule.programs.spreads() if unit in trained] or trained:
-            self._update_units([unit])
-            runtime.spreads.start_unit(unit)
+        for units in runtime.schedule.programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
+            self._update_units(units)
+            runtime.spreads.start_batch(units)
         self._show_gradients()
 
     def _update_units(self, units: Sequence[int]) -> None:
@@ -90,8 +90,8 @@ class ShareUpdate:
 
     def _show_gradients(self) -> None:
         """Let the wrapped optimizer's parameters show their gradients after the update."""
-        if self._runtime.plan.accumulate_dtype == "float32":
-            self._give_gradients(self._fragments)  # views for fp32; bf16 gradients would be copied for the whole share
+        if not self._copies:
+            self._give_gradients(self._fragments)
 
     def _at_once(self) -> None:
         self._runtime.reducer.join()
