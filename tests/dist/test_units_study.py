@@ -3,60 +3,80 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import math
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from thinwire.testing.ranks import run_ranks
 from thinwire_bench.cli.commands import bench
-from thinwire_bench.study.units import MODEL, PARAMETERS_OF_A_BLOCK, Chain, Times, Workload, costs_of, measure, missed
-
-SMALL = Workload(blocks=3, dtype="float32", rounds=2, steps=1)
-
-
-def test_a_block_has_ten_parameters() -> None:
-    assert len(list(Chain(3).parameters())) == 3 * PARAMETERS_OF_A_BLOCK
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_systems_take_turns_and_compute_the_same_loss(dtype: str) -> None:
-    of_ranks = run_ranks(2, measure, (MODEL, "zero1", "zero3"), replace(SMALL, dtype=dtype))
-    for times in of_ranks:
-        costs = {cost.system: cost for cost in costs_of(times | {"ddp": times[MODEL], "fsdp2": times[MODEL]}, 2, 3)}
-        assert all(len(times[name].wall) == SMALL.rounds for name in times)
-        assert all(value > 0 for name in times for value in (*times[name].forward, *times[name].process))
-        assert len(costs["zero3"].over_partner) == SMALL.rounds
+from thinwire_bench.study.units import (
+    BOUND,
+    PASSES,
+    TENSORS,
+    Block,
+    Turn,
+    costs_of,
+    goals_of,
+    goals_sheet,
+    measure,
+)
+from thinwire_bench.systems.protocol import BenchError
 
 
-def made_up(forward: float, backward: float, wall: float, loss: float = 1.0) -> Times:
-    return Times([forward], [backward], [0.001], [wall], [wall], loss)
+def turn(forward: float, backward: float, wall: float, loss: float = 1.0) -> Turn:
+    return Turn(loss, {"forward": forward, "backward": backward, "update": 0.001}, all_threads=0.05, wall=wall)
 
 
-def test_a_cost_is_what_a_unit_takes_beyond_the_model_alone() -> None:
-    times = {
-        MODEL: made_up(0.010, 0.020, 0.05),
-        "ddp": made_up(0.010, 0.022, 0.06),
-        "fsdp2": made_up(0.030, 0.050, 0.20),
-        "zero1": made_up(0.012, 0.024, 0.06),
-        "zero3": made_up(0.012, 0.034, 0.10),
+def test_a_block_has_as_many_parameters_as_the_table_says() -> None:
+    assert len(list(Block().parameters())) == TENSORS
+
+
+def test_a_cost_is_what_a_unit_takes_beyond_the_model_by_itself() -> None:
+    turns = {
+        BOUND: [turn(0.010, 0.020, 0.05)],
+        "DDP": [turn(0.010, 0.022, 0.06)],
+        "zero1": [turn(0.012, 0.024, 0.06)],
+        "FSDP2": [turn(0.030, 0.050, 0.20)],
+        "zero3": [turn(0.012, 0.044, 0.30)],
     }
-    costs = {cost.system: cost for cost in costs_of(times, 2, 200)}
-    assert costs["zero1"].forward == pytest.approx([10.0])
-    assert costs["zero1"].backward == pytest.approx([20.0])
-    assert costs["zero3"].backward == pytest.approx([70.0])
-    assert costs["zero3"].over_partner == pytest.approx([0.5])
-    assert not missed(costs["zero1"])
-    assert missed(costs["zero3"])  # above its budget in the backward
-    assert missed(replace(costs["zero1"], over_partner=[1.1]))
-    assert not missed(costs["ddp"])
+    costs = {cost.system: cost for cost in costs_of(turns, 2, 200)}
+    assert costs["zero1"].passes["forward"] == pytest.approx([10.0])
+    assert costs["zero1"].per_pass == pytest.approx([15.0])
+    assert costs["zero3"].per_pass == pytest.approx([65.0])
+    assert costs["zero3"].over_peer == pytest.approx([1.5])
+    assert costs["DDP"].over_peer == []
+    assert [goal.reached for goal in goals_of(list(costs.values()))] == [True, True, False, False]
+    assert [row[-1] for row in goals_sheet(list(costs.values())).rows] == ["reached", "reached", "missed", "missed"]
 
 
-def test_another_loss_is_refused() -> None:
-    times = {MODEL: made_up(0.01, 0.02, 0.05), "ddp": made_up(0.01, 0.02, 0.05, loss=1.1)}
-    with pytest.raises(ValueError, match="ddp computes the loss 1.1"):
-        costs_of(times, 2, 200)
+@pytest.mark.parametrize("loss", [1.1, math.nan])
+def test_a_system_with_another_loss_is_refused(loss: float) -> None:
+    turns = {BOUND: [turn(0.01, 0.02, 0.05)], "DDP": [turn(0.01, 0.02, 0.05)], "zero1": [turn(0.01, 0.02, 0.05, loss)]}
+    with pytest.raises(BenchError, match="zero1 has the loss"):
+        costs_of(turns, 2, 200)
+
+
+def test_systems_take_turns_on_real_ranks() -> None:
+    lines: list[str] = []
+    costs = measure(2, ["zero3"], 3, 2, 1, lines.append)
+    assert [cost.system for cost in costs] == [BOUND, "FSDP2", "zero3"]
+    assert "FSDP2, zero3 in turns" in lines[0]
+    for cost in costs:
+        assert len(cost.wall) == 2
+        assert all(value > 0 for value in (*cost.wall, *cost.all_threads))
+        assert set(cost.passes) == set(PASSES)
+    assert costs[-1].over_peer == [ours / theirs for ours, theirs in zip(costs[2].wall, costs[1].wall, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["--plans", "zero2"], "zero2"), (["--plans", "zero1,zero1"], "once each"), (["--ranks", "1,0"], "from 1")],
+)
+def test_wrong_options_are_refused(arguments: list[str], message: str) -> None:
+    outcome = CliRunner().invoke(bench, ["units", *arguments])
+    assert outcome.exit_code != 0
+    assert message in outcome.output
 
 
 @pytest.mark.slow
@@ -69,7 +89,7 @@ def test_the_command_writes_every_figure_and_the_page(tmp_path: Path) -> None:
     assert outcome.exit_code == 0, outcome.output
     content = json.loads((tmp_path / "units.json").read_text(encoding="utf-8"))
     assert {(row["ranks"], row["system"]) for row in content["rows"]} == {
-        (ranks, name) for ranks in (1, 2) for name in (MODEL, "ddp", "fsdp2", "zero1", "zero3")
+        (ranks, name) for ranks in (1, 2) for name in (BOUND, "DDP", "FSDP2", "zero1", "zero3")
     }
-    assert content["command"].startswith("thinwire") or content["command"]
-    assert "| 2 | zero3 |" in page.read_text(encoding="utf-8")
+    assert len(content["goals"]) == 8
+    assert "| zero3 | 2 |" in page.read_text(encoding="utf-8")

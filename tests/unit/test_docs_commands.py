@@ -51,6 +51,7 @@ SHORT = {
     r"bench placement (?!--read)": "--rounds 1 --steps 1 --model llama-1m --bandwidth 50mbit --spine 25mbit",
     r"profile --topology": "--seq 256",
     r"bench (techniques|stages|kernels|backward)": "--rounds 1 --steps 1 --model llama-1m",
+    r"bench units": "--blocks 4 --rounds 1 --steps 1",
     r"bench overlap": "--rounds 1 --steps 1 --model llama-1m --ranks 2 --micro-batches 2",
     r"bench convergence --tokens": "--tokens 20000 --seeds 0 --set model.layers=2 --set model.hidden=64",
     r"bench hybrid (?!--timed)": "--rounds 1 --steps 1 --model llama-1m --bandwidth none",

@@ -20,7 +20,6 @@ _COMMANDS: Final = {
     "convergence": Command("thinwire_bench.cli.convergence:convergence"),
     "reductions": Command("thinwire_bench.cli.reductions:reductions"),
     "spectra": Command("thinwire_bench.cli.spectra:spectra"),
-    "units": Command("thinwire_bench.cli.units:units"),
     "hybrid": Command("thinwire_bench.cli.hybrid:hybrid"),
     "techniques": Command("thinwire_bench.cli.gains:techniques"),
     "kernels": Command("thinwire_bench.cli.gains:kernels"),

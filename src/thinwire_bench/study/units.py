@@ -23,10 +23,27 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from thinwire.collectives.group import control
 from thinwire.report import Sheet
 from thinwire.testing.ranks import RankPool
+from thinwire_bench.systems.protocol import BenchError
 
-__all__ = ["GOALS", "PEERS", "Cost", "Goal", "costs_of", "goals_sheet", "costs_sheet", "measure"]
+__all__ = [
+    "BOUND",
+    "GOALS",
+    "PASSES",
+    "PEERS",
+    "TENSORS",
+    "Block",
+    "Cost",
+    "Goal",
+    "Turn",
+    "costs_of",
+    "costs_sheet",
+    "goals_of",
+    "goals_sheet",
+    "measure",
+]
 
 BOUND: Final = "PyTorch"
 """The model by itself."""
@@ -42,7 +59,11 @@ WIDTH: Final = 32
 TENSORS: Final = 10
 """Parameters of a block."""
 
-_LEARNING_RATE: Final = 1e-4
+_LEARNING_RATE: Final = 1e-6
+"""So small that parameters in bf16, as DDP has them, and those with fp32 masters give the same losses."""
+
+_LOSSES_DIFFER: Final = 0.02
+"""Largest relative difference between losses of systems that train alike; they round differently in bf16."""
 _TIMEOUT: Final = 900.0
 
 
@@ -157,11 +178,19 @@ def measure(
 
 
 def costs_of(turns: Mapping[str, Sequence[Turn]], ranks: int, blocks: int) -> list[Cost]:
-    """Compare the turns of systems; the bound is one of them, and the turns of all have the order of the rounds."""
+    """Compare the turns of systems; the bound is one of them, and the turns of all have the order of the rounds.
+
+    Raises:
+        BenchError: A system did not train as its peer did, or its loss is not finite.
+    """
+    _refuse_other_losses(turns)
     bound, costs = turns[BOUND], []
     for system, of_system in turns.items():
         passes = {
-            name: [1e6 * (own.passes[name] - base.passes[name]) / blocks for own, base in zip(of_system, bound, strict=True)]
+            name: [
+                1e6 * (own.passes[name] - base.passes[name]) / blocks
+                for own, base in zip(of_system, bound, strict=True)
+            ]
             for name in PASSES
         }
         peer = turns[PEERS[system]] if system in PEERS else ()
@@ -176,6 +205,13 @@ def costs_of(turns: Mapping[str, Sequence[Turn]], ranks: int, blocks: int) -> li
             )
         )
     return costs
+
+
+def _refuse_other_losses(turns: Mapping[str, Sequence[Turn]]) -> None:
+    for preset, peer in PEERS.items():
+        for own, other in zip(turns.get(preset, ()), turns.get(peer, ()), strict=False):
+            if not abs(own.loss - other.loss) <= _LOSSES_DIFFER * abs(other.loss):
+                raise BenchError(f"{preset} has the loss {own.loss:g} where {peer} has {other.loss:g}: no time counts")
 
 
 def goals_of(costs: Sequence[Cost]) -> list[Goal]:
@@ -193,8 +229,8 @@ def goals_of(costs: Sequence[Cost]) -> list[Goal]:
 def costs_sheet(costs: Sequence[Cost], blocks: int) -> Sheet:
     """Costs as a table."""
     title = (
-        f"{blocks} blocks of {TENSORS} tensors each: processor time of the computing thread beyond the model by itself in "
-        "us per unit, processor time of all threads and time of a step in ms; medians (quartiles)"
+        f"{blocks} blocks of {TENSORS} tensors each: processor time of the computing thread beyond the model by itself "
+        "in us per unit, processor time of all threads and time of a step in ms; medians (quartiles)"
     )
     columns = ("system", "ranks", *PASSES, "all threads, step", "step", "times the peer's step")
     rows = [
@@ -268,13 +304,13 @@ class _System:
         """Warm up with one step, then time some."""
         used = dict.fromkeys(PASSES, 0.0)
         self._step(used)
-        dist.barrier()
+        control().barrier()
         used, wall, all_threads = dict.fromkeys(PASSES, 0.0), time.perf_counter(), time.process_time()
         for _ in range(steps):
             loss = self._step(used)
         wall, all_threads = time.perf_counter() - wall, time.process_time() - all_threads
         self._join()
-        dist.barrier()
+        control().barrier()
         means = {name: seconds / steps for name, seconds in used.items()}
         return Turn(float(loss), means, all_threads / steps, wall / steps)
 
