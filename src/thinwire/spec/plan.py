@@ -262,7 +262,7 @@ class Plan(Spec):
     spread_bytes: Budget = Field(
         default=0,
         description="updated parameters of consecutive units are spread as one, until they have this many bytes; 0: "
-        "each unit by itself, as always with partition = \"inter\" or wire.spread_difference",
+        'each unit by itself, as always with partition = "inter" or wire.spread_difference',
     )
     bucket_bytes: Bytes = Field(default=4 * MIB, description='size of a synchronisation bucket, "4MiB" or bytes')
     bucket_chunks: Count = Field(
