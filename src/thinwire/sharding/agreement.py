@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
 import torch
 
 from thinwire.errors import MismatchError, UsageError
@@ -276,11 +277,9 @@ class Agreements:
                 "would be lost. Write to them between steps, as in `with torch.no_grad(): parameter.clamp_(...)` after "
                 "optimizer.step(), or compute with a changed copy. Nothing was updated"
             )
-        used = bytearray(len(bits))
-        for row_bits in everyone:
-            for i, byte in enumerate(row_bits[len(words) :]):
-                used[i] |= byte
-        return tuple(bool(used[i // 8] >> (i % 8) & 1) for i in range(len(self.used.mine)))
+        rows_of_bits = [np.frombuffer(row, np.uint8, offset=len(words)) for row in everyone]
+        used = np.unpackbits(np.bitwise_or.reduce(rows_of_bits), count=len(self.used.mine), bitorder="little")
+        return tuple(used.astype(bool).tolist())
 
 
 def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
@@ -289,8 +288,6 @@ def _first_with(flag: int, rows: Sequence[tuple[int, ...]]) -> int | None:
 
 
 def _to_bits(flags: bytearray) -> bytes:
-    bits = bytearray(-(-len(flags) // 64) * 8)
-    for i, flag in enumerate(flags):
-        if flag:
-            bits[i // 8] |= 1 << (i % 8)
-    return bytes(bits)
+    """Flags as bits, filled up to whole words of 64."""
+    bits = np.packbits(np.frombuffer(flags, np.uint8), bitorder="little").tobytes()
+    return bits.ljust(-(-len(flags) // 64) * 8, b"\0")

@@ -24,6 +24,7 @@ from thinwire.sharding.unit import Unit
 __all__ = ["refuse_copy", "watch_reads"]
 
 
+_stored = dict[str, Any].__getitem__  # every read comes this way, and super() costs a third of it
 _read = torch._dynamo.disable(Passes.read)  # re-points storages, which a compiled graph must not trace
 
 
@@ -55,7 +56,7 @@ class _Table(dict[str, Any]):
         self._entries, self._passes, self._state = entries, passes, passes.state
 
     def __getitem__(self, name: str) -> Any:
-        stored = super().__getitem__(name)
+        stored = _stored(self, name)
         entry = self._entries.get(name)
         if entry is None:
             return stored

@@ -59,7 +59,7 @@ WIDTH: Final = 32
 TENSORS: Final = 10
 """Parameters of a block."""
 
-_LEARNING_RATE: Final = 1e-6
+_LEARNING_RATE: Final = 1e-8
 """So small that parameters in bf16, as DDP has them, and those with fp32 masters give the same losses."""
 
 _LOSSES_DIFFER: Final = 0.02
@@ -83,7 +83,8 @@ class Block(nn.Module):
         query, key, value, output = self.inside
         x = x + output(query(h) * key(h) + value(h))
         h = self.norms[1](x)
-        return x + self.narrow(self.widen[0](h) * self.widen[1](h))
+        out: torch.Tensor = x + self.narrow(self.widen[0](h) * self.widen[1](h))
+        return out
 
 
 @dataclass(frozen=True)
@@ -316,7 +317,7 @@ class _System:
 
     def _step(self, used: dict[str, float]) -> torch.Tensor:
         began = time.thread_time()
-        loss = self.model(self._x).float().square().mean()
+        loss: torch.Tensor = self.model(self._x).float().square().mean()
         forward = time.thread_time()
         loss.backward()
         backward = time.thread_time()
