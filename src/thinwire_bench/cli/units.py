@@ -23,6 +23,10 @@ class UnitsOptions:
     ranks: Annotated[str, typer.Option(metavar="N,...", help="Numbers of ranks; all run on this machine.")] = "1,2"
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each system.")] = 12
     steps: Annotated[int, typer.Option(min=1, help="Timed steps per turn; a warm-up step precedes them.")] = 3
+    batch: Annotated[
+        str,
+        typer.Option(metavar="BYTES", help="Bytes of small units that travel as one, such as 4MiB; 0: as presets say."),
+    ] = "0"
     json_path: JsonPath = None
     page: Page = None
 
@@ -38,14 +42,16 @@ def units(options: UnitsOptions) -> None:
       thinwire bench units --plans zero3 --blocks 50 --ranks 2 --json units.json
     """
     with explained():
-        presets, worlds = words(options.plans), _numbers(options.ranks)
+        from thinwire.units import parse_bytes
+
+        presets, worlds, batch = words(options.plans), _numbers(options.ranks), parse_bytes(options.batch)
         _check(presets)
         from thinwire_bench.study.units import costs_sheet, goals_of, goals_sheet, measure
 
         costs = [
             cost
             for ranks in worlds
-            for cost in measure(ranks, presets, options.blocks, options.rounds, options.steps, progress)
+            for cost in measure(ranks, presets, options.blocks, options.rounds, options.steps, progress, batch=batch)
         ]
         tables = [costs_sheet(costs, options.blocks), goals_sheet(costs)]
         show(tables)
@@ -54,6 +60,7 @@ def units(options: UnitsOptions) -> None:
                 "blocks": options.blocks,
                 "rounds": options.rounds,
                 "steps": options.steps,
+                "batch_bytes": batch,
                 "rows": [asdict(cost) for cost in costs],
                 "goals": [asdict(goal) | {"reached": goal.reached} for goal in goals_of(costs)],
             }

@@ -29,6 +29,7 @@ from thinwire.testing.ranks import RankPool
 from thinwire_bench.systems.protocol import BenchError
 
 __all__ = [
+    "BATCHES",
     "BOUND",
     "GOALS",
     "PASSES",
@@ -53,6 +54,9 @@ PEERS: Final = {"zero1": "DDP", "zero3": "FSDP2"}
 
 GOALS: Final = {"zero1": 25.0, "zero3": 60.0}
 """By preset, most microseconds per unit and pass that forward and backward may take beyond the model by itself."""
+
+BATCHES: Final = {"zero1": ("spread_bytes",), "zero3": ("gather_bytes", "reduce_bytes")}
+"""By preset, keys of a plan that say how many bytes of consecutive units travel as one."""
 
 PASSES: Final = ("forward", "backward", "update")
 WIDTH: Final = 32
@@ -154,7 +158,14 @@ class Goal:
 
 
 def measure(
-    ranks: int, presets: Sequence[str], blocks: int, rounds: int, steps: int, report: Callable[[str], None]
+    ranks: int,
+    presets: Sequence[str],
+    blocks: int,
+    rounds: int,
+    steps: int,
+    report: Callable[[str], None],
+    *,
+    batch: int = 0,
 ) -> list[Cost]:
     """Train the model under presets, their peers and by itself, in turns on real ranks.
 
@@ -165,6 +176,7 @@ def measure(
         rounds: Turns of each system.
         steps: Timed steps of a turn.
         report: Called with a line of text before anything that takes long.
+        batch: Bytes of units that travel as one (:data:`BATCHES`); 0 leaves that to the presets.
 
     Returns:
         One row for each system.
@@ -173,7 +185,7 @@ def measure(
     report(f"{blocks} blocks on {ranks} ranks: {', '.join(systems)} in turns, {rounds} rounds")
     pool = RankPool(ranks)
     try:
-        turns: dict[str, list[Turn]] = pool.run(_train, systems, blocks, rounds, steps, timeout=_TIMEOUT)[0]
+        turns: dict[str, list[Turn]] = pool.run(_train, systems, blocks, rounds, steps, batch, timeout=_TIMEOUT)[0]
     finally:
         pool.close()
     return costs_of(turns, ranks, blocks)
@@ -272,22 +284,24 @@ class _System:
     Args:
         name: Name of the system.
         blocks: Number of blocks.
+        batch: See :func:`measure`.
     """
 
-    def __init__(self, name: str, blocks: int) -> None:
+    def __init__(self, name: str, blocks: int, batch: int = 0) -> None:
         torch.manual_seed(0)
         model: nn.Module = nn.Sequential(*(Block() for _ in range(blocks)))
         self._join: Callable[[], None] = lambda: None
-        self.model, self.optim = self._placed(name, model)
+        self.model, self.optim = self._placed(name, model, batch)
         self._x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
 
-    def _placed(self, name: str, model: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def _placed(self, name: str, model: nn.Module, batch: int) -> tuple[nn.Module, torch.optim.Optimizer]:
         options: dict[str, Any] = {"lr": _LEARNING_RATE, "fused": True}
         if name in PEERS:
             import thinwire as tw
             from thinwire.sharding.runtime import runtime_of
 
-            plan = tw.Plan.preset(name, nodes=1, local=dist.get_world_size())
+            batches: dict[str, Any] = dict.fromkeys(BATCHES[name], batch) if batch else {}
+            plan = tw.Plan.preset(name, nodes=1, local=dist.get_world_size(), **batches)
             model = tw.shard(model, plan)
             self._join = runtime_of(model).join_spreads
             return model, tw.optimizer(model, torch.optim.AdamW, **options)
@@ -331,9 +345,9 @@ class _System:
         return loss.detach()
 
 
-def _train(names: Sequence[str], blocks: int, rounds: int, steps: int) -> dict[str, list[Turn]]:
+def _train(names: Sequence[str], blocks: int, rounds: int, steps: int, batch: int) -> dict[str, list[Turn]]:
     """Give every system its turns on this rank."""
-    systems = {name: _System(name, blocks) for name in names}
+    systems = {name: _System(name, blocks, batch) for name in names}
     turns: dict[str, list[Turn]] = {name: [] for name in names}
     for system in systems.values():
         system.turn(1)
