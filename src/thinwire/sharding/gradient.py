@@ -316,7 +316,7 @@ class UnitGradient:
         self.synchronised = False
         at_home = topology.params == 1 and not topology.scatter_always
         networked = topology.shard > 1 or topology.replica > 1
-        self._into_local = at_home and not (last and networked and not self._holds_something())
+        self._into_local = at_home and not (last and networked and not self.has_local)
         if not self._into_local:
             self.staging = allocate(self.layout.numel, topology.wire_dtype, self.owned.values.device)
 
@@ -326,9 +326,6 @@ class UnitGradient:
             return self.local.values, not self.local.empty
         assert self.staging is not None
         return self.staging, False
-
-    def _holds_something(self) -> bool:
-        return self._local is not None and not self._local.empty
 
     def _zero_missing(self, buffer: torch.Tensor) -> None:
         for index, slot in enumerate(self.layout.slots):

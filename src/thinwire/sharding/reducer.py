@@ -114,7 +114,7 @@ class Reducer:
         """Mark a unit as complete. Reduce it, and the units that waited for it, in order."""
         self._ready.add(unit)
         while self._pending and self._pending[0] in self._ready:
-            self._take_turn(self._pending.popleft())
+            self._perform(unit := self._pending.popleft(), self._turns.by_unit[unit])
 
     def delivered(self, unit: int) -> bool:
         """Whether every parameter of a unit has delivered its gradient in this backward."""
@@ -123,7 +123,7 @@ class Reducer:
     def end(self) -> None:
         """End the backward: reduce the units that never became complete, and gradients that came late."""
         while self._pending:
-            self._take_turn(self._pending.popleft())
+            self._perform(unit := self._pending.popleft(), self._turns.by_unit[unit])
         for unit, parts in self.gradients.items():
             if any(part.started or (self._last and part.unsynced) for part in parts):
                 self._tickets.clear()
@@ -182,9 +182,6 @@ class Reducer:
             part.reset()
 
     # -- one unit's turn ---------------------------------------------------------------------------------------
-
-    def _take_turn(self, unit: int) -> None:
-        self._perform(unit, self._turns.by_unit[unit])
 
     def _perform(self, unit: int, turn: ReductionTurn) -> None:
         self._reduced.add(unit)
