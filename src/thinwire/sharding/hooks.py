@@ -118,6 +118,8 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
     index, undo, audit, passes = unit.index, runtime.undo, runtime.audit, runtime.passes
     from_any_stream = runtime.lanes.home.visited_by
 
+    # Nothing waits for the backward of a whole unit, except that its weight's gradient comes first.
+    announces = unit.sharded or unit.info.weight_first
     plan = runtime.plan
     cast: Callable[..., Any] | None = None
     if unit.module is not runtime.model and (plan.compute_dtype != "float32" or plan.units):
@@ -156,7 +158,7 @@ def _hook_unit(runtime: Runtime, unit: Unit) -> None:
             audit.after_forward(unit)
         if unit.sharded and not _is_fresh(output):
             output = _keep(output, gathered)
-        hears = torch.is_grad_enabled() and (unit.sharded or runtime.lanes.records_timeline)
+        hears = torch.is_grad_enabled() and (announces or runtime.lanes.records_timeline)
         if hears:
             hears = _announce_backward(runtime, unit, tuple(sources), output)
             sources.clear()

@@ -73,7 +73,9 @@ class ShareUpdate:
         runtime.reducer.join()
         self.forget_gradients()
         trained = runtime.update_order()
-        for units in runtime.schedule.programs.spreads() or ([(u,) for u in trained] if self._copies else [(*trained,)]):
+        for units in runtime.schedule.programs.spreads() or (
+            [(u,) for u in trained] if self._copies else [(*trained,)]
+        ):
             self._update_units(units)
             runtime.spreads.start_batch(units)
         self._show_gradients()
