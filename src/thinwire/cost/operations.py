@@ -102,8 +102,8 @@ def moves(plan: Plan, operation: Operation, rates: Rates) -> list[PricedStage]:
 def _copied_together(
     operation: Operation, coded: Sequence[CodedHop], priced: list[PricedStage], rates: Rates
 ) -> list[PricedStage]:
-    """The stages of a gather or a spread. Values of several buffers that no codec encodes are copied into one message, and from it
-    to their places."""
+    """The stages of a gather or a spread. Values of several buffers that no codec encodes are copied into one message,
+    and from it to their places."""
     if len(operation.buffers) < 2 or not coded or not coded[0].encoding.codec.is_none:
         return priced
     piece = coded[0].values / (coded[0].hop.ranks - 1)
