@@ -26,6 +26,11 @@ struct BlockKernels {
 #if defined(__AVX512VBMI__) && defined(__AVX512VNNI__)
 #include "kernels/search_avx512.hpp"
 #define THINWIRE_AVX512 1
+#else
+#include "kernels/lanes.hpp"
+#ifdef THINWIRE_LANES
+#include "kernels/search_lanes.hpp"
+#endif
 #endif
 
 namespace thinwire::THINWIRE_TARGET {
@@ -296,7 +301,7 @@ float encode_block(const void* x, DType dtype, std::int64_t numel, const BlockFo
 // So many blocks are encoded together where that is possible.
 constexpr int kTogether = 8;
 
-#ifdef THINWIRE_AVX512
+#if defined(THINWIRE_AVX512) || defined(THINWIRE_LANES)
 
 template <class Source>
 void encode_eight(const void* x, const BlockFormat& format, std::uint8_t* out, float* scales) {
@@ -320,6 +325,12 @@ bool encode_together(const void* x, DType dtype, const BlockFormat& format, std:
         encode_eight<BFloat16>(x, format, out, scales);
         return true;
     }
+#ifdef THINWIRE_LANES
+    if (dtype == DType::float16 && !format.hadamard) {
+        encode_eight<Float16>(x, format, out, scales);
+        return true;
+    }
+#endif
     alignas(64) float widened[kTogether * kMostBlock];
     const float* values = load_values(x, kTogether * format.block, dtype, widened);
     if (format.hadamard) {

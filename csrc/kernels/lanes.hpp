@@ -1,0 +1,36 @@
+// Vectors as wide as the instruction set has them: operations with the same names and meaning on each, of which
+// blocks_lanes.hpp and search_lanes.hpp are made. THINWIRE_LANES is defined where there are any.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/kernels.hpp"
+#include "kernels/values.hpp"
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+using Ints4 = std::int32_t __attribute__((vector_size(16)));
+using Floats4 = float __attribute__((vector_size(16)));
+
+[[maybe_unused]] Floats4 floats_of(Ints4 numbers) {
+    return __builtin_convertvector(numbers, Floats4);
+}
+
+[[maybe_unused]] Floats4 all_four(float value) {
+    return Floats4{value, value, value, value};
+}
+
+// `a` where the bits of a mask are set, else `b`.
+[[maybe_unused]] Floats4 select(Ints4 mask, Floats4 a, Floats4 b) {
+    const Ints4 bits = (__builtin_bit_cast(Ints4, a) & mask) | (__builtin_bit_cast(Ints4, b) & ~mask);
+    return __builtin_bit_cast(Floats4, bits);
+}
+
+}  // namespace
+}  // namespace thinwire::THINWIRE_TARGET
+
+#if defined(__AVX2__)
+#include "kernels/lanes_avx2.hpp"
+#define THINWIRE_LANES 1
+#endif

@@ -1,0 +1,269 @@
+// The operations of lanes.hpp with AVX2.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "kernels/lanes.hpp"
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+constexpr int kWidth = 32;
+
+using Lanes = __m256i;
+using Floats = __m256;
+
+Lanes load_lanes(const void* from) {
+    return _mm256_loadu_si256(static_cast<const __m256i*>(from));
+}
+
+void store_lanes(void* to, Lanes lanes) {
+    _mm256_storeu_si256(static_cast<__m256i*>(to), lanes);
+}
+
+Lanes zeros() {
+    return _mm256_setzero_si256();
+}
+
+Lanes all_bytes(int value) {
+    return _mm256_set1_epi8(static_cast<char>(value));
+}
+
+Lanes all_words(int value) {
+    return _mm256_set1_epi16(static_cast<std::int16_t>(value));
+}
+
+Floats all_floats(float value) {
+    return _mm256_set1_ps(value);
+}
+
+// ------------------------------------------------------------------------------------------------ rounding
+
+// x * factor, rounded to nearest even, as words with saturation: of each 128 bits, those of `a` before those of `b`.
+Lanes rounded_words(Floats a, Floats b, Floats factor) {
+    return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(a, factor)),
+                              _mm256_cvtps_epi32(_mm256_mul_ps(b, factor)));
+}
+
+// Words as bytes with saturation, in the same order.
+Lanes bytes_of(Lanes a, Lanes b) {
+    return _mm256_packs_epi16(a, b);
+}
+
+// ------------------------------------------------------------------------------------------------ words and bytes
+
+template <int kBits>
+Lanes shift_words_left(Lanes a) {
+    return _mm256_slli_epi16(a, kBits);
+}
+
+// a * b / 2^15, rounded, halves upwards.
+Lanes rounded_products(Lanes a, Lanes b) {
+    return _mm256_mulhrs_epi16(a, b);
+}
+
+// a * b / 2^16, rounded downwards.
+Lanes high_products(Lanes a, Lanes b) {
+    return _mm256_mulhi_epi16(a, b);
+}
+
+Lanes magnitudes_of_bytes(Lanes a) {
+    return _mm256_abs_epi8(a);
+}
+
+Lanes smaller_bytes(Lanes a, Lanes b) {
+    return _mm256_min_epu8(a, b);
+}
+
+// `value`, plus one where a byte of `a` is negative.
+Lanes one_more_where_negative(int value, Lanes a) {
+    return _mm256_sub_epi8(all_bytes(value), _mm256_cmpgt_epi8(zeros(), a));
+}
+
+// Codes in the high nibbles, rounded from sixteenths and bounded by saturation; the low nibbles are zeros.
+Lanes rounded_nibbles(Lanes sixteenths) {
+    return _mm256_and_si256(_mm256_adds_epi8(sixteenths, all_bytes(8)), all_bytes(0xf0));
+}
+
+// The magnitudes of codes that stand in high nibbles.
+Lanes magnitudes_of_nibbles(Lanes codes) {
+    return _mm256_srli_epi16(_mm256_abs_epi8(codes), 4);
+}
+
+// ------------------------------------------------------------------------------------------------ sums
+
+// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^16.
+Lanes add_products(Lanes sums, Lanes a, Lanes b) {
+    return _mm256_add_epi16(sums, _mm256_maddubs_epi16(a, b));
+}
+
+// Sums of 16 bits added to others of 32 bits.
+Lanes add_sums(Lanes total, Lanes sums) {
+    const Lanes even = _mm256_blend_epi16(sums, zeros(), 0xaa);
+    return _mm256_add_epi32(total, _mm256_add_epi32(even, _mm256_srli_epi32(sums, 16)));
+}
+
+Lanes sum(Lanes a, Lanes b) {
+    return _mm256_add_epi32(a, b);
+}
+
+Lanes larger(Lanes a, Lanes b) {
+    return _mm256_max_epi32(a, b);
+}
+
+Lanes larger_unsigned(Lanes a, Lanes b) {
+    return _mm256_max_epu32(a, b);
+}
+
+// One number from the 32-bit lanes of each of four registers.
+template <Lanes (*kJoin)(Lanes, Lanes)>
+Ints4 reduced(const Lanes (&lanes)[4]) {
+    const Lanes first = kJoin(_mm256_unpacklo_epi32(lanes[0], lanes[1]), _mm256_unpackhi_epi32(lanes[0], lanes[1]));
+    const Lanes second = kJoin(_mm256_unpacklo_epi32(lanes[2], lanes[3]), _mm256_unpackhi_epi32(lanes[2], lanes[3]));
+    const Lanes halves = kJoin(_mm256_unpacklo_epi64(first, second), _mm256_unpackhi_epi64(first, second));
+    const Lanes whole = kJoin(halves, _mm256_permute2x128_si256(halves, halves, 1));
+    return __builtin_bit_cast(Ints4, _mm256_castsi256_si128(whole));
+}
+
+// ------------------------------------------------------------------------------------------------ sources
+
+// Of kWidth values those at even and those at odd positions, in whatever order is cheapest. Maxima and sums do not mind;
+// in_order and pairs_in_order tell who writes values.
+struct Halves {
+    Floats even[2];
+    Floats odd[2];
+};
+
+Halves halves_of(const Floats (&values)[4]) {
+    Halves halves;
+    for (int i = 0; i < 2; ++i) {
+        halves.even[i] = _mm256_shuffle_ps(values[2 * i], values[2 * i + 1], 0x88);
+        halves.odd[i] = _mm256_shuffle_ps(values[2 * i], values[2 * i + 1], 0xdd);
+    }
+    return halves;
+}
+
+// Bytes of even positions, then of odd ones, in each 128 bits: the pairs side by side.
+Lanes pairs_of(Lanes bytes) {
+    return _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13,
+                                                                                6, 14, 7, 15)));
+}
+
+struct Float32 {
+    static constexpr std::int64_t kBytes = 4;
+
+    static Halves load(const char* x) {
+        const auto* from = reinterpret_cast<const float*>(x);
+        return halves_of({_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16),
+                          _mm256_loadu_ps(from + 24)});
+    }
+
+    // Per 32-bit lane, the largest of the bits as signed and as unsigned integers.
+    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
+        most = _mm256_set1_epi32(INT32_MIN);
+        most_unsigned = zeros();
+        for (std::int64_t i = 0; i < numel; i += 8) {
+            const Lanes bits = load_lanes(x + 4 * i);
+            most = _mm256_max_epi32(most, bits);
+            most_unsigned = _mm256_max_epu32(most_unsigned, bits);
+        }
+    }
+
+    static float widened(std::uint32_t bits) {
+        return value_of(bits);
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return _mm256_permutevar8x32_epi32(pairs_of(bytes), _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return pairs_of_words(_mm256_permute4x64_epi64(bytes, 0xd8));
+    }
+
+private:
+    static Lanes pairs_of_words(Lanes words) {
+        return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12,
+                                                                                    13, 6, 7, 14, 15)));
+    }
+};
+
+// What dtypes of 16 bits have in common.
+struct SixteenBits {
+    static constexpr std::int64_t kBytes = 2;
+
+    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
+        most = _mm256_set1_epi16(INT16_MIN);
+        most_unsigned = zeros();
+        for (std::int64_t i = 0; i < numel; i += 16) {
+            const Lanes bits = load_lanes(x + 2 * i);
+            most = _mm256_max_epi16(most, bits);
+            most_unsigned = _mm256_max_epu16(most_unsigned, bits);
+        }
+        most = _mm256_max_epi32(_mm256_slli_epi32(most, 16), high_halves(most));
+        most_unsigned = _mm256_max_epu32(_mm256_slli_epi32(most_unsigned, 16), high_halves(most_unsigned));
+    }
+
+protected:
+    static Lanes high_halves(Lanes bits) {
+        return _mm256_and_si256(bits, _mm256_set1_epi32(-0x10000));
+    }
+};
+
+struct BFloat16 : SixteenBits {
+    static Halves load(const char* x) {
+        Halves halves;
+        for (int i = 0; i < 2; ++i) {
+            const Lanes bits = load_lanes(x + 32 * i);
+            halves.even[i] = _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+            halves.odd[i] = _mm256_castsi256_ps(high_halves(bits));
+        }
+        return halves;
+    }
+
+    static float widened(std::uint32_t bits) {
+        return value_of(bits);
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return _mm256_permute4x64_epi64(pairs_of(bytes), 0xd8);
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    }
+};
+
+struct Float16 : SixteenBits {
+    static Halves load(const char* x) {
+        const auto* from = reinterpret_cast<const __m128i*>(x);
+        return halves_of({_mm256_cvtph_ps(_mm_loadu_si128(from)), _mm256_cvtph_ps(_mm_loadu_si128(from + 1)),
+                          _mm256_cvtph_ps(_mm_loadu_si128(from + 2)), _mm256_cvtph_ps(_mm_loadu_si128(from + 3))});
+    }
+
+    static float widened(std::uint32_t bits) {
+        return float_of_fp16(static_cast<std::uint16_t>(bits >> 16));
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return Float32::in_order(bytes);
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return Float32::pairs_in_order(bytes);
+    }
+};
+
+// ------------------------------------------------------------------------------------------------ nibbles
+
+// The pairs of two vectors of codes in high nibbles, which have the even positions of each 128 bits before the odd ones.
+template <class Source>
+Lanes packed_nibbles(Lanes first, Lanes second) {
+    const Lanes even = _mm256_srli_epi16(_mm256_unpacklo_epi64(first, second), 4);
+    return Source::pairs_in_order(_mm256_or_si256(even, _mm256_unpackhi_epi64(first, second)));
+}
+
+}  // namespace
+}  // namespace thinwire::THINWIRE_TARGET

@@ -1,0 +1,249 @@
+// Blocks of int4 with search (docs/wire-format.md, rule 4), from values to bytes of the wire without a detour through
+// memory for single codes. Included by block.cpp only.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/blocks_lanes.hpp"
+#include "kernels/search.hpp"
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+constexpr Search kSearch4 = kSearches[2];
+
+// Four blocks of a multiple of 2 * kWidth values side by side. With kBlock, which is then the blocks' size, loops are
+// unrolled; 0 is any size. To be called: load, search, write.
+template <class Source, std::int64_t kBlock>
+class FourBlocks {
+public:
+    FourBlocks(const char* values, std::int64_t block) : values_(values), any_block_(block) {}
+
+    void load() {
+        maxima_ = maxima_of<Source>(values_, block());
+        round_values();
+    }
+
+    // Of each block, the gain whose codes explain most.
+    void search() {
+        const Floats4 centre = middle_gains();
+        const Floats4 spread = all_four(kSearch4.spread);
+        Ints4 nums[3];
+        Ints4 dens[3];
+        products({centre, centre - spread, centre + spread}, nums, dens);
+        Floats4 num = floats_of(nums[0]);
+        Floats4 den = floats_of(dens[0]);
+        for (int i = 1; i < 3; ++i) {
+            const Floats4 tried_num = floats_of(nums[i]);
+            const Floats4 tried_den = floats_of(dens[i]);
+            const Ints4 better = ((tried_num * tried_num) * den) > ((num * num) * tried_den);
+            num = select(better, tried_num, num);
+            den = select(better, tried_den, den);
+        }
+        const Floats4 scaled = den * all_four((1 << 15) / kSearch4.finer);
+        gains_ = scaled / select(num > all_four(1.0F), num, all_four(1.0F));
+    }
+
+    // The blocks' bytes and scales.
+    void write(std::uint8_t* out, float* scales) const {
+        write_codes(out, scales);
+        poison(maxima_, block() / 2, out, scales);
+    }
+
+private:
+    // Sums of products stay below 2^16 for so many values: a product of two coarse values is at most 63^2.
+    static constexpr std::int64_t kRun = 8 * kWidth;
+    static constexpr std::int64_t kRoom = 4 * (kBlock != 0 ? kBlock : kMostBlock);
+
+    const char* values_;
+    std::int64_t any_block_;
+    Floats4 gains_;  // of fine values, not yet whole
+    Maxima maxima_;
+    // Of each kWidth values the even positions before the odd ones: fine values times 32, coarse values, their
+    // magnitudes, and the magnitudes that their codes may have.
+    alignas(64) std::int16_t fine_[kRoom];
+    alignas(64) std::int16_t coarse_[kRoom];
+    alignas(64) std::uint8_t magnitude_[kRoom];
+    alignas(64) std::uint8_t limit_[kRoom];
+    Ints4 sums_;
+    Ints4 squares_;
+
+    std::int64_t block() const {
+        return kBlock != 0 ? kBlock : any_block_;
+    }
+
+    // body(at) for the places of a row, and after() whenever sums must be emptied.
+    template <class Body, class After>
+    __attribute__((always_inline)) void for_runs(int row, std::int64_t step, const Body& body,
+                                                 const After& after) const {
+        const std::int64_t end = (row + 1) * block();
+        for (std::int64_t run = row * block(); run < end; run += kRun) {
+            const std::int64_t stop = end - run < kRun ? end : run + kRun;
+            for (std::int64_t at = run; at < stop; at += step) {
+                body(at);
+            }
+            after();
+        }
+    }
+
+    void round_values() {
+        const Lanes fraction = all_words((1 << 15) / kSearch4.finer + 1);
+        const Floats4 factors = all_four(-kSearch4.coarse * kSearch4.finer) / maxima_.max;
+        Lanes sum_of[4];
+        Lanes squares_of[4];
+        for_rows([&](int row) __attribute__((always_inline)) {
+            const Floats factor = all_floats(factors[row]);
+            Lanes sum_in_run = zeros();
+            Lanes squares_in_run = zeros();
+            sum_of[row] = squares_of[row] = zeros();
+            for_runs(
+                row, kWidth,
+                [&](std::int64_t at) __attribute__((always_inline)) {
+                    const char* values = values_ + at * Source::kBytes;
+                    prefetch<Source>(values + 8 * block() * Source::kBytes);
+                    const Halves x = Source::load(values);
+                    const Lanes even = rounded_words(x.even[0], x.even[1], factor);
+                    const Lanes odd = rounded_words(x.odd[0], x.odd[1], factor);
+                    store_lanes(fine_ + at, shift_words_left<5>(even));
+                    store_lanes(fine_ + at + kWidth / 2, shift_words_left<5>(odd));
+                    const Lanes coarse_even = rounded_products(even, fraction);
+                    const Lanes coarse_odd = rounded_products(odd, fraction);
+                    store_lanes(coarse_ + at, coarse_even);
+                    store_lanes(coarse_ + at + kWidth / 2, coarse_odd);
+                    const Lanes coarse = bytes_of(coarse_even, coarse_odd);
+                    const Lanes magnitude = magnitudes_of_bytes(coarse);
+                    store_lanes(magnitude_ + at, magnitude);
+                    store_lanes(limit_ + at, one_more_where_negative(7, coarse));
+                    sum_in_run = add_products(sum_in_run, magnitude, all_bytes(1));
+                    squares_in_run = add_products(squares_in_run, magnitude, magnitude);
+                },
+                [&]() __attribute__((always_inline)) {
+                    sum_of[row] = add_sums(sum_of[row], sum_in_run);
+                    squares_of[row] = add_sums(squares_of[row], squares_in_run);
+                    sum_in_run = squares_in_run = zeros();
+                });
+        });
+        sums_ = reduced<sum>(sum_of);
+        squares_ = reduced<sum>(squares_of);
+    }
+
+    Floats4 middle_gains() const {
+        constexpr int kOutlier = kSearch4.outlier;
+        const Floats4 ratio = floats_of(sums_) / floats_of(squares_ + Ints4{kOutlier, kOutlier, kOutlier, kOutlier});
+        const Floats4 gain = ratio * all_four(kSearch4.slope) + all_four(kSearch4.base);
+        const Floats4 whole = (gain + all_four(kShift)) - all_four(kShift);
+        const Floats4 most = all_four(kMostGain - kSearch4.spread);
+        return select(whole < most, whole, most);
+    }
+
+    // For three gains of each block, the sums of value * code and of code * code. A value and its code have the same
+    // sign, or one of them is zero: magnitudes will do.
+    void products(const Floats4 (&gains)[3], Ints4 (&nums)[3], Ints4 (&dens)[3]) const {
+        Lanes num[3][4];
+        Lanes den[3][4];
+        for_rows([&](int row) __attribute__((always_inline)) {
+            Lanes gain[3];
+            Lanes num_in_run[3];
+            Lanes den_in_run[3];
+            for (int i = 0; i < 3; ++i) {
+                gain[i] = all_words(static_cast<int>(gains[i][row]) << 6);
+                num[i][row] = den[i][row] = num_in_run[i] = den_in_run[i] = zeros();
+            }
+            for_runs(
+                row, kWidth,
+                [&](std::int64_t at) __attribute__((always_inline)) {
+                    const Lanes even = load_lanes(coarse_ + at);
+                    const Lanes odd = load_lanes(coarse_ + at + kWidth / 2);
+                    const Lanes magnitude = load_lanes(magnitude_ + at);
+                    const Lanes limit = load_lanes(limit_ + at);
+                    for (int i = 0; i < 3; ++i) {
+                        const Lanes codes = bytes_of(rounded_products(even, gain[i]), rounded_products(odd, gain[i]));
+                        const Lanes code = smaller_bytes(magnitudes_of_bytes(codes), limit);
+                        num_in_run[i] = add_products(num_in_run[i], magnitude, code);
+                        den_in_run[i] = add_products(den_in_run[i], code, code);
+                    }
+                },
+                [&]() __attribute__((always_inline)) {
+                    for (int i = 0; i < 3; ++i) {
+                        num[i][row] = add_sums(num[i][row], num_in_run[i]);
+                        den[i][row] = add_sums(den[i][row], den_in_run[i]);
+                        num_in_run[i] = den_in_run[i] = zeros();
+                    }
+                });
+        });
+        for (int i = 0; i < 3; ++i) {
+            nums[i] = reduced<sum>(num[i]);
+            dens[i] = reduced<sum>(den[i]);
+        }
+    }
+
+    void write_codes(std::uint8_t* out, float* scales) const {
+        Lanes num[4];
+        Lanes den[4];
+        for_rows([&](int row) __attribute__((always_inline)) {
+            const Lanes gain = all_words(static_cast<std::int16_t>(bits_of(gains_[row] + kShift)));
+            Lanes num_in_run = zeros();
+            Lanes den_in_run = zeros();
+            num[row] = den[row] = zeros();
+            for_runs(
+                row, 2 * kWidth,
+                [&](std::int64_t at) __attribute__((always_inline)) {
+                    const Lanes first = codes(fine_ + at, gain);
+                    const Lanes second = codes(fine_ + at + kWidth, gain);
+                    add_code(magnitude_ + at, first, num_in_run, den_in_run);
+                    add_code(magnitude_ + at + kWidth, second, num_in_run, den_in_run);
+                    store_lanes(out + at / 2, packed_nibbles<Source>(first, second));
+                },
+                [&]() __attribute__((always_inline)) {
+                    num[row] = add_sums(num[row], num_in_run);
+                    den[row] = add_sums(den[row], den_in_run);
+                    num_in_run = den_in_run = zeros();
+                });
+        });
+        const Ints4 nums = reduced<sum>(num);
+        const Ints4 dens = reduced<sum>(den);
+        const Floats4 unit = maxima_.max * all_four(-1.0F / kSearch4.coarse);
+        const Floats4 quotient = floats_of(nums) / floats_of(dens);
+        const Floats4 scale = select(dens != Ints4{}, unit * quotient, Floats4{});
+        copy(scales, &scale, sizeof scale);
+    }
+
+    // Of kWidth values, in the high nibbles; the low ones are zeros.
+    static Lanes codes(const std::int16_t* fine, Lanes gain) {
+        const Lanes even = high_products(load_lanes(fine), gain);
+        const Lanes odd = high_products(load_lanes(fine + kWidth / 2), gain);
+        return rounded_nibbles(bytes_of(even, odd));
+    }
+
+    static void add_code(const std::uint8_t* coarse, Lanes codes, Lanes& num, Lanes& den) {
+        const Lanes code = magnitudes_of_nibbles(codes);
+        num = add_products(num, load_lanes(coarse), code);
+        den = add_products(den, code, code);
+    }
+};
+
+// A search waits for its sums; with a second one under way the processor has something to do meanwhile.
+template <class Source, std::int64_t kBlock>
+void encode_two_fours(const char* values, std::int64_t block, std::uint8_t* out, float* scales) {
+    FourBlocks<Source, kBlock> first(values, block);
+    FourBlocks<Source, kBlock> second(values + 4 * block * Source::kBytes, block);
+    first.load();
+    second.load();
+    first.search();
+    second.search();
+    first.write(out, scales);
+    second.write(out + 2 * block, scales + 4);
+}
+
+// Eight blocks of a multiple of 2 * kWidth values.
+template <class Source>
+void encode_eight_int4(const char* values, std::int64_t block, std::uint8_t* out, float* scales) {
+    if (block == 256) {
+        encode_two_fours<Source, 256>(values, block, out, scales);
+    } else {
+        encode_two_fours<Source, 0>(values, block, out, scales);
+    }
+}
+
+}  // namespace
+}  // namespace thinwire::THINWIRE_TARGET
