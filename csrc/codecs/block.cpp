@@ -29,6 +29,7 @@ struct BlockKernels {
 #else
 #include "kernels/lanes.hpp"
 #ifdef THINWIRE_LANES
+#include "kernels/nibbles_lanes.hpp"
 #include "kernels/search_lanes.hpp"
 #endif
 #endif
@@ -160,6 +161,9 @@ void unpack_codes(const std::uint8_t* in, std::int64_t numel, int bits, std::int
             const __m512i split = _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), nibble);
             _mm512_storeu_si512(codes + done, _mm512_shuffle_epi8(extended, split));
         }
+#elif defined(THINWIRE_LANES)
+        done = numel / kNibbles * kNibbles;
+        unpack_nibbles(in, done, codes);
 #endif
         for (; done + 2 <= numel; done += 2) {
             const auto pair = static_cast<std::int8_t>(in[done / 2]);
@@ -359,9 +363,10 @@ void scale_codes(const std::int8_t* codes, std::int64_t numel, float scale, floa
     }
 }
 
+// By a scale that is finite, as no product is NaN then.
 void scale_codes_to_bf16(const std::int8_t* codes, std::int64_t numel, float scale, std::uint16_t* out) {
     for (std::int64_t i = 0; i < numel; ++i) {
-        out[i] = bf16_of(static_cast<float>(codes[i]) * scale);
+        out[i] = bf16_of_number(static_cast<float>(codes[i]) * scale);
     }
 }
 
@@ -375,30 +380,71 @@ void decode_rotated(const std::int8_t* codes, std::int64_t block, float scale, f
     }
 }
 
+// Codes of four bits, by a scale that is finite, to 16 bits: sixteen values are all that there are. Returns how many
+// values are done.
+std::int64_t decode_nibbles(const std::uint8_t* in, std::int64_t numel, float scale, void* out, DType dtype) {
+#ifdef THINWIRE_LANES
+    std::int8_t codes[16];
+    float scaled[16];
+    std::uint16_t values[16];
+    for (int i = 0; i < 16; ++i) {
+        codes[i] = static_cast<std::int8_t>(i < 8 ? i : i - 16);
+    }
+    scale_codes<false>(codes, 16, scale, scaled);
+    store_values(scaled, 16, values, dtype, false);
+    const std::int64_t done = numel / kNibbles * kNibbles;
+    look_up_nibbles(in, done, values, out);
+    return done;
+#else
+    (void)in, (void)numel, (void)scale, (void)out, (void)dtype;
+    return 0;
+#endif
+}
+
+// `codes` are those of `numel` values, in bytes.
+void decode_codes(const std::int8_t* codes, std::int64_t numel, float scale, void* out, DType dtype, bool add) {
+    alignas(64) float values[kMostBlock];
+    const bool is_finite = (bits_of(scale) & 0x7fffffff) < 0x7f800000;
+    if (dtype == DType::float32 && is_aligned<float>(out)) {
+        if (add) {
+            scale_codes<true>(codes, numel, scale, static_cast<float*>(out));
+        } else {
+            scale_codes<false>(codes, numel, scale, static_cast<float*>(out));
+        }
+    } else if (dtype == DType::bfloat16 && is_finite && is_aligned<std::uint16_t>(out)) {
+        scale_codes_to_bf16(codes, numel, scale, static_cast<std::uint16_t*>(out));
+    } else {
+        scale_codes<false>(codes, numel, scale, values);
+        if (dtype == DType::float16 && is_finite) {
+            narrow_numbers_to_fp16(values, numel, out);
+        } else {
+            store_values(values, numel, out, dtype, add);
+        }
+    }
+}
+
 void decode_values(const std::uint8_t* in, std::int64_t numel, const BlockFormat& format, float scale, void* out,
                    DType dtype, bool add) {
     alignas(64) std::int8_t unpacked[kMostBlock];
-    alignas(64) float values[kMostBlock];
+    const bool is_rotated = format.hadamard && numel == format.block;
+    if (format.bits == 4 && !is_rotated && dtype != DType::float32 && (bits_of(scale) & 0x7fffffff) < 0x7f800000) {
+        const std::int64_t done = decode_nibbles(in, numel, scale, out, dtype);
+        in += done / 2;
+        out = offset(out, dtype, done);
+        numel -= done;
+    }
     const std::int8_t* codes = unpacked;
     if (format.bits == 8) {
         codes = reinterpret_cast<const std::int8_t*>(in);
     } else {
         unpack_codes(in, numel, format.bits, unpacked);
     }
-    if (format.hadamard && numel == format.block) {
+    if (is_rotated) {
+        alignas(64) float values[kMostBlock];
         decode_rotated(codes, numel, scale, values);
         store_values(values, numel, out, dtype, add);
-    } else if (dtype == DType::float32 && is_aligned<float>(out)) {
-        if (add) {
-            scale_codes<true>(codes, numel, scale, static_cast<float*>(out));
-        } else {
-            scale_codes<false>(codes, numel, scale, static_cast<float*>(out));
-        }
-    } else if (dtype == DType::bfloat16 && is_aligned<std::uint16_t>(out)) {
-        scale_codes_to_bf16(codes, numel, scale, static_cast<std::uint16_t*>(out));
     } else {
-        scale_codes<false>(codes, numel, scale, values);
-        store_values(values, numel, out, dtype, add);
+        decode_codes(codes, numel, scale, out, dtype, add);
     }
 }
 

@@ -265,5 +265,49 @@ Lanes packed_nibbles(Lanes first, Lanes second) {
     return Source::pairs_in_order(_mm256_or_si256(even, _mm256_unpackhi_epi64(first, second)));
 }
 
+Lanes low_nibbles(Lanes bytes) {
+    return _mm256_and_si256(bytes, all_bytes(15));
+}
+
+Lanes high_nibbles(Lanes bytes) {
+    return low_nibbles(_mm256_srli_epi16(bytes, 4));
+}
+
+// A table of sixteen bytes for looked_up.
+Lanes table_of(const void* bytes) {
+    return _mm256_broadcastsi128_si256(_mm_loadu_si128(static_cast<const __m128i*>(bytes)));
+}
+
+Lanes looked_up(Lanes table, Lanes nibbles) {
+    return _mm256_shuffle_epi8(table, nibbles);
+}
+
+// Of each 128 bits the lower or the upper half of both, byte by byte or word by word in turn.
+Lanes lower_bytes(Lanes a, Lanes b) {
+    return _mm256_unpacklo_epi8(a, b);
+}
+
+Lanes upper_bytes(Lanes a, Lanes b) {
+    return _mm256_unpackhi_epi8(a, b);
+}
+
+Lanes lower_words(Lanes a, Lanes b) {
+    return _mm256_unpacklo_epi16(a, b);
+}
+
+Lanes upper_words(Lanes a, Lanes b) {
+    return _mm256_unpackhi_epi16(a, b);
+}
+
+// The first 128 bits of every part, then the second ones.
+template <int kParts>
+void store_in_turn(void* to, const Lanes (&parts)[kParts]) {
+    auto* at = static_cast<__m128i*>(to);
+    for (int i = 0; i < kParts; ++i) {
+        _mm_storeu_si128(at + i, _mm256_castsi256_si128(parts[i]));
+        _mm_storeu_si128(at + kParts + i, _mm256_extracti128_si256(parts[i], 1));
+    }
+}
+
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET

@@ -25,11 +25,15 @@ namespace {
     return __builtin_bit_cast(float, bits);
 }
 
+// To nearest even, of what is not NaN.
+[[maybe_unused]] std::uint16_t bf16_of_number(float value) {
+    const auto bits = __builtin_bit_cast(std::uint32_t, value);
+    return static_cast<std::uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
 // To nearest even; NaN stays NaN.
 [[maybe_unused]] std::uint16_t bf16_of(float value) {
-    const auto bits = __builtin_bit_cast(std::uint32_t, value);
-    const std::uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    return static_cast<std::uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    return (bits_of(value) & 0x7fffffff) > 0x7f800000 ? std::uint16_t{0x7fc0} : bf16_of_number(value);
 }
 
 // fp16 in and out. ARM converts in hardware. x86 does so in vectors alone (F16C, below): compilers call their library
@@ -130,8 +134,8 @@ bool is_aligned(const void* memory) {
     }
 }
 
-[[maybe_unused]] void narrow_to_fp16(const float* x, std::int64_t numel, void* out) {
-    constexpr std::uint16_t kNaN = 0x7e00;
+// Of numbers; NaN becomes some NaN.
+[[maybe_unused]] void narrow_numbers_to_fp16(const float* x, std::int64_t numel, void* out) {
     auto* to = static_cast<char*>(out);
     std::int64_t i = 0;
 #ifdef __F16C__
@@ -144,9 +148,18 @@ bool is_aligned(const void* memory) {
         const std::uint16_t half = fp16_of(x[i]);
         __builtin_memcpy(to + 2 * i, &half, 2);
     }
-    for (i = 0; i < numel; ++i) {
+}
+
+[[maybe_unused]] void narrow_to_fp16(const float* x, std::int64_t numel, void* out) {
+    constexpr std::uint16_t kNaN = 0x7e00;
+    narrow_numbers_to_fp16(x, numel, out);
+    std::int32_t is_any_nan = 0;
+    for (std::int64_t i = 0; i < numel; ++i) {
+        is_any_nan |= x[i] != x[i] ? 1 : 0;
+    }
+    for (std::int64_t i = 0; is_any_nan != 0 && i < numel; ++i) {
         if (x[i] != x[i]) {
-            __builtin_memcpy(to + 2 * i, &kNaN, 2);
+            __builtin_memcpy(static_cast<char*>(out) + 2 * i, &kNaN, 2);
         }
     }
 }
