@@ -1,7 +1,9 @@
 #include "target.hpp"
 
-#ifdef THINWIRE_X86_64
+#if defined(THINWIRE_X86_64)
 #include <cpuid.h>
+#elif defined(THINWIRE_AARCH64)
+#include <sys/auxv.h>
 #endif
 
 #include <atomic>
@@ -36,28 +38,71 @@ struct Target {
     bool (*supported)();
 };
 
-// In the order of THINWIRE_KERNELS, the plainest first. A target is supported where the CPU has every feature that
-// csrc/CMakeLists.txt compiles it with.
-constexpr Target kTargets[] = {
-    {"baseline", [] { return true; }},
-#ifdef THINWIRE_X86_64
-    {"avx2",
-     [] {
-         return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
-                __builtin_cpu_supports("bmi2") && has_avx2_companions();
-     }},
-    {"avx512",
-     [] {
-         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
-                __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") &&
-                __builtin_cpu_supports("avx512vbmi2") && __builtin_cpu_supports("avx512vnni") &&
-                __builtin_cpu_supports("avx512bitalg") && __builtin_cpu_supports("gfni");
-     }},
+// A target is supported where the CPU has every feature that csrc/CMakeLists.txt compiles it with.
+namespace supported {
+
+bool baseline() {
+    return true;
+}
+
+#if defined(THINWIRE_X86_64)
+
+bool sse4() {
+    return __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("ssse3") && __builtin_cpu_supports("popcnt");
+}
+
+bool avx2() {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi") &&
+           __builtin_cpu_supports("bmi2") && has_avx2_companions();
+}
+
+bool avx512() {
+    return avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512cd") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+}
+
+bool avx512vbmi() {
+    return avx512() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2") &&
+           __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bitalg") &&
+           __builtin_cpu_supports("gfni");
+}
+
+#elif defined(THINWIRE_AARCH64)
+
+bool neon() {
+    return true;
+}
+
+bool sve() {
+    return (getauxval(AT_HWCAP) & HWCAP_SVE) != 0;
+}
+
 #endif
-};
+
+}  // namespace supported
+
+#define THINWIRE_TARGET_ENTRY(name, ...) {#name, supported::name},
+constexpr Target kTargets[] = {THINWIRE_TARGETS(THINWIRE_TARGET_ENTRY, )};
 
 std::atomic<int> current = 0;
+
+std::string variable(const char* name) {
+    const char* value = std::getenv(name);
+    return value == nullptr ? "" : value;
+}
+
+// THINWIRE_CPU_TARGET is what the variable was called up to 0.2, when `avx512` was what is `avx512vbmi` now.
+std::string from_environment() {
+    const std::string wanted = variable("THINWIRE_TARGET");
+    const std::string before = variable("THINWIRE_CPU_TARGET");
+    if (!before.empty() && before != wanted) {
+        throw std::invalid_argument(
+            "THINWIRE_CPU_TARGET is '" + before +
+            "', but that variable is called THINWIRE_TARGET now: set it, and unset the old one");
+    }
+    return wanted;
+}
 
 }  // namespace
 
@@ -99,15 +144,15 @@ void use_target(const std::string& name) {
 }
 
 void choose_target() {
-    const char* wanted = std::getenv("THINWIRE_CPU_TARGET");
-    if (wanted == nullptr || *wanted == '\0') {
+    const std::string wanted = from_environment();
+    if (wanted.empty()) {
         use_target(targets().back());
         return;
     }
     try {
         use_target(wanted);
     } catch (const std::invalid_argument& error) {
-        throw std::invalid_argument(std::string("THINWIRE_CPU_TARGET: ") + error.what());
+        throw std::invalid_argument(std::string("THINWIRE_TARGET: ") + error.what());
     }
 }
 

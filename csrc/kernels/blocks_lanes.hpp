@@ -1,5 +1,5 @@
-// Four blocks of int8 side by side (docs/wire-format.md, rule 3), and what these have in common with blocks of a search.
-// Included by block.cpp only.
+// Four blocks of int8 side by side (docs/wire-format.md, rule 3), and what these have in common with blocks of a
+// search. Included by block.cpp only.
 #pragma once
 
 #include <cstdint>

@@ -30,7 +30,13 @@ using Floats4 = float __attribute__((vector_size(16)));
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET
 
-#if defined(__AVX2__)
+#if defined(__AVX512BW__)
+#include "kernels/lanes_avx512.hpp"
+#define THINWIRE_LANES 1
+#elif defined(__AVX2__)
 #include "kernels/lanes_avx2.hpp"
+#define THINWIRE_LANES 1
+#elif defined(__SSE4_1__)
+#include "kernels/lanes_sse4.hpp"
 #define THINWIRE_LANES 1
 #endif

@@ -129,8 +129,8 @@ Ints4 reduced(const Lanes (&lanes)[4]) {
 
 // ------------------------------------------------------------------------------------------------ sources
 
-// Of kWidth values those at even and those at odd positions, in whatever order is cheapest. Maxima and sums do not mind;
-// in_order and pairs_in_order tell who writes values.
+// Of kWidth values those at even and those at odd positions, in whatever order is cheapest. Maxima and sums do not
+// mind; in_order and pairs_in_order tell who writes values.
 struct Halves {
     Floats even[2];
     Floats odd[2];
@@ -147,8 +147,8 @@ Halves halves_of(const Floats (&values)[4]) {
 
 // Bytes of even positions, then of odd ones, in each 128 bits: the pairs side by side.
 Lanes pairs_of(Lanes bytes) {
-    return _mm256_shuffle_epi8(bytes, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13,
-                                                                                6, 14, 7, 15)));
+    return _mm256_shuffle_epi8(
+        bytes, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)));
 }
 
 struct Float32 {
@@ -156,8 +156,8 @@ struct Float32 {
 
     static Halves load(const char* x) {
         const auto* from = reinterpret_cast<const float*>(x);
-        return halves_of({_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16),
-                          _mm256_loadu_ps(from + 24)});
+        return halves_of(
+            {_mm256_loadu_ps(from), _mm256_loadu_ps(from + 8), _mm256_loadu_ps(from + 16), _mm256_loadu_ps(from + 24)});
     }
 
     // Per 32-bit lane, the largest of the bits as signed and as unsigned integers.
@@ -185,8 +185,8 @@ struct Float32 {
 
 private:
     static Lanes pairs_of_words(Lanes words) {
-        return _mm256_shuffle_epi8(words, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12,
-                                                                                    13, 6, 7, 14, 15)));
+        return _mm256_shuffle_epi8(
+            words, _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)));
     }
 };
 
@@ -258,7 +258,8 @@ struct Float16 : SixteenBits {
 
 // ------------------------------------------------------------------------------------------------ nibbles
 
-// The pairs of two vectors of codes in high nibbles, which have the even positions of each 128 bits before the odd ones.
+// The pairs of two vectors of codes in high nibbles, which have the even positions of each 128 bits before the odd
+// ones.
 template <class Source>
 Lanes packed_nibbles(Lanes first, Lanes second) {
     const Lanes even = _mm256_srli_epi16(_mm256_unpacklo_epi64(first, second), 4);

@@ -10,7 +10,7 @@ def targets() -> list[str]:
     """Instruction sets that this CPU supports, the plainest first."""
 
 def target() -> str:
-    """The instruction set in use: the best one, or what ``THINWIRE_CPU_TARGET`` names."""
+    """The instruction set in use: the best one, or what ``THINWIRE_TARGET`` names."""
 
 def use_target(name: str) -> None:
     """Use another instruction set, in every thread, from now on; for tests and benchmarks."""

@@ -1,0 +1,330 @@
+// The operations of lanes.hpp with AVX-512 (F and BW).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "kernels/lanes.hpp"
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+constexpr int kWidth = 64;
+
+using Lanes = __m512i;
+using Floats = __m512;
+
+Lanes load_lanes(const void* from) {
+    return _mm512_loadu_si512(from);
+}
+
+void store_lanes(void* to, Lanes lanes) {
+    _mm512_storeu_si512(to, lanes);
+}
+
+Lanes zeros() {
+    return _mm512_setzero_si512();
+}
+
+Lanes all_bytes(int value) {
+    return _mm512_set1_epi8(static_cast<char>(value));
+}
+
+Lanes all_words(int value) {
+    return _mm512_set1_epi16(static_cast<std::int16_t>(value));
+}
+
+Floats all_floats(float value) {
+    return _mm512_set1_ps(value);
+}
+
+// ------------------------------------------------------------------------------------------------ rounding
+
+// x * factor, rounded to nearest even, as words with saturation: of each 128 bits, those of `a` before those of `b`.
+Lanes rounded_words(Floats a, Floats b, Floats factor) {
+    return _mm512_packs_epi32(_mm512_cvtps_epi32(_mm512_mul_ps(a, factor)),
+                              _mm512_cvtps_epi32(_mm512_mul_ps(b, factor)));
+}
+
+// Words as bytes with saturation, in the same order.
+Lanes bytes_of(Lanes a, Lanes b) {
+    return _mm512_packs_epi16(a, b);
+}
+
+// ------------------------------------------------------------------------------------------------ words and bytes
+
+template <int kBits>
+Lanes shift_words_left(Lanes a) {
+    return _mm512_slli_epi16(a, kBits);
+}
+
+// a * b / 2^15, rounded, halves upwards.
+Lanes rounded_products(Lanes a, Lanes b) {
+    return _mm512_mulhrs_epi16(a, b);
+}
+
+// a * b / 2^16, rounded downwards.
+Lanes high_products(Lanes a, Lanes b) {
+    return _mm512_mulhi_epi16(a, b);
+}
+
+Lanes magnitudes_of_bytes(Lanes a) {
+    return _mm512_abs_epi8(a);
+}
+
+Lanes smaller_bytes(Lanes a, Lanes b) {
+    return _mm512_min_epu8(a, b);
+}
+
+// `value`, plus one where a byte of `a` is negative.
+Lanes one_more_where_negative(int value, Lanes a) {
+    return _mm512_mask_blend_epi8(_mm512_movepi8_mask(a), all_bytes(value), all_bytes(value + 1));
+}
+
+// Codes in the high nibbles, rounded from sixteenths and bounded by saturation; the low nibbles are zeros.
+Lanes rounded_nibbles(Lanes sixteenths) {
+    return _mm512_and_si512(_mm512_adds_epi8(sixteenths, all_bytes(8)), all_bytes(0xf0));
+}
+
+// The magnitudes of codes that stand in high nibbles.
+Lanes magnitudes_of_nibbles(Lanes codes) {
+    return _mm512_srli_epi16(_mm512_abs_epi8(codes), 4);
+}
+
+// ------------------------------------------------------------------------------------------------ sums
+
+// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^16.
+Lanes add_products(Lanes sums, Lanes a, Lanes b) {
+    return _mm512_add_epi16(sums, _mm512_maddubs_epi16(a, b));
+}
+
+// Sums of 16 bits added to others of 32 bits.
+Lanes add_sums(Lanes total, Lanes sums) {
+    const Lanes even = _mm512_maskz_mov_epi16(0x55555555, sums);
+    return _mm512_add_epi32(total, _mm512_add_epi32(even, _mm512_srli_epi32(sums, 16)));
+}
+
+Lanes sum(Lanes a, Lanes b) {
+    return _mm512_add_epi32(a, b);
+}
+
+Lanes larger(Lanes a, Lanes b) {
+    return _mm512_max_epi32(a, b);
+}
+
+Lanes larger_unsigned(Lanes a, Lanes b) {
+    return _mm512_max_epu32(a, b);
+}
+
+// One number from the 32-bit lanes of each of four registers.
+template <Lanes (*kJoin)(Lanes, Lanes)>
+Ints4 reduced(const Lanes (&lanes)[4]) {
+    const Lanes first = kJoin(_mm512_unpacklo_epi32(lanes[0], lanes[1]), _mm512_unpackhi_epi32(lanes[0], lanes[1]));
+    const Lanes second = kJoin(_mm512_unpacklo_epi32(lanes[2], lanes[3]), _mm512_unpackhi_epi32(lanes[2], lanes[3]));
+    const Lanes quarters = kJoin(_mm512_unpacklo_epi64(first, second), _mm512_unpackhi_epi64(first, second));
+    const Lanes halves = kJoin(quarters, _mm512_shuffle_i64x2(quarters, quarters, 0x4e));
+    const Lanes whole = kJoin(halves, _mm512_shuffle_i64x2(halves, halves, 0xb1));
+    return __builtin_bit_cast(Ints4, _mm512_castsi512_si128(whole));
+}
+
+// ------------------------------------------------------------------------------------------------ sources
+
+// Of kWidth values those at even and those at odd positions, in whatever order is cheapest. Maxima and sums do not
+// mind; in_order and pairs_in_order tell who writes values.
+struct Halves {
+    Floats even[2];
+    Floats odd[2];
+};
+
+Halves halves_of(const Floats (&values)[4]) {
+    Halves halves;
+    for (int i = 0; i < 2; ++i) {
+        halves.even[i] = _mm512_shuffle_ps(values[2 * i], values[2 * i + 1], 0x88);
+        halves.odd[i] = _mm512_shuffle_ps(values[2 * i], values[2 * i + 1], 0xdd);
+    }
+    return halves;
+}
+
+// Bytes of even positions, then of odd ones, in each 128 bits: the pairs side by side.
+Lanes pairs_of(Lanes bytes) {
+    return _mm512_shuffle_epi8(
+        bytes, _mm512_broadcast_i32x4(_mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15)));
+}
+
+// Where 32-bit numbers come from if number i of lane j is the (4i + j)th.
+Lanes transposed() {
+    return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+}
+
+// Where words come from if word i of lane j is the (4i + j)th.
+struct WordOrder {
+    alignas(64) std::uint16_t from[32];
+
+    constexpr WordOrder() : from() {
+        for (int i = 0; i < 32; ++i) {
+            from[i] = static_cast<std::uint16_t>(8 * (i % 4) + i / 4);
+        }
+    }
+};
+
+constexpr WordOrder kWords;
+
+struct Float32 {
+    static constexpr std::int64_t kBytes = 4;
+
+    static Halves load(const char* x) {
+        const auto* from = reinterpret_cast<const float*>(x);
+        return halves_of({_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16), _mm512_loadu_ps(from + 32),
+                          _mm512_loadu_ps(from + 48)});
+    }
+
+    // Per 32-bit lane, the largest of the bits as signed and as unsigned integers.
+    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
+        most = _mm512_set1_epi32(INT32_MIN);
+        most_unsigned = zeros();
+        for (std::int64_t i = 0; i < numel; i += 16) {
+            const Lanes bits = load_lanes(x + 4 * i);
+            most = _mm512_max_epi32(most, bits);
+            most_unsigned = _mm512_max_epu32(most_unsigned, bits);
+        }
+    }
+
+    static float widened(std::uint32_t bits) {
+        return value_of(bits);
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return _mm512_permutexvar_epi32(transposed(), pairs_of(bytes));
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return _mm512_permutexvar_epi16(_mm512_load_si512(kWords.from), bytes);
+    }
+};
+
+// What dtypes of 16 bits have in common.
+struct SixteenBits {
+    static constexpr std::int64_t kBytes = 2;
+
+    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
+        most = _mm512_set1_epi16(INT16_MIN);
+        most_unsigned = zeros();
+        for (std::int64_t i = 0; i < numel; i += 32) {
+            const Lanes bits = load_lanes(x + 2 * i);
+            most = _mm512_max_epi16(most, bits);
+            most_unsigned = _mm512_max_epu16(most_unsigned, bits);
+        }
+        most = _mm512_max_epi32(_mm512_slli_epi32(most, 16), high_halves(most));
+        most_unsigned = _mm512_max_epu32(_mm512_slli_epi32(most_unsigned, 16), high_halves(most_unsigned));
+    }
+
+protected:
+    static Lanes high_halves(Lanes bits) {
+        return _mm512_and_si512(bits, _mm512_set1_epi32(-0x10000));
+    }
+};
+
+struct BFloat16 : SixteenBits {
+    static Halves load(const char* x) {
+        Halves halves;
+        for (int i = 0; i < 2; ++i) {
+            const Lanes bits = load_lanes(x + 64 * i);
+            halves.even[i] = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+            halves.odd[i] = _mm512_castsi512_ps(high_halves(bits));
+        }
+        return halves;
+    }
+
+    static float widened(std::uint32_t bits) {
+        return value_of(bits);
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7), pairs_of(bytes));
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return _mm512_permutexvar_epi32(transposed(), bytes);
+    }
+};
+
+struct Float16 : SixteenBits {
+    static Halves load(const char* x) {
+        const auto* from = reinterpret_cast<const __m256i*>(x);
+        return halves_of({_mm512_cvtph_ps(_mm256_loadu_si256(from)), _mm512_cvtph_ps(_mm256_loadu_si256(from + 1)),
+                          _mm512_cvtph_ps(_mm256_loadu_si256(from + 2)),
+                          _mm512_cvtph_ps(_mm256_loadu_si256(from + 3))});
+    }
+
+    static float widened(std::uint32_t bits) {
+        return float_of_fp16(static_cast<std::uint16_t>(bits >> 16));
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return Float32::in_order(bytes);
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return Float32::pairs_in_order(bytes);
+    }
+};
+
+// ------------------------------------------------------------------------------------------------ nibbles
+
+// The pairs of two vectors of codes in high nibbles, which have the even positions of each 128 bits before the odd
+// ones.
+template <class Source>
+Lanes packed_nibbles(Lanes first, Lanes second) {
+    const Lanes even = _mm512_srli_epi16(_mm512_unpacklo_epi64(first, second), 4);
+    return Source::pairs_in_order(_mm512_or_si512(even, _mm512_unpackhi_epi64(first, second)));
+}
+
+Lanes low_nibbles(Lanes bytes) {
+    return _mm512_and_si512(bytes, all_bytes(15));
+}
+
+Lanes high_nibbles(Lanes bytes) {
+    return low_nibbles(_mm512_srli_epi16(bytes, 4));
+}
+
+// A table of sixteen bytes for looked_up.
+Lanes table_of(const void* bytes) {
+    return _mm512_broadcast_i32x4(_mm_loadu_si128(static_cast<const __m128i*>(bytes)));
+}
+
+Lanes looked_up(Lanes table, Lanes nibbles) {
+    return _mm512_shuffle_epi8(table, nibbles);
+}
+
+// Of each 128 bits the lower or the upper half of both, byte by byte or word by word in turn.
+Lanes lower_bytes(Lanes a, Lanes b) {
+    return _mm512_unpacklo_epi8(a, b);
+}
+
+Lanes upper_bytes(Lanes a, Lanes b) {
+    return _mm512_unpackhi_epi8(a, b);
+}
+
+Lanes lower_words(Lanes a, Lanes b) {
+    return _mm512_unpacklo_epi16(a, b);
+}
+
+Lanes upper_words(Lanes a, Lanes b) {
+    return _mm512_unpackhi_epi16(a, b);
+}
+
+// The first 128 bits of every part, then the second ones, and so on.
+template <int kParts>
+void store_in_turn(void* to, const Lanes (&parts)[kParts]) {
+    auto* at = static_cast<__m128i*>(to);
+    for (int i = 0; i < kParts; ++i) {
+        _mm_storeu_si128(at + i, _mm512_castsi512_si128(parts[i]));
+        _mm_storeu_si128(at + kParts + i, _mm512_extracti32x4_epi32(parts[i], 1));
+        _mm_storeu_si128(at + 2 * kParts + i, _mm512_extracti32x4_epi32(parts[i], 2));
+        _mm_storeu_si128(at + 3 * kParts + i, _mm512_extracti32x4_epi32(parts[i], 3));
+    }
+}
+
+}  // namespace
+}  // namespace thinwire::THINWIRE_TARGET

@@ -1,0 +1,313 @@
+// The operations of lanes.hpp with SSE4 (and SSSE3).
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+#include "kernels/lanes.hpp"
+
+namespace thinwire::THINWIRE_TARGET {
+namespace {
+
+constexpr int kWidth = 16;
+
+using Lanes = __m128i;
+using Floats = __m128;
+
+Lanes load_lanes(const void* from) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(from));
+}
+
+void store_lanes(void* to, Lanes lanes) {
+    _mm_storeu_si128(static_cast<__m128i*>(to), lanes);
+}
+
+Lanes zeros() {
+    return _mm_setzero_si128();
+}
+
+Lanes all_bytes(int value) {
+    return _mm_set1_epi8(static_cast<char>(value));
+}
+
+Lanes all_words(int value) {
+    return _mm_set1_epi16(static_cast<std::int16_t>(value));
+}
+
+Floats all_floats(float value) {
+    return _mm_set1_ps(value);
+}
+
+// ------------------------------------------------------------------------------------------------ rounding
+
+// x * factor, rounded to nearest even, as words with saturation: of each 128 bits, those of `a` before those of `b`.
+Lanes rounded_words(Floats a, Floats b, Floats factor) {
+    return _mm_packs_epi32(_mm_cvtps_epi32(_mm_mul_ps(a, factor)), _mm_cvtps_epi32(_mm_mul_ps(b, factor)));
+}
+
+// Words as bytes with saturation, in the same order.
+Lanes bytes_of(Lanes a, Lanes b) {
+    return _mm_packs_epi16(a, b);
+}
+
+// ------------------------------------------------------------------------------------------------ words and bytes
+
+template <int kBits>
+Lanes shift_words_left(Lanes a) {
+    return _mm_slli_epi16(a, kBits);
+}
+
+// a * b / 2^15, rounded, halves upwards.
+Lanes rounded_products(Lanes a, Lanes b) {
+    return _mm_mulhrs_epi16(a, b);
+}
+
+// a * b / 2^16, rounded downwards.
+Lanes high_products(Lanes a, Lanes b) {
+    return _mm_mulhi_epi16(a, b);
+}
+
+Lanes magnitudes_of_bytes(Lanes a) {
+    return _mm_abs_epi8(a);
+}
+
+Lanes smaller_bytes(Lanes a, Lanes b) {
+    return _mm_min_epu8(a, b);
+}
+
+// `value`, plus one where a byte of `a` is negative.
+Lanes one_more_where_negative(int value, Lanes a) {
+    return _mm_sub_epi8(all_bytes(value), _mm_cmpgt_epi8(zeros(), a));
+}
+
+// Codes in the high nibbles, rounded from sixteenths and bounded by saturation; the low nibbles are zeros.
+Lanes rounded_nibbles(Lanes sixteenths) {
+    return _mm_and_si128(_mm_adds_epi8(sixteenths, all_bytes(8)), all_bytes(0xf0));
+}
+
+// The magnitudes of codes that stand in high nibbles.
+Lanes magnitudes_of_nibbles(Lanes codes) {
+    return _mm_srli_epi16(_mm_abs_epi8(codes), 4);
+}
+
+// ------------------------------------------------------------------------------------------------ sums
+
+// Sums of products of bytes of which one is below 128, in 16 bits: as many steps as keep each below 2^16.
+Lanes add_products(Lanes sums, Lanes a, Lanes b) {
+    return _mm_add_epi16(sums, _mm_maddubs_epi16(a, b));
+}
+
+// Sums of 16 bits added to others of 32 bits.
+Lanes add_sums(Lanes total, Lanes sums) {
+    const Lanes even = _mm_blend_epi16(sums, zeros(), 0xaa);
+    return _mm_add_epi32(total, _mm_add_epi32(even, _mm_srli_epi32(sums, 16)));
+}
+
+Lanes sum(Lanes a, Lanes b) {
+    return _mm_add_epi32(a, b);
+}
+
+Lanes larger(Lanes a, Lanes b) {
+    return _mm_max_epi32(a, b);
+}
+
+Lanes larger_unsigned(Lanes a, Lanes b) {
+    return _mm_max_epu32(a, b);
+}
+
+// One number from the 32-bit lanes of each of four registers.
+template <Lanes (*kJoin)(Lanes, Lanes)>
+Ints4 reduced(const Lanes (&lanes)[4]) {
+    const Lanes first = kJoin(_mm_unpacklo_epi32(lanes[0], lanes[1]), _mm_unpackhi_epi32(lanes[0], lanes[1]));
+    const Lanes second = kJoin(_mm_unpacklo_epi32(lanes[2], lanes[3]), _mm_unpackhi_epi32(lanes[2], lanes[3]));
+    return __builtin_bit_cast(Ints4, kJoin(_mm_unpacklo_epi64(first, second), _mm_unpackhi_epi64(first, second)));
+}
+
+// ------------------------------------------------------------------------------------------------ sources
+
+// Of kWidth values those at even and those at odd positions, in whatever order is cheapest. Maxima and sums do not
+// mind; in_order and pairs_in_order tell who writes values.
+struct Halves {
+    Floats even[2];
+    Floats odd[2];
+};
+
+Halves halves_of(const Floats (&values)[4]) {
+    Halves halves;
+    for (int i = 0; i < 2; ++i) {
+        halves.even[i] = _mm_shuffle_ps(values[2 * i], values[2 * i + 1], 0x88);
+        halves.odd[i] = _mm_shuffle_ps(values[2 * i], values[2 * i + 1], 0xdd);
+    }
+    return halves;
+}
+
+// Bytes of even positions, then of odd ones, in each 128 bits: the pairs side by side.
+Lanes pairs_of(Lanes bytes) {
+    return _mm_unpacklo_epi8(bytes, _mm_unpackhi_epi64(bytes, bytes));
+}
+
+struct Float32 {
+    static constexpr std::int64_t kBytes = 4;
+
+    static Halves load(const char* x) {
+        const auto* from = reinterpret_cast<const float*>(x);
+        return halves_of({_mm_loadu_ps(from), _mm_loadu_ps(from + 4), _mm_loadu_ps(from + 8), _mm_loadu_ps(from + 12)});
+    }
+
+    // Per 32-bit lane, the largest of the bits as signed and as unsigned integers.
+    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
+        most = _mm_set1_epi32(INT32_MIN);
+        most_unsigned = zeros();
+        for (std::int64_t i = 0; i < numel; i += 4) {
+            const Lanes bits = load_lanes(x + 4 * i);
+            most = _mm_max_epi32(most, bits);
+            most_unsigned = _mm_max_epu32(most_unsigned, bits);
+        }
+    }
+
+    static float widened(std::uint32_t bits) {
+        return value_of(bits);
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return pairs_of(bytes);
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return bytes;
+    }
+};
+
+// What dtypes of 16 bits have in common.
+struct SixteenBits {
+    static constexpr std::int64_t kBytes = 2;
+
+    static void largest(const char* x, std::int64_t numel, Lanes& most, Lanes& most_unsigned) {
+        most = _mm_set1_epi16(INT16_MIN);
+        most_unsigned = zeros();
+        for (std::int64_t i = 0; i < numel; i += 8) {
+            const Lanes bits = load_lanes(x + 2 * i);
+            most = _mm_max_epi16(most, bits);
+            most_unsigned = _mm_max_epu16(most_unsigned, bits);
+        }
+        most = _mm_max_epi32(_mm_slli_epi32(most, 16), high_halves(most));
+        most_unsigned = _mm_max_epu32(_mm_slli_epi32(most_unsigned, 16), high_halves(most_unsigned));
+    }
+
+protected:
+    static Lanes high_halves(Lanes bits) {
+        return _mm_and_si128(bits, _mm_set1_epi32(-0x10000));
+    }
+};
+
+struct BFloat16 : SixteenBits {
+    static Halves load(const char* x) {
+        Halves halves;
+        for (int i = 0; i < 2; ++i) {
+            const Lanes bits = load_lanes(x + 16 * i);
+            halves.even[i] = _mm_castsi128_ps(_mm_slli_epi32(bits, 16));
+            halves.odd[i] = _mm_castsi128_ps(high_halves(bits));
+        }
+        return halves;
+    }
+
+    static float widened(std::uint32_t bits) {
+        return value_of(bits);
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return pairs_of(bytes);
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return bytes;
+    }
+};
+
+struct Float16 : SixteenBits {
+    static Halves load(const char* x) {
+        return halves_of({widened_four(x), widened_four(x + 8), widened_four(x + 16), widened_four(x + 24)});
+    }
+
+    static float widened(std::uint32_t bits) {
+        return float_of_fp16(static_cast<std::uint16_t>(bits >> 16));
+    }
+
+    static Lanes in_order(Lanes bytes) {
+        return Float32::in_order(bytes);
+    }
+
+    static Lanes pairs_in_order(Lanes bytes) {
+        return Float32::pairs_in_order(bytes);
+    }
+
+private:
+    // Without F16C: what is finite exactly, and what is not as numbers, which rule 1 does not look at.
+    static Floats widened_four(const char* x) {
+        const Lanes halves = _mm_cvtepu16_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+        const Lanes sign = _mm_slli_epi32(_mm_srli_epi32(halves, 15), 31);
+        const Lanes magnitude = _mm_srli_epi32(_mm_slli_epi32(halves, 17), 4);
+        // A denormal gets the smallest normal's exponent, and with it one too many of its leading bit.
+        const Lanes is_denormal = _mm_cmpgt_epi32(_mm_set1_epi32(1 << 23), magnitude);
+        const Lanes smallest = _mm_and_si128(is_denormal, _mm_set1_epi32(113 << 23));
+        const Lanes exponent = _mm_sub_epi32(_mm_set1_epi32(112 << 23), _mm_slli_epi32(is_denormal, 23));
+        const Floats value = _mm_castsi128_ps(_mm_add_epi32(magnitude, exponent));
+        return _mm_or_ps(_mm_sub_ps(value, _mm_castsi128_ps(smallest)), _mm_castsi128_ps(sign));
+    }
+};
+
+// ------------------------------------------------------------------------------------------------ nibbles
+
+// The pairs of two vectors of codes in high nibbles, which have the even positions of each 128 bits before the odd
+// ones.
+template <class Source>
+Lanes packed_nibbles(Lanes first, Lanes second) {
+    const Lanes even = _mm_srli_epi16(_mm_unpacklo_epi64(first, second), 4);
+    return Source::pairs_in_order(_mm_or_si128(even, _mm_unpackhi_epi64(first, second)));
+}
+
+Lanes low_nibbles(Lanes bytes) {
+    return _mm_and_si128(bytes, all_bytes(15));
+}
+
+Lanes high_nibbles(Lanes bytes) {
+    return low_nibbles(_mm_srli_epi16(bytes, 4));
+}
+
+// A table of sixteen bytes for looked_up.
+Lanes table_of(const void* bytes) {
+    return _mm_loadu_si128(static_cast<const __m128i*>(bytes));
+}
+
+Lanes looked_up(Lanes table, Lanes nibbles) {
+    return _mm_shuffle_epi8(table, nibbles);
+}
+
+// Of each 128 bits the lower or the upper half of both, byte by byte or word by word in turn.
+Lanes lower_bytes(Lanes a, Lanes b) {
+    return _mm_unpacklo_epi8(a, b);
+}
+
+Lanes upper_bytes(Lanes a, Lanes b) {
+    return _mm_unpackhi_epi8(a, b);
+}
+
+Lanes lower_words(Lanes a, Lanes b) {
+    return _mm_unpacklo_epi16(a, b);
+}
+
+Lanes upper_words(Lanes a, Lanes b) {
+    return _mm_unpackhi_epi16(a, b);
+}
+
+template <int kParts>
+void store_in_turn(void* to, const Lanes (&parts)[kParts]) {
+    auto* at = static_cast<__m128i*>(to);
+    for (int i = 0; i < kParts; ++i) {
+        _mm_storeu_si128(at + i, parts[i]);
+    }
+}
+
+}  // namespace
+}  // namespace thinwire::THINWIRE_TARGET
