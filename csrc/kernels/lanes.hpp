@@ -30,7 +30,10 @@ using Floats4 = float __attribute__((vector_size(16)));
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET
 
-#if defined(__AVX512BW__)
+#if defined(THINWIRE_NEON)
+#include "kernels/lanes_neon.hpp"
+#define THINWIRE_LANES 1
+#elif defined(__AVX512BW__)
 #include "kernels/lanes_avx512.hpp"
 #define THINWIRE_LANES 1
 #elif defined(__AVX2__)

@@ -11,6 +11,7 @@ namespace thinwire::THINWIRE_TARGET {
 namespace {
 
 constexpr int kWidth = 32;
+constexpr int kProductBits = 16;
 
 using Lanes = __m256i;
 using Floats = __m256;
@@ -64,7 +65,7 @@ Lanes rounded_products(Lanes a, Lanes b) {
     return _mm256_mulhrs_epi16(a, b);
 }
 
-// a * b / 2^16, rounded downwards.
+// a * b / 2^kProductBits, rounded downwards.
 Lanes high_products(Lanes a, Lanes b) {
     return _mm256_mulhi_epi16(a, b);
 }

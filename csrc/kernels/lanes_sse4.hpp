@@ -11,6 +11,7 @@ namespace thinwire::THINWIRE_TARGET {
 namespace {
 
 constexpr int kWidth = 16;
+constexpr int kProductBits = 16;
 
 using Lanes = __m128i;
 using Floats = __m128;
@@ -63,7 +64,7 @@ Lanes rounded_products(Lanes a, Lanes b) {
     return _mm_mulhrs_epi16(a, b);
 }
 
-// a * b / 2^16, rounded downwards.
+// a * b / 2^kProductBits, rounded downwards.
 Lanes high_products(Lanes a, Lanes b) {
     return _mm_mulhi_epi16(a, b);
 }

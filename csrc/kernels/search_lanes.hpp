@@ -53,13 +53,15 @@ public:
 private:
     // Sums of products stay below 2^16 for so many values: a product of two coarse values is at most 63^2.
     static constexpr std::int64_t kRun = 8 * kWidth;
+    // High products of so many times the fine values and of gains, which are in 1/2^15, are sixteenths of codes.
+    static constexpr int kFineShift = kProductBits - 15 + 4;
     static constexpr std::int64_t kRoom = 4 * (kBlock != 0 ? kBlock : kMostBlock);
 
     const char* values_;
     std::int64_t any_block_;
     Floats4 gains_;  // of fine values, not yet whole
     Maxima maxima_;
-    // Of each kWidth values the even positions before the odd ones: fine values times 32, coarse values, their
+    // Of each kWidth values the even positions before the odd ones: fine values times 2^kFineShift, coarse values, their
     // magnitudes, and the magnitudes that their codes may have.
     alignas(64) std::int16_t fine_[kRoom];
     alignas(64) std::int16_t coarse_[kRoom];
@@ -104,8 +106,8 @@ private:
                     const Halves x = Source::load(values);
                     const Lanes even = rounded_words(x.even[0], x.even[1], factor);
                     const Lanes odd = rounded_words(x.odd[0], x.odd[1], factor);
-                    store_lanes(fine_ + at, shift_words_left<5>(even));
-                    store_lanes(fine_ + at + kWidth / 2, shift_words_left<5>(odd));
+                    store_lanes(fine_ + at, shift_words_left<kFineShift>(even));
+                    store_lanes(fine_ + at + kWidth / 2, shift_words_left<kFineShift>(odd));
                     const Lanes coarse_even = rounded_products(even, fraction);
                     const Lanes coarse_odd = rounded_products(odd, fraction);
                     store_lanes(coarse_ + at, coarse_even);

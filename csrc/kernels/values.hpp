@@ -42,12 +42,12 @@ namespace {
 #ifdef __aarch64__
 
 [[maybe_unused]] float float_of_fp16(std::uint16_t half) {
-    return static_cast<float>(__builtin_bit_cast(_Float16, half));
+    return static_cast<float>(__builtin_bit_cast(__fp16, half));
 }
 
 // To nearest even.
 [[maybe_unused]] std::uint16_t fp16_of(float value) {
-    return __builtin_bit_cast(std::uint16_t, static_cast<_Float16>(value));
+    return __builtin_bit_cast(std::uint16_t, static_cast<__fp16>(value));
 }
 
 #else

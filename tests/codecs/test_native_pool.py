@@ -92,6 +92,7 @@ def test_targets() -> None:
         _native.use_target("sse9")
 
 
+@pytest.mark.slow
 def test_the_environment_chooses_the_target() -> None:
     for name in _native.targets():
         assert run("print(_native.target())", THINWIRE_TARGET=name).stdout == f"{name}\n"
