@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from thinwire_bench.codecs.soundness import check_sample, check_timed
 from thinwire_bench.codecs.speed_chart import draw
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed, TimedCall, interleave, is_noisy, speeds
 from thinwire_bench.codecs.study import CodecStudy
+from thinwire_bench.codecs.targets import TARGET_DIRECTIONS, known_targets, native_target
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -83,6 +85,48 @@ def test_a_small_run_writes_everything(tmp_path: Path) -> None:
 
     again = bench("--read", out, "--page", page, "--plot", picture)
     assert (again.exit_code, again.stdout) == (0, done.stdout)
+
+
+def test_each_instruction_set_has_a_column(tmp_path: Path) -> None:
+    out, page = tmp_path / "codecs.json", tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "codecs.md").read_text())
+    before = native_target()
+    done = bench(
+        "--codecs", "int4:256,exp3", "--sizes", "1MiB", "--rounds", "2", "--data", "none", "--peers", "none",
+        "--targets", "all", "--json", out, "--page", page,
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    assert native_target() == before
+    content = json.loads(out.read_text())
+    assert content["environment"]["target"] == before
+    timed = {(row["subject"], row["dtype"], row["direction"], row["target"]) for row in content["target_speeds"]}
+    targets = known_targets()
+    assert {target for subject, *_, target in timed if subject != COPY} == {*targets}
+    assert len(timed) == 2 + 3 * len(targets) * len(TARGET_DIRECTIONS)  # int4 of two dtypes, exp3 of one
+    gates = {(gate["codec"], gate["dtype"], gate["target"]) for gate in content["gates"] if gate["target"]}
+    assert gates == {(subject, dtype, target) for subject, dtype, _, target in timed if subject != COPY}
+    text = page.read_text()
+    assert f"| codec | direction | {' | '.join(targets)} |" in text
+    assert f"backend `cpp` with {before}; median" in text
+    again = bench("--read", out, "--page", page)
+    assert (again.exit_code, again.stdout) == (0, done.stdout)
+
+
+def test_wrong_bytes_of_one_instruction_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    last = known_targets()[-1]
+
+    def checked(codec: Any, dtype: torch.dtype, device: torch.device) -> str | None:
+        return "a message differs" if str(codec.spec) == "bf16" and native_target() == last else None
+
+    monkeypatch.setattr("thinwire_bench.codecs.targets.check_sample", checked)
+    out = tmp_path / "codecs.json"
+    done = bench(
+        "--codecs", "bf16,int8:256", "--sizes", "1MiB", "--rounds", "1", "--data", "none", "--peers", "none",
+        "--dtypes", "fp32", "--targets", f"{last}", "--json", out,
+    )  # fmt: skip
+    assert done.exit_code == 1
+    assert f"bf16 (float32, {last}): a message differs" in done.stderr
+    assert {row["subject"] for row in json.loads(out.read_text())["target_speeds"]} == {COPY, "int8:256"}
 
 
 def test_a_codec_with_wrong_bytes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,6 +197,16 @@ def test_goals_of_the_host() -> None:
         ("SNR in dB", 34.9, False),
     ]
     assert reached[0].subject == "int8:256 encode, bfloat16, 64 MiB"
+
+
+def test_goals_of_each_instruction_set() -> None:
+    rows = [replace(speed("int4:256", "encode", 7.0), target=target) for target in ("baseline", "sse4", "avx2")]
+    reached = goals([speed("int4:256", "encode", 9.0), *rows], [], on_cpu=True)
+    assert [(goal.subject, goal.met) for goal in reached] == [
+        ("int4:256 encode, bfloat16, 64 MiB", True),
+        ("int4:256 encode, bfloat16, 64 MiB, sse4", False),
+        ("int4:256 encode, bfloat16, 64 MiB, avx2", False),
+    ]
 
 
 def test_goals_of_a_device() -> None:
@@ -256,6 +310,8 @@ def test_the_page_s_code_runs_and_names_every_kind_of_codec() -> None:
         (["--data", "images"], "there is no data set 'images'"),
         (["--device", "tpu"], "'tpu' is not a device"),
         (["--backend", "cuda"], "there is no backend 'cuda'"),
+        (["--targets", "sse9"], "this processor has no instruction set 'sse9'; valid are baseline"),
+        (["--targets", "all", *SMALL], "--targets are instruction sets of the backend cpp, and this is reference"),
         (["--peers", "lz4", *SMALL], "there is no peer 'lz4'; valid are zfpy"),
     ],
 )

@@ -50,6 +50,13 @@ class CodecsOptions:
             help="Other implementations: zfpy, eager, compile, torchao, bitsandbytes, zipnn, deepspeed-form.",
         ),
     ] = "zfpy,eager,compile,torchao,bitsandbytes,zipnn,deepspeed-form"
+    targets: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...|all|none",
+            help="Instruction sets of this processor to force in turn at the first size, for a table of each.",
+        ),
+    ] = "none"
     device: Annotated[str, typer.Option(metavar="cpu|cuda", help="Device of the tensors.")] = "cpu"
     backend: Annotated[
         str | None,
@@ -80,6 +87,8 @@ def codecs(options: CodecsOptions) -> None:
       thinwire bench codecs --json codecs.json --plot codecs.png
 
       thinwire bench codecs --codecs int8:256,int4:256,hadamard,zfp:8 --sizes 64MiB --peers none
+
+      thinwire bench codecs --targets all --sizes 64MiB --data none --peers none   (every instruction set in turn)
 
       thinwire bench codecs --device cuda --sizes 64MiB,1GiB --json gpu.json
 
@@ -136,7 +145,8 @@ def _request(options: CodecsOptions) -> Request:
         raise SpecError("--backend", [f"there is no backend {backend!r}; valid are {', '.join(BACKENDS)}"])
     names = CODECS if options.names is None else _codec_names(options.names)
     dtypes, sizes, data = words(options.dtypes), _sizes(options.sizes), _words_or_none(options.data)
-    problems = [*_unknown_data_sets(data), *_wrong_sizes(options.sizes, sizes)]
+    targets = _targets(options.targets)
+    problems = [*_unknown_data_sets(data), *_wrong_sizes(options.sizes, sizes), *_unknown_targets(targets, backend)]
     if backend == "reference" and max(sizes, default=0) > _REFERENCE_LIMIT:
         problems.append("the reference backend is slow: --sizes of at most 4MiB")
     if not names or not dtypes or not sizes:
@@ -150,6 +160,7 @@ def _request(options: CodecsOptions) -> Request:
         data=list(dict.fromkeys(data)),
         values=options.values,
         peers=list(dict.fromkeys(_words_or_none(options.peers))),
+        targets=targets,
         device=torch.device(device),
         backend=backend,
         threads=options.threads,
@@ -162,6 +173,25 @@ def _unknown_data_sets(names: Sequence[str]) -> list[str]:
     from thinwire_bench.codecs.data import DATA_SETS
 
     return [f"there is no data set {name!r}; valid are {', '.join(DATA_SETS)}" for name in {*names} - {*DATA_SETS}]
+
+
+def _targets(text: str) -> list[str]:
+    from thinwire_bench.codecs.targets import known_targets
+
+    return known_targets() if text == "all" else list(dict.fromkeys(_words_or_none(text)))
+
+
+def _unknown_targets(names: Sequence[str], backend: str) -> list[str]:
+    from thinwire_bench.codecs.targets import known_targets
+
+    if names and backend != "cpp":
+        return [f"--targets are instruction sets of the backend cpp, and this is {backend}: leave them out"]
+    known = known_targets()
+    return [
+        f"this processor has no instruction set {name!r}; valid are {', '.join(known)}, all and none"
+        for name in names
+        if name not in known
+    ]
 
 
 def _sizes(text: str) -> list[int]:

@@ -22,6 +22,7 @@ from thinwire_bench.codecs.peers import CodecPeer, accuracy_of, choose, jobs_of
 from thinwire_bench.codecs.soundness import SEED, CodecGate, check_sample, check_timed
 from thinwire_bench.codecs.speeds import COPY, CodecSpeed, copy_job, interleave, is_noisy, speeds
 from thinwire_bench.codecs.study import CodecStudy
+from thinwire_bench.codecs.targets import check_targets, native_target, target_speeds
 from thinwire_bench.environment import describe
 
 __all__ = ["CODECS", "Request", "run"]
@@ -50,6 +51,7 @@ class Request:
         data: Names of data sets.
         values: Values of each synthetic data set.
         peers: Groups of peers.
+        targets: Instruction sets to force one after another, at the first size; for the backend ``cpp`` alone.
         device: ``cpu`` or ``cuda``.
         backend: Backend of the codecs.
         threads: Threads of torch, which the codecs use as well.
@@ -63,6 +65,7 @@ class Request:
     data: Sequence[str]
     values: int
     peers: Sequence[str]
+    targets: Sequence[str]
     device: torch.device
     backend: str
     threads: int
@@ -98,13 +101,17 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
                 report(f"{_name(dtype)}, {format_bytes(size)}: timing {request.rounds} rounds")
                 able = [peer for peer in timed if dtype in peer.dtypes]
                 measured += _bench([c for c in codecs if _takes(c, dtype)], able, size, dtype, request, gates, notes)
+        by_target = _bench_targets(codecs, request, gates, notes, report) if request.targets else []
     finally:
         torch.set_num_threads(threads)
     red = {(gate.codec, gate.dtype) for gate in gates if gate.problem is not None}
     measured = [speed for speed in measured if (speed.subject, speed.dtype) not in red]
+    by_target = [speed for speed in by_target if (speed.subject, speed.dtype) not in red]
     accuracies = [each for each in accuracies if (each.subject, each.dtype) not in red]
     environment = describe()
     environment["versions"] |= _versions()
+    if request.backend == "cpp":
+        environment["target"] = native_target()
     return CodecStudy(
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else environment["cpu"],
         backend=request.backend,
@@ -116,10 +123,11 @@ def run(request: Request, report: Callable[[str], None] = lambda line: None) -> 
         blockings=blocking(accuracies),
         peers=statuses,
         gates=gates,
-        goals=goals(measured, accuracies, on_cpu=device.type == "cpu"),
+        goals=goals([*measured, *by_target], accuracies, on_cpu=device.type == "cpu"),
         notes=notes,
         environment=environment,
         command=request.command,
+        target_speeds=by_target,
     )
 
 
@@ -172,11 +180,39 @@ def _bench(
         jobs += made
     seconds = interleave(jobs, rounds=request.rounds, device=request.device)
     if is_noisy(seconds[[job.subject for job in jobs].index(COPY)]):
-        notes.append(
-            f"{_name(dtype)}, {format_bytes(size)}: the machine was busy or unsteady: the middle half of memcpy's "
-            "rounds lies more than a tenth of the median apart"
-        )
+        notes.append(_unsteady(f"{_name(dtype)}, {format_bytes(size)}"))
     return speeds(jobs, seconds, dtype=_name(dtype), size=size, wire_bits=bits)
+
+
+def _bench_targets(
+    codecs: Sequence[Codec],
+    request: Request,
+    gates: list[CodecGate],
+    notes: list[str],
+    report: Callable[[str], None],
+) -> list[CodecSpeed]:
+    """Every codec with every instruction set that the request names, at its first size."""
+    size, targets = request.sizes[0], request.targets
+    measured: list[CodecSpeed] = []
+    for dtype in request.dtypes:
+        where = f"{_name(dtype)}, {format_bytes(size)}, {', '.join(targets)}"
+        report(f"{where}: comparing with the reference, timing {request.rounds} rounds")
+        able = [codec for codec in codecs if _takes(codec, dtype)]
+        gates += check_targets(able, targets, dtype)
+        red = {gate.codec for gate in gates if gate.dtype == _name(dtype) and gate.problem is not None}
+        sound = [codec for codec in able if str(codec.spec) not in red]
+        timed, is_unsteady = target_speeds(sound, targets, dtype=dtype, size=size, rounds=request.rounds)
+        measured += timed
+        if is_unsteady:
+            notes.append(_unsteady(where))
+    return measured
+
+
+def _unsteady(where: str) -> str:
+    return (
+        f"{where}: the machine was busy or unsteady: the middle half of memcpy's rounds lies more than a tenth of the "
+        "median apart"
+    )
 
 
 def _check_buffers(codec: Codec, buffers: Buffers) -> str | None:

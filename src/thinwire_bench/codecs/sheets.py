@@ -16,17 +16,19 @@ __all__ = ["markdown", "sheets"]
 
 def sheets(study: CodecStudy) -> list[Sheet]:
     """The tables of a run, in the order in which one reads them; without any row a table is left out."""
-    made = [*_error_sheets(study), *_speed_sheets(study), _fused_sheet(study), _blocking_sheet(study)]
-    return [sheet for sheet in [*made, _peer_sheet(study), _goal_sheet(study)] if sheet.rows]
+    made = [*_error_sheets(study), *_speed_sheets(study), _fused_sheet(study), *_target_sheets(study)]
+    return [sheet for sheet in [*made, _blocking_sheet(study), _peer_sheet(study), _goal_sheet(study)] if sheet.rows]
 
 
 def markdown(study: CodecStudy) -> str:
     """The tables as Markdown, with what a reader needs to judge them."""
     versions = study.environment["versions"]
+    backend = f"`{study.backend}`"
+    backend += f" with {study.environment['target']}" if "target" in study.environment else ""
     lines = [
         f"{study.device}, {study.environment['cores']} cores, {study.threads} "
-        f"{'thread' if study.threads == 1 else 'threads'}; backend `{study.backend}`; median of {study.rounds} rounds; "
-        f"torch {versions['torch']}, thinwire {versions['thinwire']}; {study.environment['date'][:10]}.",
+        f"{'thread' if study.threads == 1 else 'threads'}; backend {backend}; median of {study.rounds} "
+        f"rounds; torch {versions['torch']}, thinwire {versions['thinwire']}; {study.environment['date'][:10]}.",
         "",
         f"    {study.command}",
         "",
@@ -88,6 +90,22 @@ def _fused_sheet(study: CodecStudy) -> Sheet:
     ]
     title = "fused forms, of 4 slices or 4 messages: GB/s of all tensors (share of memcpy, range over rounds)"
     return Sheet(title, ["codec", "dtype", "size", *FUSED], 3, rows)
+
+
+def _target_sheets(study: CodecStudy) -> list[Sheet]:
+    """Share of memcpy with every instruction set that was forced, a table for each dtype and size."""
+    made = []
+    for dtype, size in dict.fromkeys((each.dtype, each.size) for each in study.target_speeds):
+        here = [each for each in study.target_speeds if (each.dtype, each.size) == (dtype, size)]
+        by_key = {(each.subject, each.direction, each.target): each.share for each in here}
+        targets = list(dict.fromkeys(each.target for each in here if each.target is not None))
+        rows = [
+            [subject, direction, *(f"{100 * by_key[subject, direction, target]:.0f}%" for target in targets)]
+            for subject, direction in dict.fromkeys(key[:2] for key in by_key if key[0] != COPY)
+        ]
+        title = f"{dtype}, {format_bytes(size)}: share of memcpy with each instruction set"
+        made.append(Sheet(title, ["codec", "direction", *targets], 2, rows))
+    return made
 
 
 def _blocking_sheet(study: CodecStudy) -> Sheet:

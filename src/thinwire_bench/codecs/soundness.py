@@ -35,12 +35,14 @@ class CodecGate:
         dtype: Dtype of the tensor.
         size: Size of the tensor in bytes; None for the sample on which everything is compared with the reference.
         problem: What differs, or None.
+        target: Instruction set that was forced; None where the best one was used.
     """
 
     codec: str
     dtype: str
     size: int | None
     problem: str | None
+    target: str | None = None
 
 
 def check_sample(codec: Codec, dtype: torch.dtype, device: torch.device) -> str | None:

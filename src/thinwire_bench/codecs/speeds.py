@@ -33,12 +33,14 @@ class TimedCall:
         direction: What the call does, for example ``encode``.
         num_bytes: Bytes of the uncompressed tensors, per call.
         call: The call to time; on CUDA it only enqueues work.
+        target: Instruction set that the call forces, if it does.
     """
 
     subject: str
     direction: str
     num_bytes: int
     call: Callable[[], object]
+    target: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class CodecSpeed:
         share_min: Smallest share within a round.
         share_max: Largest share within a round.
         seconds: Seconds per call, of every round.
+        target: Instruction set that was forced; None where the best one was used.
     """
 
     subject: str
@@ -75,6 +78,7 @@ class CodecSpeed:
     share_min: float
     share_max: float
     seconds: tuple[float, ...]
+    target: str | None = None
 
 
 def copy_job(source: Tensor, target: Tensor) -> TimedCall:
@@ -160,6 +164,7 @@ def speeds(
                 share_min=min(shares),
                 share_max=max(shares),
                 seconds=tuple(taken),
+                target=job.target,
             )
         )
     return speeds

@@ -34,6 +34,7 @@ class CodecStudy:
         notes: What a reader should know about the reliability of the figures.
         environment: Machine, versions and date.
         command: The command line that the user typed.
+        target_speeds: Speeds of codecs with each instruction set that was forced, and of memcpy beside them.
     """
 
     device: str
@@ -50,11 +51,16 @@ class CodecStudy:
     notes: Sequence[str]
     environment: Mapping[str, Any]
     command: str
+    target_speeds: Sequence[CodecSpeed] = ()
 
     @property
     def refused(self) -> dict[str, str]:
         """Codecs on a red gate, and why."""
-        return {f"{gate.codec} ({gate.dtype})": gate.problem for gate in self.gates if gate.problem is not None}
+        return {
+            f"{gate.codec} ({gate.dtype}{f', {gate.target}' if gate.target else ''})": gate.problem
+            for gate in self.gates
+            if gate.problem is not None
+        }
 
     def plain(self) -> dict[str, Any]:
         """The study as JSON."""
@@ -62,9 +68,11 @@ class CodecStudy:
 
     @classmethod
     def from_plain(cls, content: Mapping[str, Any]) -> CodecStudy:
-        """The inverse of :meth:`plain`."""
+        """The inverse of :meth:`plain`; runs of thinwire 0.2 and before have no instruction sets."""
+        content = {"target_speeds": (), **content}
         rows = {
             "speeds": CodecSpeed,
+            "target_speeds": CodecSpeed,
             "accuracies": Accuracy,
             "blockings": Blocking,
             "peers": PeerStatus,
