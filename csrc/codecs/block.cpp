@@ -20,6 +20,7 @@ struct BlockKernels {
 
 #ifdef THINWIRE_TARGET  // the loops, once for each instruction set
 
+#include "kernels/rotation.hpp"
 #include "kernels/search.hpp"
 #include "kernels/values.hpp"
 
@@ -104,8 +105,10 @@ void round_at_random(const float* x, std::int64_t numel, float factor, int level
         const float shifted = x[i] * factor + uniform;
         // Truncation, mended below zero, is the floor; both are small.
         const auto truncated = static_cast<float>(static_cast<std::int32_t>(shifted));
-        const float lower = truncated > shifted ? truncated - 1.0F : truncated;
-        const float bounded = lower > most ? most : (lower < -most ? -most : lower);
+        // Not a choice between two floats: GCC keeps a branch for that, as one of them might trap.
+        const float lower = truncated + static_cast<float>(-static_cast<std::int32_t>(truncated > shifted));
+        const float below = lower > most ? most : lower;
+        const float bounded = below < -most ? -most : below;
         codes[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(bounded));
     }
 }
@@ -188,64 +191,6 @@ void unpack_codes(const std::uint8_t* in, std::int64_t numel, int bits, std::int
             codes[done + i] = static_cast<std::int8_t>(high >> shift);
         }
     }
-}
-
-// ------------------------------------------------------------------------------------------------ rotation
-
-float sign_of(std::uint32_t position) {
-    return ((position * 0x9E3779B1U + 0x7F4A7C15U) >> 31) != 0 ? -1.0F : 1.0F;
-}
-
-using Vector = float __attribute__((vector_size(64)));
-using Bits = std::int32_t __attribute__((vector_size(64)));
-
-// Each lane takes its partner at kDistance, the upper lane of a pair with its own sign changed.
-template <int kDistance>
-void combine_lanes(Vector& value) {
-    constexpr auto kSign = [](int lane) { return (lane & kDistance) != 0 ? INT32_MIN : 0; };
-    constexpr Bits kUpper = {kSign(0), kSign(1), kSign(2),  kSign(3),  kSign(4),  kSign(5),  kSign(6),  kSign(7),
-                             kSign(8), kSign(9), kSign(10), kSign(11), kSign(12), kSign(13), kSign(14), kSign(15)};
-    const Vector partner = __builtin_shufflevector(
-        value, value, 0 ^ kDistance, 1 ^ kDistance, 2 ^ kDistance, 3 ^ kDistance, 4 ^ kDistance, 5 ^ kDistance,
-        6 ^ kDistance, 7 ^ kDistance, 8 ^ kDistance, 9 ^ kDistance, 10 ^ kDistance, 11 ^ kDistance, 12 ^ kDistance,
-        13 ^ kDistance, 14 ^ kDistance, 15 ^ kDistance);
-    value = partner + reinterpret_cast<Vector>(reinterpret_cast<Bits>(value) ^ kUpper);
-}
-
-// Unnormalised Walsh-Hadamard transform in place. The order of the butterflies is part of the format.
-void transform(float* x, std::int64_t block) {
-    std::int64_t distance = 1;
-    if (block >= 16) {
-        for (std::int64_t i = 0; i < block; i += 16) {
-            Vector value;
-            __builtin_memcpy(&value, x + i, sizeof value);
-            combine_lanes<1>(value);
-            combine_lanes<2>(value);
-            combine_lanes<4>(value);
-            combine_lanes<8>(value);
-            __builtin_memcpy(x + i, &value, sizeof value);
-        }
-        distance = 16;
-    }
-    for (; distance < block; distance *= 2) {
-        for (std::int64_t pair = 0; pair < block; pair += 2 * distance) {
-            float* __restrict upper = x + pair;
-            float* __restrict lower = x + pair + distance;
-            for (std::int64_t i = 0; i < distance; ++i) {
-                const float sum = upper[i] + lower[i];
-                lower[i] = upper[i] - lower[i];
-                upper[i] = sum;
-            }
-        }
-    }
-}
-
-void rotate(const float* x, std::int64_t block, float* rotated) {
-    const float factor = 1.0F / static_cast<float>(block);
-    for (std::int64_t i = 0; i < block; ++i) {
-        rotated[i] = x[i] * factor * sign_of(static_cast<std::uint32_t>(i));
-    }
-    transform(rotated, block);
 }
 
 // ------------------------------------------------------------------------------------------------ a block
@@ -370,16 +315,6 @@ void scale_codes_to_bf16(const std::int8_t* codes, std::int64_t numel, float sca
     }
 }
 
-void decode_rotated(const std::int8_t* codes, std::int64_t block, float scale, float* out) {
-    for (std::int64_t i = 0; i < block; ++i) {
-        out[i] = static_cast<float>(codes[i]);
-    }
-    transform(out, block);
-    for (std::int64_t i = 0; i < block; ++i) {
-        out[i] = out[i] * sign_of(static_cast<std::uint32_t>(i)) * scale;
-    }
-}
-
 // Codes of four bits, by a scale that is finite, to 16 bits: sixteen values are all that there are. Returns how many
 // values are done.
 std::int64_t decode_nibbles(const std::uint8_t* in, std::int64_t numel, float scale, void* out, DType dtype) {
@@ -441,7 +376,7 @@ void decode_values(const std::uint8_t* in, std::int64_t numel, const BlockFormat
     }
     if (is_rotated) {
         alignas(64) float values[kMostBlock];
-        decode_rotated(codes, numel, scale, values);
+        rotate_back(codes, numel, scale, values);
         store_values(values, numel, out, dtype, add);
     } else {
         decode_codes(codes, numel, scale, out, dtype, add);

@@ -52,6 +52,12 @@ namespace {
 
 #else
 
+// By bits: between two floats GCC keeps a branch, as one of them might trap, and does not vectorise the loop around it.
+[[maybe_unused]] std::uint32_t bits_if(bool condition, std::uint32_t a, std::uint32_t b) {
+    const std::uint32_t mask = 0 - static_cast<std::uint32_t>(condition);
+    return (mask & a) | (~mask & b);
+}
+
 [[maybe_unused]] float float_of_fp16(std::uint16_t half) {
     constexpr std::uint32_t kSmallestNormal = 0x400U << 17;
     const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000U) << 16;
@@ -59,8 +65,8 @@ namespace {
     // The exponent is moved by 224, which makes Inf and NaN of fp16 those of fp32, then by -112.
     const float normal = value_of((magnitude >> 4) + (0xe0U << 23)) * 0x1p-112F;
     const float denormal = value_of((magnitude >> 17) | (126U << 23)) - 0.5F;
-    const float value = magnitude < kSmallestNormal ? denormal : normal;
-    return value_of(sign | __builtin_bit_cast(std::uint32_t, value));
+    return value_of(sign | bits_if(magnitude < kSmallestNormal, __builtin_bit_cast(std::uint32_t, denormal),
+                                   __builtin_bit_cast(std::uint32_t, normal)));
 }
 
 // To nearest even.
@@ -73,7 +79,7 @@ namespace {
     const std::uint32_t bias = exponent < 0x71000000U ? 0x71000000U : exponent;
     const auto sum = __builtin_bit_cast(std::uint32_t, value_of((bias >> 1) + 0x07800000U) + bounded);
     const std::uint32_t rounded = ((sum >> 13) & 0x7c00U) + (sum & 0x0fffU);
-    return static_cast<std::uint16_t>((bits >> 16 & 0x8000U) | (magnitude > 0xff000000U ? 0x7e00U : rounded));
+    return static_cast<std::uint16_t>((bits >> 16 & 0x8000U) | bits_if(magnitude > 0xff000000U, 0x7e00U, rounded));
 }
 
 #endif
