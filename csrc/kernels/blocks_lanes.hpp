@@ -43,7 +43,8 @@ Maxima maxima_of(const char* values, std::int64_t block) {
     alignas(16) float max[4];
     Maxima maxima;
     for (int row = 0; row < 4; ++row) {
-        const std::int32_t positive = most[row] < 0 ? -1 : bits_of(Source::widened(most[row]));
+        const std::int32_t positive =
+            most[row] < 0 ? -1 : bits_of(Source::widened(static_cast<std::uint32_t>(most[row])));
         const std::int32_t negative =
             most_unsigned[row] < 0 ? bits_of(Source::widened(most_unsigned[row] & INT32_MAX)) : -1;
         const std::int32_t magnitude = positive < negative ? negative : positive;

@@ -60,8 +60,8 @@ Floats all_floats(float value) {
 
 // x * factor, rounded to nearest even, as words with saturation: those of `a` before those of `b`.
 Lanes rounded_words(Floats a, Floats b, Floats factor) {
-    return lanes(vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(vmulq_f32(a, factor))),
-                                 vcvtnq_s32_f32(vmulq_f32(b, factor))));
+    return lanes(
+        vqmovn_high_s32(vqmovn_s32(vcvtnq_s32_f32(vmulq_f32(a, factor))), vcvtnq_s32_f32(vmulq_f32(b, factor))));
 }
 
 // Words as bytes with saturation, in the same order.

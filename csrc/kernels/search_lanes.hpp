@@ -61,8 +61,8 @@ private:
     std::int64_t any_block_;
     Floats4 gains_;  // of fine values, not yet whole
     Maxima maxima_;
-    // Of each kWidth values the even positions before the odd ones: fine values times 2^kFineShift, coarse values, their
-    // magnitudes, and the magnitudes that their codes may have.
+    // Of each kWidth values the even positions before the odd ones: fine values times 2^kFineShift, coarse values,
+    // their magnitudes, and the magnitudes that their codes may have.
     alignas(64) std::int16_t fine_[kRoom];
     alignas(64) std::int16_t coarse_[kRoom];
     alignas(64) std::uint8_t magnitude_[kRoom];

@@ -4,44 +4,18 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import nanobind
 import pytest
+from tests.codecs.building import ROOT, build, run
 
-ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path for path in (ROOT / "csrc").rglob("*.cpp") if not path.name.startswith("bind"))
 CLANG = shutil.which("clang++")
+COMPILER = ["-DCMAKE_CXX_COMPILER=clang++"]
 
 pytestmark = pytest.mark.skipif(CLANG is None, reason="clang++ is not installed")
-
-
-def run(*command: str | Path, timeout: float = 500, **environment: str) -> str:
-    """The output of a command that must succeed."""
-    done = subprocess.run(
-        [*map(str, command)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-        cwd=ROOT,
-        env=os.environ | environment,
-    )
-    assert done.returncode == 0, f"{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-    return done.stdout + done.stderr
-
-
-def cmake(build: Path, *options: str) -> None:
-    """Configure and build with Clang, warnings as errors."""
-    tools = Path(sys.executable).parent
-    ninja = tools / "ninja"
-    run(
-        tools / "cmake", "-S", ROOT, "-B", build, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}",
-        f"-DCMAKE_CXX_COMPILER={CLANG}", "-DTHINWIRE_WERROR=ON", *options,
-    )  # fmt: skip
-    run(ninja, "-C", build)
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.relative_to(ROOT / "csrc").as_posix())
@@ -49,13 +23,16 @@ def test_no_warning(source: Path, tmp_path: Path) -> None:
     flags = ["-std=c++20", "-Wall", "-Wextra", "-Wconversion", "-Wshadow", "-Werror", "-DTHINWIRE_LIBFUZZER"]
     native = os.uname().machine == "x86_64"
     flags += ["-DTHINWIRE_X86_64"] * native
-    avx512 = [f"-mavx512{name}" for name in ("vbmi", "vbmi2", "vnni", "bitalg")]
+    vbmi = [f"-mavx512{name}" for name in ("vbmi", "vbmi2", "vnni", "bitalg")]
     forms: list[list[str]] = []
     if source.parent.name != "kernels":  # compiled once
         forms.append([])
     if source.parent.name in {"kernels", "codecs"}:  # compiled for each instruction set
         forms.append(["-DTHINWIRE_TARGET=baseline"])
-        forms += [["-DTHINWIRE_TARGET=avx512", "-march=x86-64-v4", "-mgfni", *avx512]] * native
+        forms += [["-DTHINWIRE_TARGET=sse4", "-march=x86-64-v2"]] * native
+        forms += [["-DTHINWIRE_TARGET=avx2", "-march=x86-64-v3"]] * native
+        forms += [["-DTHINWIRE_TARGET=avx512", "-march=x86-64-v4"]] * native
+        forms += [["-DTHINWIRE_TARGET=avx512vbmi", "-march=x86-64-v4", "-mgfni", *vbmi]] * native
     names = [path.stem for path in SOURCES if path.parent.name == "codecs"]
     (tmp_path / "codec_list.inc").write_text("".join(f"THINWIRE_CODEC({name})\n" for name in names))
     for form in forms:
@@ -65,7 +42,7 @@ def test_no_warning(source: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_same_bytes(tmp_path: Path) -> None:
     python = [f"-DPython_EXECUTABLE={sys.executable}", f"-Dnanobind_DIR={nanobind.cmake_dir()}"]
-    cmake(tmp_path, *python)
+    build(tmp_path, *COMPILER, *python)
     (module,) = tmp_path.glob("csrc/_native*.so")
     tests = [
         "tests/golden/test_wire_format.py",
@@ -84,7 +61,7 @@ def test_same_bytes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_libfuzzer_finds_nothing(tmp_path: Path) -> None:
     sanitizers = "address,undefined,float-cast-overflow"
-    cmake(tmp_path, "-DTHINWIRE_PYTHON=OFF", "-DTHINWIRE_FUZZ=ON", f"-DTHINWIRE_SANITIZE={sanitizers}")
+    build(tmp_path, *COMPILER, "-DTHINWIRE_PYTHON=OFF", "-DTHINWIRE_FUZZ=ON", f"-DTHINWIRE_SANITIZE={sanitizers}")
     output = run(tmp_path / "csrc/thinwire_fuzz", "-max_total_time=10", "-max_len=4096")
     # The number of features grows only where the code is instrumented for coverage.
     assert " ft: " in output
