@@ -185,6 +185,44 @@ void decode_block(std::uint8_t base, const char* planes, const std::uint64_t (&e
 
 #else
 
+#if defined(__AVX2__) && !defined(__AVX512BW__)  // where compilers do as well by themselves
+
+// Bytes of words below 256: of `a`, then of `b`.
+__m256i bytes_of(__m256i a, __m256i b) {
+    return _mm256_permute4x64_epi64(_mm256_packus_epi16(a, b), 0xd8);
+}
+
+template <bool with_rest>
+std::uint8_t split(const char* x, Bytes& exponents, char* rest) {
+    const __m256i byte = _mm256_set1_epi16(0xff);
+    const __m256i sign = _mm256_set1_epi16(0x80);
+    const __m256i mantissa = _mm256_set1_epi16(0x7f);
+    const auto rest_of = [&](__m256i words) {
+        return _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(words, 8), sign), _mm256_and_si256(words, mantissa));
+    };
+    __m256i largest = _mm256_setzero_si256();
+    for (int i = 0; i < kBlock; i += 32) {
+        const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 2 * i));
+        const __m256i b = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x + 2 * i + 32));
+        const __m256i e =
+            bytes_of(_mm256_and_si256(_mm256_srli_epi16(a, 7), byte), _mm256_and_si256(_mm256_srli_epi16(b, 7), byte));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(exponents.at + i), e);
+        largest = _mm256_max_epu8(largest, e);
+        if constexpr (with_rest) {
+            _mm256_storeu_si256(reinterpret_cast<__m256i*>(rest + i), bytes_of(rest_of(a), rest_of(b)));
+        }
+    }
+    alignas(32) std::uint8_t lanes[32];
+    _mm256_store_si256(reinterpret_cast<__m256i*>(lanes), largest);
+    std::uint8_t most = 0;
+    for (const std::uint8_t lane : lanes) {
+        most = lane > most ? lane : most;
+    }
+    return most;
+}
+
+#else
+
 template <bool with_rest>
 std::uint8_t split(const char* x, Bytes& exponents, char* rest) {
     alignas(64) std::uint16_t bits[kBlock];
@@ -202,6 +240,8 @@ std::uint8_t split(const char* x, Bytes& exponents, char* rest) {
     }
     return largest;
 }
+
+#endif
 
 void count_escapes(const Bytes& exponents, std::uint8_t largest, int (&escapes)[kBases]) {
     for (int k = 0; k < kBases; ++k) {
@@ -260,6 +300,52 @@ void encode_block(const Bytes& exponents, std::uint8_t base, char* planes, std::
     }
 }
 
+#if defined(__AVX2__)
+
+// A byte for each of 32 bits: all ones where the bit is set.
+__m256i spread(const char* bits) {
+    std::int32_t mask;
+    __builtin_memcpy(&mask, bits, sizeof mask);
+    const __m256i byte_of = _mm256_setr_epi64x(0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
+    const __m256i bit_of = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201U));
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(mask), byte_of);
+    return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit_of), bit_of);
+}
+
+void subtract_codes(std::uint8_t base, const char* planes, Bytes& exponents) {
+    for (int i = 0; i < kBlock; i += 32) {
+        const __m256i high = spread(planes + 128 + i / 8);
+        const __m256i upper = _mm256_add_epi8(_mm256_add_epi8(high, high), spread(planes + 64 + i / 8));
+        const __m256i all = _mm256_add_epi8(_mm256_add_epi8(upper, upper), spread(planes + i / 8));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(exponents.at + i),
+                           _mm256_add_epi8(_mm256_set1_epi8(static_cast<char>(base)), all));
+    }
+}
+
+#elif defined(__SSSE3__)
+
+// A byte for each of 16 bits: all ones where the bit is set.
+__m128i spread(const char* bits) {
+    std::uint16_t mask;
+    __builtin_memcpy(&mask, bits, sizeof mask);
+    const __m128i byte_of = _mm_set_epi64x(0x0101010101010101, 0);
+    const __m128i bit_of = _mm_set1_epi64x(static_cast<long long>(0x8040201008040201U));
+    const __m128i bytes = _mm_shuffle_epi8(_mm_cvtsi32_si128(mask), byte_of);
+    return _mm_cmpeq_epi8(_mm_and_si128(bytes, bit_of), bit_of);
+}
+
+void subtract_codes(std::uint8_t base, const char* planes, Bytes& exponents) {
+    for (int i = 0; i < kBlock; i += 16) {
+        const __m128i high = spread(planes + 128 + i / 8);
+        const __m128i upper = _mm_add_epi8(_mm_add_epi8(high, high), spread(planes + 64 + i / 8));
+        const __m128i all = _mm_add_epi8(_mm_add_epi8(upper, upper), spread(planes + i / 8));
+        _mm_store_si128(reinterpret_cast<__m128i*>(exponents.at + i),
+                        _mm_add_epi8(_mm_set1_epi8(static_cast<char>(base)), all));
+    }
+}
+
+#else
+
 // By a byte of a plane: its bits, one a byte.
 struct Spread {
     std::uint64_t bits[256];
@@ -276,9 +362,7 @@ struct Spread {
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__);
 constexpr Spread kSpread;
 
-void decode_block(std::uint8_t base, const char* planes, const std::uint64_t (&escaped)[kMasks], const char* rest,
-                  const char* escapes, char* out) {
-    Bytes exponents;
+void subtract_codes(std::uint8_t base, const char* planes, Bytes& exponents) {
     const auto spread = [&](int i) { return kSpread.bits[static_cast<std::uint8_t>(planes[i])]; };
     for (int i = 0; i < kBlock / 8; ++i) {
         const std::uint64_t codes = spread(i) | spread(64 + i) << 1 | spread(128 + i) << 2;
@@ -287,6 +371,14 @@ void decode_block(std::uint8_t base, const char* planes, const std::uint64_t (&e
     for (std::uint8_t& exponent : exponents.at) {
         exponent = static_cast<std::uint8_t>(base - exponent);
     }
+}
+
+#endif
+
+void decode_block(std::uint8_t base, const char* planes, const std::uint64_t (&escaped)[kMasks], const char* rest,
+                  const char* escapes, char* out) {
+    Bytes exponents;
+    subtract_codes(base, planes, exponents);
     for (int i = 0; i < kMasks; ++i) {
         for (std::uint64_t left = escaped[i]; left != 0; left &= left - 1) {
             exponents.at[64 * i + __builtin_ctzll(left)] = static_cast<std::uint8_t>(*escapes++);
