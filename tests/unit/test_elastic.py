@@ -12,7 +12,7 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
-from thinwire.train.environment import Started
+from thinwire.train.environment import Hardware, Started
 from thinwire.train.launching.elastic import Continued, continued, global_batch
 
 
@@ -28,7 +28,7 @@ def torchrun(world: int, local: int) -> Started:
 
 
 def fit(wanted: Recipe, run: RunDirectory, ranks: Started) -> Continued:
-    return continued(PlanTemplate.read(wanted), run, ranks, num_gpus=0)
+    return continued(PlanTemplate.read(wanted), run, ranks, Hardware(0, "float32"))
 
 
 def turns(directory: Path, wanted: Recipe, *worlds: tuple[int, int]) -> list[Continued]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from thinwire.spec.profile import Profile
     from thinwire.spec.recipe import Recipe
     from thinwire.train.directory import RunDirectory
-    from thinwire.train.environment import Started
+    from thinwire.train.environment import Hardware, Started
     from thinwire.train.launching.resolved import ResolvedRun
     from thinwire.train.observing.progress import Stream
 
@@ -117,11 +117,12 @@ def train(options: TrainOptions) -> None:
         from thinwire.train.environment import started
         from thinwire.train.launching.resolved import resolve_run
 
-        recipe = _recipe(options)
         ranks = started()
+        recipe = _recipe(options)
         directory = _directory(options, ranks)
         stream: Stream = "stderr" if options.as_json else "stdout"
-        run = resolve_run(recipe, directory, ranks, resume=options.resume, stream=stream)
+        found = _hardware(recipe, ranks)
+        run = resolve_run(recipe, directory, ranks, found, resume=options.resume, stream=stream)
         console = Console(stderr=options.as_json, quiet=ranks is not None and ranks.rank > 0, highlight=False)
         run, measured = _choose_plan(options, run, ranks, console)
         for note in (*(() if run.resume else _origin(run.recipe)), *run.notes, *run.replaced):
@@ -148,6 +149,14 @@ def _recipe(options: TrainOptions) -> Recipe:
     plan = None if options.plan == "auto" else options.plan
     model = None if options.model is None else str(options.model)
     return Recipe.read(options.recipe, overrides, plan=plan, model=model)
+
+
+def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
+    """The hardware of this host. A process that is not a rank itself asks the server of ranks, which has torch."""
+    from thinwire.train.environment import hardware
+    from thinwire.train.launching.server import found_hardware
+
+    return (found_hardware if ranks is None else hardware)(recipe.cluster.device)
 
 
 def _choose_plan(

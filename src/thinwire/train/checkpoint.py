@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from thinwire.checkpoint.store import recover, verify
 from thinwire.errors import CheckpointError
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
@@ -72,6 +71,8 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
         CheckpointError: The newest checkpoint is damaged; the message names the file and the newest undamaged
         checkpoint.
     """
+    from thinwire.checkpoint.store import recover, verify  # brings torch, which a list of names does without
+
     recover(directory)
     known = checkpoints(directory)
     if not known:
@@ -91,6 +92,8 @@ def newest(directory: Path, *, checksums: bool = True) -> Checkpoint | None:
 
 
 def _is_valid(checkpoint: Checkpoint) -> bool:
+    from thinwire.checkpoint.store import verify
+
     try:
         verify(checkpoint.path)
     except CheckpointError:

@@ -1,4 +1,8 @@
-"""The environment of this process: its launcher (torchrun, SLURM or none), its devices and its cores."""
+"""The environment of this process: its launcher (torchrun, SLURM or none), its devices and its cores.
+
+The process that only starts ranks and waits for them imports this module too. Functions that need torch import it
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,16 @@ import os
 import re
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Final, Literal
-
-import torch
+from typing import TYPE_CHECKING, Final, Literal
 
 from thinwire.errors import SpecError, UsageError
 from thinwire.spec.factor import Factor
 from thinwire.spec.plan import Dtype, Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
+
+if TYPE_CHECKING:
+    import torch
 
 DeviceKind = Literal["cpu", "cuda"]
 Demand = Literal["auto", "cpu", "cuda"]
@@ -41,6 +46,19 @@ class Started:
     world: int
     local_rank: int
     local_world: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What a run finds on this host.
+
+    Attributes:
+        num_gpus: Usable GPUs; 0 if the run computes on CPUs.
+        fast_dtype: What ``compute_dtype = "auto"`` is here.
+    """
+
+    num_gpus: int
+    fast_dtype: Dtype
 
 
 def started(environment: MutableMapping[str, str] = os.environ) -> Started | None:
@@ -122,6 +140,8 @@ def device_kind(demand: Demand) -> DeviceKind:
     """
     if demand == "cpu":
         return "cpu"
+    import torch
+
     if torch.cuda.is_available():
         return "cuda"
     if demand == "cuda":
@@ -141,6 +161,8 @@ def rank_device(demand: Demand, local_rank: int) -> torch.device:
     Raises:
         UsageError: The user chose CUDA, and torch finds no CUDA device.
     """
+    import torch
+
     if device_kind(demand) == "cpu":
         return torch.device("cpu")
     return torch.device("cuda", local_rank % torch.cuda.device_count())
@@ -278,13 +300,23 @@ def resolve_plan(recipe: Recipe, ranks: Started | None) -> Plan:
     Raises:
         SpecError: The plan does not fit the ranks.
     """
-    template, num_gpus = PlanTemplate.read(recipe), usable_gpus(recipe)
-    return template.resolve(resolve_mesh(template, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
+    template, found = PlanTemplate.read(recipe), hardware(recipe.cluster.device)
+    return template.resolve(resolve_mesh(template, ranks, found.num_gpus), auto_dtype=found.fast_dtype)
 
 
-def usable_gpus(recipe: Recipe) -> int:
-    """The number of GPUs of this host that a run of this recipe may use."""
-    return torch.cuda.device_count() if device_kind(recipe.cluster.device) == "cuda" else 0
+def hardware(demand: Demand) -> Hardware:
+    """Ask torch what it finds on this host.
+
+    Args:
+        demand: The user's choice of a device.
+
+    Raises:
+        UsageError: The user chose CUDA, and torch finds no CUDA device.
+    """
+    import torch
+
+    num_gpus = torch.cuda.device_count() if device_kind(demand) == "cuda" else 0
+    return Hardware(num_gpus, fast_dtype(num_gpus))
 
 
 def fast_dtype(num_gpus: int) -> Dtype:
@@ -296,6 +328,8 @@ def fast_dtype(num_gpus: int) -> Dtype:
     Returns:
         bfloat16 if the hardware multiplies it natively, else float32.
     """
+    import torch
+
     if num_gpus:
         return "bfloat16" if torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
     capabilities: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()

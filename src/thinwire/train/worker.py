@@ -1,4 +1,4 @@
-"""The process of one rank: ``python -m thinwire.train.worker`` under thinwire's launcher, :func:`train` under others.
+"""The process of one rank: :func:`be_rank` under thinwire's launcher, :func:`train` under others.
 
 If a rank fails, it writes one sentence to a file for the launcher, and its traceback to the run's ``logs``. It prints
 nothing, because the terminal shows rank 0's progress.
@@ -6,15 +6,16 @@ nothing, because the terminal shows rank 0's progress.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import ctypes
 import dataclasses
 import datetime
 import json
+import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -27,7 +28,6 @@ import torch
 from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import prepare
-from thinwire.train.directory import RunDirectory
 from thinwire.train.environment import prepare_cuda, rank_device, threads_per_rank
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.launching.stop import StopRequest
@@ -118,42 +118,44 @@ def _record(error: Exception, log: Path) -> None:
         file.write(words)
 
 
-def _end_with(launcher: int) -> None:
-    """Let the kernel end this process when its launcher is killed. Nothing else would end it, and the launcher's lock
-    on the run's directory would be gone."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-        if os.getppid() != launcher:  # it was killed before
-            sys.exit(1)
+def be_rank(run: ResolvedRun, *, resume: bool) -> int:
+    """Be one rank of a run that our launcher has opened, in a process of its own.
 
-
-def main() -> int:
-    """Run one rank of a run that our launcher has opened.
+    Args:
+        run: The run.
+        resume: Whether to continue from the newest checkpoint.
 
     Returns:
         Exit status.
     """
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--launcher", type=int, required=True, help="its process")
-    parser.add_argument("--node-ranks", type=int, required=True)
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--stream", choices=("stdout", "stderr", "none"), default="stdout")
-    arguments = parser.parse_args()
-    _end_with(arguments.launcher)
-    directory = RunDirectory(arguments.directory)
+    _end_with_launcher()
+    _name_process(f"rank {os.environ['RANK']}")
     _reserve()
     warnings.simplefilter("ignore")  # torch's own, once per rank; errors are ours to report
     try:
-        with recorded_failure(directory.logs):
-            run = ResolvedRun.read(
-                directory, node_ranks=arguments.node_ranks, resume=arguments.resume, stream=arguments.stream
-            )
-            train(run, launched=True)
+        with recorded_failure(run.directory.logs):
+            train(dataclasses.replace(run, resume=resume), launched=True)
     except Exception:
         return 1
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _end_with_launcher() -> None:
+    """Kill this process when its launcher is gone: the launcher's lock on the run's directory is then gone too. The
+    kernel does it if the server that forked this process is gone, of which the launcher has no other way to learn."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True, name="watch launcher").start()
+
+
+def _name_process(name: str) -> None:
+    """Show a name in ``ps`` and ``top``."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(name)

@@ -16,7 +16,7 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
-from thinwire.train.environment import Started, fast_dtype, resolve_mesh
+from thinwire.train.environment import Hardware, Started, resolve_mesh
 
 __all__ = ["Continued", "continued", "global_batch"]
 
@@ -36,7 +36,7 @@ class Continued:
     notes: tuple[str, ...]
 
 
-def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | None, num_gpus: int) -> Continued:
+def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | None, found: Hardware) -> Continued:
     """Fit a recipe, and the run that it may have begun already, to the ranks there are.
 
     Every rank calls it and gets the same result, whether or not rank 0 has opened the directory in the meantime.
@@ -46,7 +46,7 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
             that it would like to have.
         directory: Where the run keeps its files; it need not exist.
         ranks: The ranks that a launcher has started; ``None`` if this process starts them.
-        num_gpus: Number of usable GPUs of this host.
+        found: The hardware of this host.
 
     Returns:
         Recipe and plan for these ranks.
@@ -57,7 +57,7 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
     cluster = template.recipe.cluster
     if ranks is not None and cluster.nproc is not None and (cluster.nodes or 1) * cluster.nproc != ranks.world:
         template = template.with_recipe(cluster={"nodes": None, "nproc": None})
-    mesh = resolve_mesh(template, ranks, num_gpus)
+    mesh = resolve_mesh(template, ranks, found.num_gpus)
     template = template.fitted(mesh)
     before = Plan.load(directory.plan) if directory.plan.is_file() else None
     batch = template.recipe.train.global_batch or _batch_before(directory, before)
@@ -65,7 +65,7 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
         batch = global_batch(template.resolve(mesh))
     template = template.with_recipe(train={"global_batch": batch, "micro_batches": None})
     shareable = template.with_recipe(train={"global_batch": _nearest(batch, template, mesh)})
-    plan = shareable.resolve(mesh, auto_dtype=fast_dtype(num_gpus))
+    plan = shareable.resolve(mesh, auto_dtype=found.fast_dtype)
     return Continued(template, plan, tuple(_notes(plan, before, batch)))
 
 

@@ -1,7 +1,6 @@
 """A run with all decisions made, as the command passes it to the ranks.
 
-Only :func:`resolve_run` reads the plan file and inspects the machine. The ranks read the files that the command has
-written into the run's directory, each file once, with :meth:`ResolvedRun.read`.
+Only :func:`resolve_run` reads the plan file. Ranks get what it returns, and read neither recipe nor plan again.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import Recipe
 from thinwire.spec.template import PlanTemplate
 from thinwire.train.directory import RunDirectory
-from thinwire.train.environment import Started, fast_dtype, resolve_mesh, resolve_ranks, usable_gpus
+from thinwire.train.environment import Hardware, Started, resolve_mesh, resolve_ranks
 from thinwire.train.launching.elastic import continued
 from thinwire.train.observing.progress import Stream
 
@@ -45,29 +44,13 @@ class ResolvedRun:
     notes: tuple[str, ...] = ()
     replaced: tuple[str, ...] = ()
 
-    @classmethod
-    def read(cls, directory: RunDirectory, *, node_ranks: int, resume: bool, stream: Stream) -> Self:
-        """Read the run that a command has written into its directory.
-
-        Args:
-            directory: Where the run keeps its files.
-            node_ranks: Number of ranks of a node.
-            resume: Whether to continue from the newest valid checkpoint.
-            stream: Where rank 0 shows progress.
-
-        Raises:
-            SpecError: The recipe or the plan cannot be read.
-        """
-        recipe, plan = Recipe.load(directory.recipe), Plan.load(directory.plan)
-        return cls(recipe, plan, directory, node_ranks, resume, stream)
-
     def with_plan(self, plan: Plan) -> Self:
         """The same run under a plan for the same mesh, which the recipe then holds in full."""
         return dataclasses.replace(self, recipe=self.recipe.with_(plan=plan.to_dict()), plan=plan, replaced=())
 
 
 def resolve_run(
-    recipe: Recipe, directory: RunDirectory, ranks: Started | None, *, resume: bool, stream: Stream
+    recipe: Recipe, directory: RunDirectory, ranks: Started | None, found: Hardware, *, resume: bool, stream: Stream
 ) -> ResolvedRun:
     """Make all decisions that depend on the plan file, the machine and the past of an elastic run.
 
@@ -75,6 +58,7 @@ def resolve_run(
         recipe: What to train, with the changes of the command line.
         directory: Where the run keeps its files; it need not exist.
         ranks: The ranks that a launcher has started; ``None`` if this process starts them.
+        found: The hardware of this host.
         resume: Whether to continue from the newest valid checkpoint. An elastic run also does so unasked.
         stream: Where rank 0 shows progress.
 
@@ -85,19 +69,18 @@ def resolve_run(
         SpecError: The plan file cannot be read, or the plan does not fit the ranks.
     """
     template = PlanTemplate.read(recipe)
-    num_gpus = usable_gpus(recipe)
     notes: tuple[str, ...] = ()
     if recipe.cluster.elastic:
         resume = resume or directory.recipe.is_file()
-        fitted = continued(template, directory, ranks, num_gpus)
+        fitted = continued(template, directory, ranks, found)
         template, plan, notes = fitted.template, fitted.plan, fitted.notes
     else:
-        plan = template.resolve(resolve_mesh(template, ranks, num_gpus), auto_dtype=fast_dtype(num_gpus))
+        plan = template.resolve(resolve_mesh(template, ranks, found.num_gpus), auto_dtype=found.fast_dtype)
     return ResolvedRun(
         recipe=template.recipe,
         plan=plan,
         directory=directory,
-        node_ranks=resolve_ranks(template, ranks, num_gpus).local,
+        node_ranks=resolve_ranks(template, ranks, found.num_gpus).local,
         resume=resume,
         stream=stream,
         notes=notes,

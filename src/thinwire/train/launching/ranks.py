@@ -1,0 +1,208 @@
+"""The ranks of a run on this machine as processes: how they start, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.errors import Room
+from thinwire.train.environment import num_cores
+from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.launching.server import leave_session, start
+
+__all__ = ["Ended", "Failure", "cause", "run_ranks"]
+
+_CURABLE: Final = ("CollectiveError",)
+"""Expected errors that a restart may cure: other ranks raise them when a rank is lost."""
+
+_LOOPBACK: Final = "lo"
+
+_LAST_WORDS: Final = 2.0
+"""Seconds in which a rank whose connections have broken may be followed by the one that broke them."""
+
+_SHUTDOWN: Final = 10.0
+"""Seconds that ranks have to exit before they are killed."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a rank ended.
+
+    Attributes:
+        rank: Number of the rank.
+        sentence: The message of its error, or the way in which it died.
+        signal: Number of the signal that killed it; ``None`` if it exited.
+        error: Name of the exception's class; ``None`` if the rank left no message.
+        expected: Whether the error is one that thinwire raises on purpose.
+        room: Memory of the rank, if it ran out of memory.
+    """
+
+    rank: int
+    sentence: str
+    signal: int | None = None
+    error: str | None = None
+    expected: bool = False
+    room: Room | None = None
+
+    @property
+    def curable(self) -> bool:
+        """Whether starting again may help."""
+        return not self.expected or self.error in _CURABLE
+
+    @property
+    def weight(self) -> int:
+        """Sort key by distance from the cause: a rank's own error or its death comes before a broken connection."""
+        if self.error in _CURABLE:
+            return 2
+        # The launcher ends the survivors itself.
+        return 3 if self.signal == signal.SIGTERM else 0 if self.expected else 1
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a rank that failed ended.
+
+    Attributes:
+        exitcode: Its exit status, or the negative number of the signal that killed it.
+        about: What it said about its error; empty if it said nothing.
+    """
+
+    exitcode: int
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+def run_ranks(run: ResolvedRun, *, resume: bool) -> Failure | None:
+    """Start all ranks and wait until they have ended.
+
+    Args:
+        run: The run, whose directory has been opened.
+        resume: Whether to continue from the newest checkpoint.
+
+    Returns:
+        The failure that explains the others; ``None`` if every rank has succeeded.
+    """
+    num_ranks = run.plan.ranks
+    words = Path(tempfile.mkdtemp(prefix="thinwire-"))
+    common = dict(os.environ) | _variables(num_ranks)
+    processes: list[BaseProcess] = []
+    try:
+        for rank in range(num_ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(words / str(rank))}
+            # Rank 0 owns the terminal; the output of the others goes to files.
+            log = run.directory.logs / f"rank-{rank}.log" if rank else None
+            processes.append(start(f"rank {rank}", _rank, common | own, log, run, resume))
+        while not (failures := _failures(processes, words)) and (left := _running(processes)):
+            wait([process.sentinel for process in left])
+        deadline = time.monotonic() + _LAST_WORDS
+        while failures and cause(failures).error in _CURABLE and (left := _running(processes)):
+            if not wait([process.sentinel for process in left], deadline - time.monotonic()):
+                break
+            failures = _failures(processes, words)
+        return cause(failures) if failures else None
+    finally:
+        _end(processes)
+        shutil.rmtree(words, ignore_errors=True)
+
+
+def cause(failures: Mapping[int, Ended]) -> Failure:
+    """The failure that explains the others.
+
+    Args:
+        failures: How ranks ended, by their numbers.
+    """
+    all_failures = [_failure(rank, failures[rank]) for rank in sorted(failures)]
+    return min(all_failures, key=lambda failure: failure.weight)
+
+
+def _rank(environment: Mapping[str, str], log: Path | None, run: ResolvedRun, resume: bool) -> None:
+    """Be a rank, in a process that the server has forked."""
+    leave_session()
+    os.environ.clear()
+    os.environ.update(environment)
+    if log is not None:
+        with log.open("ab") as file:
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(file.fileno(), stream.fileno())
+    from thinwire.train.worker import be_rank  # imported long ago, by the server
+
+    raise SystemExit(be_rank(run, resume=resume))
+
+
+def _variables(num_ranks: int) -> dict[str, str]:
+    """Environment variables that all ranks share; the user's own come first, except where ranks meet."""
+    wanted = {
+        "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if _LOOPBACK in (name for _, name in socket.if_nameindex()):
+        wanted["GLOO_SOCKET_IFNAME"] = _LOOPBACK  # all ranks are on this host
+    meeting = {
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(_free_port()),
+    }
+    return {name: value for name, value in wanted.items() if name not in os.environ} | meeting
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _running(processes: list[BaseProcess]) -> list[BaseProcess]:
+    return [process for process in processes if process.exitcode is None]
+
+
+def _failures(processes: list[BaseProcess], words: Path) -> dict[int, Ended]:
+    codes = {rank: process.exitcode for rank, process in enumerate(processes)}
+    return {rank: Ended(code, _said(words / str(rank))) for rank, code in codes.items() if code}
+
+
+def _said(file: Path) -> Mapping[str, Any]:
+    """What a rank has written about its error."""
+    with contextlib.suppress(OSError, ValueError):
+        message = json.loads(file.read_text()).get("message")
+        if isinstance(message, dict):
+            return message
+    return {}
+
+
+def _failure(rank: int, ended: Ended) -> Failure:
+    if ended.about:
+        about = ended.about["extraInfo"]
+        room = Room(**about["room"]) if about.get("room") else None
+        sentence = ended.about["message"]
+        return Failure(rank, sentence, error=about.get("error"), expected=bool(about.get("expected")), room=room)
+    if ended.exitcode < 0:
+        number = -ended.exitcode
+        return Failure(rank, f"was killed by {signal.Signals(number).name}", signal=number)
+    return Failure(rank, f"exited with status {ended.exitcode} and said nothing")
+
+
+def _end(processes: list[BaseProcess]) -> None:
+    """End the ranks that still run: ask first, and kill those that do not obey."""
+    for process in _running(processes):
+        process.terminate()
+    deadline = time.monotonic() + _SHUTDOWN
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+    for process in _running(processes):
+        process.kill()
+    for process in processes:
+        process.join()
+        process.close()

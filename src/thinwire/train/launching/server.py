@@ -1,0 +1,98 @@
+"""The process that ranks are forked from.
+
+The launcher only waits, so it never imports torch. Ranks would each import it anew, for two seconds of processor time,
+and those that share cores one after the other. The server of :mod:`multiprocessing` imports everything once, while the
+launcher reads the recipe. A rank is a fork of it, and begins to work at once. The server itself never computes and
+never asks a GPU, because neither threads nor CUDA survive a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from typing import Any, Final
+
+from thinwire.train.environment import Demand, Hardware, hardware
+
+__all__ = ["begin_imports", "found_hardware", "leave_session", "start"]
+
+_SERVED: Final = multiprocessing.get_context("forkserver")
+
+_FOR_LAUNCHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals that a terminal or a batch system sends to the whole group of processes; the launcher answers for all."""
+
+_BEFORE_IMPORTS: Final = {
+    # More threads would start with the libraries, and be lost in a fork. A rank chooses its own number.
+    "OMP_NUM_THREADS": "1",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Environment variables that libraries read when they are loaded."""
+
+
+def begin_imports() -> None:
+    """Start the server, unless it runs. It imports in the background."""
+    _SERVED.set_forkserver_preload(["thinwire.train.launching.imported"])
+    missing = {name: value for name, value in _BEFORE_IMPORTS.items() if name not in os.environ}
+    os.environ.update(missing)
+    try:
+        with _withheld():
+            forkserver.ensure_running()
+    finally:
+        for name in missing:
+            del os.environ[name]
+
+
+def found_hardware(demand: Demand) -> Hardware:
+    """The hardware of this host, looked at in a process of its own.
+
+    Args:
+        demand: The user's choice of a device.
+
+    Raises:
+        UsageError: The user chose CUDA, and torch finds no CUDA device.
+    """
+    begin_imports()
+    with ProcessPoolExecutor(1, mp_context=_SERVED) as pool, _withheld():
+        return pool.submit(hardware, demand).result()
+
+
+def start(name: str, target: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """Fork a process that calls a function.
+
+    Args:
+        name: Name of the process.
+        target: The function; it calls :func:`leave_session` first.
+        *arguments: Its arguments, which are pickled.
+    """
+    begin_imports()
+    process = _SERVED.Process(target=target, args=arguments, name=name)
+    with _withheld():
+        process.start()
+    return process
+
+
+def leave_session() -> None:
+    """Take the calling process out of the launcher's session, and give signals their usual effect. Those that have
+    arrived since its start were meant for the launcher."""
+    for number in _FOR_LAUNCHER:
+        signal.signal(number, signal.SIG_IGN)
+    os.setsid()
+    for number in _FOR_LAUNCHER:
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _FOR_LAUNCHER)
+
+
+@contextlib.contextmanager
+def _withheld() -> Iterator[None]:
+    """Withhold signals from processes that are started meanwhile, and from this one until then."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _FOR_LAUNCHER)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
