@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -104,13 +105,17 @@ class Runs:
 
 
 def rank_process(launcher: int, rank: int) -> int:
-    """The process of a rank that a launcher has started."""
+    """The process of a rank that a launcher has had forked by its server."""
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            is_child = f"PPid:\t{launcher}\n" in (entry / "status").read_text()
-            if is_child and f"\0RANK={rank}\0".encode() in (entry / "environ").read_bytes():
+            if (entry / "comm").read_text() == f"rank {rank}\n" and parent(parent(int(entry.name))) == launcher:
                 return int(entry.name)
     raise AssertionError(f"rank {rank} of {launcher} is not running")
+
+
+def parent(process: int) -> int:
+    (line,) = re.findall(r"^PPid:\t(\d+)$", Path(f"/proc/{process}/status").read_text(), re.MULTILINE)
+    return int(line)
 
 
 @pytest.fixture(scope="module")
