@@ -26,15 +26,17 @@ differ from rank to rank, and a single rank may own a whole tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from thinwire.errors import UsageError
 from thinwire.sharding.shares.operations import perform
 from thinwire.sharding.shares.spec import Live, NeedsWhole, ShareSpec
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = ["ShareTensor"]
 
@@ -161,9 +163,12 @@ class ShareTensor(torch.Tensor):
             "thinwire.full_state_dict(model) on every rank"
         )
 
-    # -- torch.distributed.checkpoint --------------------------------------------------------------------------
+    # -- torch.distributed.checkpoint, whose callers have paid for its import ----------------------------------
 
     def __create_write_items__(self, fqn: str, _object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         properties = TensorProperties.create_from_tensor(self.piece)
         return [
             WriteItem(
@@ -179,6 +184,8 @@ class ShareTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.spec.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:

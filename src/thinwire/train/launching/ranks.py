@@ -145,7 +145,6 @@ def _variables(num_ranks: int) -> dict[str, str]:
     """Environment variables that all ranks share; the user's own come first, except where ranks meet."""
     wanted = {
         "OMP_NUM_THREADS": str(max(1, num_cores() // num_ranks)),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
         "TOKENIZERS_PARALLELISM": "false",
     }
     if _LOOPBACK in (name for _, name in socket.if_nameindex()):

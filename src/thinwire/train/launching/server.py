@@ -12,9 +12,9 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Final
 
@@ -28,9 +28,9 @@ _FOR_LAUNCHER: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIG
 """Signals that a terminal or a batch system sends to the whole group of processes; the launcher answers for all."""
 
 _BEFORE_IMPORTS: Final = {
-    # More threads would start with the libraries, and be lost in a fork. A rank chooses its own number.
+    # More threads would start with the libraries, and be lost in a fork. A rank sets its own number.
     "OMP_NUM_THREADS": "1",
-    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR"),
 }
 """Environment variables that libraries read when they are loaded."""
 
@@ -38,14 +38,9 @@ _BEFORE_IMPORTS: Final = {
 def begin_imports() -> None:
     """Start the server, unless it runs. It imports in the background."""
     _SERVED.set_forkserver_preload(["thinwire.train.launching.imported"])
-    missing = {name: value for name, value in _BEFORE_IMPORTS.items() if name not in os.environ}
-    os.environ.update(missing)
-    try:
-        with _withheld():
-            forkserver.ensure_running()
-    finally:
-        for name in missing:
-            del os.environ[name]
+    resource_tracker.ensure_running()  # or the server's start would, and end with signals let through
+    with _withheld(), _environment(_BEFORE_IMPORTS):
+        forkserver.ensure_running()
 
 
 def found_hardware(demand: Demand) -> Hardware:
@@ -58,7 +53,7 @@ def found_hardware(demand: Demand) -> Hardware:
         UsageError: The user chose CUDA, and torch finds no CUDA device.
     """
     begin_imports()
-    with ProcessPoolExecutor(1, mp_context=_SERVED) as pool, _withheld():
+    with ProcessPoolExecutor(1, mp_context=_SERVED) as pool:
         return pool.submit(hardware, demand).result()
 
 
@@ -96,3 +91,18 @@ def _withheld() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables for processes that are started meanwhile."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
