@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
 
 from thinwire.errors import UsageError
 from thinwire.sharding.memory.allocator import give_back_freed_memory
@@ -72,9 +73,23 @@ def parameters_on_meta() -> Iterator[None]:
     hook: Any = on_meta  # torch declares that hooks return nothing, and documents that they may return a parameter
     handle = register_module_parameter_registration_hook(hook)
     try:
-        yield
+        with _WithoutDraws():
+            yield
     finally:
         handle.remove()
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Draws nothing for tensors on the meta device. torch would go through its decompositions for each of them, and
+    import its compiler for the first."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.normal_ or func is nn.init.normal_:
+            tensor: torch.Tensor = args[0] if args else kwargs["tensor"]
+            if tensor.is_meta:
+                return tensor
+        return func(*args, **kwargs)
 
 
 def is_on_meta(model: nn.Module) -> bool:
