@@ -15,6 +15,7 @@ __all__ = ["bench"]
 
 _COMMANDS: Final = {
     "step": Command("thinwire_bench.cli.step:step"),
+    "start": Command("thinwire_bench.cli.start:start"),
     "overlap": Command("thinwire_bench.cli.overlap:overlap"),
     "codecs": Command("thinwire_bench.cli.codecs:codecs"),
     "convergence": Command("thinwire_bench.cli.convergence:convergence"),
