@@ -1,4 +1,4 @@
-"""What a run does when it starts: the command reads recipe and plan once, and only ranks and their server have torch."""
+"""What a run does when it starts: the command reads recipe and plan once; only ranks and their server have torch."""
 
 from __future__ import annotations
 

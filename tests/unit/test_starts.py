@@ -84,7 +84,7 @@ def test_a_system_that_ends_before_its_first_step_is_named(monkeypatch: pytest.M
     monkeypatch.setattr(
         "thinwire_bench.study.starts._command", lambda *_: [sys.executable, "-c", "raise OSError('no')"]
     )
-    with pytest.raises(BenchError, match="ddp on 2 ranks has not made its first step: (.|\n)*OSError: no"):
+    with pytest.raises(BenchError, match=r"ddp on 2 ranks has not made its first step: (.|\n)*OSError: no"):
         time_starts(["ddp"], [2], 1, print, timeout=60.0)
 
 
