@@ -111,7 +111,7 @@ def test_a_rank_reads_the_model_once(opened: Counter[tuple[str, str]], rank: str
 
 def test_the_command_that_waits_for_its_ranks_has_not_imported_torch(directory: Path) -> None:
     modules = set((directory / "modules").read_text().splitlines())
-    assert "thinwire.train.launching.launch" in modules
+    assert "thinwire.train.processes.launch" in modules
     assert not modules & {"torch", "transformers", "triton"}
 
 
@@ -122,7 +122,7 @@ import torch
 asked = []
 for module, name in ((torch.cuda, "is_available"), (torch.cuda, "device_count"), (torch.cuda, "init")):
     setattr(module, name, lambda *_, name=name: asked.append(name) or 0)
-import thinwire.train.launching.imported
+import thinwire.train.processes.imported
 threads = len(os.listdir("/proc/self/task"))
 print(asked, threads)
 """

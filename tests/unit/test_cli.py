@@ -19,8 +19,8 @@ from thinwire.cli.summary import summary_table
 from thinwire.cli.train import default_directory
 from thinwire.spec.plan import Plan
 from thinwire.train.directory import RunDirectory
-from thinwire.train.launching.launch import LostRankError, _next_attempt
-from thinwire.train.launching.ranks import Ended, cause
+from thinwire.train.processes.launch import LostRankError, _next_attempt
+from thinwire.train.processes.ranks import Ended, cause
 
 RECIPE = """
 [model]

@@ -154,7 +154,7 @@ def _recipe(options: TrainOptions) -> Recipe:
 def _hardware(recipe: Recipe, ranks: Started | None) -> Hardware:
     """The hardware of this host. A process that is not a rank itself asks the server of ranks, which has torch."""
     from thinwire.train.environment import hardware
-    from thinwire.train.launching.server import found_hardware
+    from thinwire.train.processes.server import found_hardware
 
     return (found_hardware if ranks is None else hardware)(recipe.cluster.device)
 
@@ -234,8 +234,8 @@ def _launch(run: ResolvedRun, profile: Profile | None, console: Console) -> None
     """Start this machine's ranks and wait for them."""
     from thinwire.program import idle_codecs
     from thinwire.train.data.packing import prepare
-    from thinwire.train.launching.launch import launch
     from thinwire.train.launching.versions import versions
+    from thinwire.train.processes.launch import launch
 
     def report(line: str) -> None:
         console.print(line, markup=False, soft_wrap=True)

@@ -1,1 +1,1 @@
-"""Starts, stops and restarts the ranks of a run, and checks that they agree."""
+"""What a run is when it starts: its decisions, requests to stop, and what the ranks agree on."""

@@ -37,7 +37,7 @@ _BEFORE_IMPORTS: Final = {
 
 def begin_imports() -> None:
     """Start the server, unless it runs. It imports in the background."""
-    _SERVED.set_forkserver_preload(["thinwire.train.launching.imported"])
+    _SERVED.set_forkserver_preload(["thinwire.train.processes.imported"])
     resource_tracker.ensure_running()  # or the server's start would, and end with signals let through
     with _withheld(), _environment(_BEFORE_IMPORTS):
         forkserver.ensure_running()

@@ -1,7 +1,7 @@
 """Runs a training until it is complete: all ranks start again from the last checkpoint if one of them is lost.
 
 A lost rank is one that was killed, or that has lost its connections. A failure that a restart cannot cure, such as a
-wrong learning rate, is reported at once. This process never imports torch; :mod:`thinwire.train.launching.server` does.
+wrong learning rate, is reported at once. This process never imports torch; :mod:`thinwire.train.processes.server` does.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import FrameType
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.directory import RunDirectory
-from thinwire.train.launching.ranks import Failure, run_ranks
 from thinwire.train.launching.resolved import ResolvedRun
+from thinwire.train.processes.ranks import Failure, run_ranks
 
 Report = Callable[[str], None]
 

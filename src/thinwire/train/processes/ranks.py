@@ -21,7 +21,7 @@ from typing import Any, Final
 from thinwire.errors import Room
 from thinwire.train.environment import num_cores
 from thinwire.train.launching.resolved import ResolvedRun
-from thinwire.train.launching.server import leave_session, start
+from thinwire.train.processes.server import leave_session, start
 
 __all__ = ["Ended", "Failure", "cause", "run_ranks"]
 
