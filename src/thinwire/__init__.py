@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from thinwire.intercept.adapters import compress_ddp, compress_fsdp
     from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
     from thinwire.sharding.api import (
+        async_save,
         clip_grad_norm_,
         exposed,
         full_parameters,
@@ -66,6 +67,7 @@ __all__ = [
     "Plan",
     "Wire",
     "__version__",
+    "async_save",
     "axis_backend",
     "axis_traffic",
     "clip_grad_norm_",
@@ -115,6 +117,7 @@ _HOMES = {
     "thinwire.spec.policy": ("HybridPolicy",),
     "thinwire.spec": ("ClusterSpec", "CodecSpec", "Factor", "ModelSpec", "Overlap", "Plan", "Wire"),
     "thinwire.sharding.api": (
+        "async_save",
         "clip_grad_norm_",
         "exposed",
         "full_parameters",

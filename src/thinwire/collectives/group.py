@@ -47,6 +47,7 @@ __all__ = [
     "before_shutdown",
     "connect",
     "control",
+    "control_beside",
     "explained_transport",
     "init",
     "is_initialized",
@@ -142,9 +143,10 @@ def shutdown() -> None:
     # A group that is still referenced keeps its threads and sockets, and models live on in reference cycles.
     for subgroup in _subgroups:
         subgroup.leave()
-    for members in _controls.values():
+    for members in [*_controls.values(), *_beside.values()]:
         members.process_group = None
     _controls.clear()
+    _beside.clear()
     if not in_error:
         for links in _links.values():
             links.close()
@@ -181,6 +183,9 @@ class Control:
 
     Args:
         ranks: Global ranks in ascending order, including this one. Only they take part in making the group.
+        purpose: Part of the group's name: groups of one purpose do not meet those of another.
+        watched: Whether the roll call watches the exchanges. A thread that may wait for a slow disk of another rank
+            has none.
 
     Attributes:
         ranks: The global ranks.
@@ -189,14 +194,15 @@ class Control:
         process_group: torch's group; ``None`` for a single rank, and once the job has been left.
     """
 
-    def __init__(self, ranks: Sequence[int]) -> None:
+    def __init__(self, ranks: Sequence[int], purpose: str = "control", *, watched: bool = True) -> None:
         self.ranks = tuple(ranks)
         self.rank = self.ranks.index(dist.get_rank())
         self.size = len(self.ranks)
         self.process_group: dist.ProcessGroup | None = None
-        self._place = MeetingPlace(_rollcall, self.ranks, "control")
+        self._purpose = purpose
+        self._place = MeetingPlace(_rollcall, self.ranks, purpose) if watched else None
         if self.size > 1:
-            name = f"thinwire/{_num_jobs}/control"
+            name = f"thinwire/{_num_jobs}/{purpose}"
             self.process_group = named_group(name, self.ranks, _timeout, "gloo")
 
     def all_gather_object(self, obj: Any) -> list[Any]:
@@ -222,8 +228,9 @@ class Control:
     def _doing(self, what: str) -> contextlib.ExitStack:
         """Context of an exchange of the group: the roll call watches it, and its errors are explained."""
         stack = contextlib.ExitStack()
-        stack.enter_context(self._place.doing(what))
-        stack.enter_context(_explained(what, Lane.CONTROL, self.ranks))
+        if self._place is not None:
+            stack.enter_context(self._place.doing(what))
+        stack.enter_context(_explained(what, self._purpose, self.ranks))
         return stack
 
     def barrier(self) -> None:
@@ -282,6 +289,24 @@ def control(ranks: Sequence[int] | None = None) -> Control:
             _timeout = _timeout_of_job()
         _controls[members] = Control(members)
     return _controls[members]
+
+
+_beside: dict[str, Control] = {}
+
+
+def control_beside(purpose: str) -> Control:
+    """A control group of all ranks for a thread that works beside the computing thread, so that the exchanges of the
+    two never meet. All ranks make it together on first use, on the computing thread.
+
+    The roll call does not watch it, and ranks that wait for each other elsewhere do not abort it.
+
+    Args:
+        purpose: What the thread is for.
+    """
+    control()
+    if purpose not in _beside:
+        _beside[purpose] = Control(range(dist.get_world_size()), purpose, watched=False)
+    return _beside[purpose]
 
 
 # -- recording and metering ------------------------------------------------------------------------------------
@@ -559,7 +584,7 @@ def _nbytes(tensor: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def _explained(kind: str, lane: Lane, ranks: Sequence[int], nbytes: int | None = None) -> Iterator[None]:
+def _explained(kind: str, lane: str, ranks: Sequence[int], nbytes: int | None = None) -> Iterator[None]:
     """Turn an error of the transport, which names neither operation nor culprit, into a sentence that names both."""
     global _has_failed
     size = "" if nbytes is None else f"{nbytes} bytes, "

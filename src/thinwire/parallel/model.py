@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
 from thinwire.collectives.topology import DataRanks
 from thinwire.errors import SpecError
@@ -181,6 +182,27 @@ class ParallelModel:
     ) -> None:
         """Write a checkpoint of the whole model; see :func:`thinwire.save`."""
         snapshot.save(self._with(optim), Path(path), extra)
+
+    def async_save(
+        self,
+        optim: ParallelOptimizer | None,
+        path: str | Path,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        then: Callable[[], None] | None = None,
+    ) -> PendingSave:
+        """Write a checkpoint of the whole model in the background; see :func:`thinwire.async_save`.
+
+        Args:
+            optim: See there, as for the others.
+            path: See there.
+            extra: See there.
+            then: What the writing thread of this rank does once the checkpoint is complete.
+
+        Returns:
+            A future.
+        """
+        return snapshot.start_saving(self._with(optim), Path(path), extra, then)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
 from thinwire.errors import UsageError
 from thinwire.network.order import order_ranks
@@ -29,6 +30,7 @@ from thinwire.sharding.written import Written
 from thinwire.spec import Plan
 
 __all__ = [
+    "async_save",
     "clip_grad_norm_",
     "exposed",
     "full_parameters",
@@ -245,6 +247,33 @@ def save(
         CheckpointError: A rank has failed. Raised on every rank.
     """
     snapshot.save([(model, optim)], Path(path), extra)
+
+
+def async_save(
+    model: nn.Module, optim: ShardedOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
+) -> PendingSave:
+    """Write a checkpoint as :func:`save` does, but in the background: training goes on after a copy to host memory.
+
+    The copy has the size of what this rank saves. Its memory is kept for the next save until
+    ``thinwire.collectives.group.shutdown()``. One checkpoint is written at a time: a save or a load first waits for the
+    save before. So does ``shutdown()``; ``torch.distributed.destroy_process_group()`` does not, so ask for the result
+    before it.
+
+    Args:
+        model: A sharded model.
+        optim: Optimizer of the model, or ``None`` to save only parameters.
+        path: Directory of the checkpoint; an existing checkpoint is replaced once the new one is complete.
+        extra: Further JSON values to save, such as the position in the data; equal on every rank.
+
+    Returns:
+        A ``concurrent.futures.Future``. Its ``result()`` waits until the checkpoint is complete on disk, and raises a
+        ``CheckpointError`` on every rank if a rank has failed. If no rank asks, the next save or load raises that error,
+        and ``shutdown()`` logs it.
+
+    Raises:
+        CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.
+    """
+    return snapshot.start_saving([(model, optim)], Path(path), extra)
 
 
 def load(model: nn.Module, optim: ShardedOptimizer | None, path: str | Path) -> dict[str, Any]:

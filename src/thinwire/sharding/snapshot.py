@@ -24,9 +24,10 @@ import torch
 from torch import nn
 
 from thinwire.checkpoint import store
+from thinwire.checkpoint.background import BackgroundWriter, PendingSave
 from thinwire.checkpoint.manifest import VectorEntry
 from thinwire.checkpoint.store import Chunk, ShardedVector
-from thinwire.collectives.group import control
+from thinwire.collectives.group import before_shutdown, control, control_beside
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
@@ -36,7 +37,7 @@ from thinwire.sharding.modules.discover import is_ignored
 from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
 from thinwire.sharding.runtime import Runtime, runtime_of
 
-__all__ = ["SavedModel", "load", "save"]
+__all__ = ["SavedModel", "load", "save", "settle", "start_saving", "wait_for_writer"]
 
 log = logging.getLogger("thinwire")
 
@@ -48,6 +49,10 @@ Trained = tuple[nn.Module, ShardedOptimizer | None]
 """A sharded model, or a part of one, and its optimizer; ``None`` if the optimizer is neither saved nor loaded."""
 
 
+_writer: BackgroundWriter | None = None
+"""Writes this process's checkpoints in the background; ``None`` before the first one of a job."""
+
+
 def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None) -> None:
     """Write a checkpoint of everything that the ranks of the job train; see :func:`thinwire.save`.
 
@@ -56,6 +61,61 @@ def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None)
         path: Directory of the checkpoint.
         extra: Further JSON values to save.
     """
+    settle()
+    vectors, values = _collect(parts, extra)
+    store.write(path, vectors, values, control=control())
+
+
+def start_saving(
+    parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None, then: Callable[[], None] | None = None
+) -> PendingSave:
+    """Begin to write a checkpoint in the background; see :func:`thinwire.async_save`.
+
+    Args:
+        parts: Parts that this rank trains; the same number on every rank.
+        path: Directory of the checkpoint.
+        extra: Further JSON values to save.
+        then: What the writing thread of this rank does once the checkpoint is complete.
+
+    Returns:
+        The save.
+    """
+    global _writer
+    settle()
+    vectors, values = _collect(parts, extra)
+    if _writer is None:
+        _writer = BackgroundWriter(control_beside("checkpoint"))
+        before_shutdown(_close_writer)
+    return _writer.start(path, vectors, values, then=then)
+
+
+def settle() -> None:
+    """Wait until no checkpoint is being written in the background. Collective.
+
+    Raises:
+        CheckpointError: The last one failed, and nobody has asked for its result. Raised on every rank.
+    """
+    if _writer is not None:
+        _writer.settle(control())
+
+
+def wait_for_writer() -> None:
+    """Wait until no checkpoint is being written in the background, however it ends. Exchanges nothing."""
+    if _writer is not None:
+        _writer.join()
+
+
+def _close_writer() -> None:
+    global _writer
+    if _writer is not None:
+        _writer.close()
+        _writer = None
+
+
+def _collect(
+    parts: Sequence[Trained], extra: Mapping[str, Json] | None
+) -> tuple[dict[str, ShardedVector], dict[str, Json]]:
+    """The vectors and the values of a checkpoint."""
     vectors = _Vectors()
     plan, num_steps = runtime_of(parts[0][0]).plan, runtime_of(parts[0][0]).num_steps
     values: dict[str, Json] = {"plan": plan.to_toml(), "num_steps": num_steps, "extra": dict(extra or {})}
@@ -63,7 +123,7 @@ def save(parts: Sequence[Trained], path: Path, extra: Mapping[str, Json] | None)
     values["slices"] = _union({name: cut for model, _ in parts for name, cut in _cuts(runtime_of(model)).items()})
     for model, optim in parts:
         _save_part(model, optim, vectors, values)
-    store.write(path, vectors.sharded(), values, control=control())
+    return vectors.sharded(), values
 
 
 def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vectors, values: dict[str, Json]) -> None:
@@ -119,6 +179,7 @@ def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
         parts: Parts that this rank trains; the same number on every rank.
         path: Directory of the checkpoint.
     """
+    settle()
     for model, _ in parts:
         runtime_of(model).holds.refuse("load()")
     shapes = _union({name: shape for model, _ in parts for name, shape in _shapes(model).items()})
