@@ -1,4 +1,7 @@
-"""Checkpoints with ranks in separate processes: other world sizes, full disks, kill -9 at any moment."""
+"""Checkpoints with ranks in separate processes: other world sizes, full disks, kill -9 at any moment.
+
+Each fault befalls a save that its caller waits for, and one in the background.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from thinwire.checkpoint.background import BackgroundWriter
 from thinwire.checkpoint.store import Alone, Chunk, ShardedVector, read, read_values, verify, write
 from thinwire.errors import CheckpointError
 
 # The server has torch loaded, so that a rank starts in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "thinwire.checkpoint.store"])
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "thinwire.checkpoint.background"])
 
 NUMEL = {"model/a": 1000, "model/b": 17, "optimizer/a/exp_avg": 1000, "optimizer/a/step": 1, "none": 0}
 DTYPE = {
@@ -110,13 +114,34 @@ def cut(numel: int, rank: int, size: int, seed: int) -> list[tuple[int, int]]:
     return [(begin, end) for begin, end, owner in spans if owner == rank]
 
 
-def save(control: Any, path: Path, salt: int = 0) -> None:
+def contents(control: Any, salt: int) -> tuple[dict[str, ShardedVector], dict[str, Any]]:
     vectors = {}
     for seed, key in enumerate(NUMEL):
         whole = truth(key, salt)
         spans = cut(NUMEL[key], control.rank, control.size, seed)
         vectors[key] = ShardedVector(NUMEL[key], tuple(Chunk(begin, whole[begin:end]) for begin, end in spans))
-    write(path, vectors, {"salt": salt, f"rng/{control.rank}": [control.rank, salt]}, control=control)
+    return vectors, {"salt": salt, f"rng/{control.rank}": [control.rank, salt]}
+
+
+def save(control: Any, path: Path, salt: int = 0) -> None:
+    write(path, *contents(control, salt), control=control)
+
+
+def save_in_background(control: Any, path: Path, salt: int = 0) -> None:
+    """What is saved is overwritten at once: the checkpoint holds what there was at the call."""
+    writer = BackgroundWriter(control)
+    vectors, values = contents(control, salt)
+    pending = writer.start(path, vectors, values)
+    for vector in vectors.values():
+        for chunk in vector.chunks:
+            chunk.tensor.fill_(1)
+    values.clear()
+    pending.result()
+    writer.close()
+
+
+Save = Callable[..., None]
+WAYS = pytest.mark.parametrize("way", [save, save_in_background])
 
 
 def load(control: Any, path: Path, salt: int = 0) -> bool:
@@ -147,9 +172,10 @@ def assert_holds(path: Path, salts: Sequence[int]) -> int:
     return int(salt)
 
 
-def test_saved_by_four_ranks_loaded_by_any_number(tmp_path: Path) -> None:
+@WAYS
+def test_saved_by_four_ranks_loaded_by_any_number(tmp_path: Path, way: Save) -> None:
     path = tmp_path / "step-1"
-    assert run(4, tmp_path, save, path) == [None] * 4
+    assert run(4, tmp_path, way, path) == [None] * 4
     assert names(tmp_path) == ["step-1"]
     assert read_values(path) == {"salt": 0} | {f"rng/{rank}": [rank, 0] for rank in range(4)}
     for size in (2, 1, 3):
@@ -175,18 +201,19 @@ def test_errors_reach_all_ranks(tmp_path: Path) -> None:
     assert all(isinstance(result, CheckpointError) and "corrupt" in str(result) for result in results), results
 
 
-def save_limited(control: Any, path: Path, limited: int) -> None:
+def save_limited(control: Any, path: Path, way: Save, limited: int) -> None:
     """Save with a limit on the size of files on one rank, which acts as a full disk does."""
     if control.rank == limited:
         resource.setrlimit(resource.RLIMIT_FSIZE, (500, 500))
-    save(control, path, 1)
+    way(control, path, 1)
 
 
+@WAYS
 @pytest.mark.parametrize("limited", [0, 2])
-def test_a_rank_that_cannot_write_fails_all(tmp_path: Path, limited: int) -> None:
+def test_a_rank_that_cannot_write_fails_all(tmp_path: Path, limited: int, way: Save) -> None:
     path = tmp_path / "step-1"
     assert run(1, tmp_path, save, path) == [None]
-    results = run(3, tmp_path, save_limited, path, limited)
+    results = run(3, tmp_path, save_limited, path, way, limited)
     assert {str(result) for result in results} == {f"{path}: cannot save: rank {limited}: File too large"}
     assert names(tmp_path) == ["step-1"]
     assert assert_holds(path, [0]) == 0
@@ -251,13 +278,14 @@ def kill_at(moment: int) -> list[str]:
     return events
 
 
-def save_until(control: Any, path: Path, salt: int, moment: int) -> list[str]:
+def save_until(control: Any, path: Path, salt: int, way: Save, moment: int) -> list[str]:
     events = kill_at(moment)
-    save(control, path, salt)
+    way(control, path, salt)
     return events
 
 
-def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+@WAYS
+def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path, way: Save) -> None:
     """Every save replaces the checkpoint; one process is killed at every change to the file system."""
     path = tmp_path / "step-1"
     save(Alone(), path, 0)
@@ -265,7 +293,7 @@ def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     seen: set[int] = set()
     while True:
         moment += 1
-        (result,) = run(1, tmp_path, save_until, path, moment, moment)
+        (result,) = run(1, tmp_path, save_until, path, moment, way, moment)
         moment_held = assert_holds(path, [current, moment])
         if isinstance(result, list):
             break
@@ -280,28 +308,29 @@ def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
 
 def test_a_save_under_another_name_removes_leftovers(tmp_path: Path) -> None:
     save(Alone(), tmp_path / "step-1", 1)
-    (events,) = run(1, tmp_path, save_until, tmp_path / "step-2", 2, 1000)
+    (events,) = run(1, tmp_path, save_until, tmp_path / "step-2", 2, save, 1000)
     (tmp_path / "step-2").rename(tmp_path / "step-3")
     for moment in range(1, len(events) + 1, 3):
-        assert run(1, tmp_path, save_until, tmp_path / "step-2", 2, moment) == [-signal.SIGKILL]
+        assert run(1, tmp_path, save_until, tmp_path / "step-2", 2, save, moment) == [-signal.SIGKILL]
         assert_holds(tmp_path / "step-1", [1])
     assert any(name.startswith(".tmp-step-2-") for name in names(tmp_path))
     save(Alone(), tmp_path / "step-4", 4)
     assert [name for name in names(tmp_path) if name != "step-2"] == ["step-1", "step-3", "step-4"]
 
 
-def save_and_die(control: Any, path: Path, dying: int, moment: int) -> None:
+def save_and_die(control: Any, path: Path, way: Save, dying: int, moment: int) -> None:
     if control.rank == dying:
         kill_at(moment)
-    save(control, path, 1)
+    way(control, path, 1)
 
 
+@WAYS
 @pytest.mark.parametrize("dying", [0, 3])
-def test_a_killed_rank_stops_the_others(tmp_path: Path, dying: int) -> None:
+def test_a_killed_rank_stops_the_others(tmp_path: Path, dying: int, way: Save) -> None:
     path = tmp_path / "step-1"
     assert run(1, tmp_path, save, path) == [None]
     begin = time.monotonic()
-    results = run(4, tmp_path, save_and_die, path, dying, 4)
+    results = run(4, tmp_path, save_and_die, path, way, dying, 4)
     assert time.monotonic() - begin < 20, "the ranks left waited for their timeout"
     assert results.pop(dying) == -signal.SIGKILL
     assert all(isinstance(result, Exception) for result in results), results

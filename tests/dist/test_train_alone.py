@@ -102,13 +102,13 @@ def test_a_skipped_step_changes_nothing_and_counts(tmp_path: Path, monkeypatch: 
     poison(trainer, monkeypatch, 1)
     trainer.step(wants_stop=False)
     before, loss = weights(trainer), trainer.position.loss
-    record, _ = trainer.step(wants_stop=False)
+    record = trainer.step(wants_stop=False).record
     assert record is not None
     assert record.skipped
     assert record.to_dict()["loss"] is None
     assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
     assert (trainer.position.step, trainer.position.loss) == (2, loss)
-    record, _ = trainer.step(wants_stop=False)
+    record = trainer.step(wants_stop=False).record
     assert record is not None
     assert not record.skipped
     assert not torch.equal(before[0], weights(trainer)[0])
@@ -128,7 +128,7 @@ def test_steps_are_logged_when_asked_and_when_they_validate(tmp_path: Path) -> N
     trainer = make(tmp_path)
     logged: dict[int, Any] = {}
     while trainer.position.step < 6:
-        record, stop = trainer.step(wants_stop=trainer.position.step == 4)
+        record, stop, _ = trainer.step(wants_stop=trainer.position.step == 4)
         assert stop == (trainer.position.step == 5)
         if record is not None:
             logged[record.step] = record
@@ -184,7 +184,7 @@ TOO_LARGE = 2.0**30
 def test_a_gradient_that_overflows_lowers_the_scale_and_is_reported(tmp_path: Path) -> None:
     trainer = make(tmp_path, *FP16, f"loss_scale.initial={TOO_LARGE}", "loss_scale.backoff=0.0001220703125")
     before = weights(trainer)
-    first, _ = trainer.step(wants_stop=False)
+    first = trainer.step(wants_stop=False).record
     assert first is not None
     assert math.isfinite(first.loss)
     assert (first.skipped, first.skipped_steps, first.loss_scale) == (True, 1, TOO_LARGE)
@@ -206,7 +206,7 @@ def test_progress_shows_the_scale_and_the_skipped_steps(tmp_path: Path, capsys: 
     trainer = make(tmp_path, *FP16, f"loss_scale.initial={TOO_LARGE}")
     with ProgressReport(8, 0, "stdout") as progress:
         for _ in range(2):
-            record, _ = trainer.step(wants_stop=False)
+            record = trainer.step(wants_stop=False).record
             assert record is not None
             progress.step(record)
     first, second = capsys.readouterr().out.splitlines()
@@ -216,7 +216,7 @@ def test_progress_shows_the_scale_and_the_skipped_steps(tmp_path: Path, capsys: 
 
 def test_other_plans_have_no_scale(tmp_path: Path) -> None:
     trainer = make(tmp_path, "plan.compute_dtype=bfloat16", "train.log_every=1", "loss_scale.initial=2.0")
-    record, _ = trainer.step(wants_stop=False)
+    record = trainer.step(wants_stop=False).record
     assert record is not None
     assert (record.loss_scale, record.skipped_steps, trainer.optimizer.loss_scale) == (None, 0, None)
     assert "loss_scale" not in trainer.model.load(trainer.optimizer, trainer.save())
@@ -288,7 +288,7 @@ def curve(trainer: Trainer, steps: int) -> list[tuple[Any, ...]]:
     """What the records of steps say, and the position at the end."""
     records = []
     for _ in range(steps):
-        record, _ = trainer.step(wants_stop=False)
+        record = trainer.step(wants_stop=False).record
         if record is not None:
             records.append((record.step, record.loss, record.grad_norm, record.skipped_steps, record.loss_scale or 1.0))
     position = trainer.position

@@ -267,8 +267,8 @@ def async_save(
 
     Returns:
         A ``concurrent.futures.Future``. Its ``result()`` waits until the checkpoint is complete on disk, and raises a
-        ``CheckpointError`` on every rank if a rank has failed. If no rank asks, the next save or load raises that error,
-        and ``shutdown()`` logs it.
+        ``CheckpointError`` on every rank if a rank has failed. If no rank asks, the next save or load raises that
+        error, and ``shutdown()`` logs it.
 
     Raises:
         CheckpointError: The save before has failed, and no rank has asked for its result. Raised on every rank.

@@ -332,6 +332,11 @@ class CheckpointRecipe(Spec):
 
     every: Depth = Field(default=0, description="steps between checkpoints; 0: at the end only")
     keep: Count = Field(default=2, description="number of newest checkpoints to keep on disk")
+    background: Flag = Field(
+        default=True,
+        description="whether training goes on while a checkpoint is written, from a copy of the state in host memory; "
+        "false: training waits, without a copy",
+    )
     on_failure: Literal["stop", "continue"] = Field(
         default="stop",
         description="action if a checkpoint cannot be written: end the run, or warn and try again at the next "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
@@ -150,7 +151,7 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
     while position.step < steps:
         reason = stop.reason
         tracer.begin(position.step + 1)
-        record, stopping = trainer.step(reason is not None)
+        record, stopping, save_failed = trainer.step(reason is not None)
         traced = tracer.end(interrupted=trainer.validates or trainer.saves or stopping)
         if traced is not None:
             progress.note(traced)
@@ -163,6 +164,8 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
             progress.step(record)
             if record.slow is not None:
                 progress.note(record.slow)
+        if save_failed:
+            _settle(trainer, progress)
         if trainer.saves or stopping:
             _save(trainer, progress, last=stopping or position.step == steps)
         if stopping and position.step < steps:
@@ -173,9 +176,22 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
 
 
 def _save(trainer: Trainer, progress: ProgressReport, *, last: bool) -> None:
-    """Save. If a rank fails, end the run or report the failure and continue, depending on ``checkpoint.on_failure``."""
+    """Save, once a checkpoint that is under way has succeeded or its failure is excused."""
+    _settle(trainer, progress)
+    with _excused(trainer, progress, last=last):
+        trainer.save(waits=last or not trainer.run.recipe.checkpoint.background)
+
+
+def _settle(trainer: Trainer, progress: ProgressReport) -> None:
+    with _excused(trainer, progress, last=False):
+        trainer.settle()
+
+
+@contextlib.contextmanager
+def _excused(trainer: Trainer, progress: ProgressReport, *, last: bool) -> Iterator[None]:
+    """If a checkpoint cannot be written, end the run or report it and go on, depending on ``checkpoint.on_failure``."""
     try:
-        trainer.save()
+        yield
     except CheckpointError as error:
         saved = checkpoints(trainer.run.directory.checkpoints)
         state = f"step {saved[-1].step} is saved" if saved else "no step is saved"

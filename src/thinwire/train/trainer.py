@@ -12,11 +12,12 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives.group import Control, control
 from thinwire.collectives.streams import streams_of
 from thinwire.errors import DataError
@@ -24,6 +25,7 @@ from thinwire.network.order import Ordered, order_ranks
 from thinwire.parallel import ParallelModel, ParallelOptimizer, parallelize
 from thinwire.sharding.lanes.late import read_later
 from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.snapshot import settle
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
@@ -65,6 +67,20 @@ class StepTime:
         """Count one step."""
         self.seconds += seconds
         self.steps += 1
+
+
+class Step(NamedTuple):
+    """What all ranks know after a step.
+
+    Attributes:
+        record: The record; ``None`` if this step is not logged.
+        stop: Whether any rank wants to stop.
+        save_failed: Whether a checkpoint could not be written in the background; :meth:`Trainer.settle` says why.
+    """
+
+    record: StepRecord | None
+    stop: bool
+    save_failed: bool
 
 
 @dataclass
@@ -110,6 +126,7 @@ class Trainer:
     peak_flops: float | None
     recent: StepTime = field(default_factory=StepTime)
     total: StepTime = field(default_factory=StepTime)
+    _pending: PendingSave | None = None
 
     @property
     def samples_per_step(self) -> int:
@@ -131,14 +148,14 @@ class Trainer:
         step = self.position.step
         return step == self.run.recipe.train.steps or (every > 0 and step % every == 0)
 
-    def step(self, wants_stop: bool) -> tuple[StepRecord | None, bool]:
+    def step(self, wants_stop: bool) -> Step:
         """Make one update, and exchange losses and measurements with the other ranks.
 
         Args:
             wants_stop: Whether this rank wants to stop after the step.
 
         Returns:
-            The record if this step is logged, and whether any rank wants to stop.
+            What the ranks know after the step.
 
         Raises:
             NonFiniteError: On all ranks, if the loss or the gradient is not finite and the recipe does not skip such
@@ -158,9 +175,9 @@ class Trainer:
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
-        losses, (stop, *rest) = self.updates.exchange(due, [float(wants_stop), *words])
-        record = self._record(due[-1], losses[-1], rest) if logged else None
-        return record, stop > 0
+        failed = self._pending is not None and self._pending.failed
+        losses, (stop, failure, *rest) = self.updates.exchange(due, [float(wants_stop), float(failed), *words])
+        return Step(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
 
     def validate(self) -> float:
         """Compute the loss on the fixed validation samples, over all ranks.
@@ -188,11 +205,18 @@ class Trainer:
         self.position.val_loss = mean_total / mean_labels
         return self.position.val_loss
 
-    def save(self) -> Path:
+    def save(self, *, waits: bool = True) -> Path:
         """Save model, optimizer and position, then delete the checkpoints beyond ``checkpoint.keep``.
+
+        Args:
+            waits: Whether to wait until the checkpoint is complete. Otherwise, this returns once the state is copied; a
+                later step or :meth:`settle` reports a failure.
 
         Returns:
             The checkpoint's directory.
+
+        Raises:
+            CheckpointError: On every rank, if this save or one that is under way fails.
         """
         self.updates.exchange(self.updates.take(keep_newest=False), [])
         directory = self.run.directory.checkpoints
@@ -202,10 +226,24 @@ class Trainer:
         extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         if scale is not None:
             extra["loss_scale"] = scale.value
+        keep = self.run.recipe.checkpoint.keep
+        clean_up = functools.partial(delete_old, directory, keep) if self.ranks.rank == 0 else None
+        if not waits:
+            self._pending = self.model.async_save(self.optimizer, path, extra=extra, then=clean_up)
+            return path
         self.model.save(self.optimizer, path, extra=extra)
-        if self.ranks.rank == 0:
-            delete_old(directory, self.run.recipe.checkpoint.keep)
+        if clean_up is not None:
+            clean_up()
         return path
+
+    def settle(self) -> None:
+        """Wait for a checkpoint that is being written in the background. All ranks call it.
+
+        Raises:
+            CheckpointError: On every rank, if it could not be written.
+        """
+        self._pending = None
+        settle()
 
     def load(self, checkpoint: Checkpoint) -> str | None:
         """Continue from a checkpoint.

@@ -13,6 +13,7 @@ from thinwire.collectives.group import Control
 from thinwire.errors import NonFiniteError
 from thinwire.sharding.lanes.late import Late
 from thinwire.sharding.loss_scale import LossScale
+from thinwire.sharding.snapshot import wait_for_writer
 from thinwire.train.checkpoint import checkpoints
 from thinwire.train.position import Position
 
@@ -166,6 +167,7 @@ class Updates:
         guilty = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         what = f"the loss of rank {', '.join(guilty)}" if guilty else "the gradient"
         scale = "" if update.loss_scale is None else f", loss scale {update.loss_scale:g}"
+        wait_for_writer()  # the checkpoint may be the first one
         remedy = (
             "continue from the last checkpoint with --resume"
             if checkpoints(self.directory)
