@@ -203,7 +203,7 @@ def test_a_full_disk_ends_the_run_in_a_sentence_and_room_lets_it_go_on(runs: Run
     assert remedy, errors
     assert "restarting" not in output
     assert int(remedy[2]) == int(remedy[1]) - 10
-    assert len(runs.losses("small")) == int(remedy[1])
+    assert int(remedy[1]) <= len(runs.losses("small")) <= int(remedy[1]) + 10  # it goes on until the save has failed
     output, _ = runs.run("small", "--resume", *steps)
     assert f"step-000000{remedy[2]}" in output
     runs.run("large", *steps)

@@ -271,8 +271,8 @@ def kill_at(moment: int) -> list[str]:
 
         setattr(owner, name, change)
 
-    patch(os, "fsync")
-    patch(os, "close")
+    for name in ("fsync", "close", "write", "ftruncate"):
+        patch(os, name)
     for name in ("mkdir", "rename", "unlink", "rmdir"):
         patch(os, name)
     return events
@@ -284,15 +284,19 @@ def save_until(control: Any, path: Path, salt: int, way: Save, moment: int) -> l
     return events
 
 
-@WAYS
-def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path, way: Save) -> None:
-    """Every save replaces the checkpoint; one process is killed at every change to the file system."""
+def check_kills(tmp_path: Path, way: Save, stride: int) -> set[str]:
+    """Every save replaces the checkpoint; a process is killed at every ``stride``-th change to the file system, until
+    one comes to the end.
+
+    Returns:
+        The kinds of changes.
+    """
     path = tmp_path / "step-1"
     save(Alone(), path, 0)
-    current, moment = 0, 0
+    current, moment = 0, 1 - stride
     seen: set[int] = set()
     while True:
-        moment += 1
+        moment += stride
         (result,) = run(1, tmp_path, save_until, path, moment, way, moment)
         moment_held = assert_holds(path, [current, moment])
         if isinstance(result, list):
@@ -302,8 +306,21 @@ def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path, way: Save)
         current = moment_held
     assert moment_held == moment
     assert seen == {False, True}  # killed both before and after the new one took its place
-    assert {"mkdir", "fsync", "rename", "unlink", "rmdir"} <= set(result)
     assert names(tmp_path) == ["step-1"]
+    return set(result)
+
+
+def test_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
+    assert {"mkdir", "ftruncate", "fsync", "rename", "unlink", "rmdir"} <= check_kills(tmp_path, save, 1)
+
+
+def test_kill_during_a_save_in_the_background(tmp_path: Path) -> None:
+    check_kills(tmp_path, save_in_background, 5)
+
+
+@pytest.mark.slow
+def test_kill_at_any_moment_of_a_save_in_the_background(tmp_path: Path) -> None:
+    check_kills(tmp_path, save_in_background, 1)
 
 
 def test_a_save_under_another_name_removes_leftovers(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final, TypeAlias, final
 
 import torch
 
+from thinwire.checkpoint.blocks import read_ahead
 from thinwire.errors import CheckpointError
 
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -36,7 +37,6 @@ VERSION: Final = 1
 MAX_MANIFEST_BYTES: Final = 128 << 20
 _MAX_HEADER_BYTES: Final = 100_000_000  # safetensors refuses longer ones
 _MAX_INT: Final = 2**63 - 1
-_READ_BYTES: Final = 1 << 20
 _FILE_NAME: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _HEX32: Final = re.compile(r"[0-9a-f]{8}")
 
@@ -288,13 +288,16 @@ def check_file(directory: Path, file: FileEntry, contents: Mapping[str, tuple[to
     check_header(path, file.size, contents)
 
 
-def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> None:
+def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype, StoredSpan]]) -> dict[str, int]:
     """Check that a safetensors header describes exactly ``contents``, without gaps, overlaps or excess.
 
     Args:
         path: The file.
         size: Size of the file in bytes.
         contents: Span of every key that the file should hold.
+
+    Returns:
+        The byte of the file at which the elements of each key begin.
 
     Raises:
         CheckpointError: The header is malformed or contradicts the manifest.
@@ -316,7 +319,7 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
     if type(sharding) is not str:
         raise CheckpointError(f"{where}: corrupt: it does not say which part of each vector the file holds")
     offsets = _object(_parse(sharding.encode("utf-8", "replace"), where), f"{where}: DCP_SHARDING_INFO", set(contents))
-    ranges = []
+    ranges, begins = [], {}
     for key, (dtype, span) in contents.items():
         entry = _object(header[key], f"{where}: {key!r}", {"dtype", "shape", "data_offsets"})
         saved = _object(offsets[key], f"{where}: {key!r}", {"saved_offsets"})
@@ -328,7 +331,9 @@ def check_header(path: Path, size: int, contents: Mapping[str, tuple[torch.dtype
         if end - begin != span.length * dtype.itemsize:
             raise CheckpointError(f"{where}: corrupt: {key!r} lies in bytes {begin} to {end}, too few or too many")
         ranges.append((begin, end - begin))
+        begins[key] = 8 + length + begin
     check_cover(ranges, size - 8 - length, f"{where}: corrupt: data bytes")
+    return begins
 
 
 def check_cover(spans: Iterable[tuple[int, int]], numel: int, what: str) -> None:
@@ -405,11 +410,9 @@ def crc32_of(path: Path) -> int:
         CheckpointError: The file cannot be read.
     """
     crc = 0
-    buffer = memoryview(bytearray(_READ_BYTES))
     try:
-        with path.open("rb", buffering=0) as stream:
-            while num_bytes := stream.readinto(buffer):
-                crc = zlib.crc32(buffer[:num_bytes], crc)
+        for block in read_ahead(path):
+            crc = zlib.crc32(block, crc)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {os_reason(error)}") from error
     return crc

@@ -1,9 +1,10 @@
 """Sharded vectors into safetensors files and back.
 
-A file holds at most one span of each vector, and at most :data:`FILE_BYTES` bytes of elements. The ``safetensors``
-library makes a file's bytes; this module writes them, so that a failure is an ``OSError`` with its number, the file
-gets the permissions of the process, and the bytes are on disk before the file counts as written. Reading opens each
-file once and copies only the wanted elements out of it.
+A file holds at most one span of each vector, and at most :data:`FILE_BYTES` bytes of elements. This module writes the
+format itself, because the ``safetensors`` library makes a file's bytes in memory first, several times over. Here they
+go from the tensors to the disk block by block, a failure is an ``OSError`` with its number, the file gets the
+permissions of the process, and the bytes are on disk before the file counts as written. Reading opens each file once
+and reads only the wanted elements, straight into their tensors where it can.
 
 The header says where each span lies in its vector, in the metadata of ``torch.distributed.checkpoint``: its
 ``HuggingFaceStorageReader`` loads these files as well.
@@ -12,19 +13,21 @@ The header says where each span lies in its vector, in the metadata of ``torch.d
 from __future__ import annotations
 
 import json
-import os
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, final
+from typing import Any, Final, final
 
 import torch
 
-from thinwire.checkpoint.manifest import FileEntry, Manifest, StoredSpan, check_header
+from thinwire.checkpoint.blocks import as_bytes, read_into, write_durably
+from thinwire.checkpoint.manifest import SAFETENSORS_CODES, FileEntry, Manifest, check_header
 
 FILE_BYTES: Final = 256 << 20
-"""Largest number of bytes of elements in a file. A rank holds one file's bytes in memory while it writes."""
+"""Largest number of bytes of elements in a file."""
+
+_CONVERTED: Final = 1 << 22
+"""Elements that are converted, or sent to a device, at a time."""
 
 _FILE_NAME: Final = "shard-{:05}-model-00001-of-00001.safetensors"
 """Name of a file by its number, which counts from 1; ``torch.distributed.checkpoint`` names shards this way."""
@@ -142,44 +145,31 @@ def write_file(directory: Path, number: int, pieces: Sequence[PackedPiece]) -> W
 
     Raises:
         OSError: the disk is full, or the file system fails otherwise.
-        CheckpointError: :func:`read_chunks` would not accept the file.
     """
     path = directory / _FILE_NAME.format(number + 1)
-    raw = _encode(pieces)
-    with path.open("xb") as stream:
-        stream.write(raw)
-        stream.flush()
-        os.fsync(stream.fileno())
-    contents = {
-        piece.key: (piece.tensor.dtype, StoredSpan(piece.offset, piece.tensor.numel(), number)) for piece in pieces
-    }
-    # Another version of the library may describe the same tensors differently: better refused now than when loading.
-    check_header(path, len(raw), contents)
+    # As the library does, so that elements of every type are aligned: the widest types first, then by name.
+    ordered = sorted(pieces, key=lambda piece: (-piece.tensor.itemsize, piece.key))
+    size, crc = write_durably(path, [_header(ordered), *(as_bytes(piece.tensor) for piece in ordered)])
     located = [(piece.key, piece.offset, piece.tensor.numel()) for piece in pieces]
-    return WrittenFile(FileEntry(path.name, len(raw), zlib.crc32(raw)), located)
+    return WrittenFile(FileEntry(path.name, size, crc), located)
 
 
-def _encode(pieces: Sequence[PackedPiece]) -> bytes:
-    """Return the bytes of a safetensors file that holds the pieces and their offsets."""
-    from safetensors.torch import save  # here, so that a program that saves nothing does not load it
+def _header(pieces: Sequence[PackedPiece]) -> torch.Tensor:
+    """The bytes of a safetensors file before its elements, which follow in the order of the pieces.
 
+    https://github.com/huggingface/safetensors#format
+    """
     offsets = {piece.key: {"saved_offsets": [piece.offset]} for piece in pieces}
     metadata = {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-    return save(_without_overlap(pieces), metadata)
-
-
-def _without_overlap(pieces: Sequence[PackedPiece]) -> dict[str, torch.Tensor]:
-    """Give the pieces on the CPU, by key, copied where they share memory, which safetensors refuses.
-
-    Tied parameters and views share memory; neighbours in one buffer do not.
-    """
-    tensors = {piece.key: piece.tensor.detach().cpu() for piece in pieces}
+    entries: dict[str, Any] = {"__metadata__": metadata}
     end = 0
-    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].data_ptr()):
-        if tensor.data_ptr() < end:
-            tensors[key] = tensor.clone()
-        end = max(end, tensor.data_ptr() + tensor.numel() * tensor.itemsize)
-    return tensors
+    for piece in pieces:
+        begin, end = end, end + piece.tensor.numel() * piece.tensor.itemsize
+        code = SAFETENSORS_CODES[piece.tensor.dtype]
+        entries[piece.key] = {"dtype": code, "shape": [piece.tensor.numel()], "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return torch.frombuffer(bytearray(len(text).to_bytes(8, "little") + text), dtype=torch.uint8)
 
 
 @final
@@ -208,14 +198,28 @@ def read_chunks(directory: Path, manifest: Manifest, vectors: Mapping[str, Shard
         vectors: what is wanted, of lengths and element types that fit the manifest.
 
     Raises:
-        OSError: a file cannot be opened.
+        OSError: a file cannot be read.
     """
-    from safetensors import safe_open  # here, so that a program that loads nothing does not load it
-
-    for file, copies in _by_file(manifest, vectors).items():
-        with safe_open(directory / manifest.files[file].name, framework="pt") as stored:
+    contents = manifest.contents()
+    for index, copies in _by_file(manifest, vectors).items():
+        path = directory / manifest.files[index].name
+        begins = check_header(path, manifest.files[index].size, contents[index])
+        with path.open("rb", buffering=0) as stream:
             for copy in copies:
-                copy.target.copy_(stored.get_slice(copy.key)[copy.start : copy.start + copy.target.numel()])
+                dtype = contents[index][copy.key][0]
+                _fill(stream.fileno(), begins[copy.key] + copy.start * dtype.itemsize, dtype, copy.target)
+
+
+def _fill(descriptor: int, position: int, dtype: torch.dtype, target: torch.Tensor) -> None:
+    """Fill a target with elements of ``dtype`` that begin at a byte of a file."""
+    if target.device.type == "cpu" and target.dtype == dtype:
+        read_into(descriptor, position, target)
+        return
+    stored = torch.empty(min(_CONVERTED, target.numel()), dtype=dtype)
+    for part in target.split(_CONVERTED):
+        read_into(descriptor, position, stored[: part.numel()])
+        part.copy_(stored[: part.numel()])
+        position += part.numel() * dtype.itemsize
 
 
 def _by_file(manifest: Manifest, vectors: Mapping[str, ShardedVector]) -> dict[int, list[_Copy]]:

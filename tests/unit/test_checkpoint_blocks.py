@@ -1,0 +1,66 @@
+"""Files of checkpoints, block by block: any length, on disks and on file systems that only have a page cache."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from thinwire.checkpoint.blocks import BLOCK_BYTES, as_bytes, read_ahead, read_into, write_durably
+
+LENGTHS = (0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES + 5)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    if request.param == "disk":
+        return tmp_path
+    shared = Path("/dev/shm")
+    if not os.access(shared, os.W_OK):
+        pytest.skip("there is no tmpfs to write to")
+    path = shared / f"thinwire-test-{os.getpid()}-{tmp_path.name}"
+    path.mkdir()
+    request.addfinalizer(lambda: [*map(Path.unlink, path.iterdir()), path.rmdir()])
+    return path
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("cut", [1, 5000, BLOCK_BYTES + 7])
+def test_files_hold_the_bytes_of_their_parts(directory: Path, length: int, cut: int) -> None:
+    content = torch.randint(0, 256, (length,), dtype=torch.uint8)
+    begins = range(0, length, cut) if cut > 1 else range(0, min(length, 9))
+    parts = [content[begin : begin + cut] for begin in begins]
+    expected = torch.cat([*parts, content[:0]]).numpy().tobytes()
+    path = directory / "a"
+    assert write_durably(path, parts) == (len(expected), zlib.crc32(expected))
+    assert path.read_bytes() == expected
+    assert b"".join(map(bytes, read_ahead(path))) == expected
+    with pytest.raises(FileExistsError):
+        write_durably(path, parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.bool, torch.float64, torch.float8_e4m3fn])
+def test_tensors_are_read_from_any_byte(tmp_path: Path, dtype: torch.dtype) -> None:
+    values = torch.randint(0, 2, (1000,)).to(dtype)
+    path = tmp_path / "a"
+    write_durably(path, [torch.zeros(3, dtype=torch.uint8), as_bytes(values)])
+    target = torch.zeros(990, dtype=dtype)
+    with path.open("rb") as stream:
+        read_into(stream.fileno(), 3 + 10 * dtype.itemsize, target)
+        assert torch.equal(as_bytes(target), as_bytes(values[10:]))
+        with pytest.raises(OSError, match="shorter") as caught:
+            read_into(stream.fileno(), 4 + 10 * dtype.itemsize, target)
+    assert caught.value.errno == errno.EIO
+
+
+def test_permissions_are_those_of_the_process(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_durably(tmp_path / "a", [])
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o640
