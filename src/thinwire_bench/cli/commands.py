@@ -28,6 +28,7 @@ _COMMANDS: Final = {
     "backward": Command("thinwire_bench.cli.gains:backward"),
     "units": Command("thinwire_bench.cli.units:units"),
     "placement": Command("thinwire_bench.cli.placement:placement"),
+    "checkpoint": Command("thinwire_bench.cli.checkpoint:checkpoint"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
 }
 """In the order of the help."""

@@ -24,7 +24,7 @@ from thinwire_bench.peers.interface import Place, System
 from thinwire_bench.peers.system import LEARNING_RATE, TorchSystem, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
-__all__ = ["ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "hpz", "hsdp", "local", "zero1"]
+__all__ = ["ddp", "ddp_bf16_hook", "ddp_powersgd", "fsdp2", "fully_sharded_model", "hpz", "hsdp", "local", "zero1"]
 
 _BUCKET_MIB = 5
 """Of DDP: its default, 25, starts so late on this model that a link of 1 Gbit/s makes a step a fifth longer."""
@@ -114,6 +114,20 @@ def _replicated(model: nn.Module) -> nn.parallel.DistributedDataParallel:
 def _fully_sharded(
     place: Place, options: Mapping[str, Any], mesh_shape: tuple[int, ...], reshard: bool | int
 ) -> System:
+    model = fully_sharded_model(options, mesh_shape, reshard)
+    return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))
+
+
+def fully_sharded_model(
+    options: Mapping[str, Any], mesh_shape: tuple[int, ...], reshard: bool | int = True
+) -> nn.Module:
+    """The model of every system, sharded by FSDP2.
+
+    Args:
+        options: Options of the workload.
+        mesh_shape: Ranks of the mesh; replicas come first if there are two dimensions.
+        reshard: What FSDP2 does with a block's parameters after its forward.
+    """
     names = ("replicate", "shard")[2 - len(mesh_shape) :]
     mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -121,5 +135,4 @@ def _fully_sharded(
     for unit in (model.embed_tokens, *model.layers):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # What remains, the last norm and the head, is needed again as soon as the backward starts.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return TorchSystem(model, fused_adamw(model.parameters()), batches(options, place.rank))
+    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
