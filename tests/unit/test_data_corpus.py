@@ -170,13 +170,47 @@ def test_the_standard_library_is_there_without_its_tests() -> None:
     assert list(corpus.files) == sorted(corpus.files)
 
 
+def pieces_of(text: str, size: int, part: int = 1 << 20) -> list[str]:
+    return list(cut((text[begin : begin + part] for begin in range(0, len(text), part)), size))
+
+
 def test_cut_keeps_every_character_and_ends_at_lines() -> None:
     text = "".join(f"line {number}\n" for number in range(1000)) + "no end"
-    pieces = cut(text, 100)
+    pieces = pieces_of(text, 100)
     assert "".join(pieces) == text
     assert all(piece.endswith("\n") and 100 <= len(piece) < 120 for piece in pieces[:-1])
-    assert cut("short", 100) == ["short"]
-    assert cut("x" * 300, 100) == ["x" * 300]
+    assert pieces_of("short", 100) == ["short"]
+    assert pieces_of("x" * 300, 100) == ["x" * 300]
+
+
+def test_pieces_do_not_depend_on_how_a_text_is_read() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(300):
+        text = "".join(random.choice(["\n", "a", "ü", "漢"], int(random.integers(0, 60)), p=[0.2, 0.6, 0.1, 0.1]))
+        size = int(random.integers(1, 12))
+        expected = pieces_of(text, size)
+        assert all(piece.endswith("\n") and "\n" not in piece[size - 1 : -1] for piece in expected[:-1])
+        for part in (1, 2, 7):
+            assert pieces_of(text, size, part) == expected
+
+
+def test_large_files_are_read_in_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "a line of text, ünïcödé\n"
+    path = tmp_path / "book.txt"
+    path.write_text(line * 1_000_000, encoding="utf-8")
+    monkeypatch.setattr("thinwire.train.data.corpus._MAX_PIECE", 100_000)
+    corpus = find_corpus("text", [str(path)])
+    before = corpus.fingerprint()
+    tracemalloc.start()
+    lengths = [len(text) for text in corpus.documents()]
+    assert corpus.fingerprint() == before
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert sum(lengths) == len(line) * 1_000_000
+    assert max(lengths) < 100_000 + len(line)
+    assert most < 12 << 20
+    monkeypatch.undo()
+    assert corpus.fingerprint() != before, "other documents"
 
 
 def test_one_large_file_becomes_many_documents(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
 
 def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
     for text in (TEXTS[7], "ünïcödé 漢字 \x00\t\r\n", "<|endoftext|>"):
-        [ids] = tokenizer.encode([text])
+        ids = tokenizer.encode([text])
         assert ids[-1] == tokenizer.end
         assert tokenizer.decode(ids[:-1]) == text
         assert max(ids) < tokenizer.vocab <= 400
@@ -37,6 +37,19 @@ def test_training_is_deterministic_and_files_round_trip(tokenizer: Tokenizer, tm
     assert Tokenizer.train(TEXTS, 400).fingerprint() == tokenizer.fingerprint()
     tokenizer.save(tmp_path / "tokenizer.json")
     assert Tokenizer.load(tmp_path).fingerprint() == tokenizer.fingerprint()
+
+
+def test_documents_are_neither_cut_nor_padded(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    short = Tokenizer.load(_saved(tokenizer, tmp_path))
+    short.backend.enable_truncation(5)
+    short.backend.enable_padding(length=50)
+    loaded = Tokenizer.load(_saved(short, tmp_path))
+    assert loaded.encode(TEXTS).tolist() == tokenizer.encode(TEXTS).tolist()
+
+
+def _saved(tokenizer: Tokenizer, directory: Path) -> Path:
+    tokenizer.save(directory / "tokenizer.json")
+    return directory
 
 
 def test_tokenizer_errors(tmp_path: Path) -> None:
@@ -128,6 +141,18 @@ def test_preparing_splits_by_document_and_caches(recipe: DataRecipe) -> None:
     assert not messages
     assert second.fingerprint == first.fingerprint
     assert prepare(recipe.with_(vocab=380)).fingerprint != first.fingerprint
+
+
+def test_tokens_do_not_depend_on_batches(recipe: DataRecipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    whole = prepare(recipe)
+    monkeypatch.setattr("thinwire.train.data.packing._BATCH_CHARACTERS", 1000)
+    cut = prepare(recipe.with_(cache=str(tmp_path / "other")))
+    assert cut.fingerprint == whole.fingerprint
+    for one, other in ((whole.train, cut.train), (whole.validation, cut.validation)):
+        assert one.tokens.tolist() == other.tokens.tolist()
+    tokenizer = Tokenizer.load(whole.tokenizer or "")
+    expected = [text for text in TEXTS if not is_validation(text, recipe.validation_share)]
+    assert tokenizer.decode(cut.train.tokens.tolist()).split("<|endoftext|>")[:-1] == expected
 
 
 def test_validation_text_of_its_own(recipe: DataRecipe, tmp_path: Path) -> None:

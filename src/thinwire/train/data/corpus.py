@@ -6,13 +6,14 @@ the same order. This module knows nothing of tokens.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import glob
 import hashlib
 import io
 import json
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Literal
@@ -34,6 +35,9 @@ _NOT_STDLIB: Final = frozenset({"site-packages", "dist-packages", "test", "tests
 _ARROW_FILE: Final = b"ARROW1"
 _NUM_PIECES: Final = 64
 _MIN_PIECE: Final = 4096
+_MAX_PIECE: Final = 1 << 20
+"""Characters; longer documents take much memory while they are encoded, each on one core."""
+
 _READ_BYTES: Final = 1 << 20
 _HASH_CONTENT_BELOW: Final = 256 * 2**20
 
@@ -57,8 +61,8 @@ class Corpus:
     def documents(self) -> Iterator[str]:
         """Yield every non-empty document in order.
 
-        A text file larger than a 64th of the corpus (and than 4 KiB) is cut at line ends into documents of
-        that size, so that one large file can still be split into training and validation text.
+        A text file larger than a 64th of the corpus is cut at line ends into documents of that size, at least of
+        4 KiB and at most of 1 MiB, so that one large file can still be split into training and validation text.
 
         Yields:
             A document.
@@ -85,10 +89,14 @@ class Corpus:
         """
         digest = hashlib.blake2b(digest_size=16)
         digest.update(repr((self.kind, self.text_key, self.max_bytes)).encode())
+        if self._caps_pieces():
+            digest.update(b"capped")  # before pieces were capped, the same files gave other documents
         by_content = sum(path.stat().st_size for path in self.files) <= _HASH_CONTENT_BELOW
         for path in self.files:
             if by_content:
-                digest.update(hashlib.blake2b(path.read_bytes(), digest_size=16).digest())
+                with path.open("rb") as stream:
+                    content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16))
+                digest.update(content.digest())
             else:
                 stat = path.stat()
                 digest.update(repr((str(path), stat.st_size, stat.st_mtime_ns)).encode())
@@ -101,9 +109,15 @@ class Corpus:
             return _read_parquet(path, self.text_key)
         if self.kind == "datasets":
             return _read_arrow(path, self.text_key)
-        return iter(cut(_read_text(path), self._piece()))
+        return cut(_read_text(path), min(self._uncapped_piece(), _MAX_PIECE))
 
-    def _piece(self) -> int:
+    def _caps_pieces(self) -> bool:
+        """Whether a document may be cut to :data:`_MAX_PIECE`."""
+        if self.kind not in ("text", "stdlib") or self._uncapped_piece() <= _MAX_PIECE:
+            return False
+        return any(path.suffix in _CODECS or path.stat().st_size > _MAX_PIECE for path in self.files)
+
+    def _uncapped_piece(self) -> int:
         total = sum(path.stat().st_size for path in self.files)
         if self.max_bytes is not None:
             total = min(total, self.max_bytes)
@@ -137,26 +151,28 @@ def find_corpus(
     return Corpus(kind=kind, files=tuple(dict.fromkeys(files)), text_key=text_key, max_bytes=max_bytes)
 
 
-def cut(text: str, size: int) -> list[str]:
+def cut(parts: Iterable[str], size: int) -> Iterator[str]:
     """Cut a text at line ends into pieces of about `size` characters.
 
     Args:
-        text: the text; the pieces concatenate to it.
+        parts: the text, in parts of any length; the pieces concatenate to it. At most one piece and one part are in
+            memory at a time.
         size: a piece ends at the first line end at or after this many characters.
 
-    Returns:
+    Yields:
         The pieces; a text of at most `size` characters is one piece.
     """
-    pieces: list[str] = []
-    start = 0
-    while len(text) - start > size:
-        end = text.find("\n", start + size - 1) + 1
-        if end in (0, len(text)):
-            break
-        pieces.append(text[start:end])
-        start = end
-    pieces.append(text[start:])
-    return pieces
+    text = ""
+    for part in parts:
+        searched = max(size, len(text)) - 1
+        text += part
+        start = 0
+        while len(text) > searched and (end := text.find("\n", searched) + 1):
+            yield text[start:end]
+            start, searched = end, end + size - 1
+        text = text[start:]
+    if text:
+        yield text
 
 
 def _stdlib_files() -> list[Path]:
@@ -250,10 +266,13 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
         raise DataError(f"{path} cannot be read: {error}") from error
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path) -> Iterator[str]:
     # A few old sources are Latin-1; a replacement character is better than no corpus.
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     with _opened(path) as stream:
-        return stream.read().decode("utf-8", errors="replace")
+        while part := stream.read(_READ_BYTES):
+            yield decoder.decode(part)
+        yield decoder.decode(b"", final=True)
 
 
 def _read_jsonl(path: Path, key: str) -> Iterator[str]:

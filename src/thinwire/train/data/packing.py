@@ -16,10 +16,15 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
 
 from thinwire.errors import DataError
 from thinwire.spec.recipe import DataRecipe
@@ -29,9 +34,15 @@ from thinwire.train.data.tokens import TokenBin, TokenWriter, entropy
 
 _VERSION: Final = 1
 _DEFAULT_VOCAB: Final = 4096
-_BATCH: Final = 256
+_BATCH_CHARACTERS: Final = 2 << 20
+"""Text that is encoded at a time. The tokens of a batch take about 40 bytes of memory for each character."""
+
+_AT_ONCE: Final = 2
+"""Batches that are encoded at a time: as one ends, and its ids are taken, the other one keeps the cores busy."""
+
 _ENTROPY_TOKENS: Final = 100_000_000
 
+_Ids = npt.NDArray[np.uint32]
 Report = Callable[[str], None]
 
 
@@ -154,11 +165,12 @@ def _build(draft: Path, recipe: DataRecipe, corpus: Corpus, held_out: Corpus | N
         TokenWriter(draft / "train.bin", tokenizer.vocab) as train,
         TokenWriter(draft / "validation.bin", tokenizer.vocab) as validation,
     ):
-        for text, ids in _encoded(tokenizer, corpus.documents()):
-            (validation if is_validation(text, share) else train).append(ids)
+        for training, held in _encoded(tokenizer, corpus.documents(), share):
+            train.append(training)
+            validation.append(held)
         if held_out:
-            for _, ids in _encoded(tokenizer, held_out.documents()):
-                validation.append(ids)
+            for _, held in _encoded(tokenizer, held_out.documents(), 1.0):
+                validation.append(held)
         counts = (train.num_tokens, validation.num_tokens)
         if 0 in counts:
             raise DataError(
@@ -169,10 +181,45 @@ def _build(draft: Path, recipe: DataRecipe, corpus: Corpus, held_out: Corpus | N
     (draft / "corpus.json").write_text(json.dumps(about, indent=2) + "\n")
 
 
-def _encoded(tokenizer: Tokenizer, documents: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-    iterator = iter(documents)
-    while batch := tuple(itertools.islice(iterator, _BATCH)):
-        yield from zip(batch, tokenizer.encode(batch), strict=True)
+def _encoded(tokenizer: Tokenizer, documents: Iterable[str], share: float) -> Iterator[tuple[_Ids, _Ids]]:
+    """Encode documents in batches; the cores encode a batch while this process packs another one.
+
+    Args:
+        tokenizer: What encodes them.
+        documents: The texts.
+        share: Share of the documents that is kept for validation.
+
+    Yields:
+        Ids for training and for validation, of one batch after another.
+    """
+
+    def encode(batch: Sequence[str]) -> tuple[_Ids, _Ids]:
+        held = [is_validation(text, share) for text in batch]
+        training = [text for text, keep in zip(batch, held, strict=True) if not keep]
+        return tokenizer.encode(training), tokenizer.encode(list(itertools.compress(batch, held)))
+
+    under_way: deque[Future[tuple[_Ids, _Ids]]] = deque()
+    with ThreadPoolExecutor(_AT_ONCE, "thinwire-tokens") as encoders:
+        for batch in _batches(documents):
+            under_way.append(encoders.submit(encode, batch))
+            if len(under_way) > _AT_ONCE:
+                yield under_way.popleft().result()
+        while under_way:
+            yield under_way.popleft().result()
+
+
+def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Documents together, so many that they have :data:`_BATCH_CHARACTERS`."""
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= _BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def _open_entry(entry: Path) -> Dataset:

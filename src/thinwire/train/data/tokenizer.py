@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
+import numpy.typing as npt
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -89,6 +91,8 @@ class Tokenizer:
 
     @classmethod
     def _of(cls, backend: Backend, what: str) -> Tokenizer:
+        backend.no_truncation()  # a file may say how long the inputs of its model are
+        backend.no_padding()
         vocab = max(backend.get_vocab(with_added_tokens=True).values()) + 1
         for name in _END_NAMES:
             end = backend.token_to_id(name)
@@ -96,17 +100,24 @@ class Tokenizer:
                 return cls(backend=backend, vocab=vocab, end=end)
         raise DataError(f"{what} has no end-of-text token; it needs one of {', '.join(_END_NAMES)}")
 
-    def encode(self, documents: Sequence[str]) -> list[list[int]]:
-        """Encode documents, each followed by the end-of-text id.
+    def encode(self, documents: Sequence[str]) -> npt.NDArray[np.uint32]:
+        """Encode documents on all cores, without the interpreter lock for most of the time.
 
         Args:
             documents: the texts.
 
         Returns:
-            One list of ids per document.
+            The ids of one document after another, each followed by the end-of-text id; uint32, 1-D.
         """
         encodings = self.backend.encode_batch_fast(list(documents), add_special_tokens=False)
-        return [[*encoding.ids, self.end] for encoding in encodings]
+        ids = np.empty(sum(map(len, encodings)) + len(encodings), dtype=np.uint32)
+        begin = 0
+        for encoding in encodings:
+            end = begin + len(encoding)
+            ids[begin:end] = np.fromiter(encoding.ids, dtype=np.uint32, count=end - begin)
+            ids[end] = self.end
+            begin = end + 1
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Turn ids back into text, special tokens included.

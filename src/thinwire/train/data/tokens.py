@@ -155,7 +155,7 @@ class TokenWriter:
         """Ids written so far."""
         return int(self._counts.sum())
 
-    def append(self, ids: Sequence[int]) -> None:
+    def append(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> None:
         """Append ids.
 
         Args:
