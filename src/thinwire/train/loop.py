@@ -148,6 +148,7 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
     """Step until the recipe's last step; returns the reason if the run stops early."""
     position, steps = trainer.position, trainer.run.recipe.train.steps
     tracer = StepTracer(trainer)
+    trainer.prepare_data()
     while position.step < steps:
         reason = stop.reason
         tracer.begin(position.step + 1)
@@ -209,6 +210,8 @@ def _summary(trainer: Trainer) -> dict[str, object]:
         "unigram_entropy": trainer.dataset.unigram_entropy,
         "dataset": trainer.dataset.fingerprint,
         "tokens_per_second": tokens / total.seconds if total.steps else None,
+        "data_waits": trainer.waits.count,
+        "data_wait_seconds": trainer.waits.seconds,
         "steps": position.step,
         "skipped_steps": position.skipped,
         "loss_scale": None if scale is None else scale.value,

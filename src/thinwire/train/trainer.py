@@ -29,8 +29,9 @@ from thinwire.sharding.snapshot import settle
 from thinwire.spec.plan import Plan
 from thinwire.spec.recipe import LossScaleRecipe
 from thinwire.train.checkpoint import Checkpoint, checkpoint_path, delete_old
+from thinwire.train.data.ahead import BatchesAhead, Waits
 from thinwire.train.data.packing import Dataset
-from thinwire.train.data.samples import Samples, step_batches, validation_batches
+from thinwire.train.data.samples import Batch, Samples, step_batches, validation_batches
 from thinwire.train.environment import shares_cores
 from thinwire.train.launching.agreement import agree
 from thinwire.train.launching.resolved import ResolvedRun
@@ -106,6 +107,7 @@ class Trainer:
         peak_flops: Peak FLOP/s of one device; ``None`` if unknown.
         recent: Steps since the last record, and their time.
         total: Steps since this process started, and their time.
+        waits: How often and how long all ranks together waited for their data, up to the last record.
     """
 
     run: ResolvedRun
@@ -126,7 +128,11 @@ class Trainer:
     peak_flops: float | None
     recent: StepTime = field(default_factory=StepTime)
     total: StepTime = field(default_factory=StepTime)
+    waits: Waits = field(default_factory=Waits)
     _pending: PendingSave | None = None
+
+    def __post_init__(self) -> None:
+        self._ahead = BatchesAhead(self._batches)
 
     @property
     def samples_per_step(self) -> int:
@@ -175,9 +181,14 @@ class Trainer:
         if logged:
             rank, device, node_ranks = self.ranks.rank, self.device, self.run.node_ranks
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
+            words += self._ahead.take_waits()
         failed = self._pending is not None and self._pending.failed
         losses, (stop, failure, *rest) = self.updates.exchange(due, [float(wants_stop), float(failed), *words])
         return Step(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
+
+    def prepare_data(self) -> None:
+        """Begin to make the batches of the next step, so that it need not wait for them."""
+        self._ahead.prepare(self.position.samples)
 
     def validate(self) -> float:
         """Compute the loss on the fixed validation samples, over all ranks.
@@ -276,15 +287,9 @@ class Trainer:
         device cannot, the host waits for the norm."""
         rate = self._set_learning_rate()
         self.model.progress(self.position.step / self.run.recipe.train.steps)
-        plan, scale = self.run.plan, self.optimizer.loss_scale
-        batches = step_batches(
-            self.train,
-            position=self.position.samples,
-            micro_batch=plan.micro_batch,
-            micro_batches=plan.micro_batches,
-            rank=self.model.grid.data,
-            world=plan.world,
-        )
+        scale = self.optimizer.loss_scale
+        taken = self.position.samples
+        batches = self._ahead.take(taken, taken + self.samples_per_step)
         with self.updates.at_floor():
             loss = self.model.step(batches)
         norm = self.model.clip_grad_norm_(self.run.recipe.optimizer.clip or math.inf)
@@ -299,6 +304,17 @@ class Trainer:
         self.optimizer.zero_grad()
         self.position.step += 1
         self.position.samples += self.samples_per_step
+
+    def _batches(self, position: int) -> list[Batch]:
+        plan = self.run.plan
+        return step_batches(
+            self.train,
+            position=position,
+            micro_batch=plan.micro_batch,
+            micro_batches=plan.micro_batches,
+            rank=self.model.grid.data,
+            world=plan.world,
+        )
 
     def _update_if_finite(self, update: Update) -> None:
         if not update.skipped:
@@ -322,6 +338,9 @@ class Trainer:
         return rate
 
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
+        *means, waited, wait_seconds = means
+        waits = Waits(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
+        self.waits = Waits(self.waits.count + waits.count, self.waits.seconds + waits.seconds)
         measured = unpack(means, self.ranks.size)
         tokens = self.samples_per_step * self.train.seq
         speed = tokens * self.recent.steps / self.recent.seconds
@@ -348,6 +367,7 @@ class Trainer:
             exposed=measured.exposed,
             codec=measured.codec,
             own=summarized(own),
+            data_waits=waits._asdict(),
             slow=None if self.pace is None else self.pace.add(own),
         )
         self.recent = StepTime()

@@ -75,6 +75,8 @@ class StepRecord:
         codec: Seconds that codecs took since the last record, by kind, mean over ranks.
         own: Seconds per step that ranks spent on their own work rather than waiting for communication: ``median``, and
             ``slowest`` with its ``rank``.
+        data_waits: Steps since the last record that waited for their data, ``count``, and the ``seconds`` that they
+            waited, summed over all ranks.
         slow: Sentence about a rank that has become slow or has caught up; usually ``None``.
         memory_by_rank: `memory` of every rank; ``None`` in most records, because its size grows with the ranks.
         time: Time of the record on rank 0, in seconds since 1970.
@@ -99,6 +101,7 @@ class StepRecord:
     exposed: Mapping[str, float] = field(default_factory=dict)
     codec: Mapping[str, float] = field(default_factory=dict)
     own: Mapping[str, float] = field(default_factory=dict)
+    data_waits: Mapping[str, float] = field(default_factory=dict)
     slow: str | None = None
     memory_by_rank: Mapping[str, Sequence[int]] | None = None
     time: float = field(default_factory=time.time)

@@ -1,0 +1,74 @@
+"""The batches of the next step, made while the present one computes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import NamedTuple
+
+from thinwire.train.data.samples import Batch
+
+
+class Waits(NamedTuple):
+    """How often and how long training waited for its data.
+
+    Attributes:
+        count: Number of steps that waited.
+        seconds: Time that they waited, in seconds.
+    """
+
+    count: int = 0
+    seconds: float = 0.0
+
+
+class BatchesAhead:
+    """Makes the micro-batches of a rank in a thread, one step ahead of training.
+
+    Args:
+        make: Makes the batches of the step that begins at a position; the thread calls it.
+    """
+
+    def __init__(self, make: Callable[[int], list[Batch]]) -> None:
+        self._make = make
+        self._thread = ThreadPoolExecutor(1, "thinwire-batches")
+        self._position: int | None = None
+        self._batches: Future[list[Batch]] | None = None
+        self._waits = Waits()
+
+    def prepare(self, position: int) -> None:
+        """Begin to make the batches of a step.
+
+        Args:
+            position: Samples taken before it.
+        """
+        self._position, self._batches = position, self._thread.submit(self._make, position)
+
+    def take(self, position: int, following: int) -> list[Batch]:
+        """Give the batches of a step, and begin to make those of the next one.
+
+        Args:
+            position: Samples taken before this step. Batches of another position are made anew.
+            following: Samples taken before the next step.
+
+        Returns:
+            The batches.
+
+        Raises:
+            DataError: They cannot be made.
+        """
+        if self._batches is None or position != self._position:
+            self.prepare(position)
+        assert self._batches is not None
+        batches = self._batches
+        if not batches.done():
+            started = time.perf_counter()
+            wait([batches])
+            self._waits = Waits(self._waits.count + 1, self._waits.seconds + time.perf_counter() - started)
+        self.prepare(following)
+        return batches.result()
+
+    def take_waits(self) -> Waits:
+        """The waits since the last call."""
+        waits, self._waits = self._waits, Waits()
+        return waits
