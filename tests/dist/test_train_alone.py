@@ -189,7 +189,7 @@ def test_a_gradient_that_overflows_lowers_the_scale_and_is_reported(tmp_path: Pa
     assert math.isfinite(first.loss)
     assert (first.skipped, first.skipped_steps, first.loss_scale) == (True, 1, TOO_LARGE)
     assert all(torch.equal(a, b) for a, b in zip(before, weights(trainer), strict=True))
-    second, _ = trainer.step(wants_stop=False)
+    second = trainer.step(wants_stop=False).record
     assert second is not None
     assert (second.skipped, second.skipped_steps, second.loss_scale) == (False, 1, 2.0**17)
     assert 0 < second.grad_norm < 100, "the norm contains the scale"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,16 +18,15 @@ LENGTHS = (0, 1, 4095, 4096, 4097, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1
 
 
 @pytest.fixture(params=["disk", "memory"])
-def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     if request.param == "disk":
-        return tmp_path
+        yield tmp_path
+        return
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):
         pytest.skip("there is no tmpfs to write to")
-    path = shared / f"thinwire-test-{os.getpid()}-{tmp_path.name}"
-    path.mkdir()
-    request.addfinalizer(lambda: [*map(Path.unlink, path.iterdir()), path.rmdir()])
-    return path
+    with tempfile.TemporaryDirectory(prefix="thinwire-test-", dir=shared) as path:
+        yield Path(path)
 
 
 @pytest.mark.parametrize("length", LENGTHS)

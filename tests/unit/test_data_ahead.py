@@ -41,7 +41,7 @@ def test_waits_are_counted_until_they_are_taken() -> None:
     threading.Timer(0.2, ready.set).start()
     assert position_of(ahead.take(0, 8)) == 0
     waits = ahead.take_waits()
-    assert waits.count == 1
+    assert waits.steps == 1
     assert 0.1 < waits.seconds < 5
     assert ahead.take_waits() == Waits()
 

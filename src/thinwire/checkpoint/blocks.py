@@ -54,7 +54,7 @@ def write_durably(path: Path, parts: Iterable[torch.Tensor]) -> tuple[int, int]:
     try:
         with ThreadPoolExecutor(1) as disk:
             for number, length in enumerate(_filled(blocks, parts)):
-                block = memoryview(blocks[number % 2].numpy())
+                block = blocks[number % 2].numpy().data
                 crc = zlib.crc32(block[:length], crc)
                 size += length
                 if writing is not None:
@@ -103,7 +103,7 @@ def read_into(descriptor: int, position: int, target: torch.Tensor) -> None:
     Raises:
         OSError: The file ends before the tensor is full, or cannot be read.
     """
-    view = memoryview(as_bytes(target).numpy())
+    view = as_bytes(target).numpy().data
     while view:
         length = os.preadv(descriptor, [view], position)
         if not length:

@@ -61,6 +61,7 @@ def train_rank(run: ResolvedRun, dataset: Dataset, device: torch.device, stop: S
         trainer = make_trainer(run, dataset, device)
         notes = [trainer.ordered.sentence] if trainer.ordered.sentence else []
         notes += resume(trainer) if run.resume else []
+        trainer.prepare_data()
     leads = trainer.ranks.rank == 0
     start, steps = trainer.position.step, run.recipe.train.steps
     log = _open_log(trainer, notes) if leads else None
@@ -148,7 +149,6 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
     """Step until the recipe's last step; returns the reason if the run stops early."""
     position, steps = trainer.position, trainer.run.recipe.train.steps
     tracer = StepTracer(trainer)
-    trainer.prepare_data()
     while position.step < steps:
         reason = stop.reason
         tracer.begin(position.step + 1)
@@ -210,7 +210,7 @@ def _summary(trainer: Trainer) -> dict[str, object]:
         "unigram_entropy": trainer.dataset.unigram_entropy,
         "dataset": trainer.dataset.fingerprint,
         "tokens_per_second": tokens / total.seconds if total.steps else None,
-        "data_waits": trainer.waits.count,
+        "data_waits": trainer.waits.steps,
         "data_wait_seconds": trainer.waits.seconds,
         "steps": position.step,
         "skipped_steps": position.skipped,

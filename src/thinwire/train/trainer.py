@@ -10,6 +10,7 @@ import functools
 import math
 import time
 from collections.abc import Mapping
+from concurrent.futures import wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -187,8 +188,8 @@ class Trainer:
         return Step(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
 
     def prepare_data(self) -> None:
-        """Begin to make the batches of the next step, so that it need not wait for them."""
-        self._ahead.prepare(self.position.samples)
+        """Make the batches of the next step, so that it need not wait for them."""
+        wait([self._ahead.prepare(self.position.samples)])
 
     def validate(self) -> float:
         """Compute the loss on the fixed validation samples, over all ranks.
@@ -340,7 +341,7 @@ class Trainer:
     def _record(self, update: Update, loss: float, means: list[float]) -> StepRecord:
         *means, waited, wait_seconds = means
         waits = Waits(round(waited * self.ranks.size), wait_seconds * self.ranks.size)
-        self.waits = Waits(self.waits.count + waits.count, self.waits.seconds + waits.seconds)
+        self.waits = Waits(self.waits.steps + waits.steps, self.waits.seconds + waits.seconds)
         measured = unpack(means, self.ranks.size)
         tokens = self.samples_per_step * self.train.seq
         speed = tokens * self.recent.steps / self.recent.seconds

@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "units": Command("thinwire_bench.cli.units:units"),
     "placement": Command("thinwire_bench.cli.placement:placement"),
     "checkpoint": Command("thinwire_bench.cli.checkpoint:checkpoint"),
+    "data": Command("thinwire_bench.cli.data:data"),
     "planner": Command("thinwire_bench.cli.planner:planner"),
 }
 """In the order of the help."""

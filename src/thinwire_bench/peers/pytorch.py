@@ -135,4 +135,5 @@ def fully_sharded_model(
     for unit in (model.embed_tokens, *model.layers):
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     # What remains, the last norm and the head, is needed again as soon as the backward starts.
-    return fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    return model

@@ -1,11 +1,12 @@
-"""Checkpoints of thinwire and of ``torch.distributed.checkpoint`` (DCP) on one disk, beside plain files of as many bytes.
+"""Checkpoints of thinwire and of ``torch.distributed.checkpoint`` (DCP), beside plain files of as many bytes.
 
-Both train the same model, sharded over all ranks (``zero3`` and FSDP2), so that a rank saves as many bytes. Every action
-is timed once in every round, from a barrier to a barrier. Files leave the page cache before they are read.
+Both train the same model, sharded over all ranks (``zero3`` and FSDP2), so that a rank saves as many bytes. Every
+action is timed once in every round, from a barrier to a barrier. Files leave the page cache before they are read.
 """
 
 from __future__ import annotations
 
+import functools
 import mmap
 import os
 import shutil
@@ -27,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import thinwire as tw
-from thinwire.collectives.group import control
+from thinwire.collectives.group import control, control_beside
 from thinwire.report import Sheet
 from thinwire.spec import Plan
 from thinwire.testing.ranks import RankPool
@@ -158,7 +159,7 @@ class _Torch(_Trained):
         self.model = fully_sharded_model(options, (dist.get_world_size(),))
         self.optim = fused_adamw(self.model.parameters())
         # As DCP advises: its thread must not exchange in the group that trains.
-        self._group = dist.new_group(backend="gloo")
+        self._group = control_beside("DCP").process_group
 
     def _state(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optim)
@@ -257,38 +258,36 @@ def _actions(
     yield f"load: {PLAIN}", lambda: _read_plain(plain)
     _remove(directory)
     for name, system in systems:
-        path = directory / "checkpoint"
-        yield f"save: {name}", lambda system=system: system.save(path)
+        yield f"save: {name}", functools.partial(system.save, directory / "checkpoint")
         _leave_cache(directory)
-        yield f"load: {name}", lambda system=system: system.load(path)
+        yield f"load: {name}", functools.partial(system.load, directory / "checkpoint")
         _remove(directory)
 
 
 def _save_while_training(system: _Trained, path: Path, steps: int) -> dict[str, Any]:
     """Train without a save, then with one: seconds of both, of the call, and steps until the save was complete."""
 
+    call, completed, pending = 0.0, steps + 1, None
+
     def train() -> None:
         for _ in range(steps):
             system.step()
 
     def train_and_save() -> None:
-        nonlocal call, done
+        nonlocal call, completed, pending
         started = time.perf_counter()
-        saving = system.start_saving(path)
+        pending = system.start_saving(path)
         call = time.perf_counter() - started
         for number in range(steps):
             system.step()
-            done = number + 1 if done is None and saving.done() else done
-        control().barrier()
-        pending.append(saving)
+            if pending.done():
+                completed = min(completed, number + 1)
 
-    call, done = 0.0, None
-    pending: list[Future[Any]] = []
-    alone = _timed(train)
-    saved = _timed(train_and_save)
-    pending[0].result()
+    alone, saved = _timed(train), _timed(train_and_save)
+    assert pending is not None
+    pending.result()
     control().barrier()
-    return {"alone": alone, "saved": saved, "call": call, "done": steps + 1 if done is None else done}
+    return {"alone": alone, "saved": saved, "call": call, "completed": completed}
 
 
 def _timed(act: Callable[[], None]) -> float:
@@ -381,7 +380,7 @@ def _merged(of_ranks: Sequence[_Raw], rounds: int) -> Measured:
     """The slowest rank of every round, and the most memory of any."""
 
     def memory(action: str) -> float:
-        return max(raw["memory"][action] for raw in of_ranks)
+        return max(float(raw["memory"][action]) for raw in of_ranks)
 
     def slowest(name: str, key: str) -> list[Any]:
         return [max(raw["background"][name][number][key] for raw in of_ranks) for number in range(rounds + 1)]
@@ -393,7 +392,7 @@ def _merged(of_ranks: Sequence[_Raw], rounds: int) -> Measured:
         files.append(Samples(action, tuple(map(max, by_round)), memory(action) if is_save else None))
     background = []
     for name in _SYSTEMS:
-        alone, saved, call, done = (slowest(name, key) for key in ("alone", "saved", "call", "done"))
+        alone, saved, call, completed = (slowest(name, key) for key in ("alone", "saved", "call", "completed"))
         steps = of_ranks[0]["steps"]
         background.append(
             Background(
@@ -402,7 +401,7 @@ def _merged(of_ranks: Sequence[_Raw], rounds: int) -> Measured:
                 call=tuple(call[1:]),
                 first_call=call[0],
                 cost=tuple(with_save - without for with_save, without in zip(saved[1:], alone[1:], strict=True)),
-                steps=tuple(done[1:]),
+                steps=tuple(completed[1:]),
                 memory=memory(f"{name} in the background"),
             )
         )
@@ -467,16 +466,16 @@ def goals(measured: Measured) -> Sheet:
     """Whether thinwire's saves are as fast and as small as they should be."""
     files = {sample.name: sample for sample in measured.files}
     background = next(save for save in measured.background if save.name == "thinwire")
-    rows = []
+    rows: list[tuple[str, float, float]] = []
     for kind in ("save", "load"):
         ratio = statistics.median(over(files[f"{kind}: thinwire"].seconds, files[f"{kind}: {PLAIN}"].seconds))
-        rows.append([f"{kind} over a plain file", ratio, GOAL_FILES])
-    rows.append(["cost of a save in the background in steps", statistics.median(background.cost_in_steps), GOAL_STEPS])
+        rows.append((f"{kind} over a plain file", ratio, GOAL_FILES))
+    rows.append(("cost of a save in the background in steps", statistics.median(background.cost_in_steps), GOAL_STEPS))
     memory = max(files["save: thinwire"].memory or 0.0, background.memory or 0.0)
-    rows.append(["memory added over what a rank saves", memory, GOAL_MEMORY])
+    rows.append(("memory added over what a rank saves", memory, GOAL_MEMORY))
     return Sheet(
         "Goals",
         ["", "measured", "at most", ""],
         1,
-        [[str(name), f"{value:.2f}", f"{most}", "" if value <= most else "missed"] for name, value, most in rows],
+        [[name, f"{value:.2f}", f"{most}", "" if value <= most else "missed"] for name, value, most in rows],
     )

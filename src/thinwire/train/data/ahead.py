@@ -14,11 +14,11 @@ class Waits(NamedTuple):
     """How often and how long training waited for its data.
 
     Attributes:
-        count: Number of steps that waited.
+        steps: Number of steps that waited.
         seconds: Time that they waited, in seconds.
     """
 
-    count: int = 0
+    steps: int = 0
     seconds: float = 0.0
 
 
@@ -36,13 +36,17 @@ class BatchesAhead:
         self._batches: Future[list[Batch]] | None = None
         self._waits = Waits()
 
-    def prepare(self, position: int) -> None:
+    def prepare(self, position: int) -> Future[list[Batch]]:
         """Begin to make the batches of a step.
 
         Args:
             position: Samples taken before it.
+
+        Returns:
+            The batches to come.
         """
         self._position, self._batches = position, self._thread.submit(self._make, position)
+        return self._batches
 
     def take(self, position: int, following: int) -> list[Batch]:
         """Give the batches of a step, and begin to make those of the next one.
@@ -57,14 +61,13 @@ class BatchesAhead:
         Raises:
             DataError: They cannot be made.
         """
-        if self._batches is None or position != self._position:
-            self.prepare(position)
-        assert self._batches is not None
         batches = self._batches
+        if batches is None or position != self._position:
+            batches = self.prepare(position)
         if not batches.done():
             started = time.perf_counter()
             wait([batches])
-            self._waits = Waits(self._waits.count + 1, self._waits.seconds + time.perf_counter() - started)
+            self._waits = Waits(self._waits.steps + 1, self._waits.seconds + time.perf_counter() - started)
         self.prepare(following)
         return batches.result()
 

@@ -75,7 +75,7 @@ class StepRecord:
         codec: Seconds that codecs took since the last record, by kind, mean over ranks.
         own: Seconds per step that ranks spent on their own work rather than waiting for communication: ``median``, and
             ``slowest`` with its ``rank``.
-        data_waits: Steps since the last record that waited for their data, ``count``, and the ``seconds`` that they
+        data_waits: Number of ``steps`` since the last record that waited for their data, and the ``seconds`` that they
             waited, summed over all ranks.
         slow: Sentence about a rank that has become slow or has caught up; usually ``None``.
         memory_by_rank: `memory` of every rank; ``None`` in most records, because its size grows with the ranks.

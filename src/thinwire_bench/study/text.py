@@ -1,0 +1,298 @@
+"""Text that becomes tokens, beside ``tokenizers`` alone on the same documents, and steps that wait for tokens.
+
+Every way runs in a process of its own. The peers have all documents in memory and throw their results away, so they
+measure what the library can encode; thinwire also reads the files, and writes the ids to disk.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+from thinwire.report import Sheet
+from thinwire.spec.recipe import DataRecipe
+from thinwire.train.data.corpus import find_corpus
+from thinwire.train.data.packing import prepare
+from thinwire.train.data.tokenizer import Tokenizer
+from thinwire.units import format_bytes
+from thinwire_bench.systems.protocol import BenchError
+
+GOAL: Final = 0.8
+"""Least speed, over that of ``encode_batch``."""
+
+_VOCAB: Final = 4096
+_PEER_CHARACTERS: Final = 16 << 20
+"""Text that a peer encodes at a time; the encodings of all of it at once would take several times the memory."""
+
+_RECIPE: Final = """
+plan = {{ preset = "zero1", compute_dtype = "auto" }}
+[model]
+layers = 2
+hidden = 128
+heads = 4
+[data]
+source = "text"
+paths = ["{text}"]
+tokenizer = "{tokenizer}"
+cache = "{cache}"
+[train]
+steps = {steps}
+seq = 128
+micro_batch = 4
+[optimizer]
+lr = 1e-3
+[cluster]
+without_gpu = {{ nodes = 1, local = 2 }}
+"""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to turn text into tokens, in every round.
+
+    Attributes:
+        name: Name of the way.
+        seconds: Seconds, by round.
+        added_bytes: Memory of its process at its peak over that at its beginning, in bytes, by round.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    added_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run has measured.
+
+    Attributes:
+        text_bytes: Bytes of the text.
+        ways: The ways to turn it into tokens.
+        steps: Steps of the training run.
+        waits: Steps that waited for data, over all ranks.
+        wait_seconds: Seconds that they waited.
+    """
+
+    text_bytes: int
+    ways: tuple[Way, ...]
+    steps: int
+    waits: int
+    wait_seconds: float
+
+
+def study(*, size: int, rounds: int, steps: int, directory: Path, report: Callable[[str], None]) -> Measured:
+    """Measure how fast text becomes tokens, and how often steps wait for tokens.
+
+    Args:
+        size: Bytes of text: the source of the Python standard library, repeated.
+        rounds: Number of rounds; each way runs once in every round.
+        steps: Steps of the training run.
+        directory: Where to write.
+        report: Called with a line of text before anything that takes long.
+
+    Returns:
+        Samples of every round.
+    """
+    with tempfile.TemporaryDirectory(prefix="thinwire-bench-", dir=directory) as made:
+        place = Path(made)
+        report(f"writing {format_bytes(size)} of text, and training a tokenizer of {_VOCAB} tokens")
+        text_bytes = _write_text(place, size)
+        samples: dict[str, list[tuple[float, int]]] = {name: [] for name in _WAYS}
+        for number in range(rounds):
+            names = list(_WAYS)[number % len(_WAYS) :] + list(_WAYS)[: number % len(_WAYS)]
+            for name in names:
+                report(f"round {number + 1} of {rounds}: {name}")
+                samples[name].append(_apart(name, str(place), number))
+        report(f"training for {steps} steps")
+        summary = _train(place, steps)
+    ways = (
+        Way(name, tuple(seconds for seconds, _ in of_way), tuple(added for _, added in of_way))
+        for name, of_way in samples.items()
+    )
+    return Measured(text_bytes, tuple(ways), steps, summary["data_waits"], summary["data_wait_seconds"])
+
+
+def _write_text(place: Path, size: int) -> int:
+    """Write files of text and a tokenizer for them; the number of bytes written."""
+    documents = list(find_corpus("stdlib").documents())
+    Tokenizer.train(documents, _VOCAB).save(place / "tokenizer.json")
+    text = place / "text"
+    text.mkdir()
+    written = number = 0
+    while written < size:
+        for document in documents:
+            # A comment of its own keeps a repeated document from being the same one.
+            content = f"# {number}\n{document}".encode()[: size - written]
+            (text / f"{number:07}.py").write_bytes(content)
+            written, number = written + len(content), number + 1
+            if written >= size:
+                break
+    return written
+
+
+def _thinwire(place: Path, number: int) -> Callable[[], None]:
+    recipe = DataRecipe(
+        source="text",
+        paths=(str(place / "text"),),
+        tokenizer=str(place / "tokenizer.json"),
+        cache=str(place / f"cache-{number}"),
+    )
+
+    def work() -> None:
+        prepare(recipe)
+
+    return work
+
+
+def _encode_batch(place: Path, number: int) -> Callable[[], None]:
+    return _encodes(place, "encode_batch")
+
+
+def _encode_batch_fast(place: Path, number: int) -> Callable[[], None]:
+    return _encodes(place, "encode_batch_fast")
+
+
+def _encodes(place: Path, method: str) -> Callable[[], None]:
+    batches = list(_batches(find_corpus("text", [str(place / "text")]).documents()))
+    encode = getattr(Tokenizer.load(place / "tokenizer.json").backend, method)
+
+    def work() -> None:
+        for batch in batches:
+            encode(batch, add_special_tokens=False)
+
+    return work
+
+
+def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= _PEER_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+THINWIRE: Final = "thinwire, from files to token bins"
+ENCODE_BATCH: Final = "tokenizers, encode_batch"
+_WAYS: Final[dict[str, Callable[[Path, int], Callable[[], None]]]] = {
+    ENCODE_BATCH: _encode_batch,
+    "tokenizers, encode_batch_fast": _encode_batch_fast,
+    THINWIRE: _thinwire,
+}
+"""Prepare a way on a directory in a round; what they return is timed."""
+
+
+def _apart(name: str, place: str, number: int) -> tuple[float, int]:
+    """Run a way in a process of its own: its seconds, and the memory that it added."""
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(name, place, number, sender))
+    process.start()
+    sender.close()
+    try:
+        result: tuple[float, int] = receiver.recv()
+    except EOFError:
+        raise BenchError(f"the process of {name!r} ended without a result; its output says why") from None
+    finally:
+        process.join()
+    return result
+
+
+def _run(name: str, place: str, number: int, pipe: Connection) -> None:
+    work = _WAYS[name](Path(place), number)
+    before = peak = _resident()
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.02):
+            peak = max(peak, _resident())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    started = time.perf_counter()
+    work()
+    seconds = time.perf_counter() - started
+    done.set()
+    watcher.join()
+    pipe.send((seconds, peak - before))
+
+
+def _resident() -> int:
+    words = Path("/proc/self/statm").read_text(encoding="ascii").split()
+    return (int(words[1]) - int(words[2])) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _train(place: Path, steps: int) -> dict[str, Any]:
+    """Train on the tokens of the first round; the summary of the run."""
+    recipe, out = place / "recipe.toml", place / "run"
+    recipe.write_text(
+        _RECIPE.format(text=place / "text", tokenizer=place / "tokenizer.json", cache=place / "cache-0", steps=steps),
+        encoding="utf-8",
+    )
+    command = [sys.executable, "-m", "thinwire.cli.main", "train", str(recipe), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchError(f"the training run failed: {done.stderr.strip()[-500:]}")
+    summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    return summary
+
+
+def speeds(measured: Measured) -> dict[str, tuple[float, ...]]:
+    """Speed of each way over that of ``encode_batch``, by round."""
+    peer = next(way for way in measured.ways if way.name == ENCODE_BATCH)
+    return {
+        way.name: tuple(other / own for own, other in zip(way.seconds, peer.seconds, strict=True))
+        for way in measured.ways
+    }
+
+
+def sheets(measured: Measured) -> list[Sheet]:
+    """The results as tables."""
+    ratios = speeds(measured)
+    rows = [
+        [
+            way.name,
+            _spread(way.seconds, 1),
+            f"{format_bytes(measured.text_bytes / statistics.median(way.seconds))}/s",
+            _spread(ratios[way.name]),
+            format_bytes(max(way.added_bytes)),
+        ]
+        for way in measured.ways
+    ]
+    columns = ["", "seconds", "text", "speed over encode_batch", "memory added"]
+    ratio = statistics.median(ratios[THINWIRE])
+    goals = [
+        ["speed over encode_batch", f"{ratio:.2f}", f"at least {GOAL}", "" if ratio >= GOAL else "missed"],
+        [
+            f"steps of {measured.steps} on 2 ranks that waited for data",
+            f"{measured.waits} ({1e3 * measured.wait_seconds:.1f} ms)",
+            "0",
+            "missed" if measured.waits else "",
+        ],
+    ]
+    return [
+        Sheet(f"{format_bytes(measured.text_bytes)} of text to tokens", columns, 1, rows),
+        Sheet("Goals", ["", "measured", "goal", ""], 1, goals),
+    ]
+
+
+def _spread(samples: Sequence[float], digits: int = 2) -> str:
+    numbers = (f"{value:.{digits}f}" for value in (statistics.median(samples), min(samples), max(samples)))
+    return "{} ({} to {})".format(*numbers)
