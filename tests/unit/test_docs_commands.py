@@ -48,6 +48,8 @@ SHORT = {
     r"thinwire(\.cli\.main)? train ": "--set train.steps=4 --set train.validation_samples=8 --set checkpoint.every=2",
     r"bench step": "--rounds 1 --steps 1 --bandwidth none --clip none",
     r"bench reductions": "--ranks 2",
+    r"bench checkpoint": "--rounds 1 --steps 1 --model llama-1m",
+    r"bench data": "--rounds 1 --steps 4 --size 1MB",
     r"bench placement (?!--read)": "--rounds 1 --steps 1 --model llama-1m --bandwidth 50mbit --spine 25mbit",
     r"profile --topology": "--seq 256",
     r"bench (techniques|stages|kernels|backward)": "--rounds 1 --steps 1 --model llama-1m",
@@ -101,7 +103,10 @@ class Command(NamedTuple):
     @property
     def needs_lab(self) -> bool:
         return (
-            re.search(r"thinwire (lab|bench (?!codecs|convergence|reductions|spectra|start)) |memory_cap", self.line)
+            re.search(
+                r"thinwire (lab|bench (?!checkpoint|codecs|convergence|data|reductions|spectra|start)) |memory_cap",
+                self.line,
+            )
             is not None
         )
 

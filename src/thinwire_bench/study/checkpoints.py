@@ -33,7 +33,6 @@ from thinwire.report import Sheet
 from thinwire.spec import Plan
 from thinwire.testing.ranks import RankPool
 from thinwire.units import format_bytes
-from thinwire_bench.peers.pytorch import fully_sharded_model
 from thinwire_bench.peers.system import LEARNING_RATE, fused_adamw
 from thinwire_bench.peers.workload import batches, make_model
 
@@ -155,6 +154,8 @@ class _Thinwire(_Trained):
 
 class _Torch(_Trained):
     def __init__(self, options: dict[str, Any]) -> None:
+        from thinwire_bench.peers.pytorch import fully_sharded_model  # here: only ranks need torch's optimizers
+
         super().__init__(options)
         self.model = fully_sharded_model(options, (dist.get_world_size(),))
         self.optim = fused_adamw(self.model.parameters())
