@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from thinwire_bench.study.checkpoints import Background, Measured, Samples, goals, sheets, study
+from thinwire_bench.study.checkpoints import Background, CheckpointTimes, FileTimes, goals, sheets, study
 
 
-def measured(save: float = 1.2, cost: float = 0.3, memory: float = 1.0) -> Measured:
+def measured(save: float = 1.2, cost: float = 0.3, memory: float = 1.0) -> CheckpointTimes:
     files = (
-        Samples("save: a plain file", (1.0, 2.0, 4.0)),
-        Samples("save: thinwire", (save, 2 * save, 4 * save), 0.1),
-        Samples("load: a plain file", (1.0, 1.0, 1.0)),
-        Samples("load: thinwire", (1.1, 1.2, 9.0)),
+        FileTimes("save: a plain file", (1.0, 2.0, 4.0)),
+        FileTimes("save: thinwire", (save, 2 * save, 4 * save), 0.1),
+        FileTimes("load: a plain file", (1.0, 1.0, 1.0)),
+        FileTimes("load: thinwire", (1.1, 1.2, 9.0)),
     )
     background = Background(
         "thinwire",
@@ -25,7 +25,7 @@ def measured(save: float = 1.2, cost: float = 0.3, memory: float = 1.0) -> Measu
         steps=(1, 2, 3),
         memory=memory,
     )
-    return Measured(400 << 20, 2, files, (background,))
+    return CheckpointTimes(400 << 20, 2, files, (background,))
 
 
 def test_ratios_are_those_of_a_round_and_goals_are_judged_by_their_median() -> None:

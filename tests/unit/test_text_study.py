@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from thinwire_bench.study.text import ENCODE_BATCH, THINWIRE, Measured, Way, sheets, speeds, study
+from thinwire_bench.study.text import ENCODE_BATCH, THINWIRE, TextTimes, Encoder, sheets, speeds, study
 
 
-def measured(seconds: float, waits: int) -> Measured:
+def measured(seconds: float, waits: int) -> TextTimes:
     ways = (
-        Way(ENCODE_BATCH, (10.0, 20.0, 30.0), (1 << 30,) * 3),
-        Way(THINWIRE, (seconds, 2 * seconds, 3 * seconds), (1 << 20, 3 << 20, 2 << 20)),
+        Encoder(ENCODE_BATCH, (10.0, 20.0, 30.0), (1 << 30,) * 3),
+        Encoder(THINWIRE, (seconds, 2 * seconds, 3 * seconds), (1 << 20, 3 << 20, 2 << 20)),
     )
-    return Measured(100 << 20, ways, 50, waits, waits / 1000)
+    return TextTimes(100 << 20, ways, 50, waits, waits / 1000)
 
 
 def test_speeds_are_those_of_a_round() -> None:

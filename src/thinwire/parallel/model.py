@@ -181,7 +181,7 @@ class ParallelModel:
         self, optim: ParallelOptimizer | None, path: str | Path, *, extra: Mapping[str, Any] | None = None
     ) -> None:
         """Write a checkpoint of the whole model; see :func:`thinwire.save`."""
-        snapshot.save(self._with(optim), Path(path), extra)
+        snapshot.save(_trained(self, optim), Path(path), extra)
 
     def async_save(
         self,
@@ -202,11 +202,11 @@ class ParallelModel:
         Returns:
             A future.
         """
-        return snapshot.start_saving(self._with(optim), Path(path), extra, then)
+        return snapshot.start_saving(_trained(self, optim), Path(path), extra, then)
 
     def load(self, optim: ParallelOptimizer | None, path: str | Path) -> dict[str, Any]:
         """Read a checkpoint written under any plan and on any grid; see :func:`thinwire.load`."""
-        return snapshot.load(self._with(optim), Path(path))
+        return snapshot.load(_trained(self, optim), Path(path))
 
     def axis_traffic(self) -> dict[str, AxisTraffic]:
         """Traffic of this rank on the axes ``tp`` and ``pp`` since the last call."""
@@ -243,9 +243,11 @@ class ParallelModel:
         with groups.explained_transport("exchanging activations", self.grid.neighbours), by_vocabulary:
             yield
 
-    def _with(self, optim: ParallelOptimizer | None) -> list[snapshot.Trained]:
-        parts: Sequence[ShardedOptimizer | None] = [None] * len(self.chunks) if optim is None else optim.parts
-        return list(zip(self.chunks, parts, strict=True))
+
+def _trained(model: ParallelModel, optim: ParallelOptimizer | None) -> list[snapshot.Trained]:
+    """The parts of a model, each with its optimizer."""
+    parts: Sequence[ShardedOptimizer | None] = [None] * len(model.chunks) if optim is None else optim.parts
+    return list(zip(model.chunks, parts, strict=True))
 
 
 class ParallelOptimizer:

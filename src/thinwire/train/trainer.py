@@ -71,7 +71,7 @@ class StepTime:
         self.steps += 1
 
 
-class Step(NamedTuple):
+class StepOutcome(NamedTuple):
     """What all ranks know after a step.
 
     Attributes:
@@ -155,7 +155,7 @@ class Trainer:
         step = self.position.step
         return step == self.run.recipe.train.steps or (every > 0 and step % every == 0)
 
-    def step(self, wants_stop: bool) -> Step:
+    def step(self, wants_stop: bool) -> StepOutcome:
         """Make one update, and exchange losses and measurements with the other ranks.
 
         Args:
@@ -185,7 +185,7 @@ class Trainer:
             words += self._ahead.take_waits()
         failed = self._pending is not None and self._pending.failed
         losses, (stop, failure, *rest) = self.updates.exchange(due, [float(wants_stop), float(failed), *words])
-        return Step(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
+        return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
 
     def prepare_data(self) -> None:
         """Make the batches of the next step, so that it need not wait for them."""

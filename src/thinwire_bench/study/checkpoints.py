@@ -47,7 +47,7 @@ GOAL_MEMORY: Final = 1.1
 
 
 @dataclass(frozen=True)
-class Samples:
+class FileTimes:
     """An action in every round.
 
     Attributes:
@@ -73,7 +73,7 @@ class Background:
         first_call: Seconds of the first call of all, which allocates the memory of the copy.
         cost: Seconds that as many steps take longer with a save than without, the call included, by round.
         steps: Steps made until the checkpoint was complete, by round.
-        memory: As in :class:`Samples`.
+        memory: As in :class:`FileTimes`.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Background:
 
 
 @dataclass(frozen=True)
-class Measured:
+class CheckpointTimes:
     """What a run has measured.
 
     Attributes:
@@ -103,7 +103,7 @@ class Measured:
 
     state_bytes: int
     ranks: int
-    files: tuple[Samples, ...]
+    files: tuple[FileTimes, ...]
     background: tuple[Background, ...]
 
 
@@ -187,7 +187,7 @@ _SYSTEMS: Final[dict[str, type[_Trained]]] = {"thinwire": _Thinwire, "DCP": _Tor
 
 def study(
     *, ranks: int, model: str, seq: int, rounds: int, steps: int, directory: Path, report: Callable[[str], None]
-) -> Measured:
+) -> CheckpointTimes:
     """Measure saves, loads, and training while a checkpoint is written.
 
     Args:
@@ -200,7 +200,7 @@ def study(
         report: Called with a line of text before anything that takes long.
 
     Returns:
-        Samples of every round.
+        FileTimes of every round.
     """
     pool = RankPool(ranks)
     try:
@@ -377,7 +377,7 @@ def _remove(directory: Path) -> None:
     control().barrier()
 
 
-def _merged(of_ranks: Sequence[_Raw], rounds: int) -> Measured:
+def _merged(of_ranks: Sequence[_Raw], rounds: int) -> CheckpointTimes:
     """The slowest rank of every round, and the most memory of any."""
 
     def memory(action: str) -> float:
@@ -390,7 +390,7 @@ def _merged(of_ranks: Sequence[_Raw], rounds: int) -> Measured:
     for action in of_ranks[0]["seconds"]:
         by_round = zip(*(raw["seconds"][action] for raw in of_ranks), strict=True)
         is_save = action.startswith("save") and not action.endswith((PLAIN, PAST_CACHE))
-        files.append(Samples(action, tuple(map(max, by_round)), memory(action) if is_save else None))
+        files.append(FileTimes(action, tuple(map(max, by_round)), memory(action) if is_save else None))
     background = []
     for name in _SYSTEMS:
         alone, saved, call, completed = (slowest(name, key) for key in ("alone", "saved", "call", "completed"))
@@ -406,7 +406,7 @@ def _merged(of_ranks: Sequence[_Raw], rounds: int) -> Measured:
                 memory=memory(f"{name} in the background"),
             )
         )
-    return Measured(sum(raw["bytes"] for raw in of_ranks), len(of_ranks), tuple(files), tuple(background))
+    return CheckpointTimes(sum(raw["bytes"] for raw in of_ranks), len(of_ranks), tuple(files), tuple(background))
 
 
 def over(samples: Sequence[float], bound: Sequence[float]) -> tuple[float, ...]:
@@ -420,13 +420,13 @@ def spread(samples: Sequence[float], digits: int = 2) -> str:
     return "{} ({} to {})".format(*numbers)
 
 
-def sheets(measured: Measured) -> list[Sheet]:
+def sheets(measured: CheckpointTimes) -> list[Sheet]:
     """The results as tables."""
     size = format_bytes(measured.state_bytes)
     return [_files_sheet(measured, size), _background_sheet(measured, size)]
 
 
-def _files_sheet(measured: Measured, size: str) -> Sheet:
+def _files_sheet(measured: CheckpointTimes, size: str) -> Sheet:
     bounds = {sample.name.partition(":")[0]: sample for sample in measured.files if sample.name.endswith(f": {PLAIN}")}
     rows = []
     for sample in sorted(measured.files, key=lambda sample: sample.name.startswith("load")):
@@ -446,7 +446,7 @@ def _files_sheet(measured: Measured, size: str) -> Sheet:
     return Sheet(f"Saves and loads that training waits for, {size} on {measured.ranks} ranks", columns, 2, rows)
 
 
-def _background_sheet(measured: Measured, size: str) -> Sheet:
+def _background_sheet(measured: CheckpointTimes, size: str) -> Sheet:
     rows = [
         [
             save.name,
@@ -463,7 +463,7 @@ def _background_sheet(measured: Measured, size: str) -> Sheet:
     return Sheet(f"Training while a checkpoint is written, {size} on {measured.ranks} ranks", columns, 1, rows)
 
 
-def goals(measured: Measured) -> Sheet:
+def goals(measured: CheckpointTimes) -> Sheet:
     """Whether thinwire's saves are as fast and as small as they should be."""
     files = {sample.name: sample for sample in measured.files}
     background = next(save for save in measured.background if save.name == "thinwire")

@@ -16,8 +16,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Final
 
@@ -59,7 +59,7 @@ without_gpu = {{ nodes = 1, local = 2 }}
 
 
 @dataclass(frozen=True)
-class Way:
+class Encoder:
     """A way to turn text into tokens, in every round.
 
     Attributes:
@@ -74,7 +74,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class Measured:
+class TextTimes:
     """What a run has measured.
 
     Attributes:
@@ -86,13 +86,13 @@ class Measured:
     """
 
     text_bytes: int
-    ways: tuple[Way, ...]
+    ways: tuple[Encoder, ...]
     steps: int
     waits: int
     wait_seconds: float
 
 
-def study(*, size: int, rounds: int, steps: int, directory: Path, report: Callable[[str], None]) -> Measured:
+def study(*, size: int, rounds: int, steps: int, directory: Path, report: Callable[[str], None]) -> TextTimes:
     """Measure how fast text becomes tokens, and how often steps wait for tokens.
 
     Args:
@@ -118,10 +118,10 @@ def study(*, size: int, rounds: int, steps: int, directory: Path, report: Callab
         report(f"training for {steps} steps")
         summary = _train(place, steps)
     ways = (
-        Way(name, tuple(seconds for seconds, _ in of_way), tuple(added for _, added in of_way))
+        Encoder(name, tuple(seconds for seconds, _ in of_way), tuple(added for _, added in of_way))
         for name, of_way in samples.items()
     )
-    return Measured(text_bytes, tuple(ways), steps, summary["data_waits"], summary["data_wait_seconds"])
+    return TextTimes(text_bytes, tuple(ways), steps, summary["data_waits"], summary["data_wait_seconds"])
 
 
 def _write_text(place: Path, size: int) -> int:
@@ -200,21 +200,11 @@ _WAYS: Final[dict[str, Callable[[Path, int], Callable[[], None]]]] = {
 
 def _apart(name: str, place: str, number: int) -> tuple[float, int]:
     """Run a way in a process of its own: its seconds, and the memory that it added."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(name, place, number, sender))
-    process.start()
-    sender.close()
-    try:
-        result: tuple[float, int] = receiver.recv()
-    except EOFError:
-        raise BenchError(f"the process of {name!r} ended without a result; its output says why") from None
-    finally:
-        process.join()
-    return result
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+        return process.submit(_run, name, place, number).result()
 
 
-def _run(name: str, place: str, number: int, pipe: Connection) -> None:
+def _run(name: str, place: str, number: int) -> tuple[float, int]:
     work = _WAYS[name](Path(place), number)
     before = peak = _resident()
     done = threading.Event()
@@ -231,7 +221,7 @@ def _run(name: str, place: str, number: int, pipe: Connection) -> None:
     seconds = time.perf_counter() - started
     done.set()
     watcher.join()
-    pipe.send((seconds, peak - before))
+    return seconds, peak - before
 
 
 def _resident() -> int:
@@ -254,7 +244,7 @@ def _train(place: Path, steps: int) -> dict[str, Any]:
     return summary
 
 
-def speeds(measured: Measured) -> dict[str, tuple[float, ...]]:
+def speeds(measured: TextTimes) -> dict[str, tuple[float, ...]]:
     """Speed of each way over that of ``encode_batch``, by round."""
     peer = next(way for way in measured.ways if way.name == ENCODE_BATCH)
     return {
@@ -263,7 +253,7 @@ def speeds(measured: Measured) -> dict[str, tuple[float, ...]]:
     }
 
 
-def sheets(measured: Measured) -> list[Sheet]:
+def sheets(measured: TextTimes) -> list[Sheet]:
     """The results as tables."""
     ratios = speeds(measured)
     rows = [
