@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from thinwire_bench.study.text import ENCODE_BATCH, THINWIRE, TextTimes, Encoder, sheets, speeds, study
+from thinwire_bench.study.text import ENCODE_BATCH, THINWIRE, Encoder, TextTimes, sheets, speeds, study
 
 
 def measured(seconds: float, waits: int) -> TextTimes:
