@@ -7,6 +7,7 @@ action is timed once in every round, from a barrier to a barrier. Files leave th
 from __future__ import annotations
 
 import functools
+import gc
 import mmap
 import os
 import shutil
@@ -306,6 +307,7 @@ class _Watch:
     """Watches the memory of this process, without pages of files, until the end."""
 
     def __init__(self) -> None:
+        gc.collect()  # what earlier actions have left would be freed meanwhile, and hide what this one takes
         self._before = self._peak = _resident()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
