@@ -6,6 +6,7 @@ action is timed once in every round, from a barrier to a barrier. Files leave th
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import mmap
@@ -307,7 +308,9 @@ class _Watch:
     """Watches the memory of this process, without pages of files, until the end."""
 
     def __init__(self) -> None:
-        gc.collect()  # what earlier actions have left would be freed meanwhile, and hide what this one takes
+        # What earlier actions have left would be used or freed meanwhile, and hide what this one takes.
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
         self._before = self._peak = _resident()
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch)
