@@ -32,7 +32,14 @@ class CheckpointOptions:
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each save and load runs once in every round.")] = 5
     steps: Annotated[int, typer.Option(min=1, help="Steps while a checkpoint is written, and as many without.")] = 6
     directory: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where to write: a directory on the disk to measure.")
+        Path,
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            exists=True,
+            file_okay=False,
+            help="Where to write: a directory on the disk to measure.",
+        ),
     ] = Path()
     json_path: JsonPath = None
     page: Page = None

@@ -21,7 +21,10 @@ class DataOptions:
     rounds: Annotated[int, typer.Option(min=1, help="Rounds; each way runs once in every round.")] = 3
     steps: Annotated[int, typer.Option(min=1, help="Steps of the run that trains on the tokens.")] = 200
     directory: Annotated[
-        Path, typer.Option("--dir", metavar="DIR", help="Where to write text and tokens while this runs.")
+        Path,
+        typer.Option(
+            "--dir", metavar="DIR", exists=True, file_okay=False, help="Where to write text and tokens while this runs."
+        ),
     ] = Path()
     json_path: JsonPath = None
     page: Page = None

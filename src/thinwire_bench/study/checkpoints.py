@@ -241,10 +241,9 @@ def _measure(place: str, options: dict[str, Any], rounds: int, steps: int) -> _R
                 raw["seconds"].setdefault(action, []).append(_timed(act))
         for name, system in order if number % 2 else order[::-1]:
             _remove(directory)
-            watched = _Watch() if number == 0 else None
-            sample = _save_while_training(system, directory / "background", steps)
-            if watched is not None:
-                raw["memory"][f"{name} in the background"] = watched.end() / num_bytes
+            sample = _save_while_training(system, directory / "background", steps, watches=number == 0)
+            if number == 0:
+                raw["memory"][f"{name} in the background"] = sample.pop("added") / num_bytes
             raw["background"][name].append(sample)
         _remove(directory)
     return raw
@@ -267,8 +266,11 @@ def _actions(
         _remove(directory)
 
 
-def _save_while_training(system: _Trained, path: Path, steps: int) -> dict[str, Any]:
-    """Train without a save, then with one: seconds of both, of the call, and steps until the save was complete."""
+def _save_while_training(system: _Trained, path: Path, steps: int, *, watches: bool) -> dict[str, Any]:
+    """Train without a save, then with one: seconds of both, of the call, and steps until the save was complete.
+
+    With ``watches``, also ``added``: how much higher memory rises with the save than without, in bytes.
+    """
 
     call, completed, pending = 0.0, steps + 1, None
 
@@ -286,11 +288,17 @@ def _save_while_training(system: _Trained, path: Path, steps: int) -> dict[str, 
             if pending.done():
                 completed = min(completed, number + 1)
 
-    alone, saved = _timed(train), _timed(train_and_save)
+    def watched(act: Callable[[], None]) -> tuple[float, int]:
+        watch = _Watch() if watches else None
+        seconds = _timed(act)
+        return seconds, watch.peak() if watch is not None else 0
+
+    alone, peak_alone = watched(train)
+    saved, peak_saved = watched(train_and_save)
     assert pending is not None
     pending.result()
     control().barrier()
-    return {"alone": alone, "saved": saved, "call": call, "completed": completed}
+    return {"alone": alone, "saved": saved, "call": call, "completed": completed, "added": peak_saved - peak_alone}
 
 
 def _timed(act: Callable[[], None]) -> float:
@@ -320,17 +328,21 @@ class _Watch:
         while not self._done.wait(0.001):
             self._peak = max(self._peak, _resident())
 
-    def end(self) -> int:
-        """Bytes at the peak, less those at the beginning."""
+    def peak(self) -> int:
+        """Bytes at the peak; ends the watch."""
         self._done.set()
         self._thread.join()
-        return self._peak - self._before
+        return self._peak
+
+    def added(self) -> int:
+        """Bytes at the peak, less those at the beginning; ends the watch."""
+        return self.peak() - self._before
 
 
 def _added_memory(act: Callable[[], None]) -> int:
     watch = _Watch()
     _timed(act)
-    return watch.end()
+    return watch.added()
 
 
 def _resident() -> int:
