@@ -16,6 +16,7 @@ MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "marshal", "sh
 
 BETWEEN_PROCESSES = {
     "thinwire/testing/ranks.py",
+    "thinwire/train/processes/ranks.py",
     "thinwire_bench/systems/controller.py",
     "thinwire_bench/systems/rank.py",
     "thinwire_bench/systems/server.py",

@@ -173,7 +173,7 @@ def test_runtime_performs_the_program(num_micro_batches: int, recompute: bool) -
         assert all(operations > 0 and sent > 0 for operations, sent in counts)
 
 
-TOGETHER = {"gather_bytes": "1MiB", "reduce_bytes": "1MiB"}
+TOGETHER = {"gather_bytes": "1MiB", "reduce_bytes": "1MiB", "spread_bytes": "1MiB"}
 """More than the model has: whatever starts together travels as one."""
 
 

@@ -115,6 +115,17 @@ def test_what_is_encoded_is_the_same_to_the_bit(names: tuple[str, ...], codecs: 
     assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
 
 
+@pytest.mark.parametrize("codec", ["none", "int8:256", "mpc"])
+def test_parameters_that_are_spread_together_are_the_same_to_the_bit(codec: str) -> None:
+    wire = {"spread": codec, "spread_difference": False, "exclude": ["*norm*"]}
+    pairs = [
+        (plan(name, granularity="module", wire=wire), plan(name, granularity="module", spread_bytes=size, wire=wire))
+        for name in ("zero1", "amsp-30b")
+        for size in (3000, "1MiB")
+    ]
+    assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
+
+
 def test_units_of_different_dtypes_travel_together() -> None:
     half = ({"match": "layers.1*", "dtype": "bfloat16"},)
     pairs = [

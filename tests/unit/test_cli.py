@@ -20,7 +20,7 @@ from thinwire.cli.train import default_directory
 from thinwire.spec.plan import Plan
 from thinwire.train.directory import RunDirectory
 from thinwire.train.processes.launch import LostRankError, _next_attempt
-from thinwire.train.processes.ranks import Ended, cause
+from thinwire.train.processes.ranks import RankExit, cause
 
 RECIPE = """
 [model]
@@ -137,34 +137,34 @@ def test_directories_of_runs_are_numbered(tmp_path: Path) -> None:
     assert default_directory(tmp_path, "a", resume=True) == tmp_path / "a-2"
 
 
-def said(error: str, sentence: str, *, expected: bool = True) -> Ended:
-    return Ended(1, {"message": sentence, "extraInfo": {"error": error, "expected": expected}})
+def said(error: str, sentence: str, *, expected: bool = True) -> RankExit:
+    return RankExit(1, {"message": sentence, "extraInfo": {"error": error, "expected": expected}})
 
 
 BROKEN = said("CollectiveError", "connection closed by rank 1")
 
 
 def test_the_cause_is_reported_instead_of_its_consequences() -> None:
-    assert cause({0: BROKEN, 1: Ended(-9), 2: Ended(-15)}).sentence == "was killed by SIGKILL"
+    assert cause({0: BROKEN, 1: RankExit(-9), 2: RankExit(-15)}).sentence == "was killed by SIGKILL"
     assert cause({0: BROKEN, 3: said("DataError", "no text")}).sentence == "no text"
-    assert cause({0: Ended(-15), 1: BROKEN}).rank == 1
-    assert cause({2: Ended(3)}).sentence == "exited with status 3 and said nothing"
+    assert cause({0: RankExit(-15), 1: BROKEN}).rank == 1
+    assert cause({2: RankExit(3)}).sentence == "exited with status 3 and said nothing"
 
 
 def test_only_what_a_restart_can_cure_restarts(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
-    line = _next_attempt(cause({1: Ended(-9)}), directory, 0, 3)
+    line = _next_attempt(cause({1: RankExit(-9)}), directory, 0, 3)
     assert line == "rank 1 was killed by SIGKILL; restarting all ranks from the beginning (1 of 3)"
     (directory.checkpoints / "step-00000020").mkdir(parents=True)
     out_of_memory = said("OutOfMemoryError", "OutOfMemoryError: 3 GiB", expected=False)
     assert "from step 20 (2 of 3)" in _next_attempt(cause({0: out_of_memory}), directory, 1, 3)
     with pytest.raises(LostRankError, match=r"killed by SIGKILL after 3 restarts; see .* --resume"):
-        _next_attempt(cause({1: Ended(-9)}), directory, 3, 3)
+        _next_attempt(cause({1: RankExit(-9)}), directory, 3, 3)
     with pytest.raises(LostRankError, match=r"^no text$"):
         _next_attempt(cause({1: said("DataError", "no text")}), directory, 0, 3)
     directory.stop_file.write_text("")
     with pytest.raises(LostRankError, match="while the run was stopping"):
-        _next_attempt(cause({1: Ended(-9)}), directory, 0, 3)
+        _next_attempt(cause({1: RankExit(-9)}), directory, 0, 3)
 
 
 def records(number: int) -> list[dict[str, Any]]:

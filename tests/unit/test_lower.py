@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -72,6 +73,31 @@ def started_by(event: Event, **fields: object) -> list[tuple[Lane, tuple[int, ..
     plan = Plan.preset("zero3", nodes=2, local=2, granularity="module", **fields)
     program = lower(plan, modules_of_blocks())
     return [(operation.lane, operation.units) for operation in program.starts(event)]
+
+
+def spreads(units: Sequence[UnitInfo], **fields: object) -> list[tuple[int, ...]]:
+    """Units of each spread, in order."""
+    program = lower(Plan.preset("zero1", nodes=2, local=2, **fields), units)
+    return [operation.units for operation in program.operations if operation.lane is Lane.SPREAD]
+
+
+def test_updated_parameters_are_spread_together_up_to_a_number_of_bytes() -> None:
+    """A module has 128 bytes."""
+    units = modules_of_blocks()
+    apart = spreads(units)
+    assert all(len(of_units) == 1 for of_units in apart)
+    assert [len(of_units) for of_units in spreads(units, spread_bytes=384)] == [3] * (len(apart) // 3)
+    assert spreads(units, spread_bytes="1MiB") == [tuple(unit for (unit,) in apart)]
+    assert spreads(units, spread_bytes="1MiB", partition="inter") == apart, "shares of unequal sizes travel by unit"
+
+
+def test_small_units_are_spread_behind_the_next_large_one() -> None:
+    def unit(numel: int) -> UnitInfo:
+        return replace(modules_of_blocks()[1], buffers=(BufferInfo(numel, 2, True, (numel // 4,) * 4),))
+
+    small, large = 64, 1 << 16
+    assert spreads([unit(n) for n in (small, large, small, small, large)]) == [(1,), (0,), (4,), (2,), (3,)]
+    assert spreads([unit(small)] * 4) == [(0,), (1,), (2,), (3,)]
 
 
 def test_gathers_that_start_together_travel_as_one_until_they_have_enough_bytes() -> None:

@@ -23,7 +23,7 @@ from thinwire.train.environment import num_cores
 from thinwire.train.launching.resolved import ResolvedRun
 from thinwire.train.processes.server import leave_session, start
 
-__all__ = ["Ended", "Failure", "cause", "run_ranks"]
+__all__ = ["Failure", "RankExit", "cause", "run_ranks"]
 
 _CURABLE: Final = ("CollectiveError",)
 """Expected errors that a restart may cure: other ranks raise them when a rank is lost."""
@@ -72,7 +72,7 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Ended:
+class RankExit:
     """How a rank that failed ended.
 
     Attributes:
@@ -117,7 +117,7 @@ def run_ranks(run: ResolvedRun, *, resume: bool) -> Failure | None:
         shutil.rmtree(words, ignore_errors=True)
 
 
-def cause(failures: Mapping[int, Ended]) -> Failure:
+def cause(failures: Mapping[int, RankExit]) -> Failure:
     """The failure that explains the others.
 
     Args:
@@ -167,9 +167,9 @@ def _running(processes: list[BaseProcess]) -> list[BaseProcess]:
     return [process for process in processes if process.exitcode is None]
 
 
-def _failures(processes: list[BaseProcess], words: Path) -> dict[int, Ended]:
+def _failures(processes: list[BaseProcess], words: Path) -> dict[int, RankExit]:
     codes = {rank: process.exitcode for rank, process in enumerate(processes)}
-    return {rank: Ended(code, _said(words / str(rank))) for rank, code in codes.items() if code}
+    return {rank: RankExit(code, _said(words / str(rank))) for rank, code in codes.items() if code}
 
 
 def _said(file: Path) -> Mapping[str, Any]:
@@ -181,7 +181,7 @@ def _said(file: Path) -> Mapping[str, Any]:
     return {}
 
 
-def _failure(rank: int, ended: Ended) -> Failure:
+def _failure(rank: int, ended: RankExit) -> Failure:
     if ended.about:
         about = ended.about["extraInfo"]
         room = Room(**about["room"]) if about.get("room") else None
