@@ -159,10 +159,11 @@ class CountsCalls(torch.optim.Optimizer):
                     p.sub_(p.grad, alpha=group["lr"] / self.calls)
 
 
-def updated_with(kind: type[torch.optim.Optimizer]) -> tuple[int, float]:
+def updated_with(kind: type[torch.optim.Optimizer], bucket_bytes: int) -> tuple[int, float]:
     """In how many calls a step updates the units, and how far the result is from training alone."""
     alone = Chain()
-    model = tw.shard(copy.deepcopy(alone), tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32"))
+    plan = tw.Plan.preset("zero1", nodes=2, local=2, compute_dtype="float32", bucket_bytes=bucket_bytes)
+    model = tw.shard(copy.deepcopy(alone), plan)
     optim, other = tw.optimizer(model, kind, lr=0.5), kind(alone.parameters(), lr=0.5)
     calls = mock.Mock(side_effect=optim.inner.step)
     optim.inner.step = calls
@@ -175,11 +176,19 @@ def updated_with(kind: type[torch.optim.Optimizer]) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "by_unit"), [(torch.optim.AdamW, True), (torch.optim.SGD, True), (CountsCalls, False)]
+    ("kind", "bucket_bytes", "calls"),
+    [
+        (torch.optim.AdamW, 1, DEPTH),
+        (torch.optim.SGD, 1, DEPTH),
+        (torch.optim.AdamW, 1 << 22, 1),  # the gradients of all units arrive together
+        (CountsCalls, 1, 1),
+    ],
 )
-def test_units_are_updated_one_by_one_where_that_is_the_same(kind: type[torch.optim.Optimizer], by_unit: bool) -> None:
-    for updates, gap in run_ranks(4, updated_with, kind):
-        assert updates == (DEPTH if by_unit else 1)
+def test_units_are_updated_as_they_arrive_where_that_is_the_same(
+    kind: type[torch.optim.Optimizer], bucket_bytes: int, calls: int
+) -> None:
+    for updates, gap in run_ranks(4, updated_with, kind, bucket_bytes):
+        assert updates == calls
         assert gap <= 1e-6
 
 

@@ -14,7 +14,7 @@ from thinwire_bench.study.units import (
     BOUND,
     PASSES,
     TENSORS,
-    Block,
+    SmallBlock,
     Turn,
     costs_of,
     goals_of,
@@ -29,7 +29,7 @@ def turn(forward: float, backward: float, wall: float, loss: float = 1.0) -> Tur
 
 
 def test_a_block_has_as_many_parameters_as_the_table_says() -> None:
-    assert len(list(Block().parameters())) == TENSORS
+    assert len(list(SmallBlock().parameters())) == TENSORS
 
 
 def test_a_cost_is_what_a_unit_takes_beyond_the_model_by_itself() -> None:

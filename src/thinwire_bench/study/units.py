@@ -35,7 +35,7 @@ __all__ = [
     "PASSES",
     "PEERS",
     "TENSORS",
-    "Block",
+    "SmallBlock",
     "Cost",
     "Goal",
     "Turn",
@@ -72,7 +72,7 @@ _LOSSES_DIFFER: Final = 0.02
 _TIMEOUT: Final = 900.0
 
 
-class Block(nn.Module):
+class SmallBlock(nn.Module):
     """A narrow transformer block: the parameters of one, and little arithmetic."""
 
     def __init__(self) -> None:
@@ -289,7 +289,7 @@ class _System:
 
     def __init__(self, name: str, blocks: int, batch: int = 0) -> None:
         torch.manual_seed(0)
-        model: nn.Module = nn.Sequential(*(Block() for _ in range(blocks)))
+        model: nn.Module = nn.Sequential(*(SmallBlock() for _ in range(blocks)))
         self._join: Callable[[], None] = lambda: None
         self.model, self.optim = self._placed(name, model, batch)
         self._x = torch.randn(1, WIDTH, generator=torch.Generator().manual_seed(dist.get_rank())).bfloat16()
