@@ -638,3 +638,28 @@ def test_boxes_cover_a_piece_exactly(shape: tuple[int, ...]) -> None:
                 assert box.start == len(values)
                 values += whole_tensor[index].reshape(-1).tolist()
             assert values == list(range(offset, offset + length))
+
+
+def clipped_where_a_rank_owns_nothing(preset: str) -> tuple[float, float]:
+    """Norm by torch's clipping, over ranks and alone, of a model whose units have one parameter each."""
+    alone = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(2)))
+    with torch.no_grad():
+        for parameter in alone.parameters():
+            parameter.copy_(torch.linspace(-1, 1, 64).view(8, 8))
+    plan = tw.Plan.preset(preset, nodes=2, local=2, partition="inter", bucket_bytes=1, compute_dtype="float32")
+    model = tw.shard(copy.deepcopy(alone), plan, units=["0", "1"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        for data in tw.micro_batches(model, [torch.ones(2, 8)] * 2):
+            model(data).square().mean().backward()
+        norm = float(nn.utils.clip_grad_norm_(model.parameters(), math.inf))
+        optimizer.step()
+        optimizer.zero_grad()
+    (2 * alone(torch.ones(2, 8)).square().mean()).backward()
+    return norm, float(nn.utils.clip_grad_norm_(alone.parameters(), math.inf))
+
+
+@pytest.mark.parametrize("preset", ["zero1", "zero1-node"])
+def test_a_rank_that_owns_nothing_of_a_parameter_takes_part_in_clipping(preset: str) -> None:
+    for norm, expected in run_ranks(4, clipped_where_a_rank_owns_nothing, preset):
+        assert norm == pytest.approx(expected, rel=1e-5)

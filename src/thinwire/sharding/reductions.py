@@ -152,6 +152,8 @@ class Reductions:
                 self._ways.pop(part, None)
                 if last:
                     part.unsynced = False
+                    if not part.owned.values.numel():
+                        part.owned.empty = False  # no reduction writes it, but the gradient is there, as on other ranks
                     if self._topology.shard > 1 and part.has_local:
                         part.local.empty = True
 
