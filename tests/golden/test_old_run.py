@@ -33,10 +33,15 @@ def test_a_run_of_0_1_resumes_and_ends_as_it_did_then(tmp_path: Path) -> None:
     for key in ("loss", "val_loss", "grad_norm", "lr", "samples", "tokens"):
         for old, new in zip(expected, resumed, strict=True):
             assert new[key] == (None if old[key] is None else pytest.approx(old[key], rel=1e-5)), (key, old["step"])
-    assert [list(new) for new in resumed] == [list(old) for old in expected]
+    # Later versions have added keys.
+    assert [[key for key in new if key in old] for old, new in zip(expected, resumed, strict=True)] == [
+        *map(list, expected)
+    ]
     starts = records(tmp_path / "run" / "starts.jsonl")
     assert [start["step"] for start in starts] == [0, 2]
-    # What is written to the directory has the same form as then.
+    # What is written to the directory has every line of then, in order; later versions have added keys.
     for name in ("recipe.toml", "plan.toml"):
         then = (OLD / "run" / name).read_text().replace("/tmp/thinwire-golden", str(tmp_path))
-        assert (tmp_path / "run" / name).read_text() == then
+        lines = iter((tmp_path / "run" / name).read_text().splitlines())
+        missing = [line for line in then.splitlines() if line not in lines]
+        assert not missing, (name, missing[0])
