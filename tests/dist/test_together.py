@@ -126,6 +126,22 @@ def test_parameters_that_are_spread_together_are_the_same_to_the_bit(codec: str)
     assert run_ranks(4, differences, pairs, Model) == [[0.0] * len(pairs)] * 4
 
 
+def norm_after_a_write() -> list[float]:
+    """A parameter that no codec encodes after a write to this rank's share. It is spread together with units that have
+    encoded parameters as well, which were not written."""
+    wire = {"spread": "int8:256", "spread_difference": False, "exclude": ["*norm*"]}
+    model = tw.shard(Model(), plan("zero1", spread_bytes="1MiB", wire=wire))
+    train_step(model, tw.optimizer(model, torch.optim.AdamW, lr=1e-2), 1)
+    with torch.no_grad():
+        model.norm.weight.fill_(3.0)
+    with tw.full_parameters(model):
+        return model.norm.weight.tolist()
+
+
+def test_what_was_written_is_spread_without_the_rest_of_its_batch() -> None:
+    assert run_ranks(4, norm_after_a_write) == [[3.0] * 16] * 4
+
+
 def test_units_of_different_dtypes_travel_together() -> None:
     half = ({"match": "layers.1*", "dtype": "bfloat16"},)
     pairs = [

@@ -82,6 +82,8 @@ class Spreads:
                 own = shard.view(group.size, -1)[group.index]
                 parts.append(Part(shard, own, seeds.of_unit(Lane.SPREAD, index)))
                 names[index] = units[index].name
+        if not parts:
+            return
         moves = joint_gather(group, parts, codec=self._sharded.codecs.spread if operation.encoded else None)
         load = Load(f"spread {', '.join(names.values())}", Axis.SHARD, tuple(names), operation.encoded)
         ticket = self._sharded.lanes.submit(operation.lane, moves, load=load)
