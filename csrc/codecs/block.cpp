@@ -252,6 +252,29 @@ constexpr int kTogether = 8;
 
 #if defined(THINWIRE_AVX512) || defined(THINWIRE_LANES)
 
+// A search waits for its sums; with a second one under way the processor has something to do meanwhile.
+template <class Source, std::int64_t kBlock>
+void encode_two_fours(const char* values, std::int64_t block, std::uint8_t* out, float* scales) {
+    FourBlocks<Source, kBlock> first(values, block);
+    FourBlocks<Source, kBlock> second(values + 4 * block * Source::kBytes, block);
+    first.load();
+    second.load();
+    first.search();
+    second.search();
+    first.write(out, scales);
+    second.write(out + 2 * block, scales + 4);
+}
+
+// Eight blocks of int4 by the search of rule 4.
+template <class Source>
+void encode_eight_int4(const char* values, std::int64_t block, std::uint8_t* out, float* scales) {
+    if (block == 256) {
+        encode_two_fours<Source, 256>(values, block, out, scales);
+    } else {
+        encode_two_fours<Source, 0>(values, block, out, scales);
+    }
+}
+
 template <class Source>
 void encode_eight(const void* x, const BlockFormat& format, std::uint8_t* out, float* scales) {
     const auto* values = static_cast<const char*>(x);

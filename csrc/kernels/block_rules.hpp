@@ -37,6 +37,15 @@ constexpr std::uint32_t kPoisonedScale = 0x7fc00000;
 // Rule 2: a block with a smaller maximum is quantised as if this were it, so that no reciprocal overflows.
 constexpr float kSmallestMax = 0x1p-112F;
 
+// Four times, without a loop: what is kept for each row stays in registers.
+template <class Body>
+__attribute__((always_inline)) inline void for_rows(const Body& body) {
+    body(0);
+    body(1);
+    body(2);
+    body(3);
+}
+
 }  // namespace
 }  // namespace thinwire::THINWIRE_TARGET
 #endif

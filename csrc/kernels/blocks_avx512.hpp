@@ -119,15 +119,6 @@ __m128i reduced(const __m512i (&lanes)[4]) {
     return _mm512_castsi512_si128(kJoin(halves, _mm512_shuffle_i64x2(halves, halves, 0xb1)));
 }
 
-// Four times, without a loop: what is kept for each row stays in registers.
-template <class Body>
-__attribute__((always_inline)) inline void for_rows(const Body& body) {
-    body(0);
-    body(1);
-    body(2);
-    body(3);
-}
-
 // The largest values of four blocks with their signs (rule 2 of docs/wire-format.md), and as masks, which of the blocks
 // have a value that is not finite and which have none but zeros.
 struct Maxima {

@@ -12,15 +12,6 @@
 namespace thinwire::THINWIRE_TARGET {
 namespace {
 
-// Four times, without a loop: what is kept for each row stays in registers.
-template <class Body>
-__attribute__((always_inline)) inline void for_rows(const Body& body) {
-    body(0);
-    body(1);
-    body(2);
-    body(3);
-}
-
 // The largest values of four blocks with their signs (rule 2), and as masks, which of the blocks have a value that is
 // not finite and which have none but zeros.
 struct Maxima {
