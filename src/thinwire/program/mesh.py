@@ -40,8 +40,6 @@ _ONE = Factor()
 class Axis(StrEnum):
     """A direction of the mesh along which collectives run."""
 
-    __hash__ = str.__hash__  # that of an enumeration is Python, and every event looks things up by its members
-
     PARAMS = "params"
     """Ranks that together hold one copy of ``P`` (size ``s_p``)."""
     SECONDARY = "secondary"

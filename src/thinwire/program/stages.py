@@ -18,8 +18,6 @@ class Stage(StrEnum):
     Packing a bucket is part of the collective's first stage; unpacking the sums is part of its last stage.
     """
 
-    __hash__ = str.__hash__  # that of an enumeration is Python, and every event looks things up by its members
-
     ENCODE = "encode"
     SCATTER_INSIDE = "scatter-inside"
     RECODE = "recode"

@@ -33,8 +33,6 @@ __all__ = [
 class Lane(StrEnum):
     """An in-order queue of communication with process groups of its own."""
 
-    __hash__ = str.__hash__  # that of an enumeration is Python, and every event looks things up by its members
-
     GATHER = "gather"
     REDUCE = "reduce"
     SYNC = "sync"
@@ -44,8 +42,6 @@ class Lane(StrEnum):
 
 class Phase(StrEnum):
     """A phase of a unit, or of the whole model if the event names no unit."""
-
-    __hash__ = str.__hash__  # that of an enumeration is Python, and every event looks things up by its members
 
     PRE_FORWARD = "pre_forward"
     POST_FORWARD = "post_forward"

@@ -114,7 +114,8 @@ class Reducer:
         """Mark a unit as complete. Reduce it, and the units that waited for it, in order."""
         self._ready.add(unit)
         while self._pending and self._pending[0] in self._ready:
-            self._perform(unit := self._pending.popleft(), self._turns.by_unit[unit])
+            due = self._pending.popleft()
+            self._perform(due, self._turns.by_unit[due])
 
     def delivered(self, unit: int) -> bool:
         """Whether every parameter of a unit has delivered its gradient in this backward."""
@@ -123,7 +124,7 @@ class Reducer:
     def end(self) -> None:
         """End the backward: reduce the units that never became complete, and gradients that came late."""
         while self._pending:
-            self._perform(unit := self._pending.popleft(), self._turns.by_unit[unit])
+            self.ready(self._pending[0])
         for unit, parts in self.gradients.items():
             if any(part.started or (self._last and part.unsynced) for part in parts):
                 self._tickets.clear()

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, Final
 from thinwire.report import Sheet
 from thinwire.spec.recipe import DataRecipe
 from thinwire.train.data.corpus import find_corpus
-from thinwire.train.data.packing import prepare
+from thinwire.train.data.packing import in_batches, prepare
 from thinwire.train.data.tokenizer import Tokenizer
 from thinwire.units import format_bytes
 from thinwire_bench.systems.protocol import BenchError
@@ -165,7 +165,7 @@ def _encode_batch_fast(place: Path, number: int) -> Callable[[], None]:
 
 
 def _encodes(place: Path, method: str) -> Callable[[], None]:
-    batches = list(_batches(find_corpus("text", [str(place / "text")]).documents()))
+    batches = list(in_batches(find_corpus("text", [str(place / "text")]).documents(), _PEER_CHARACTERS))
     encode = getattr(Tokenizer.load(place / "tokenizer.json").backend, method)
 
     def work() -> None:
@@ -173,19 +173,6 @@ def _encodes(place: Path, method: str) -> Callable[[], None]:
             encode(batch, add_special_tokens=False)
 
     return work
-
-
-def _batches(documents: Iterator[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
-    size = 0
-    for document in documents:
-        batch.append(document)
-        size += len(document)
-        if size >= _PEER_CHARACTERS:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
 
 
 THINWIRE: Final = "thinwire, from files to token bins"

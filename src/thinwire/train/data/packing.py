@@ -200,7 +200,7 @@ def _encoded(tokenizer: Tokenizer, documents: Iterable[str], share: float) -> It
 
     under_way: deque[Future[tuple[_Ids, _Ids]]] = deque()
     with ThreadPoolExecutor(_AT_ONCE, "thinwire-tokens") as encoders:
-        for batch in _batches(documents):
+        for batch in in_batches(documents, _BATCH_CHARACTERS):
             under_way.append(encoders.submit(encode, batch))
             if len(under_way) > _AT_ONCE:
                 yield under_way.popleft().result()
@@ -208,14 +208,14 @@ def _encoded(tokenizer: Tokenizer, documents: Iterable[str], share: float) -> It
             yield under_way.popleft().result()
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
-    """Documents together, so many that they have :data:`_BATCH_CHARACTERS`."""
+def in_batches(documents: Iterable[str], characters: int) -> Iterator[list[str]]:
+    """Documents together, so many that a batch has at least this many characters; the last may have fewer."""
     batch: list[str] = []
     size = 0
     for document in documents:
         batch.append(document)
         size += len(document)
-        if size >= _BATCH_CHARACTERS:
+        if size >= characters:
             yield batch
             batch, size = [], 0
     if batch:
