@@ -124,9 +124,15 @@ def break_rule(rule: str) -> None:
         case "dtype":
             links.gather([torch.zeros(2, dtype=torch.int16) for _ in pieces])
         case "not received":
-            if rank == 0:
-                links.send(pieces[0], 1)
-                links.close()
+            # The receiver stays: a connection closed at its end would be another error.
+            try:
+                if rank == 0:
+                    links.send(pieces[0], 1)
+                    links.close()
+            finally:
+                store = membership(rule).store
+                store.set(f"rank {rank} is through", "")
+                store.wait(["rank 0 is through"])
         case "both send first":
             if rank < 2:
                 links.send(pieces[0], 1 - rank)
