@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import all_reduce
 from thinwire.collectives.group import Meter, control, recording
@@ -86,7 +87,7 @@ def check_all(nodes: int, local: int) -> None:
                 torch.testing.assert_close(
                     out.double(), expected, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=0
                 )
-                everyone = control().all_gather_object(out.tolist())
+                everyone = control().all_gather_typed(out.tolist(), Typed[list[float]](list[float]))
                 assert all(other == everyone[0] for other in everyone), "replicas differ"
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from thinwire import codecs
+from thinwire.agreement import Typed
 from thinwire.codecs import Codec
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.all_reduce import Feedback, all_reduce, feedback_numels
@@ -256,7 +257,7 @@ def feed_back(nodes: int, local: int, gain: float, steps: int) -> None:
     without, with_feedback = (total / steps - mean for total in totals)
     # What is lost once comes back: the sum is off by the loss of 1 / gain steps, however many steps there were.
     assert with_feedback.norm() < 4 / gain * without.norm() / steps
-    everyone_else = control().all_gather_object(totals.tolist())
+    everyone_else = control().all_gather_typed(totals.tolist(), Typed[list[list[float]]](list[list[float]]))
     assert all(other == everyone_else[0] for other in everyone_else), "replicas differ"
 
 

@@ -17,6 +17,7 @@ from tests.dist.test_program import follow_many
 from torch import nn
 
 import thinwire as tw
+from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.collectives.messages import Messages
 from thinwire.errors import SpecError, UsageError
@@ -399,7 +400,7 @@ def distance_from_masters(chosen: tw.Plan) -> tuple[float, float, bool]:
         squares += torch.stack([part.double().square().sum() for part in parts])
     lost, rounding, masters = squares.sqrt().tolist()
     held = torch.cat([buffer.shard for unit in runtime(model).units for buffer in unit.buffers])
-    everyone = control().all_gather_object(held.float().tolist())
+    everyone = control().all_gather_typed(held.float().tolist(), Typed[list[float]](list[float]))
     return lost / masters, lost / rounding, all(other == everyone[0] for other in everyone)
 
 

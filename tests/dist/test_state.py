@@ -46,9 +46,9 @@ class Gloo:
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
 
-    def all_gather_object(self, obj: Any, /) -> list[Any]:
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, obj)
+    def all_gather_bytes(self, message: bytes, /) -> list[bytes]:
+        everyone: list[bytes] = [b""] * self.size
+        dist.all_gather_object(everyone, message)
         return everyone
 
 

@@ -39,29 +39,29 @@ Vectors = dict[str, ShardedVector]
 
 
 class Seat:
-    """One thread's place in a group of threads that exchange objects."""
+    """One thread's place in a group of threads that exchange messages."""
 
-    def __init__(self, rank: int, objects: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.size = rank, len(objects)
-        self._objects, self._barrier = objects, barrier
+    def __init__(self, rank: int, messages: list[bytes], barrier: threading.Barrier) -> None:
+        self.rank, self.size = rank, len(messages)
+        self._messages, self._barrier = messages, barrier
 
-    def all_gather_object(self, obj: Any, /) -> list[Any]:
-        self._objects[self.rank] = obj
+    def all_gather_bytes(self, message: bytes, /) -> list[bytes]:
+        self._messages[self.rank] = message
         self._barrier.wait()
-        everyone = list(self._objects)
+        everyone = list(self._messages)
         self._barrier.wait()
         return everyone
 
 
 def ranks(size: int, action: Callable[[Seat], T]) -> list[T | Exception]:
     """Run ``action`` on ``size`` threads; the result or error of each."""
-    objects: list[Any] = [None] * size
+    messages: list[bytes] = [b""] * size
     barrier = threading.Barrier(size, timeout=20)
     results: list[Any] = [None] * size
 
     def run(rank: int) -> None:
         try:
-            results[rank] = action(Seat(rank, objects, barrier))
+            results[rank] = action(Seat(rank, messages, barrier))
         except Exception as error:
             results[rank] = error
 

@@ -1,12 +1,19 @@
-"""Agreement between ranks: an error on one rank is raised on all, and exceptions are never pickled."""
+"""What ranks tell each other: values of a stated type, and an error on one rank, which is raised on all."""
 
 from __future__ import annotations
 
+import contextlib
+import math
+import pickle
+import random
+from dataclasses import dataclass
+from typing import Any, cast
+
 import pytest
 
-from thinwire.agreement import agree
+from thinwire.agreement import NOTHING, Typed, agree
 from thinwire.collectives.group import control
-from thinwire.errors import CheckpointError, MismatchError
+from thinwire.errors import CheckpointError, CollectiveError, MismatchError
 from thinwire.testing import run_ranks
 
 
@@ -27,7 +34,9 @@ def _acts(failing: int, raises_own: bool) -> str:
         return ranks.rank
 
     try:
-        values = ranks.agree(action, lambda problems: MismatchError(f"{dict(problems)}"), raises_own=raises_own)
+        values = ranks.agree(
+            action, lambda problems: MismatchError(f"{dict(problems)}"), Typed[int](int), raises_own=raises_own
+        )
     except Exception as error:
         return f"{type(error).__name__}: {error}; cause {type(error.__cause__).__name__}"
     return str(values)
@@ -51,9 +60,9 @@ def test_a_rank_may_keep_its_own_error() -> None:
 class _One:
     rank, size = 0, 1
 
-    def all_gather_object(self, obj: object, /) -> list[object]:
-        self.told = obj
-        return [obj]
+    def all_gather_bytes(self, message: bytes, /) -> list[bytes]:
+        self.told = message
+        return [message]
 
 
 def test_an_interrupt_is_announced_and_stays_one() -> None:
@@ -62,5 +71,61 @@ def test_an_interrupt_is_announced_and_stays_one() -> None:
 
     ranks = _One()
     with pytest.raises(KeyboardInterrupt):
-        agree(ranks, interrupted, lambda problems: CheckpointError(str(problems)))
-    assert ranks.told == ("KeyboardInterrupt: ", None)
+        agree(ranks, interrupted, lambda problems: CheckpointError(str(problems)), NOTHING)
+    assert ranks.told == b'[["KeyboardInterrupt: ",null]]'
+
+
+@dataclass(frozen=True)
+class _Entry:
+    name: str
+    seconds: float
+    spans: list[tuple[int, int]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        (float, math.inf),
+        (list[float], [0.1, 5e-324, -math.inf]),
+        (bytes, b"\x00\xff"),
+        (str | None, None),
+        (None, None),
+        (tuple[str, bool, dict[str, tuple[int, int]]], ("a", True, {"b": (1, 2)})),
+        (set[str], {"a", "b"}),
+        (list[_Entry], [_Entry("a", math.nan, [(0, 2**62)])]),
+        (object, {"a": [1, 2.5, None, "b"]}),
+    ],
+    ids=str,
+)
+def test_a_value_arrives_as_it_was(kind: Any, value: Any) -> None:
+    typed: Typed[Any] = Typed(kind)
+    assert repr(typed.decode(typed.encode(value))) == repr(value)
+
+
+@pytest.mark.parametrize(("kind", "value"), [(int, "1"), (list[float], [None]), (_Entry, {"name": "a"})], ids=str)
+def test_another_value_is_not_sent(kind: Any, value: Any) -> None:
+    with pytest.raises(TypeError, match="not a value of"):
+        Typed[Any](kind).encode(value)
+
+
+def test_a_result_of_another_type_is_everyones_error() -> None:
+    with pytest.raises(CheckpointError, match="not a value of"):
+        agree(_One(), lambda: cast("int", "one"), lambda problems: CheckpointError(str(problems)), Typed[int](int))
+
+
+def test_no_message_is_more_than_a_value_or_an_error() -> None:
+    """Messages of a stranger: cut, with bits flipped, of other types, pickles."""
+    typed: Typed[list[_Entry]] = Typed(list[_Entry])
+    good = typed.encode([_Entry("a", 1.5, [(1, 2), (3, 4)])])
+    chance = random.Random(0)
+    messages = [b"", b"null", b"[1]", b"[" * 100_000, pickle.dumps(OSError), *(good[:end] for end in range(len(good)))]
+    for _ in range(2_000):
+        changed = bytearray(good)
+        changed[chance.randrange(len(good))] ^= 1 << chance.randrange(8)
+        messages.append(bytes(changed))
+    for message in messages:
+        value: list[_Entry] = []
+        with contextlib.suppress(CollectiveError):
+            value = typed.decode(message)
+        assert all(type(entry) is _Entry for entry in value)
+        assert all(type(number) is int for entry in value for span in entry.spans for number in span)

@@ -23,6 +23,7 @@ from typing import Final, final
 
 import torch
 
+from thinwire.agreement import Typed, all_gather_typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.manifest import Json
 from thinwire.checkpoint.storage import Chunk, ShardedVector
@@ -30,6 +31,8 @@ from thinwire.checkpoint.storage import Chunk, ShardedVector
 __all__ = ["BackgroundWriter", "PendingSave"]
 
 log = logging.getLogger("thinwire")
+
+_FLAG: Final[Typed[bool]] = Typed(bool)
 
 _ALIGNMENT: Final = 64
 """Bytes; a chunk begins at a multiple of it in the copy."""
@@ -161,8 +164,8 @@ class BackgroundWriter:
         self.join()
         error, self._save = self._save.unheard(), None
         # If a rank has asked, the program knows of the failure, even if the other ranks did not ask.
-        unheard = all(control.all_gather_object(error is not None))
-        if error is not None and unheard:
+        unheard: list[bool] = all_gather_typed(control, error is not None, _FLAG)
+        if error is not None and all(unheard):
             raise error
 
     def _report(self) -> None:

@@ -77,6 +77,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def named_dtype(name: str) -> torch.dtype:
+    """The element type of a name in a manifest.
+
+    Raises:
+        CheckpointError: No element type of checkpoints has this name.
+    """
+    if name not in _DTYPES:
+        raise CheckpointError(f"dtype {_quote(name)} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
 def converts_losslessly(source: torch.dtype, target: torch.dtype) -> bool:
     """Whether every value of ``source`` exists in ``target``. Floats and integers do not convert to each other."""
     return source == target or target in _LOSSLESS.get(source, ())

@@ -25,8 +25,8 @@ from typing import Any, Final, TypeVar, final
 
 import torch
 
+from thinwire.agreement import NOTHING, Typed, agree
 from thinwire.agreement import Ranks as ControlGroup
-from thinwire.agreement import agree
 from thinwire.checkpoint import manifest as _manifest
 from thinwire.checkpoint.atomic import Staging, locate, recover
 from thinwire.checkpoint.manifest import Json, Manifest, StoredSpan, VectorEntry
@@ -48,6 +48,9 @@ __all__ = [
     "write",
 ]
 
+_TOKEN: Final[Typed[str | None]] = Typed(str | None)
+_WRITTEN: Final[Typed[list[WrittenFile]]] = Typed(list[WrittenFile])
+
 T = TypeVar("T")
 
 _REMEDIES: Final = {
@@ -65,9 +68,9 @@ class Alone:
     rank: Final = 0
     size: Final = 1
 
-    def all_gather_object(self, obj: Any, /) -> list[Any]:
-        """Return a list of this one object."""
-        return [obj]
+    def all_gather_bytes(self, message: bytes, /) -> list[bytes]:
+        """Return a list of this one message."""
+        return [message]
 
 
 def write(
@@ -99,7 +102,7 @@ def write(
             ``path`` is unchanged, and the staging directory is deleted.
     """
     doing = f"{os.fspath(path)}: cannot save"
-    parts = _together(control, doing, lambda: _describe(vectors, values))
+    parts = _together(control, doing, lambda: _describe(vectors, values), _CONTRIBUTION)
     numels, dtypes = _merge_vectors([part.vectors for part in parts], doing)
     merged_values = _merge_values([part.values for part in parts], doing)
     first_number = sum(part.num_files for part in parts[: control.rank])
@@ -124,9 +127,9 @@ def write(
             staging.publish()
 
     try:
-        tokens = _together(control, doing, stage)
-        written = _together(control, doing, lambda: write_files(tokens[0] or ""))
-        _together(control, doing, publish)
+        tokens = _together(control, doing, stage, _TOKEN)
+        written = _together(control, doing, lambda: write_files(tokens[0] or ""), _WRITTEN)
+        _together(control, doing, publish, NOTHING)
     finally:
         if staging is not None:
             staging.discard()
@@ -171,7 +174,7 @@ def read(
         _check_wanted(vectors, opened.manifest, strict=strict)
         return opened.fingerprint
 
-    fingerprints = _together(control, doing, inspect)
+    fingerprints = _together(control, doing, inspect, Typed[int](int))
     assert opened is not None
     directory, manifest = opened.directory, opened.manifest
     for rank, fingerprint in enumerate(fingerprints):
@@ -181,9 +184,9 @@ def read(
                 "load from a file system that all ranks share"
             )
     share = _share_out([file.size for file in manifest.files], control.size)[control.rank]
-    _together(control, doing, lambda: _check_files(directory, manifest, share))
+    _together(control, doing, lambda: _check_files(directory, manifest, share), NOTHING)
     wanted = {key: vector for key, vector in vectors.items() if key in manifest.vectors}
-    _together(control, doing, lambda: read_chunks(directory, manifest, wanted))
+    _together(control, doing, lambda: read_chunks(directory, manifest, wanted), NOTHING)
     return tuple(key for key in vectors if key not in wanted)
 
 
@@ -260,13 +263,14 @@ class Reader:
         return whole
 
 
-def _together(control: ControlGroup, doing: str, action: Callable[[], T]) -> list[T]:
+def _together(control: ControlGroup, doing: str, action: Callable[[], T], typed: Typed[T]) -> list[T]:
     """Run an action on every rank; raise one :class:`CheckpointError` on all of them if any failed.
 
     Args:
         control: The ranks.
         doing: Beginning of the error message.
         action: The part of this rank; it must not communicate.
+        typed: Type of its result.
 
     Returns:
         The results of all ranks, by rank.
@@ -280,7 +284,7 @@ def _together(control: ControlGroup, doing: str, action: Callable[[], T]) -> lis
         sentences = (text if alike else f"{_name_ranks(who)}: {text}" for text, who in ranks.items())
         return CheckpointError(f"{doing}: {'; '.join(sentences)}")
 
-    return agree(control, action, explained, message=_explain)
+    return agree(control, action, explained, typed, message=_explain)
 
 
 def _explain(error: BaseException) -> str:
@@ -303,9 +307,12 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 class _Contribution:
     """One rank's part of a save: lengths, types and spans of its vectors, values as JSON, number of files."""
 
-    vectors: dict[str, tuple[int, torch.dtype | None, list[tuple[int, int]]]]
+    vectors: dict[str, tuple[int, str | None, list[tuple[int, int]]]]
     values: dict[str, str]
     num_files: int
+
+
+_CONTRIBUTION: Final[Typed[_Contribution]] = Typed(_Contribution)
 
 
 @final
@@ -328,7 +335,7 @@ def _describe(vectors: Mapping[str, ShardedVector], values: Mapping[str, Json]) 
             names = sorted(map(_manifest.dtype_name, dtypes))
             raise CheckpointError(f"vector {key!r}: its chunks have different types: {', '.join(names)}")
         spans = [(chunk.offset, chunk.tensor.numel()) for chunk in vector.chunks if chunk.tensor.numel()]
-        described[key] = (vector.numel, dtypes.pop() if dtypes else None, spans)
+        described[key] = (vector.numel, _manifest.dtype_name(dtypes.pop()) if dtypes else None, spans)
     texts = {}
     for key, value in values.items():
         if not isinstance(key, str):
@@ -356,7 +363,7 @@ def _check_chunks(key: str, vector: ShardedVector) -> None:
 
 
 def _merge_vectors(
-    contributions: Sequence[Mapping[str, tuple[int, torch.dtype | None, list[tuple[int, int]]]]], doing: str
+    contributions: Sequence[Mapping[str, tuple[int, str | None, list[tuple[int, int]]]]], doing: str
 ) -> tuple[dict[str, int], dict[str, torch.dtype | None]]:
     """Check that the ranks agree on every vector and cover it exactly once.
 
@@ -366,7 +373,8 @@ def _merge_vectors(
     dtypes: dict[str, torch.dtype | None] = {}
     spans: dict[str, list[tuple[int, int]]] = {}
     for rank, vectors in enumerate(contributions):
-        for key, (numel, dtype, chunks) in vectors.items():
+        for key, (numel, name, chunks) in vectors.items():
+            dtype = None if name is None else _manifest.named_dtype(name)
             if numels.setdefault(key, numel) != numel:
                 raise CheckpointError(
                     f"{doing}: rank {rank} says that vector {key!r} has {numel} elements, "

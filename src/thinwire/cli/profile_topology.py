@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from thinwire.agreement import Typed
 from thinwire.cli.console import wide_console
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def profile_topology(
     console.quiet = ranks.rank > 0
     with console.status("timing pairs of nodes") as status:
         found = find_leaves(group.control(), mesh, device, status.update)
-    hosts: list[str] = group.control().all_gather_object(host_name())[:: mesh.local]
+    hosts = group.control().all_gather_typed(host_name(), Typed[str](str))[:: mesh.local]
     named = _NamedLeaves(found, hosts)
     _refuse(named, out)
     if ranks.rank == 0:

@@ -18,13 +18,13 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from thinwire.agreement import agree
+from thinwire.agreement import Typed, agree, all_gather_typed
 from thinwire.collectives.connections import Connections, StagedLinks
 from thinwire.collectives.gloo import GlooLinks, close_connections, make_device
 from thinwire.collectives.memory import release_memory
@@ -66,6 +66,9 @@ _has_failed = False  # whether an exchange of this job has failed
 _num_jobs = 0  # jobs that this process has left; part of the names in the store, so that jobs do not share entries
 
 T = TypeVar("T")
+
+_LONGEST_MESSAGE: Final = 1 << 30
+"""Bytes of a rank's longest message on a control group; what a rank announces decides how much memory others take."""
 
 
 # -- life of the process group ---------------------------------------------------------------------------------
@@ -205,20 +208,41 @@ class Control:
             name = f"thinwire/{_num_jobs}/{purpose}"
             self.process_group = named_group(name, self.ranks, _timeout, "gloo")
 
-    def all_gather_object(self, obj: Any) -> list[Any]:
-        """The objects of all ranks, by rank. They travel pickled between the ranks of a job, never to or from disk."""
+    def all_gather_typed(self, value: T, typed: Typed[T]) -> list[T]:
+        """The values of all ranks, by rank."""
+        return all_gather_typed(self, value, typed)
+
+    def all_gather_bytes(self, message: bytes) -> list[bytes]:
+        """The messages of all ranks, by rank.
+
+        Raises:
+            CollectiveError: A rank announces more than a gigabyte.
+        """
         if self.process_group is None:
-            return [obj]
-        objects: list[Any] = [None] * self.size
-        with self._doing("all_gather_object"):
-            dist.all_gather_object(objects, obj, group=self.process_group)
-        return objects
+            return [message]
+        mine = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        with self._doing("all_gather"):
+            dist.all_gather_into_tensor(lengths, torch.tensor([mine.numel()]), group=self.process_group)
+            longest = int(lengths.max())
+            if not 0 < int(lengths.min()) <= longest <= _LONGEST_MESSAGE:
+                raise CollectiveError(f"a rank announces {longest} bytes; at most {_LONGEST_MESSAGE} are sent")
+            padded = torch.zeros(longest, dtype=torch.uint8)
+            padded[: mine.numel()] = mine
+            messages = torch.empty(self.size, longest, dtype=torch.uint8)
+            dist.all_gather_into_tensor(messages.view(-1), padded, group=self.process_group)
+        return [row[:length].numpy().tobytes() for row, length in zip(messages, lengths.tolist(), strict=True)]
 
     def agree(
-        self, action: Callable[[], T], explain: Callable[[Mapping[int, str]], Exception], *, raises_own: bool = False
+        self,
+        action: Callable[[], T],
+        explain: Callable[[Mapping[int, str]], Exception],
+        typed: Typed[T],
+        *,
+        raises_own: bool = False,
     ) -> list[T]:
         """Run an action on every rank; either all succeed or all raise. See :func:`thinwire.agreement.agree`."""
-        return agree(self, action, explain, raises_own=raises_own)
+        return agree(self, action, explain, typed, raises_own=raises_own)
 
     def close(self) -> None:
         """Abort pending exchanges, here and on the other ranks."""

@@ -26,6 +26,7 @@ from torchtitan.distributed import utils as distributed_utils
 from torchtitan.tools.logging import logger
 
 import thinwire as tw
+from thinwire.agreement import NOTHING, Typed
 from thinwire.checkpoint.manifest import MANIFEST_NAME
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, UsageError
@@ -42,6 +43,8 @@ __all__ = [
     "refuse_training",
     "shard",
 ]
+
+_POSITION: Final[Typed[Any]] = Typed(object)
 
 _STATES: Final = (TRAIN_STATE, LR_SCHEDULER)
 """Parts of the trainer that are equal on every rank."""
@@ -287,7 +290,7 @@ class CheckpointsOfShares(CheckpointManager):
         if MODEL not in state_dict:
             return super().dcp_save(state_dict, checkpoint_id, *rest, **options)
         extra = {name: encoded(state_dict[name].state_dict(), _REMEDY) for name in _STATES}
-        extra[DATALOADER] = control().all_gather_object(_position(state_dict[DATALOADER]))
+        extra[DATALOADER] = control().all_gather_typed(_position(state_dict[DATALOADER]), _POSITION)
         optim = state_dict[OPTIMIZER].optimizers[0]
         tw.save(state_dict[MODEL].model, optim, checkpoint_id, extra={"torchtitan": extra})
         return None
@@ -341,7 +344,7 @@ def _make_way(directory: Path, *, shares: bool) -> None:
         if is_of_weights if shares else is_ours:
             shutil.rmtree(directory)
 
-    control().agree(delete, lambda problems: CheckpointError(f"{directory} cannot be replaced: {problems[0]}"))
+    control().agree(delete, lambda problems: CheckpointError(f"{directory} cannot be replaced: {problems[0]}"), NOTHING)
 
 
 def _position(loader: Any) -> Any:

@@ -16,9 +16,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import Control, Meter, Subgroup
 from thinwire.network.leaves import Contrast, Timed, contrast, grouped, spread
 from thinwire.network.pairings import Pairs, across, inside, tournament
@@ -27,6 +29,8 @@ from thinwire.program.stages import Stage
 from thinwire.spec import Factor
 
 __all__ = ["FEWEST_NODES", "Found", "find_leaves"]
+
+_SECONDS: Final[Typed[list[float]]] = Typed(list[float])
 
 FEWEST_NODES = 3
 """Nodes from which their order can matter."""
@@ -173,7 +177,7 @@ class _Finder:
         """Let the pairs of each round exchange, all at once, and return their seconds on every rank."""
         rounds = [*schedule]
         mine = [self._exchange(dict(_both_ways(pairs)).get(self._node)) for pairs in rounds]
-        of_rank: list[list[float]] = self._control.all_gather_object(mine)
+        of_rank = self._control.all_gather_typed(mine, _SECONDS)
         local = self._mesh.local
         taken = []
         for number, pairs in enumerate(rounds):

@@ -8,9 +8,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
 from thinwire.network.finding import FEWEST_NODES, Found, find_leaves
@@ -20,6 +22,8 @@ from thinwire.spec import Plan
 from thinwire.spec.topology import TOPOLOGY_SOURCES, SwitchTree
 
 __all__ = ["Ordered", "host_name", "order_ranks"]
+
+_READ: Final[Typed[tuple[str, str, str, SwitchTree | None, str]]] = Typed(tuple[str, str, str, SwitchTree | None, str])
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ def _agreed(plan: Plan, source: str, control: Control) -> tuple[list[str], Switc
     def read() -> tuple[str, str, str, SwitchTree | None, str]:
         return *mine, *(_read(source) if control.rank == 0 else (None, ""))
 
-    everyone = control.agree(read, lambda problems: _unusable(plan, source, next(iter(problems.values()))))
+    everyone = control.agree(read, lambda problems: _unusable(plan, source, next(iter(problems.values()))), _READ)
     for rank, other in enumerate(everyone):
         if other[0] != mine[0]:
             raise MismatchError(

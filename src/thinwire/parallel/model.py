@@ -7,13 +7,14 @@ import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+from thinwire.agreement import Typed
 from thinwire.checkpoint.background import PendingSave
 from thinwire.collectives import group as groups
 from thinwire.collectives.topology import DataRanks
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from thinwire.parallel.pipeline import Pipeline
 
 __all__ = ["ParallelModel", "ParallelOptimizer", "TokenBatch", "parallelize"]
+
+_NAMES: Final[Typed[list[str]]] = Typed(list[str])
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
@@ -217,7 +220,7 @@ class ParallelModel:
         by_part = [{id(parameter): name for name, parameter in chunk.named_parameters()} for chunk in self.chunks]
         here = {key: name for part in by_part for key, name in part.items()}
         everywhere = (
-            [list(here.values())] if self._whole is None else self._whole.all_gather_object(list(here.values()))
+            [list(here.values())] if self._whole is None else self._whole.all_gather_typed(list(here.values()), _NAMES)
         )
         every_name = list(dict.fromkeys(name for names in everywhere for name in names))
         cut: list[list[dict[str, Any]]] = [[] for _ in by_part]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.collectives.group import Control
-from thinwire.profile.timing import FEWEST, MOST, Spread, finish, in_turn, timed
+from thinwire.profile.timing import FEWEST, MOST, PAIR, PAIRS, SECONDS, Spread, finish, in_turn, timed
 from thinwire.spec import ModelSpec
 from thinwire.spec.plan import Dtype
 from thinwire.spec.profile import ComputeRow
@@ -86,9 +86,9 @@ def _measure_part(piece: ModelPiece, control: Control, device: torch.device, sec
         return middle - begin, time.perf_counter() - middle
 
     once()
-    first = max(sum(pair) for pair in control.all_gather_object(once()))
+    first = max(sum(pair) for pair in control.all_gather_typed(once(), PAIR))
     samples = [once() for _ in range(max(FEWEST, min(MOST, int(seconds / max(first, 1e-6)))))]
-    everyone = control.all_gather_object(samples)
+    everyone = control.all_gather_typed(samples, PAIRS)
     # The slowest rank counts: in training, a rank that is done early would go on and take its share of the cores.
     whole = Spread.of([max(sum(pair) for pair in column) for column in zip(*everyone, strict=True)]).median
     share = sum(pair[0] for rank in everyone for pair in rank) / sum(sum(pair) for rank in everyone for pair in rank)
@@ -119,7 +119,7 @@ def _measure_whole(piece: ModelPiece, control: Control, device: torch.device, se
         for _ in range(count):
             backward(forward())
         finish(device)
-        return float(max(control.all_gather_object(time.perf_counter() - begin))) / count
+        return max(control.all_gather_typed(time.perf_counter() - begin, SECONDS)) / count
 
     several(1)
     return several(max(FEWEST, min(MOST, int(seconds / several(1)))))

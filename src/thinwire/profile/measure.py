@@ -6,13 +6,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import Control
 from thinwire.collectives.nccl import backend_maker
-from thinwire.errors import ThinwireError, UsageError
+from thinwire.errors import UsageError
 from thinwire.profile.coding import NUMELS, measure_codec
 from thinwire.profile.computing import ModelPiece, measure_model, measure_touch, measure_update
 from thinwire.profile.crowding import measure_crowding
@@ -26,6 +28,8 @@ from thinwire.spec.profile import CodecRow, CollectiveRow, ComputeRow, OverlapRo
 from thinwire.units import format_bytes
 
 __all__ = ["Settings", "measure", "memory_in_use"]
+
+_EARLIER: Final[Typed[Profile | None]] = Typed(Profile | None)
 
 MEETING_SIZES = (1 << 16, 1 << 20, 1 << 14, 1 << 22)
 """Bytes of the vectors to gather during computation; several sizes separate the delay from what grows with size."""
@@ -257,15 +261,11 @@ def _alone(what: Exchange) -> str:
 
 def _earlier(settings: Settings, control: Control, out: Path) -> _Rows:
     """The rows of an interrupted measurement, which rank 0 reads for all."""
-    earlier: Profile | ThinwireError | None = None
-    if control.rank == 0 and out.exists():
-        try:
-            earlier = Profile.read(out)
-        except ThinwireError as error:
-            earlier = error
-    earlier = control.all_gather_object(earlier)[0]
-    if isinstance(earlier, ThinwireError):
-        raise earlier
+
+    def read() -> Profile | None:
+        return Profile.read(out) if control.rank == 0 and out.exists() else None
+
+    earlier = control.agree(read, lambda problems: UsageError(problems[0]), _EARLIER, raises_own=True)[0]
     if earlier is None:
         return _Rows()
     present = (settings.mesh.nodes, settings.mesh.local, _device_name(settings.device))

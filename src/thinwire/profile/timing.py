@@ -7,12 +7,18 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 
 __all__ = ["Deadline", "Spread", "finish", "in_turn", "timed"]
+
+SECONDS: Final[Typed[float]] = Typed(float)
+PAIR: Final[Typed[tuple[float, float]]] = Typed(tuple[float, float])
+PAIRS: Final[Typed[list[tuple[float, float]]]] = Typed(list[tuple[float, float]])
 
 FEWEST, MOST = 3, 15
 """Minimum and maximum number of samples of a measurement."""
@@ -63,8 +69,7 @@ class Deadline:
 
     def left(self) -> float:
         """Seconds left, the same on every rank; a collective call."""
-        left: list[float] = self._control.all_gather_object(self._end - time.monotonic())
-        return left[0]
+        return self._control.all_gather_typed(self._end - time.monotonic(), SECONDS)[0]
 
     def passed(self) -> bool:
         """Whether no time is left; a collective call."""
@@ -102,7 +107,7 @@ def timed(control: Control, body: Callable[[], None], *, seconds: float, device:
     calls = _CALLS if first < _SHORT else 1
     wanted = max(FEWEST, min(MOST, int(seconds / max(first * calls, 1e-6))))
     samples = [_clocked(control, body, calls, device) for _ in range(wanted)]
-    everyone: list[list[tuple[float, float]]] = control.all_gather_object(samples)
+    everyone = control.all_gather_typed(samples, PAIRS)
     slowest = [max(seconds for seconds, _ in column) for column in zip(*everyone, strict=True)]
     working = [statistics.median(processor for _, processor in rank) for rank in everyone]
     return Spread.of(slowest, statistics.fmean(working))
@@ -110,8 +115,7 @@ def timed(control: Control, body: Callable[[], None], *, seconds: float, device:
 
 def _once(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> float:
     seconds, _ = _clocked(control, body, calls, device)
-    everyone: list[float] = control.all_gather_object(seconds)
-    return max(everyone)
+    return max(control.all_gather_typed(seconds, SECONDS))
 
 
 def _clocked(control: Control, body: Callable[[], None], calls: int, device: torch.device) -> tuple[float, float]:

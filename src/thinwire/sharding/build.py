@@ -6,10 +6,12 @@ import fnmatch
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import nn
 
+from thinwire.agreement import NOTHING, Typed
 from thinwire.collectives import group as groups
 from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.nccl import backend_maker
@@ -43,6 +45,10 @@ from thinwire.sharding.unit import Unit
 from thinwire.spec import Plan
 
 __all__ = ["build", "unit_infos"]
+
+_CHECKED: Final[Typed[tuple[str, str, str, int, str, tuple[str, ...]]]] = Typed(
+    tuple[str, str, str, int, str, tuple[str, ...]]
+)
 
 _GROUPS = (
     (Axis.PARAMS, Lane.GATHER),
@@ -362,7 +368,7 @@ def _check_agreement(
         rank, text = next(iter(problems.items()))
         return MismatchError(f"rank {rank} cannot shard its model, while rank {control.rank} can: {text}")
 
-    everyone = control.agree(checked, unusable, raises_own=True)
+    everyone = control.agree(checked, unusable, _CHECKED, raises_own=True)
     for rank, other in enumerate(everyone):
         if other[0] != everyone[0][0]:
             raise MismatchError(
@@ -638,7 +644,7 @@ class _Initial:
             rank, text = next(iter(problems.items()))
             return MismatchError(f"rank {rank} cannot read its initial values: {text}")
 
-        control.agree(raise_own, unread, raises_own=True)
+        control.agree(raise_own, unread, NOTHING, raises_own=True)
 
     def _whole(self, flat: _Flat) -> torch.Tensor:
         """Initial values of a whole buffer, taken from the first rank if ranks are synchronised."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.all_gather import all_gather
 from thinwire.collectives.group import control
 from thinwire.collectives.topology import AxisGroup
@@ -15,6 +17,8 @@ from thinwire.sharding.exchanges import gather_rows
 from thinwire.sharding.sharded import ShardedModel
 
 __all__ = ["ModelHolders"]
+
+_ROW: Final[Typed[tuple[int, bool, dict[str, tuple[int, int]]]]] = Typed(tuple[int, bool, dict[str, tuple[int, int]]])
 
 
 class ModelHolders:
@@ -87,6 +91,6 @@ class ModelHolders:
     def _table(self) -> list[tuple[bool, Mapping[str, tuple[int, int]]]]:
         """For each rank, whether it contributes, and its spans; in the order of the group. It never changes."""
         if self._everyones is None:
-            everyone = self._control.all_gather_object((self._group.index, self._speaks, dict(self._spans)))
+            everyone = self._control.all_gather_typed((self._group.index, self._speaks, dict(self._spans)), _ROW)
             self._everyones = [(speaks, spans) for _, speaks, spans in sorted(everyone, key=lambda row: row[0])]
         return self._everyones

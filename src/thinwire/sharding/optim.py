@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.agreement import NOTHING
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.sharding.foreign import INNER
@@ -264,7 +265,7 @@ def build_optimizer(
             raise UsageError(str(error)) from error
 
     # If one rank cannot make the optimizer, every rank raises, so that none continues alone.
-    control().agree(make, refused)
+    control().agree(make, refused, NOTHING)
     (inner,) = made
     object.__setattr__(inner, INNER, True)
     by_unit = updates_in_parts(optimizer_class, options, device)

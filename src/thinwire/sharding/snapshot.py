@@ -18,11 +18,12 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
 
+from thinwire.agreement import NOTHING, Typed
 from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
 from thinwire.checkpoint.manifest import VectorEntry
@@ -38,6 +39,9 @@ from thinwire.sharding.optim import ShardedOptimizer, rescale_lost
 from thinwire.sharding.runtime import Runtime, runtime_of
 
 __all__ = ["SavedModel", "load", "save", "settle", "start_saving", "wait_for_writer"]
+
+_VALUES: Final[Typed[dict[str, Json]]] = Typed(dict[str, object])
+_SIZES: Final[Typed[dict[str, int]]] = Typed(dict[str, int])
 
 log = logging.getLogger("thinwire")
 
@@ -324,13 +328,14 @@ def _everywhere(action: Callable[[], T]) -> T:
     def first(problems: Mapping[int, str]) -> CheckpointError:
         return CheckpointError(next(iter(problems.values())))
 
-    ranks = control()
-    return ranks.agree(action, first)[ranks.rank]
+    done: list[T] = []
+    control().agree(lambda: done.append(action()), first, NOTHING)
+    return done[0]
 
 
 def _union(mine: Mapping[str, Json]) -> dict[str, Json]:
     """Merge the dictionaries of all ranks. Collective."""
-    return {key: value for part in control().all_gather_object(dict(mine)) for key, value in part.items()}
+    return {key: value for part in control().all_gather_typed(dict(mine), _VALUES) for key, value in part.items()}
 
 
 def _of_part(key: str, runtime: Runtime) -> str:
@@ -549,8 +554,8 @@ class _Vectors:
 def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
     """For each reduction, the number of elements that each rank keeps for error feedback. Collective."""
     runtime.reducer.join()
-    everyone = control(runtime.part.data.ranks).all_gather_object(
-        {key: lost.numel() for key, lost in runtime.reducer.reductions.feedback.lost.items()}
+    everyone = control(runtime.part.data.ranks).all_gather_typed(
+        {key: lost.numel() for key, lost in runtime.reducer.reductions.feedback.lost.items()}, _SIZES
     )
     return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.reductions.feedback.lost}
 

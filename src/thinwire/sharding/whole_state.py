@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+import safetensors.torch
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError
 from thinwire.sharding.fragments import OwnedFragment
@@ -26,20 +28,28 @@ class _WholeEntry:
 
     Attributes:
         cut: Whether it has an element for each of the parameter, so that ranks hold pieces of it.
-        dtype: Its dtype; ``None`` if it is no tensor.
-        value: Its value, unless it is cut.
+        tensor: It in safetensors, without elements if it is cut; ``None`` if it is no tensor.
+        plain: What it is instead: a number, text, or lists and dictionaries of such.
     """
 
     cut: bool
-    dtype: torch.dtype | None
-    value: Any = None
+    tensor: bytes | None
+    plain: object = None
 
     @classmethod
     def of(cls, value: Any, owned: OwnedFragment) -> _WholeEntry:
         if not isinstance(value, torch.Tensor):
             return cls(False, None, value)
         cut = value.dim() > 0 and value.numel() == owned.value.numel()
-        return cls(cut, value.dtype, None if cut else value.detach().cpu())
+        sent = value.new_empty(0) if cut else value.detach()
+        return cls(cut, safetensors.torch.save({"": sent.cpu().contiguous()}))
+
+    def value(self) -> Any:
+        """It, on the CPU; of a cut one, only the dtype."""
+        return self.plain if self.tensor is None else safetensors.torch.load(self.tensor)[""]
+
+
+_ENTRIES: Final[Typed[dict[str, dict[str, _WholeEntry]]]] = Typed(dict[str, dict[str, _WholeEntry]])
 
 
 @torch.no_grad()
@@ -78,17 +88,17 @@ def whole_state(optim: ShardedOptimizer, names: Names) -> dict[str, Any]:
         for name, item in owned.items()
     }
     entries: dict[str, dict[str, _WholeEntry]] = {}
-    for everyone in ranks.all_gather_object(mine):
+    for everyone in ranks.all_gather_typed(mine, _ENTRIES):
         for name, of_name in everyone.items():
             entries.setdefault(name, {}).update(of_name)
     numbers = {name: number for number, name in enumerate(name for group in names for name in group)}
     state: dict[int, dict[str, Any]] = {}
     for name, number in numbers.items():
         for key, entry in entries.get(name, {}).items():
-            value = entry.value
+            value = entry.value()
             if entry.cut:
                 share = outside.parameters[name]
-                piece = torch.empty(0, dtype=entry.dtype, device=share.device)
+                piece = torch.empty(0, dtype=value.dtype, device=share.device)
                 if name in owned:
                     piece = optim.state[owned[name].value][key].reshape(-1)
                 value = ShareTensor(piece, share.spec).full_tensor().cpu()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Final
 
 import torch
 from torch import nn
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import UsageError
 from thinwire.program import Axis, Lane
@@ -16,6 +18,8 @@ from thinwire.sharding.shares.parameter import ShardedParameter
 from thinwire.sharding.unit import Unit
 
 __all__ = ["Written"]
+
+_NAMES: Final[Typed[set[str]]] = Typed(set[str])
 
 
 class Written:
@@ -53,7 +57,7 @@ class Written:
                 )
             changes[name] = changed
         if keep:
-            for name in sorted(set().union(*control().all_gather_object(set(changes)))):
+            for name in sorted(set().union(*control().all_gather_typed(set(changes), _NAMES))):
                 self._keep(outside, name, changes.get(name))
 
     def _keep(self, outside: Outside, name: str, changed: torch.Tensor | None) -> None:

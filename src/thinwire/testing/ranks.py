@@ -17,6 +17,9 @@ from typing import Any
 
 __all__ = ["RankError", "RankPool", "free_port", "run_ranks"]
 
+_PARTING_SECONDS = 5.0
+"""How long a rank that is through keeps its connections for others that are not."""
+
 
 class RankError(AssertionError):
     """A function failed on some ranks.
@@ -106,6 +109,8 @@ class RankPool:
                 results[rank], tracebacks[rank] = (value, None) if ok else (None, value)
         if note:
             self.close()
+        for pipe in self._pipes:
+            pipe.send("all are through")
         if note or any(tracebacks):
             raise RankError(tracebacks, note)
         return results
@@ -188,4 +193,10 @@ def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> N
         except BaseException:
             outcome = (False, traceback.format_exc())
         pipe.send(outcome)
-        group.shutdown()
+        try:
+            # A rank that left at once would close connections that others still use, and they would fail instead of it.
+            pipe.poll(_PARTING_SECONDS)
+            group.shutdown()
+            pipe.recv()
+        except (EOFError, OSError):
+            return

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import util
 from pathlib import Path
+from typing import Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import control
 from thinwire.errors import CheckpointError, CollectiveError
 from thinwire.profile import memory_in_use
@@ -27,6 +29,9 @@ from thinwire.train.observing.progress import ProgressReport
 from thinwire.train.observing.room import explained_exhaustion, measure_room
 from thinwire.train.observing.tracing import StepTracer
 from thinwire.train.trainer import Trainer, make_trainer
+
+_CHECKPOINT: Final[Typed[Checkpoint | None]] = Typed(Checkpoint | None)
+_TEXT: Final[Typed[str | None]] = Typed(str | None)
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def resume(trainer: Trainer) -> list[str]:
         # Rank 0 answers for all. While loading, each rank checks a part of the files.
         return newest(directory, checksums=False) if ranks.rank == 0 else None
 
-    checkpoint = ranks.agree(find, lambda problems: CheckpointError(problems[0]))[0]
+    checkpoint = ranks.agree(find, lambda problems: CheckpointError(problems[0]), _CHECKPOINT)[0]
     if checkpoint is None:
         return [f"{directory} holds no checkpoint yet: starting from step 0"]
     try:
@@ -123,7 +128,7 @@ def _what_is_usable(trainer: Trainer, directory: Path) -> str | None:
         except CheckpointError as error:
             finding = str(error)
     with contextlib.suppress(CollectiveError):
-        finding = trainer.ranks.all_gather_object(finding)[0]
+        finding = trainer.ranks.all_gather_typed(finding, _TEXT)[0]
     return finding
 
 
@@ -170,7 +175,7 @@ def _steps(trainer: Trainer, stop: StopRequest, log: MetricsLog | None, progress
         if trainer.saves or stopping:
             _save(trainer, progress, last=stopping or position.step == steps)
         if stopping and position.step < steps:
-            cause = next((text for text in trainer.ranks.all_gather_object(reason) if text), "stop")
+            cause = next((text for text in trainer.ranks.all_gather_typed(reason, _TEXT) if text), "stop")
             progress.note(f"{cause}: step {position.step} is saved; continue with --resume")
             return cause
     return None

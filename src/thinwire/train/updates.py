@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import NonFiniteError
 from thinwire.sharding.lanes.late import Late
@@ -163,7 +164,7 @@ class Updates:
             self.position.loss = loss
 
     def _end(self, update: Update) -> NoReturn:
-        losses = self.ranks.all_gather_object(update.loss)
+        losses = self.ranks.all_gather_typed(update.loss, Typed[float](float))
         guilty = [str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         what = f"the loss of rank {', '.join(guilty)}" if guilty else "the gradient"
         scale = "" if update.loss_scale is None else f", loss scale {update.loss_scale:g}"

@@ -25,6 +25,7 @@ from typing import Any, Final
 
 import torch
 
+from thinwire.agreement import Typed
 from thinwire.collectives import group
 from thinwire.errors import OutOfMemoryError, ThinwireError
 from thinwire.train.data.packing import prepare
@@ -61,7 +62,7 @@ def train(run: ResolvedRun, *, launched: bool) -> Result:
     group.init(timeout=datetime.timedelta(seconds=recipe.cluster.timeout), device=device)
     try:
         # Rank 0 decides: it has opened the directory, and other ranks may already see files that it has written.
-        run = dataclasses.replace(run, resume=bool(group.control().all_gather_object(run.resume)[0]))
+        run = dataclasses.replace(run, resume=group.control().all_gather_typed(run.resume, Typed[bool](bool))[0])
         with StopRequest(run.directory.stop_file, launched=launched) as stop:
             return train_rank(run, dataset, device, stop)
     finally:

@@ -11,10 +11,13 @@ import platform
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from thinwire.agreement import Typed
 from thinwire.collectives.group import Control
 from thinwire.errors import MismatchError
 from thinwire.spec.recipe import Recipe
 from thinwire.train.launching.versions import versions
+
+_HOST_AND_VALUES: Final[Typed[tuple[str, dict[str, str]]]] = Typed(tuple[str, dict[str, str]])
 
 _SECTIONS: Final = ("train", "optimizer", "loss_scale", "checkpoint")
 """Sections of a recipe that must be equal. Paths of models and data may differ from host to host."""
@@ -38,7 +41,7 @@ def agree(ranks: Control, recipe: Recipe, fingerprint: str) -> tuple[str, ...]:
         MismatchError: On every rank; names two ranks and their values.
     """
     mine = dict(_essentials(recipe, fingerprint))
-    everyone: list[tuple[str, Mapping[str, str]]] = ranks.all_gather_object((platform.node(), mine))
+    everyone = ranks.all_gather_typed((platform.node(), mine), _HOST_AND_VALUES)
     hosts = tuple(host for host, _ in everyone)
     for rank, (host, theirs) in enumerate(everyone):
         for key, expected in everyone[0][1].items():

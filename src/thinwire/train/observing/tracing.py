@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from thinwire.agreement import agree
+from thinwire.agreement import NOTHING, Typed, agree
 from thinwire.errors import ThinwireError, UsageError
 from thinwire.program.timeline import COMPUTE, STEP, WAITING, Span, Timeline, chrome_trace
 from thinwire.sharding import api
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from thinwire.train.trainer import Trainer
 
 __all__ = ["MOST_OPERATIONS", "MOST_SPANS", "Clocks", "StepTracer", "longest"]
+
+_SPANS: Final[Typed[list[Span]]] = Typed(list[Span])
+_READINGS: Final[Typed[tuple[str, list[float]]]] = Typed(tuple[str, list[float]])
 
 MOST_SPANS: Final = 200_000
 """Most spans of steps, computation and lanes in a merged trace of all ranks: 30 MB, which Perfetto opens at once."""
@@ -184,14 +187,14 @@ class _Session:
         self._recording.close()
         self._profile.stop()
         ranks = self._trainer.ranks
-        by_rank = agree(ranks, self._collect, self._unwritten, message=str)
+        by_rank = agree(ranks, self._collect, self._unwritten, _SPANS, message=str)
         merged = self._directory / f"{self._name}.json"
 
         def write() -> None:
             if ranks.rank == 0:
                 write_atomically(merged, json.dumps(self._merged(by_rank)))
 
-        agree(ranks, write, self._unwritten, message=str)
+        agree(ranks, write, self._unwritten, NOTHING, message=str)
         first = self._marks[0][0]
         which = f"step {first} is" if first == self.last else f"steps {first} to {self.last} are"
         return f"{which} traced: open {merged} at https://ui.perfetto.dev"
@@ -293,7 +296,7 @@ def _compare_clocks(trainer: Trainer) -> Clocks:
     for _ in range(_ROUNDS):
         trainer.ranks.barrier()
         readings.append(time.perf_counter())
-    names, times = zip(*trainer.ranks.all_gather_object((_clock_name(), readings)), strict=True)
+    names, times = zip(*trainer.ranks.all_gather_typed((_clock_name(), readings), _READINGS), strict=True)
     return Clocks.compare(names, times)
 
 
