@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.agreement import Typed
 from thinwire.collectives.group import control, recording
 from thinwire.program import Axis, Lane, Scope, axis_members
 from thinwire.sharding.api import runtime
@@ -86,7 +87,8 @@ def journey() -> list[str]:
     story.append(f"updated    2.weight[0] was {_numbers(before[0])}, is {_numbers(after[0])} on every rank")
     neighbours = axis_members(plan, Axis.SHARD, rank)
     story.append(f"replicas   the share of rank {rank} is spread to ranks {list(neighbours.inside)} of its node")
-    everyone = control().all_gather_object(after.tolist())
+    rows: Typed[list[list[float]]] = Typed(list[list[float]])
+    everyone = control().all_gather_typed(after.tolist(), rows)
     assert all(weights == everyone[0] for weights in everyone)
     return story
 

@@ -20,6 +20,7 @@ from benchmarks.gpu.systems import FSDP2, Step, fsdp2_step, llama, thinwire_step
 from benchmarks.gpu.training import TOLERANCE, exact_plan, global_batches, relative_error, small_llama, train
 
 import thinwire as tw
+from thinwire.agreement import Typed
 from thinwire.collectives import group
 from thinwire.report.sheet import Sheet
 from thinwire.sharding.api import runtime
@@ -113,7 +114,7 @@ def _reference(world: int, device: str, steps: int) -> tuple[list[torch.Tensor],
 
 def _worst(value: float) -> float:
     """The largest value over all ranks."""
-    return max(float(other) for other in group.control().all_gather_object(value))
+    return max(group.control().all_gather_typed(value, Typed[float](float)))
 
 
 def _parity(scale: Scale, nodes: int, local: int, report: Callable[[str], None]) -> tuple[Sheet, list[Check]]:
