@@ -55,7 +55,7 @@ def observe(pool: RankPool, action: Callable[..., None], *args: Any) -> list[Out
         pool.run(nothing)  # everything is imported when the clock starts
     port = free_port()
     for pipe in pool._pipes:
-        pipe.send((guarded, (action, *args), port, True, 60.0))
+        pipe.send((guarded, (action, *args), port, True, 60.0, 0.0))  # who is through leaves at once
     outcomes: dict[int, Outcome] = {}
     started = time.monotonic()
     while len(outcomes) < 4:
@@ -71,6 +71,7 @@ def observe(pool: RankPool, action: Callable[..., None], *args: Any) -> list[Out
             except (EOFError, ConnectionResetError):
                 value = Outcome("died", "", time.monotonic() - started)
             outcomes[pool._pipes.index(pipe)] = value
+    pool._part()
     return [outcomes[rank] for rank in range(4)]
 
 

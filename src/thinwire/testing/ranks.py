@@ -85,7 +85,7 @@ class RankPool:
             self.close()
             self._start()
         port = free_port()
-        call = (function, args, port, init, group_timeout or timeout)
+        call = (function, args, port, init, group_timeout or timeout, _PARTING_SECONDS)
         self._pipes[0].send(call)
         if init:
             self._wait_for_store(port)
@@ -109,8 +109,7 @@ class RankPool:
                 results[rank], tracebacks[rank] = (value, None) if ok else (None, value)
         if note:
             self.close()
-        for pipe in self._pipes:
-            pipe.send("all are through")
+        self._part()
         if note or any(tracebacks):
             raise RankError(tracebacks, note)
         return results
@@ -124,6 +123,12 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+    def _part(self) -> None:
+        """Tell the ranks, which have all returned, to leave the job."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):  # a rank has died since
+                pipe.send("all are through")
 
     def _wait_for_store(self, port: int, timeout: float = 10.0) -> None:
         """Wait until rank 0 listens, because a rank that connects too early sleeps half a second before it retries."""
@@ -182,7 +187,7 @@ def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> N
     torch.set_num_threads(threads)
     while True:
         try:
-            function, args, port, init, timeout = pipe.recv()
+            function, args, port, init, timeout, parting = pipe.recv()
         except (EOFError, OSError):
             return
         os.environ["MASTER_PORT"] = str(port)
@@ -195,7 +200,7 @@ def _serve(pipe: Connection[Any, Any], rank: int, world: int, threads: int) -> N
         pipe.send(outcome)
         try:
             # A rank that left at once would close connections that others still use, and they would fail instead of it.
-            pipe.poll(_PARTING_SECONDS)
+            pipe.poll(parting)
             group.shutdown()
             pipe.recv()
         except (EOFError, OSError):
