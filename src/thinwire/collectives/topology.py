@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ _STAGES = {
     Lane.SYNC: TRANSFERS,
     Lane.SPREAD: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
     Lane.CONTROL: (Stage.GATHER_ACROSS, Stage.GATHER_INSIDE),
+    Lane.OUTER: TRANSFERS,
 }
 
 
@@ -28,13 +29,46 @@ class DataRanks:
     """The data-parallel ranks of a model, each of which trains on its own data.
 
     Attributes:
-        ranks: Global rank at each position of the plan's mesh. Without tensor and pipeline parallelism, these are all
-            ranks of the job, in the order of the plan's ``placement``.
+        ranks: Global rank at each position of the plan's mesh. Without tensor and pipeline parallelism and islands,
+            these are all ranks of the job, in the order of the plan's ``placement``.
         channel: Distinguishes models whose lanes connect the same ranks: the stages of a pipeline that one rank holds.
+        island: Number of the island that these ranks are.
+        islands: Global ranks of every island, by position like ``ranks``; empty without islands.
     """
 
     ranks: tuple[int, ...]
     channel: int = 0
+    island: int = 0
+    islands: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, plan: Plan, ranks: Sequence[int], rank: int, channel: int = 0) -> DataRanks:
+        """The data-parallel ranks of the island that a rank is in; islands lie one after another.
+
+        Args:
+            plan: The plan.
+            ranks: Global ranks of all islands. If there are more or fewer than the plan has, they are one island.
+            rank: Index of this rank among them.
+            channel: See the class.
+        """
+        if plan.islands is None or len(ranks) != plan.data_ranks:
+            return cls(tuple(ranks), channel)
+        islands = tuple(tuple(ranks[i : i + plan.world]) for i in range(0, len(ranks), plan.world))
+        island = rank // plan.world
+        return cls(islands[island], channel, island, islands)
+
+    @property
+    def everyone(self) -> tuple[int, ...]:
+        """Global ranks of all islands that train the same model or the same part of it."""
+        return tuple(rank for island in self.islands for rank in island) or self.ranks
+
+    def placed(self, placement: Sequence[int]) -> DataRanks:
+        """The same ranks at other positions: position ``i`` gets the rank that position ``placement[i]`` had."""
+
+        def moved(ranks: Sequence[int]) -> tuple[int, ...]:
+            return tuple(ranks[position] for position in placement)
+
+        return replace(self, ranks=moved(self.ranks), islands=tuple(moved(island) for island in self.islands))
 
 
 class AxisGroup:
@@ -44,7 +78,8 @@ class AxisGroup:
         plan: The plan.
         axis: The axis.
         lane: Lane that uses it.
-        position: Position of this rank in the mesh. With a ``placement``, it differs from the global rank.
+        position: Position of this rank in the mesh. With a ``placement``, it differs from the global rank. Along
+            ``ISLANDS``, positions go on from one island to the next.
         device: Device of the tensors; ``None`` if the host exchanges its own, whatever device the model is on.
         meter: Counts the bytes.
         stages: Stages of the lane that exchange something; all of its transfers by default.
@@ -74,9 +109,9 @@ class AxisGroup:
         self.index = axis_index(plan, axis, position)
         self.local, self.nodes = len(members.inside), len(members.across)
         self.local_index = members.inside.index(position)
-        data = data or DataRanks(tuple(range(plan.world)))
+        ranks = DataRanks(tuple(range(plan.world))) if data is None else data
         self._subgroups = {
-            stage: Subgroup(_global(data, getattr(members, stage.scope)), lane, stage, device, meter, data.channel)
+            stage: Subgroup(_global(ranks, axis, getattr(members, stage.scope)), lane, stage, device, meter, ranks.channel)
             for stage in stages or _STAGES[lane]
         }
 
@@ -85,5 +120,6 @@ class AxisGroup:
         return self._subgroups[stage]
 
 
-def _global(data: DataRanks, positions: Sequence[int]) -> tuple[int, ...]:
-    return tuple(data.ranks[position] for position in positions)
+def _global(data: DataRanks, axis: Axis, positions: Sequence[int]) -> tuple[int, ...]:
+    ranks = data.everyone if axis is Axis.ISLANDS else data.ranks
+    return tuple(ranks[position] for position in positions)

@@ -2,6 +2,13 @@
 
 from thinwire.program.batches import buckets, gather_batches, reduction_batches
 from thinwire.program.gathers import Lookahead, check_live, gathered_peak
+from thinwire.program.islands import (
+    ExchangePart,
+    due_fragments,
+    exchange_operations,
+    exchange_parts,
+    exchanged_units,
+)
 from thinwire.program.lower import NORM_BYTES, UNDER_WAY, control_bytes, default_trace, lower
 from thinwire.program.mesh import (
     Axis,
@@ -63,6 +70,7 @@ __all__ = [
     "BufferKey",
     "Even",
     "Event",
+    "ExchangePart",
     "Hop",
     "Kind",
     "Lane",
@@ -92,6 +100,10 @@ __all__ = [
     "crossing_bytes",
     "deal",
     "default_trace",
+    "due_fragments",
+    "exchange_operations",
+    "exchange_parts",
+    "exchanged_units",
     "flat_numel",
     "gather_batches",
     "gathered_peak",

@@ -28,6 +28,7 @@ class Call:
     bucket: tuple[int, ...] = ()
     chunk: int = 0
     chunks: int = 1
+    delay: int = 0
 
 
 class Draft:
@@ -100,6 +101,7 @@ class Draft:
                 bucket=call.bucket,
                 chunk=call.chunk,
                 chunks=call.chunks,
+                delay=call.delay,
             )
         )
         for unit in call.units if call.lane is Lane.GATHER else ():

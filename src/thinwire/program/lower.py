@@ -15,6 +15,7 @@ from itertools import chain
 from thinwire.program.batches import buckets, reduction_batches, spread_batches
 from thinwire.program.draft import Call, Draft
 from thinwire.program.gathers import Gathers, check_live, play_forward, retention
+from thinwire.program.islands import add_exchange
 from thinwire.program.mesh import Axis, Kind, MessageSizes
 from thinwire.program.shares import Even, Span, chunk_spans, padded, together, within
 from thinwire.program.step import BufferInfo, Event, Lane, Phase, StepProgram, Trace, UnitInfo
@@ -66,6 +67,7 @@ def lower(
     trace: Trace | None = None,
     position: int = 0,
     clip: bool = False,
+    fragments: Sequence[int] = (),
 ) -> StepProgram:
     """Record the operations of one step.
 
@@ -77,6 +79,8 @@ def lower(
         position: Position in the mesh of the rank whose bytes are counted; ranks differ only if shares have unequal
             sizes.
         clip: Whether ranks add up the gradient norm in an exchange of its own.
+        fragments: Fragments that the step begins to exchange with other islands; see
+            :func:`~thinwire.program.islands.due_fragments`.
 
     Returns:
         The program of that rank. Operations, order and axes are the same on every rank.
@@ -104,7 +108,7 @@ def lower(
         end = Event(Phase.BACKWARD_END, -1, micro_batch)
         reductions.end(end)
         gathers.leave_all(end, last=last)
-    _take_step(plan, units, trace, draft, clip=clip)
+    _take_step(plan, units, trace, draft, clip=clip, fragments=fragments)
     return draft.program(units, micro_batches)
 
 
@@ -309,8 +313,11 @@ class _Reductions:
             self._draft.wait(event, operation)
 
 
-def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, *, clip: bool) -> None:
-    """Record the end of a step: wait for reductions, run the control exchange, and spread updated parameters."""
+def _take_step(
+    plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft, *, clip: bool, fragments: Sequence[int]
+) -> None:
+    """Record the end of a step: wait for reductions, run the control exchange, exchange with other islands, and spread
+    updated parameters."""
     event = Event(Phase.STEP, -1, 0)
     for operation in draft.operations:
         if operation.lane in (Lane.REDUCE, Lane.SYNC):
@@ -319,6 +326,7 @@ def _take_step(plan: Plan, units: Sequence[UnitInfo], trace: Trace, draft: Draft
     for size in (control_bytes(units), *((NORM_BYTES,) if clip else ())) if world > 1 else ():
         call = Call(Kind.ALL_GATHER, Lane.CONTROL, Axis.WORLD, ())
         draft.wait(event, draft.add_even(call, size * world, MessageSizes.plain(1), event))
+    add_exchange(plan, units, draft, fragments)
     if draft.extent(Axis.SHARD) > 1:
         skipped = [unit for unit in range(len(units)) if unit not in trace.needed]
         for order in (_spread_order(units, trace.needed), skipped):

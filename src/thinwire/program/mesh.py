@@ -49,7 +49,9 @@ class Axis(StrEnum):
     REPLICA = "replica"
     """Ranks with the same ``OS`` shard (size ``s_dp / s_os``)."""
     WORLD = "world"
-    """Every data-parallel rank."""
+    """Every data-parallel rank that steps together."""
+    ISLANDS = "islands"
+    """Ranks with the same position in all islands, beside the mesh."""
 
 
 class Kind(StrEnum):
@@ -117,10 +119,14 @@ def axis_extent(plan: Plan, axis: Axis) -> tuple[Factor, Factor]:
             return plan.optimizer, plan.mesh
         case Axis.WORLD:
             return _ONE, plan.mesh
+        case Axis.ISLANDS:
+            return _ONE, Factor(nodes=plan.num_islands)
 
 
 def axis_stride(plan: Plan, axis: Axis) -> int:
     """Distance in nodes from one rank of an axis to its peer on the next node; 1 for neighbors."""
+    if axis is Axis.ISLANDS:
+        return plan.mesh.nodes
     inner, _ = axis_extent(plan, axis)
     return inner.nodes
 
@@ -147,7 +153,12 @@ def node_order(plan: Plan) -> tuple[int, ...]:
 
 
 def axis_members(plan: Plan, axis: Axis, position: int) -> Members:
-    """The positions that ``position`` communicates with along ``axis``, itself included, in ascending order."""
+    """The positions that ``position`` communicates with along ``axis``, itself included, in ascending order.
+
+    Along ``ISLANDS``, positions go on from one island to the next.
+    """
+    if axis is Axis.ISLANDS:
+        return Members((position,), tuple(range(position % plan.world, plan.data_ranks, plan.world)))
     inner, outer = axis_extent(plan, axis)
     node, local = divmod(position, plan.mesh.local)
     locals_ = _span(local, inner.local, outer.local)

@@ -38,6 +38,8 @@ class Lane(StrEnum):
     SYNC = "sync"
     SPREAD = "spread"
     CONTROL = "control"
+    OUTER = "outer"
+    """Exchanges between islands."""
 
 
 class Phase(StrEnum):
@@ -236,6 +238,7 @@ class Operation:
             other operations.
         chunk: Number of the operation's chunk, from 0.
         chunks: Number of chunks of the vector.
+        delay: Number of steps that end before computation waits for the operation, at the event of its waits.
     """
 
     index: int
@@ -251,6 +254,7 @@ class Operation:
     bucket: tuple[int, ...] = ()
     chunk: int = 0
     chunks: int = 1
+    delay: int = 0
 
     def sent(self, scope: Scope) -> int:
         """Bytes that this rank sends inside its node or across nodes."""

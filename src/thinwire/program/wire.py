@@ -14,6 +14,7 @@ __all__ = [
     "Encoding",
     "ReductionEncodings",
     "axis_shape",
+    "change_sizes",
     "gather_sizes",
     "idle_codecs",
     "is_excluded",
@@ -142,10 +143,19 @@ def reduction_sizes(plan: Plan, axis: Axis, *, encoded: bool) -> MessageSizes:
     return reduction_encodings(plan, axis).sizes()
 
 
+def change_sizes(plan: Plan, *, encoded: bool) -> MessageSizes:
+    """Message sizes of an all-reduce of parameters' changes over the islands."""
+    if plan.islands is None or not encoded:
+        return MessageSizes.plain(ITEMSIZE["float32"])
+    codec = plan.islands.codec
+    return ReductionEncodings.of(1, plan.num_islands, CodecSpec(), codec, "float32").sizes()
+
+
 def is_excluded(plan: Plan, name: str) -> bool:
     """Whether a parameter matches ``wire.exclude`` (shell patterns) and is therefore never encoded. Always false if the
     plan has no codecs, because then no parameter needs a separate buffer."""
-    return not plan.wire.is_none and any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
+    encodes = not plan.wire.is_none or (plan.islands is not None and not plan.islands.codec.is_none)
+    return encodes and any(fnmatch.fnmatchcase(name, pattern) for pattern in plan.wire.exclude)
 
 
 def idle_codecs(plan: Plan) -> tuple[str, ...]:

@@ -202,7 +202,7 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
         UsageError: A rank has no batch at all.
     """
     runtime = runtime_of(model)
-    ranks, iterator = groups.control(runtime.part.data.ranks), iter(batches)
+    ranks, iterator = groups.control(runtime.part.data.everyone), iter(batches)
     missing = object()
     last: Any = missing
     try:

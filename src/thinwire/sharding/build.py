@@ -17,7 +17,7 @@ from thinwire.collectives.group import Control, Meter
 from thinwire.collectives.nccl import backend_maker
 from thinwire.collectives.topology import AxisGroup, DataRanks
 from thinwire.errors import MismatchError, SpecError, ThinwireError, UsageError
-from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, node_order
+from thinwire.program import Axis, BufferInfo, Lane, UnitInfo, check_live, exchanged_units, node_order
 from thinwire.sharding import hooks
 from thinwire.sharding.encoding import (
     PlanCodecs,
@@ -61,6 +61,14 @@ _GROUPS = (
 )
 
 
+def _outer_groups(plan: Plan) -> list[tuple[Axis, Lane]]:
+    """Groups for exchanges with other islands, of which ranks that own the same shares each make a part."""
+    if plan.num_islands == 1:
+        return []
+    replicas = [] if plan.optimizer == plan.mesh else [(Axis.REPLICA, Lane.OUTER)]
+    return [(Axis.ISLANDS, Lane.OUTER), *replicas]
+
+
 @dataclass
 class _Flat:
     """A flat buffer that has a layout but no memory yet; ``shares`` is empty for frozen parameters."""
@@ -95,38 +103,44 @@ def build(
         device: Target device of a model on the meta device.
     """
     alone = part is None
-    part = part or LocalPart(DataRanks(groups.control().ranks))
-    control = groups.control(part.data.ranks)
-    modules = _agreed_modules(model, plan, selection, control, whole=alone, values=values, device=device)
+    part = part or LocalPart(DataRanks.of(plan, groups.control().ranks, groups.control().rank))
+    control, everyone = groups.control(part.data.ranks), groups.control(part.data.everyone)
+    modules = _agreed_modules(model, plan, selection, everyone, whole=alone, values=values, device=device)
     device = next(p.device for unit in modules for _, p in unit.parameters)
     if device.type == "cpu":
         give_back_freed_memory()
     codecs = PlanCodecs.of(plan, device, codec_backend)  # may raise, so it comes before memory is allocated
     if plan.placement is not None:
-        part = replace(part, data=replace(part.data, ranks=tuple(control.ranks[rank] for rank in plan.placement)))
+        part = replace(part, data=part.data.placed(plan.placement))
     position = part.data.ranks.index(control.ranks[control.rank])
     meter, lanes = Meter(), Lanes(device, stages=plan.overlap.stages)
     groups.before_shutdown(lanes.close)
     codecs.warm_up(plan, device)
     axes = {
         (axis, lane): AxisGroup(
-            plan, axis, lane, position, None if lane is Lane.CONTROL else device, meter, data=part.data
+            plan,
+            axis,
+            lane,
+            position + part.data.island * plan.world if axis is Axis.ISLANDS else position,
+            None if lane is Lane.CONTROL else device,
+            meter,
+            data=part.data,
         )
-        for axis, lane in _GROUPS
+        for axis, lane in (*_GROUPS, *_outer_groups(plan))
         if axis is not Axis.SECONDARY or plan.secondary is not None
     }
     decides = alone and lanes.home.exists and backend_maker(device) is not None
     slices = {name: slice_of(name, p) for unit in modules for name, p in unit.parameters}
-    initial_of = _Initial(part, control if sync_initial else None, values, slices, shard_index(plan, position))
+    initial_of = _Initial(part, everyone if sync_initial else None, values, slices, shard_index(plan, position))
     flats = _draw(modules, plan, position)
     arenas = _Arenas(flats, plan, axes, device)
     buffers, gradients = _place(flats, [unit.name for unit in modules], plan, arenas, initial_of)
-    initial_of.agree(control)
+    initial_of.agree(everyone)
     if device.type == "cpu":
         keep_freed_memory()
     if sync_initial:
         for value in model.buffers():
-            control.broadcast(value)
+            everyone.broadcast(value)
     sharded = ShardedModel(
         model=model,
         plan=plan,
@@ -143,7 +157,7 @@ def build(
         world=AxisGroup(plan, Axis.WORLD, Lane.CONTROL, position, device, meter, data=part.data) if decides else None,
         meter=meter,
         codecs=codecs,
-        seeds=Seeds(plan, position),
+        seeds=Seeds(plan, position, part.data.island),
     )
     return _install(replace(sharded, units=_units(sharded, modules, flats, buffers)), modules)
 
@@ -176,6 +190,7 @@ def _agreed_modules(
         check_exclusions(plan, [name for unit in modules for name, _ in unit.parameters])
         if plan.live_bytes is not None:
             check_live(plan, unit_infos(modules, plan, 0))
+        exchanged_units(plan, unit_infos(modules, plan, 0), 0)
     except ThinwireError as error:
         problem = error  # raised after the exchange, which the other ranks are waiting for
     _check_agreement(plan, model, modules, source, versions, problem, control)
@@ -253,17 +268,18 @@ def check_supported(plan: Plan, world: int, *, whole: bool = True) -> None:
 
     Args:
         plan: The plan.
-        world: Number of data-parallel ranks in the job.
+        world: Number of data-parallel ranks in the job, over all islands.
         whole: Whether the model is trained without tensor and pipeline parallelism.
 
     Raises:
         SpecError: The plan is not supported; the error names every key, its value and the valid values.
     """
     problems = []
-    if plan.world != world:
+    if plan.data_ranks != world:
+        of_islands = "" if plan.islands is None else f" on each of islands.count = {plan.num_islands} islands"
         problems.append(
-            f"mesh = {plan.mesh} has {plan.world} ranks, the job has {world}; start {plan.world} ranks, or make the "
-            "plan for this mesh: Plan.preset(name, nodes=..., local=...)"
+            f"mesh = {plan.mesh} has {plan.world} ranks{of_islands}, the job has {world}; start {plan.data_ranks} "
+            "ranks, or make the plan for this mesh: Plan.preset(name, nodes=..., local=...)"
         )
     problems += codec_problems(plan)
     if whole:

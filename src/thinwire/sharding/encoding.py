@@ -34,11 +34,13 @@ class PlanCodecs:
         gather: Codec of parameters that are gathered before a unit runs.
         reduce: Codecs of gradients, by hop, for each axis along which they are reduced.
         spread: Codec of parameters that are spread after an update.
+        outer: Codecs of parameters' changes between islands.
     """
 
     gather: Codec | None
     reduce: Mapping[Axis, HopCodecs]
     spread: Codec | None
+    outer: HopCodecs
 
     @classmethod
     def of(cls, plan: Plan, device: torch.device, backend: str | None = None) -> PlanCodecs:
@@ -51,16 +53,17 @@ class PlanCodecs:
             return None if spec.is_none else codecs.get(spec, backend=backend, device=device)
 
         hops = {axis: HopCodecs(*map(made, reduction_codecs(plan, axis))) for axis in _REDUCED}
-        return cls(made(plan.wire.gather), hops, made(plan.wire.spread))
+        changes = None if plan.islands is None else made(plan.islands.codec)
+        return cls(made(plan.wire.gather), hops, made(plan.wire.spread), HopCodecs(None, changes))
 
     def warm_up(self, plan: Plan, device: torch.device) -> None:
         """Compile the kernels of the codecs, if they have any, before a step needs them and peers wait for it."""
         of_gradients = (codec for hops in self.reduce.values() for codec in (hops.inside, hops.across))
-        used = dict.fromkeys((self.gather, *of_gradients, self.spread))
+        used = dict.fromkeys((self.gather, *of_gradients, self.spread, self.outer.across))
         kernels = [codec for codec in used if codec is not None and codec.backend == "triton"]
         if not kernels:
             return
-        ranks = {n for axis in _REDUCED for n in axis_shape(plan, axis) if n > 1}
+        ranks = {n for axis in (*_REDUCED, Axis.ISLANDS) for n in axis_shape(plan, axis) if n > 1}
         dtypes = [getattr(torch, name) for name in (plan.compute_dtype, plan.effective_reduce_dtype, "float32")]
         # A reduction adds the messages of the other ranks; two replicas add both of their messages.
         counts = sorted({rank - 1 for rank in ranks} | ({2} if 2 in ranks else set()))

@@ -37,6 +37,8 @@ from thinwire.program import Axis, Event, Lane, Scope
 from thinwire.sharding.agreement import Agreement, Agreements
 from thinwire.sharding.fragments import OwnedFragment
 from thinwire.sharding.holds import Holds
+from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.outer_group import OuterGroup
 from thinwire.sharding.memory.audit import WriteAudit
 from thinwire.sharding.outside import Outside
 from thinwire.sharding.passes import BackwardPass, Passes, PassState
@@ -63,6 +65,7 @@ class Runtime:
         passes: Receives the events that hooks report.
         holds: Keeps gathered parameters that may still be read.
         spreads: Spreads updated parameters.
+        exchanges: Exchanges with other islands; ``None`` without islands.
         agreements: Exchanges of the steps.
         audit: Detects writes to parameters inside a forward.
         undo: Functions that remove the hooks from the model; call them in reverse order.
@@ -87,6 +90,7 @@ class Runtime:
         self.audit = WriteAudit(self.units)
         self.agreements = Agreements(sharded, self.reducer, self.audit)
         self.spreads = Spreads(sharded, self.schedule.programs)
+        self.exchanges = _exchanges(sharded)
         self.undo: list[Callable[[], None]] = []
         self.optimizer: object | None = None
         state = PassState(len(self.units))
@@ -142,6 +146,8 @@ class Runtime:
         steps = self.schedule.order_hash, self.schedule.backwards
         agreement = self.agreements.agree(*steps, measure=False)
         self.schedule.ranks_met(same_order=self.agreements.same_order)
+        if self.exchanges is not None:
+            self.exchanges.hold()
         if self.outside is not None:
             self.outside.merge()
         return self.agreements.agree(*steps, measure=True) if measure else agreement
@@ -157,6 +163,8 @@ class Runtime:
 
     def progress(self, share: float) -> None:
         """Report the share of training that is done, 0 to 1; from ``wire.schedule`` on, gradients travel exactly."""
+        if self.exchanges is not None:
+            self.exchanges.share = share
         encodes = share < self.plan.wire.schedule or self.plan.wire.schedule == 1.0
         if encodes == self.passes.backward.encodes_gradients:
             return
@@ -174,14 +182,27 @@ class Runtime:
         """Units with trainable parameters, in the order in which their gradients arrive."""
         return [index for index in self.schedule.programs.update_order() if index in self.sharded.gradients]
 
-    def finish_step(self, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
-        """End the step: spread the updated P shards in the order of the forward, and begin the next step.
+    def finish_step(self, *, updated: bool, only: Set[int] | None = None) -> None:
+        """End the step: exchange with other islands, spread the updated P shards in the order of the forward, and begin
+        the next step.
 
         Args:
             updated: Whether parameters have new values. A step may be taken without an update.
-            exactly: Whether a plan that spreads differences spreads the values themselves this time, without a codec.
             only: Numbers of the units that were updated and have not begun to spread; all by default.
         """
+        if self.exchanges is not None:
+            if self.exchanges.writes():
+                self.spreads.join()  # they may read the masters
+            written = self.exchanges.end_step()
+            for index in sorted(written):
+                self.spreads.write_back(index)
+            if written:
+                only = written if not updated else None if only is None else only | written
+                updated = True
+        self._begin_next(updated=updated, only=only)
+
+    def _begin_next(self, *, updated: bool, exactly: bool = False, only: Set[int] | None = None) -> None:
+        """Spread updated P shards and begin the next step; ``exactly`` as for :meth:`Spreads.start`."""
         if updated:
             self.holds.end_step()
             self.spreads.start(exactly=exactly, only=only)
@@ -203,13 +224,19 @@ class Runtime:
         for unit in self.units:
             self.spreads.write_back(unit.index, differences=not with_replicas)
         self.sharded.seeds.step = num_steps - 1
-        self.finish_step(updated=True, exactly=True)
+        self._begin_next(updated=True, exactly=True)
 
     def join_spreads(self) -> None:
         """Wait until every unit's parameters are up to date. Collective, if shares were written."""
         if self.outside is not None:
             self.outside.flush()
         self.spreads.join()
+
+
+def _exchanges(sharded: ShardedModel) -> Exchanges | None:
+    """The exchanges with other islands, if there are others."""
+    axis = sharded.axes.get((Axis.ISLANDS, Lane.OUTER))
+    return None if axis is None else Exchanges(sharded, OuterGroup(axis, sharded.codecs.outer))
 
 
 def _describer(runtime: Runtime) -> Callable[[], str]:

@@ -7,6 +7,9 @@ from thinwire.spec import Plan
 
 __all__ = ["Seeds"]
 
+_REDUCTION = 5
+"""The kind of message that a reduction of gradients has in its seed; other kinds are numbers of lanes."""
+
 
 class Seeds:
     """Seeds that differ for every message of a run, and repeat when the run is resumed from a checkpoint.
@@ -16,14 +19,16 @@ class Seeds:
     Args:
         plan: Plan that defines the owners of shards.
         position: Position of this rank in the mesh.
+        island: Number of this rank's island.
 
     Attributes:
         step: Number of optimizer steps taken so far.
     """
 
-    def __init__(self, plan: Plan, position: int) -> None:
+    def __init__(self, plan: Plan, position: int, island: int = 0) -> None:
         self.step = 0
         self._position = position
+        self._job_position = island * plan.world + position
         shard = axis_index(plan, Axis.PARAMS, position)
         share = axis_index(plan, Axis.SHARD, position)
         self._owner = {Lane.GATHER: shard, Lane.SPREAD: share * plan.params.ranks + shard}
@@ -38,7 +43,11 @@ class Seeds:
         step, count = self._last
         count = count + 1 if step == self.step else 0
         self._last = (self.step, count)
-        return self._joined(len(Lane), count, self._position)
+        return self._joined(_REDUCTION, count, self._position)
+
+    def of_exchange(self, fragment: int) -> int:
+        """The seed of this rank's message in an exchange with other islands."""
+        return self._joined(list(Lane).index(Lane.OUTER) + 1, fragment, self._job_position)
 
     def _joined(self, kind: int, number: int, owner: int) -> int:
         return ((self.step * 8 + kind << 20) + number << 20) + owner

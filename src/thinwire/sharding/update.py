@@ -43,7 +43,8 @@ class ShareUpdate:
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         arrived = runtime.agree(measure=False).measured  # the norm is that of all gradients
         unspread: Set[int] | None = None  # all
-        if not self._by_unit or hooked or (arrived and runtime.lanes.home.exists):  # on a GPU, fewer calls are faster
+        exchanges = runtime.exchanges is not None and runtime.exchanges.writes()  # which comes before the spread
+        if not self._by_unit or hooked or exchanges or (arrived and runtime.lanes.home.exists):  # on a GPU, fewer calls are faster
             self._at_once()
         elif arrived:
             self._as_needed()

@@ -20,6 +20,7 @@ from thinwire.errors import SpecError
 from thinwire.spec.base import Budget, Bytes, Count, Depth, Flag, Problem, Share, Spec, rule
 from thinwire.spec.codec import CodecSpec
 from thinwire.spec.factor import Factor
+from thinwire.spec.islands import Islands
 from thinwire.spec.policy import HybridPolicy
 from thinwire.spec.presets import PRESETS, preset_fields
 
@@ -303,17 +304,31 @@ class Plan(Spec):
     overlap: Overlap = Field(default=Overlap(), description="what may run beside computation")
     wire: Wire = Field(default=Wire(), description="the codec of every kind of collective")
     residence: Residence = Field(default=Residence(), description="where each state lives; so far on the device only")
+    islands: Islands | None = Field(
+        default=None,
+        description="islands that train for themselves and exchange now and then; unset: all ranks step together",
+    )
     units: tuple[UnitOverride, ...] = Field(default=(), description="exceptions for units by name; the last match wins")
 
     @property
     def world(self) -> int:
-        """The number of data-parallel ranks."""
+        """The number of data-parallel ranks that step together: those of one island."""
         return self.mesh.ranks
 
     @property
+    def num_islands(self) -> int:
+        """The number of islands; 1 if all ranks step together."""
+        return 1 if self.islands is None else self.islands.count
+
+    @property
+    def data_ranks(self) -> int:
+        """The number of ranks with data of their own, over all islands."""
+        return self.world * self.num_islands
+
+    @property
     def ranks(self) -> int:
-        """All ranks of the job, the data-parallel ones of each stage and each tensor-parallel rank."""
-        return self.world * self.tp * self.pp
+        """All ranks of the job, the data-parallel ones of each stage, tensor-parallel rank and island."""
+        return self.data_ranks * self.tp * self.pp
 
     def override(self, name: str) -> UnitOverride:
         """The exceptions that hold for a unit: of each key, the last of ``units`` that matches and sets it.
@@ -363,7 +378,8 @@ class Plan(Spec):
             nodes: nodes of the mesh.
             local: ranks of each node.
             group: the factor, instead of one node, within which a preset shards (``zero1-node``, ``mics``,
-                ``hsdp``, ``thinwire``) or keeps its secondary shard (``hpz``, ``zeropp``, ``zeropp-8bit``).
+                ``hsdp``, ``thinwire``), keeps its secondary shard (``hpz``, ``zeropp``, ``zeropp-8bit``), or the ranks
+                of one island (``islands``, ``islands-4bit``, ``islands-streaming``).
             **overrides: fields to change; a dictionary changes the named keys of a nested table only.
 
         Raises:
@@ -403,7 +419,8 @@ class Plan(Spec):
     def uncompressed(self) -> Self:
         """The same plan with every codec ``none``."""
         overrides = tuple(unit.with_(codec=None) for unit in self.units)
-        return self.with_(wire=Wire(), units=overrides)
+        exact = {"codec": "none", "error_feedback": False}
+        return self.with_(wire=Wire(), units=overrides, **({} if self.islands is None else {"islands": exact}))
 
     def fingerprint(self) -> str:
         """Twelve hexadecimal digits of the content, the same on every machine; the name does not count."""
@@ -429,6 +446,8 @@ class Plan(Spec):
         parts.append(f"wire {', '.join(codecs)}" if codecs else "uncompressed")
         if self.wire.error_feedback:
             parts.append("error feedback")
+        if self.islands is not None:
+            parts.append(self.islands.describe())
         return "; ".join(parts)
 
     @rule("mesh", "params", "grads", "optimizer")
@@ -477,6 +496,16 @@ class Plan(Spec):
                 "topology",
                 f"= {self.topology!r} with tp = {self.tp} and pp = {self.pp}: there the launcher's order of hosts "
                 "places the ranks; leave it unset, and order hosts with thinwire plan --hosts FILE --placement DIR",
+            )
+
+    @rule("topology", "islands")
+    def _islands_are_neighbours(self) -> Iterator[Problem]:
+        """``topology`` excludes ``islands``."""
+        if self.topology is not None and self.islands is not None:
+            yield Problem(
+                "topology",
+                f"= {self.topology!r} with islands: it orders the ranks of one mesh; leave it unset, and start the hosts "
+                "of an island one after another",
             )
 
     @rule("tp", "overlap")

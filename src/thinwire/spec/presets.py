@@ -25,6 +25,7 @@ class Preset:
         takes_group: whether a caller may choose the group; one node is the default.
         has_secondary: whether the group is the factor of a secondary parameter shard.
         wire: the plan's ``wire`` table.
+        islands: the plan's ``islands`` table without the count; then the group is the mesh of one island.
     """
 
     summary: str
@@ -32,6 +33,7 @@ class Preset:
     takes_group: bool = False
     has_secondary: bool = False
     wire: dict[str, Any] = field(default_factory=dict)
+    islands: dict[str, Any] | None = None
 
 
 def largest_divisor(number: int, at_most: int) -> int:
@@ -56,6 +58,7 @@ _THINWIRE = {
     "reduce_inter": "int4:256",
     "error_feedback": True,
 }
+_INT4_CHANGES = {"codec": "int4:256", "error_feedback": True}
 
 PRESETS: dict[str, Preset] = {
     "ddp": Preset("everything on every rank", lambda mesh, group: (_ONE, _ONE, _ONE)),
@@ -111,6 +114,24 @@ PRESETS: dict[str, Preset] = {
         takes_group=True,
         wire=_THINWIRE,
     ),
+    "islands": Preset(
+        "OS over an island; islands exchange the change of their parameters, exactly, every 32 steps (DiLoCo)",
+        lambda mesh, group: (_ONE, _ONE, mesh),
+        takes_group=True,
+        islands={"every": 32},
+    ),
+    "islands-4bit": Preset(
+        "islands with changes in INT4 and error feedback",
+        lambda mesh, group: (_ONE, _ONE, mesh),
+        takes_group=True,
+        islands={"every": 32, **_INT4_CHANGES},
+    ),
+    "islands-streaming": Preset(
+        "islands-4bit with four fragments, whose exchanges stay under way for five steps (Streaming DiLoCo)",
+        lambda mesh, group: (_ONE, _ONE, mesh),
+        takes_group=True,
+        islands={"every": 32, **_INT4_CHANGES, "fragments": 4, "delay": 5, "blend": 0.5},
+    ),
 }
 
 
@@ -129,13 +150,31 @@ def preset_fields(name: str, *, nodes: int, local: int, group: Factor | str | No
         raise SpecError(what, [f"{name} takes no group (group = {group}); those that do: {takers}"])
     mesh = Factor.parse({"local": local, "nodes": nodes}, what)
     chosen = Factor(local=mesh.local) if group is None else _group(group, what)
+    count = None
+    if preset.islands is not None:
+        mesh, count = chosen, _islands(mesh, chosen, what)
     params, grads, optimizer = preset.factors(mesh, chosen)
     fields: dict[str, Any] = {"mesh": mesh, "params": params, "grads": grads, "optimizer": optimizer}
     if preset.has_secondary:
         fields["secondary"] = chosen
     if preset.wire:
         fields["wire"] = dict(preset.wire)
+    if preset.islands is not None:
+        fields["islands"] = {"count": count, **preset.islands}
     return fields
+
+
+def _islands(mesh: Factor, island: Factor, what: str) -> int:
+    """How many islands a mesh is cut into."""
+    if not island.divides(mesh) or not island.fills_node(mesh):
+        raise SpecError(
+            what,
+            [
+                f"group = {island} is the mesh of one island: it should divide {mesh} on both axes, and use all "
+                f"{mesh.local} ranks of a node if it has several nodes"
+            ],
+        )
+    return island.quotient(mesh).ranks
 
 
 def _group(group: Factor | str, what: str) -> Factor:

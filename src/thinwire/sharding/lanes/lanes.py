@@ -33,6 +33,9 @@ from thinwire.sharding.lanes.worker import Body, Ticket, Worker
 
 __all__ = ["Lanes", "Mark", "Ticket"]
 
+WATCHED = (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD, LaneName.OUTER)
+"""Lanes whose waits and work are added up."""
+
 UNNAMED = Load("", Axis.WORLD)
 
 
@@ -84,7 +87,7 @@ class Lanes:
 
     def exposed(self) -> dict[LaneName, float]:
         """Seconds that computation waited for each lane since the last call."""
-        seconds = dict.fromkeys((LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD), 0.0)
+        seconds = dict.fromkeys(WATCHED, 0.0)
         for (lane, _), worker in self._workers.items():
             seconds[lane] += worker.exposed()
         return seconds
@@ -93,7 +96,7 @@ class Lanes:
         """Seconds that each lane worked since the last call: transfers (including waiting for peers), and codecs."""
         seconds: dict[LaneName, dict[str, float]] = {
             lane: {"transfer": 0.0, "codec": 0.0}
-            for lane in (LaneName.GATHER, LaneName.REDUCE, LaneName.SYNC, LaneName.SPREAD)
+            for lane in WATCHED
         }
         for (lane, stage), worker in self._workers.items():
             seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()

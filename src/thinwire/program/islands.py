@@ -1,0 +1,123 @@
+"""When islands exchange which units, and the operations of such an exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from thinwire.errors import SpecError
+from thinwire.program.draft import Call, Draft
+from thinwire.program.mesh import Axis, Kind
+from thinwire.program.shares import padded
+from thinwire.program.step import Event, Lane, Operation, Phase, UnitInfo
+from thinwire.program.wire import change_sizes
+from thinwire.spec import Plan
+
+__all__ = ["ExchangePart", "add_exchange", "due_fragments", "exchange_parts", "exchanged_units", "exchange_operations"]
+
+ALIGNED = 4
+"""Elements of fp32 in 16 bytes: pieces of an exchange begin at multiples of it."""
+
+
+class ExchangePart(NamedTuple):
+    """The part of a fragment that travels as one vector.
+
+    Attributes:
+        units: Units of the fragment with elements in it.
+        encoded: Whether the plan's codec applies to it.
+        numel: Number of elements of this rank's shares.
+        length: Number of elements with padding: ranks that own the same shares cut it among them, and so do islands.
+    """
+
+    units: tuple[int, ...]
+    encoded: bool
+    numel: int
+    length: int
+
+
+def due_fragments(plan: Plan, step: int, share: float = 0.0) -> tuple[int, ...]:
+    """Fragments whose exchange starts after a step. They take turns within ``every`` steps, the last at its end.
+
+    Args:
+        plan: The plan.
+        step: Number of updates made, including that of the step.
+        share: Share of training that was done before the step.
+    """
+    islands = plan.islands
+    if islands is None or islands.count == 1:
+        return ()
+    every, number = islands.every_at(share), islands.fragments
+    moment = (step - 1) % every + 1
+    return tuple(fragment for fragment in range(number) if (fragment + 1) * every // number == moment)
+
+
+def exchanged_units(plan: Plan, units: Sequence[UnitInfo], fragment: int) -> tuple[int, ...]:
+    """Units of a fragment: the trained units are dealt out to the fragments in turns.
+
+    Raises:
+        SpecError: The model has fewer trained units than the plan has fragments.
+    """
+    trained = [number for number, unit in enumerate(units) if unit.trainable]
+    fragments = 1 if plan.islands is None else plan.islands.fragments
+    if fragments > len(trained):
+        raise SpecError(
+            f"plan {plan.name or plan.fingerprint()}",
+            [
+                f"islands.fragments = {fragments}: the model has {len(trained)} trained units to deal out; set it to "
+                f"at most {len(trained)}"
+            ],
+        )
+    return tuple(trained[fragment::fragments])
+
+
+def exchange_parts(plan: Plan, units: Sequence[UnitInfo], fragment: int, share: int = 0) -> tuple[ExchangePart, ...]:
+    """The vectors of a fragment: the shares that a rank owns of its units, those with a codec and the others.
+
+    Args:
+        plan: The plan.
+        units: All units.
+        fragment: Number of the fragment.
+        share: Index of this rank on the shard axis.
+    """
+    parts = []
+    replicas = plan.world // plan.optimizer.ranks
+    for encoded in (True, False):
+        numels = {
+            unit: sum(b.shares[share] for b in units[unit].buffers if b.trainable and b.encoded is encoded)
+            for unit in exchanged_units(plan, units, fragment)
+            if any(b.trainable and b.encoded is encoded for b in units[unit].buffers)
+        }
+        if numels:
+            total = sum(numels.values())
+            length = padded(max(total, 1), ALIGNED * plan.num_islands * replicas)
+            parts.append(ExchangePart(tuple(numels), encoded, total, length))
+    return tuple(parts)
+
+
+def add_exchange(plan: Plan, units: Sequence[UnitInfo], draft: Draft, fragments: Sequence[int]) -> None:
+    """Add the exchanges of fragments to a program, at the end of its step.
+
+    Where several ranks of an island own the same shares, each exchanges a part of them with the other islands, and
+    gathers the new values of the other parts inside the island.
+    """
+    event = Event(Phase.STEP, -1, 0)
+    delay = 0 if plan.islands is None else plan.islands.delay
+    replicas = draft.extent(Axis.REPLICA)
+    for fragment in fragments:
+        for part in exchange_parts(plan, units, fragment, draft.places[Axis.SHARD]):
+            sizes = change_sizes(plan, encoded=part.encoded)
+            call = Call(Kind.ALL_REDUCE, Lane.OUTER, Axis.ISLANDS, part.units, part.encoded, delay=delay)
+            draft.wait(event, draft.add_even(call, part.length // replicas, sizes, event))
+            if replicas > 1:
+                plain = change_sizes(plan, encoded=False)
+                call = Call(Kind.ALL_GATHER, Lane.OUTER, Axis.REPLICA, part.units, delay=delay)
+                draft.wait(event, draft.add_even(call, part.length, plain, event, (len(draft.operations) - 1,)))
+
+
+def exchange_operations(
+    plan: Plan, units: Sequence[UnitInfo], fragment: int, position: int = 0
+) -> tuple[Operation, ...]:
+    """The operations of the exchange of a fragment by themselves."""
+    draft = Draft(plan, position)
+    add_exchange(plan, units, draft, (fragment,))
+    return tuple(draft.operations)

@@ -1,0 +1,129 @@
+"""Exchanges the change of parameters with other islands, at the end of the steps that the program says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import Axis, Lane, due_fragments, exchange_parts, exchanged_units
+from thinwire.sharding.islands.fragment_state import PartState
+from thinwire.sharding.islands.outer_group import OuterGroup
+from thinwire.sharding.lanes.journal import Load
+from thinwire.sharding.lanes.lanes import Ticket
+from thinwire.sharding.sharded import ShardedModel
+
+__all__ = ["Exchanges"]
+
+
+@dataclass
+class Pending:
+    """An exchange that is under way.
+
+    Attributes:
+        due: Number of updates after which its result is written to the masters.
+        tickets: Its collectives.
+    """
+
+    due: int
+    tickets: list[Ticket]
+
+
+class Exchanges:
+    """The exchanges of one model with those of other islands.
+
+    Args:
+        sharded: The model.
+        group: Ranks that hold this rank's shares in the other islands.
+
+    Attributes:
+        share: Share of training that is done, for plans whose ``every`` changes.
+        pending: Exchanges that are under way, by fragment.
+    """
+
+    def __init__(self, sharded: ShardedModel, group: OuterGroup) -> None:
+        assert sharded.plan.islands is not None
+        self._sharded, self._group, self._settings = sharded, group, sharded.plan.islands
+        infos = [unit.info for unit in sharded.units]
+        numbers = range(self._settings.fragments)
+        self._units = [exchanged_units(sharded.plan, infos, fragment) for fragment in numbers]
+        self._parts: list[list[PartState]] = []
+        self.share = 0.0
+        self.pending: dict[int, Pending] = {}
+
+    @property
+    def parts(self) -> list[list[PartState]]:
+        """The state of each fragment's vectors. Before the first update, they start from the present masters."""
+        if not self._parts:
+            self._parts = [self._states(fragment) for fragment in range(self._settings.fragments)]
+        return self._parts
+
+    def hold(self) -> None:
+        """Keep the present masters as what all islands agree on, unless there is something already."""
+        assert self.parts
+
+    def writes(self) -> bool:
+        """Whether the step under way ends with new masters from an exchange."""
+        step = self._sharded.seeds.step + 1
+        arrives = any(pending.due <= step for pending in self.pending.values())
+        return arrives or (self._settings.delay == 0 and bool(self._due(step)))
+
+    def end_step(self) -> frozenset[int]:
+        """Write what has arrived to the masters, and start the exchanges that are due, after an update.
+
+        Returns:
+            Numbers of the units with new masters.
+        """
+        step = self._sharded.seeds.step + 1
+        written = [self._finish(f) for f in sorted(self.pending) if self.pending[f].due <= step]
+        for fragment in self._due(step):
+            if fragment in self.pending:  # its turn came sooner than before, as every has changed
+                written.append(self._finish(fragment))
+            self.pending[fragment] = Pending(step + self._settings.delay, self._start(fragment))
+            if self._settings.delay == 0:
+                written.append(self._finish(fragment))
+        return frozenset(unit for units in written for unit in units)
+
+    def wait(self) -> None:
+        """Wait until the exchanges under way have ended; their results are written when they are due."""
+        for pending in self.pending.values():
+            for ticket in pending.tickets:
+                ticket.wait()
+
+    def _due(self, step: int) -> tuple[int, ...]:
+        return due_fragments(self._sharded.plan, step, self.share)
+
+    def _states(self, fragment: int) -> list[PartState]:
+        sharded = self._sharded
+        replicas: AxisGroup | None = sharded.axes.get((Axis.REPLICA, Lane.OUTER))
+        share = sharded.axes[Axis.SHARD, Lane.REDUCE].index
+        infos = [unit.info for unit in sharded.units]
+        states = []
+        for part in exchange_parts(sharded.plan, infos, fragment, share):
+            buffers = [
+                buffer
+                for unit in part.units
+                for buffer in sharded.units[unit].buffers
+                if buffer.layout.trainable and buffer.layout.encoded is part.encoded
+            ]
+            states.append(PartState(part, buffers, share, replicas, self._settings))
+        return states
+
+    def _start(self, fragment: int) -> list[Ticket]:
+        lanes, tickets = self._sharded.lanes, []
+        for state in self.parts[fragment]:
+            exchange, gather = state.start(self._group, self._sharded.seeds.of_exchange(fragment))
+            part = state.part
+            load = Load(f"exchange fragment {fragment}", Axis.ISLANDS, part.units, part.encoded)
+            tickets.append(lanes.submit(Lane.OUTER, exchange, load=load))
+            if gather:
+                load = Load(f"gather fragment {fragment}", Axis.REPLICA, part.units)
+                tickets.append(lanes.submit(Lane.OUTER, gather, after=tickets[-1:], load=load))
+        return tickets
+
+    def _finish(self, fragment: int) -> tuple[int, ...]:
+        """Wait for an exchange and write its result; returns the fragment's units."""
+        for ticket in self.pending.pop(fragment).tickets:
+            ticket.wait()
+        for state in self.parts[fragment]:
+            state.finish()
+        return self._units[fragment]

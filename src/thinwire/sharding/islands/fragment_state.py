@@ -1,0 +1,138 @@
+"""What islands agreed on about a part of the model, and the outer optimizer's step from there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from thinwire.collectives.all_gather import all_gather
+from thinwire.collectives.messages import Residual
+from thinwire.collectives.moves import Moves
+from thinwire.collectives.topology import AxisGroup
+from thinwire.program import ExchangePart
+from thinwire.sharding.gathers import FlatBuffer
+from thinwire.sharding.islands.outer_group import OuterGroup
+from thinwire.spec.islands import Islands
+
+__all__ = ["PartState"]
+
+
+class PartState:
+    """The vector of this rank's shares that a fragment exchanges with one codec, or without.
+
+    Where several ranks of an island own the same shares, each keeps the state of an equal piece of the vector.
+
+    Args:
+        part: Description of the vector.
+        buffers: Flat buffers with shares in it, in order.
+        share: Index of this rank on the shard axis.
+        replicas: Ranks of the island that own the same shares.
+        settings: The plan's islands.
+
+    Attributes:
+        part: Description of the vector.
+        anchor: Values after the last outer step, fp32, ``[length / replicas]``; equal in all islands.
+        momentum: The outer optimizer's momentum, of the same size; ``None`` without momentum.
+        lost: Rounding errors of this rank's message and of its piece of the mean, fp32; ``None`` where there are none.
+    """
+
+    def __init__(
+        self,
+        part: ExchangePart,
+        buffers: Sequence[FlatBuffer],
+        share: int,
+        replicas: AxisGroup | None,
+        settings: Islands,
+    ) -> None:
+        self.part, self._replicas, self._settings = part, replicas, settings
+        self._masters = [piece for buffer in buffers for piece in _masters(buffer, share)]
+        count, index = (1, 0) if replicas is None else (replicas.size, replicas.index)
+        self._piece = slice(part.length // count * index, part.length // count * (index + 1))
+        self.anchor = self._packed()[self._piece].clone()
+        self.momentum = torch.zeros_like(self.anchor) if settings.outer.momentum else None
+        self.lost: list[torch.Tensor | None] = [None, None]
+        self._values: torch.Tensor | None = None
+
+    @property
+    def begin(self) -> int:
+        """First element of the vector that this rank keeps the state of."""
+        return self._piece.start
+
+    def start(self, group: OuterGroup, seed: int) -> tuple[Moves, Moves]:
+        """Begin to exchange the change since the last outer step.
+
+        Returns:
+            The moves up to the outer step, and those that gather its result inside the island; the latter may be none.
+        """
+        change = torch.sub(self.anchor, self._packed()[self._piece])
+        mean = torch.empty_like(change)
+        encoded = self.part.encoded and not self._settings.codec.is_none
+        moves = group.mean(change, mean, encoded=encoded, lost=self._residuals(group, encoded), seed=seed)
+        if self._replicas is None:
+            return moves.then(lambda: self._step(mean)), Moves()
+        self._values = values = torch.empty(self.part.length, device=mean.device)
+        piece = self._piece
+
+        def step() -> None:
+            self._step(mean)
+            values[piece].copy_(self.anchor)
+
+        return moves.then(step), all_gather(self._replicas, values)
+
+    def gathered(self) -> Moves:
+        """The moves that gather the values of the last outer step inside the island, after a checkpoint was loaded."""
+        if self._replicas is None:
+            return Moves()
+        self._values = torch.empty(self.part.length, device=self.anchor.device)
+        self._values[self._piece].copy_(self.anchor)
+        return all_gather(self._replicas, self._values)
+
+    def finish(self) -> None:
+        """Write the values of the outer step to the masters, once the moves have ended."""
+        values, self._values = self.anchor if self._values is None else self._values, None
+        begin = 0
+        for master in self._masters:
+            value = values[begin : begin + master.numel()]
+            if self._settings.blend:
+                torch.lerp(value, master, self._settings.blend, out=master)
+            else:
+                master.copy_(value)
+            begin += master.numel()
+
+    def _step(self, gradient: torch.Tensor) -> None:
+        """One step of the outer optimizer, as torch's SGD makes it."""
+        outer, momentum = self._settings.outer, self.momentum
+        if momentum is not None:
+            momentum.mul_(outer.momentum).add_(gradient)
+            gradient = gradient.add_(momentum, alpha=outer.momentum) if outer.name == "nesterov" else momentum
+        self.anchor.sub_(gradient, alpha=outer.lr)
+
+    def _packed(self) -> torch.Tensor:
+        """The masters, end to end and padded, ``[length]``."""
+        vector = torch.zeros(self.part.length, device=self._masters[0].device)
+        begin = 0
+        for master in self._masters:
+            vector[begin : begin + master.numel()].copy_(master)
+            begin += master.numel()
+        return vector
+
+    def _residuals(self, group: OuterGroup, encoded: bool) -> tuple[Residual | None, Residual | None]:
+        if not encoded or not self._settings.error_feedback:
+            return None, None
+        for index, numel in enumerate(group.feedback_numels(self.anchor.numel())):
+            lost = self.lost[index]
+            if numel and (lost is None or lost.numel() != numel):
+                self.lost[index] = torch.zeros(numel, device=self.anchor.device)
+        gain = self._settings.feedback_gain
+        first, second = (None if lost is None else Residual(lost, gain) for lost in self.lost)
+        return first, second
+
+
+def _masters(buffer: FlatBuffer, share: int) -> Iterator[torch.Tensor]:
+    """The masters of a share, 1-D and fp32, run by run."""
+    if buffer.master is not None:
+        yield buffer.master
+        return
+    for run in buffer.shares[share]:
+        yield buffer.shard[run.start : run.start + run.length]

@@ -1,0 +1,150 @@
+"""Islands: groups of ranks that train for themselves, and exchange the change of their parameters now and then."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from thinwire.errors import SpecError
+from thinwire.spec.base import Count, Depth, Flag, Positive, Problem, Share, Spec, rule
+from thinwire.spec.codec import CodecSpec
+
+__all__ = ["Islands", "OuterOptimizer", "Stretch"]
+
+
+class OuterOptimizer(Spec):
+    """The optimizer whose gradient is the mean change of all islands' parameters since their last exchange."""
+
+    name: Literal["sgd", "nesterov"] = Field(default="nesterov", description="SGD, or SGD with Nesterov's momentum")
+    lr: Positive = Field(default=0.7, description="learning rate; 1 with sgd and no momentum: the mean of parameters")
+    momentum: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.9, description="share of the last outer steps that goes on; 0: no memory is kept for it"
+    )
+
+    @rule("name", "momentum")
+    def _nesterov_needs_momentum(self) -> Iterator[Problem]:
+        """``name = "nesterov"`` needs ``momentum`` above 0."""
+        if self.name == "nesterov" and self.momentum == 0:
+            yield Problem("momentum", "= 0 with name = 'nesterov': give a momentum such as 0.9, or set name to 'sgd'")
+
+
+class Stretch(Spec):
+    """A part of training with an ``every`` of its own."""
+
+    toml_inline: ClassVar[bool] = True
+
+    after: Share = Field(description="share of training after which it begins")
+    every: Count = Field(description="inner steps from one exchange of a parameter to the next")
+
+
+class Islands(Spec):
+    """Groups of ranks, each with the plan's mesh, that exchange their parameters' changes every few steps (DiLoCo)."""
+
+    count: Count = Field(description="islands, beside the mesh: each has all ranks of mesh, tp and pp")
+    every: Count = Field(default=32, description="inner steps from one exchange of a parameter to the next (H)")
+    schedule: tuple[Stretch, ...] = Field(
+        default=(), description="other values of every, each from a share of training on: `{ after = 0.5, every = 64 }`"
+    )
+    fragments: Count = Field(
+        default=1, description="parts of the model that are exchanged at different steps; units are dealt out in turns"
+    )
+    delay: Depth = Field(
+        default=0, description="inner steps that an exchange may stay under way while computation goes on"
+    )
+    blend: Annotated[float, Field(strict=True, ge=0, lt=1)] = Field(
+        default=0.0, description="share of an island's own, newer value that it keeps when a delayed exchange arrives"
+    )
+    outer: OuterOptimizer = Field(default=OuterOptimizer(), description="what makes a step of the mean change")
+    codec: CodecSpec = Field(default=CodecSpec(), description="codec of the changes between islands")
+    error_feedback: Flag = Field(
+        default=False, description="what the codec rounded away is added to the next exchange's change"
+    )
+    feedback_gain: Annotated[float, Field(strict=True, gt=0, le=1)] = Field(
+        default=1.0, description="share of what was rounded away that comes back with the next exchange"
+    )
+
+    def describe(self) -> str:
+        """One phrase for people."""
+        parts = [f"{self.count} islands", f"an exchange every {self.every} steps"]
+        if self.schedule:
+            parts[-1] += "".join(f", {later.every} after {later.after:.0%}" for later in self.schedule)
+        if self.fragments > 1:
+            parts.append(f"{self.fragments} fragments")
+        if self.delay:
+            parts.append(f"delay {self.delay}, blend {self.blend:g}")
+        parts.append(f"outer {self.outer.name} lr {self.outer.lr:g} momentum {self.outer.momentum:g}")
+        parts.append("exact" if self.codec.is_none else f"codec {self.codec}")
+        if self.error_feedback:
+            parts.append("error feedback")
+        return ", ".join(parts)
+
+    def every_at(self, share: float) -> int:
+        """Inner steps from one exchange to the next, once a share of training, 0 to 1, is done."""
+        return next((stretch.every for stretch in reversed(self.schedule) if share >= stretch.after), self.every)
+
+    @property
+    def least_every(self) -> int:
+        """The smallest ``every`` of the training."""
+        return min([self.every, *(stretch.every for stretch in self.schedule)])
+
+    @rule("schedule")
+    def _schedule_ascends(self) -> Iterator[Problem]:
+        """``after`` ascends in ``schedule``."""
+        for before, later in itertools.pairwise(self.schedule):
+            if before.after >= later.after:
+                yield Problem(
+                    "schedule",
+                    f"has after = {later.after:g} behind after = {before.after:g}: put them in ascending order",
+                )
+
+    @rule("every", "schedule", "fragments")
+    def _each_fragment_has_a_step(self) -> Iterator[Problem]:
+        """``fragments`` is at most ``every``, also in ``schedule``."""
+        least = self.least_every
+        if self.fragments > least:
+            yield Problem(
+                "fragments",
+                f"= {self.fragments} with every = {least}: fragments are exchanged at different steps; set fragments "
+                f"to at most {least}",
+            )
+
+    @rule("every", "schedule", "delay")
+    def _exchanges_end_in_time(self) -> Iterator[Problem]:
+        """``delay`` is less than ``every``, also in ``schedule``."""
+        least = self.least_every
+        if self.delay >= least:
+            yield Problem(
+                "delay",
+                f"= {self.delay} with every = {least}: an exchange ends before the next one of the same parameters; "
+                f"set delay to at most {least - 1}",
+            )
+
+    @rule("delay", "blend")
+    def _blend_needs_delay(self) -> Iterator[Problem]:
+        """``blend`` above 0 needs ``delay``."""
+        if self.blend > 0 and self.delay == 0:
+            yield Problem(
+                "blend",
+                f"= {self.blend:g} with delay = 0, where no island has a newer value: set it to 0, or set delay",
+            )
+
+    @rule("codec")
+    def _codec_takes_fp32(self) -> Iterator[Problem]:
+        """``codec`` encodes fp32."""
+        try:
+            self.codec.check_dtype("float32")
+        except SpecError as error:
+            yield Problem("codec", f"= {str(self.codec)!r}: {error.problems[0]}")
+
+    @rule("codec", "error_feedback")
+    def _feedback_needs_loss(self) -> Iterator[Problem]:
+        """``error_feedback`` needs a lossy ``codec``."""
+        if self.error_feedback and self.codec.is_lossless:
+            yield Problem(
+                "error_feedback",
+                f"= true has nothing to feed back: codec = {str(self.codec)!r} loses nothing; choose a lossy codec such "
+                "as 'int4:256', or set it to false",
+            )

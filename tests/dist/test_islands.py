@@ -1,0 +1,178 @@
+"""Islands train like their algorithm, written down in one process with torch alone."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tests.dist.parity import WIDTH, Model, batches, build, loss_of
+from torch import nn
+
+import thinwire as tw
+from thinwire import codecs
+from thinwire.sharding.api import runtime
+from thinwire.testing import run_ranks
+
+STEPS = 9
+LR = 0.1
+
+Fields = dict[str, Any]
+
+
+def plan_of(preset: str = "zero1", *, nodes: int = 1, local: int = 1, islands: Fields, **fields: Any) -> tw.Plan:
+    """A preset on the mesh of one island, and islands of it."""
+    plan = tw.Plan.preset(preset, nodes=nodes, local=local, compute_dtype="float32", **fields)
+    return plan.with_(islands={"codec": "none", **islands})
+
+
+def optimizer_of(name: str) -> tuple[type[torch.optim.Optimizer], Fields]:
+    return {
+        "sgd": (torch.optim.SGD, {"lr": LR}),
+        "adamw": (torch.optim.AdamW, {"lr": 1e-2, "eps": 1e-1}),
+    }[name]
+
+
+def sharded(toml: str, inner: str = "sgd", steps: int = STEPS) -> list[torch.Tensor]:
+    """Train this rank's part, and return its island's whole parameters."""
+    plan = tw.Plan.from_toml(toml)
+    rank = torch.distributed.get_rank()
+    model = tw.shard(build(seed=rank), plan)
+    kind, options = optimizer_of(inner)
+    optimizer = tw.optimizer(model, kind, **options)
+    for data in batches(plan.data_ranks, 1, steps):
+        loss_of(model, data[0, rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    parameters = whole(model)
+    runtime(model).lanes.close()
+    return parameters
+
+
+def whole(model: nn.Module) -> list[torch.Tensor]:
+    with tw.full_parameters(model):
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+# -- the algorithm in one process ------------------------------------------------------------------------------
+
+
+def units_of(model: Model) -> list[list[nn.Parameter]]:
+    """Parameters by unit, in the order of the forward: the root's own come first, then those of its large parts."""
+    parts = [model.norm, model.embedding, *model.blocks, model.head]
+    return [list(part.parameters()) for part in parts]
+
+
+def reference(plan: tw.Plan, inner: str, steps: int = STEPS) -> list[list[torch.Tensor]]:
+    """Parameters of each island after training: DiLoCo with fragments, delay, blend and codecs."""
+    islands = plan.islands
+    assert islands is not None
+    models = [copy.deepcopy(build()) for _ in range(islands.count)]
+    kind, options = optimizer_of(inner)
+    optimizers = [kind(model.parameters(), **options) for model in models]
+    by_fragment = [
+        [sum(units_of(model)[fragment :: islands.fragments], []) for model in models]
+        for fragment in range(islands.fragments)
+    ]
+    anchors = [nn.Parameter(packed(of_islands[0])) for of_islands in by_fragment]
+    settings = islands.outer
+    outers = [
+        torch.optim.SGD([anchor], settings.lr, settings.momentum, nesterov=settings.name == "nesterov")
+        for anchor in anchors
+    ]
+    lost = [[torch.zeros_like(anchor) for _ in models] for anchor in anchors]
+    arriving: list[tuple[int, int, torch.Tensor]] = []
+    for step, data in enumerate(batches(plan.data_ranks, 1, steps), 1):
+        for island, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            mine = data[0, island * plan.world : (island + 1) * plan.world]
+            torch.stack([loss_of(model, tokens) for tokens in mine]).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for fragment, of_islands in enumerate(by_fragment):
+            if (fragment + 1) * islands.every // islands.fragments == (step - 1) % islands.every + 1:
+                changes = [anchors[fragment].detach() - packed(mine) for mine in of_islands]
+                arriving.append((step + islands.delay, fragment, mean(changes, lost[fragment], islands)))
+        for due, fragment, gradient in [entry for entry in arriving if entry[0] == step]:
+            anchors[fragment].grad = gradient
+            outers[fragment].step()
+            for mine in by_fragment[fragment]:
+                blend(mine, anchors[fragment].detach(), islands.blend)
+            arriving.remove((due, fragment, gradient))
+    return [[p.detach() for p in model.parameters()] for model in models]
+
+
+def mean(changes: list[torch.Tensor], lost: list[torch.Tensor], islands: Any) -> torch.Tensor:
+    if islands.codec.is_none:
+        return torch.stack(changes).mean(0)
+    codec, sent = codecs.get(islands.codec, backend="reference"), []
+    for change, error in zip(changes, lost, strict=True):
+        wanted = change + islands.feedback_gain * error if islands.error_feedback else change
+        sent.append(codec.decode(codec.encode(wanted), wanted.numel(), torch.float32))
+        error += change - sent[-1]
+    return torch.stack(sent).mean(0)
+
+
+def packed(parameters: list[nn.Parameter]) -> torch.Tensor:
+    """Parameters end to end, each at a multiple of four elements, as flat buffers have them."""
+    padded = [nn.functional.pad(p.detach().flatten(), (0, -p.numel() % 4)) for p in parameters]
+    vector = torch.cat(padded)
+    return nn.functional.pad(vector, (0, -vector.numel() % 8))
+
+
+@torch.no_grad()
+def blend(parameters: list[nn.Parameter], vector: torch.Tensor, share: float) -> None:
+    begin = 0
+    for parameter in parameters:
+        value = vector[begin : begin + parameter.numel()].view_as(parameter)
+        parameter.copy_(share * parameter + (1 - share) * value)
+        begin += parameter.numel() + -parameter.numel() % 4
+
+
+# -- tests -----------------------------------------------------------------------------------------------------
+
+
+def gap(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
+    return max(
+        float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, want, strict=True)
+    )
+
+
+def assert_like_reference(plan: tw.Plan, inner: str = "sgd", tolerance: float = 1e-6) -> None:
+    wanted = reference(plan, inner)
+    for rank, got in enumerate(run_ranks(plan.ranks, sharded, plan.to_toml(), inner)):
+        assert gap(got, wanted[rank // plan.world]) <= tolerance, f"rank {rank}"
+
+
+EXACT = {"count": 2, "every": 3, "outer": {"name": "sgd", "lr": 1.0, "momentum": 0.0}}
+
+
+def test_an_exchange_after_every_step_is_synchronous_training() -> None:
+    """With SGD inside: the mean of parameters one step after a common point is a step with the mean gradient. With
+    AdamW, whose steps do not add up, no such equality exists."""
+    assert WIDTH
+    islands = plan_of(islands={**EXACT, "count": 4, "every": 1})
+    together = tw.Plan.preset("zero1", nodes=4, local=1, compute_dtype="float32")
+    alike = run_ranks(4, sharded, together.to_toml())
+    for got, want in zip(run_ranks(4, sharded, islands.to_toml()), alike, strict=True):
+        assert gap(got, want) <= 1e-6
+
+
+def test_islands_differ_between_exchanges() -> None:
+    first, second = run_ranks(2, sharded, plan_of(islands={**EXACT, "every": 5}).to_toml())
+    assert gap(first, second) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "islands",
+    [
+        {"outer": {"name": "sgd", "lr": 0.5, "momentum": 0.5}},
+        {},
+        {"every": 4, "fragments": 2},
+        {"every": 4, "delay": 2, "blend": 0.5},
+        {"every": 4, "fragments": 3, "delay": 3, "blend": 0.25},
+    ],
+    ids=str,
+)
+def test_the_algorithm(islands: Fields) -> None:
+    assert_like_reference(plan_of(islands={"count": 2, "every": 3, **islands}), "adamw")
