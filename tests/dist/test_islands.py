@@ -176,3 +176,48 @@ def test_islands_differ_between_exchanges() -> None:
 )
 def test_the_algorithm(islands: Fields) -> None:
     assert_like_reference(plan_of(islands={"count": 2, "every": 3, **islands}), "adamw")
+
+
+@pytest.mark.parametrize(
+    "islands",
+    [
+        {"codec": "int8:256"},
+        {"codec": "int4:256", "error_feedback": True},
+        {"codec": "int4:256", "error_feedback": True, "feedback_gain": 0.5, "every": 4, "fragments": 2, "delay": 1},
+        {"codec": "bf16"},
+    ],
+    ids=str,
+)
+def test_changes_are_encoded(islands: Fields) -> None:
+    """Between two islands of one rank, a vector is one message; more of them encode pieces, and sums."""
+    assert_like_reference(plan_of(islands={"count": 2, "every": 3, **islands}))
+
+
+INNER = {
+    "ddp": {},
+    "zero1": {},
+    "zero3": {},
+    "zero1-node": {},
+    "zeropp": {},
+    "thinwire": {},
+}
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_every_sharding_inside_of_an_island(name: str) -> None:
+    """Two islands of one node with two ranks; where both own the same shares, each exchanges a part of them."""
+    plan = plan_of(name, nodes=1, local=2, islands={"count": 2, "every": 4, "delay": 2, "blend": 0.5}).uncompressed()
+    assert_like_reference(plan, "adamw")
+
+
+def test_optimizer_states_on_one_node_of_an_island_of_two() -> None:
+    plan = plan_of("zero1-node", nodes=2, local=1, islands={"count": 2, "every": 3, "fragments": 2}, partition="inter")
+    assert_like_reference(plan, "adamw")
+
+
+def test_all_islands_agree_on_the_same_bits_behind_a_lossy_codec() -> None:
+    plan = plan_of(islands={**EXACT, "count": 3, "codec": "int4:256,stochastic", "error_feedback": True})
+    first, *others = run_ranks(3, sharded, plan.to_toml())
+    for other in others:
+        for mine, its in zip(first, other, strict=True):
+            assert torch.equal(mine, its)
