@@ -46,7 +46,7 @@ def plan_sheet(job: TrainingJob, rows: Sequence[Candidate]) -> Sheet:
 
     attention = "half of attention counted" if job.causal_flops else "attention counted in full"
     with_price = job.cluster.price_per_gpu_hour is not None
-    with_cut = any(row.plan.ranks > row.plan.world for row in rows)
+    with_cut = any(row.plan.ranks > row.plan.data_ranks for row in rows)
     columns = [
         "",
         *(["tp x pp"] if with_cut else []),

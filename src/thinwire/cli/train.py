@@ -174,7 +174,7 @@ def _choose_plan(
         if options.profile is not None:
             raise UsageError(f"--profile {options.profile} has no use here: it goes with --plan auto")
         return run, None
-    if run.plan.ranks > run.plan.world:
+    if run.plan.ranks > run.plan.data_ranks:
         raise UsageError(
             f"--plan auto chooses among data-parallel plans, but the recipe's plan has tp = {run.plan.tp} and pp = "
             f"{run.plan.pp}; leave these out, or name a plan"

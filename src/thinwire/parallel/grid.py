@@ -17,18 +17,20 @@ __all__ = ["Grid"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in the order ``(pp, dp, tp)``. Tensor-parallel ranks are neighbours, because they communicate most.
+    """Ranks in the order ``(islands, pp, dp, tp)``. Tensor-parallel ranks are neighbours, because they communicate most.
 
     Stages are farthest apart, because they communicate least (Narayanan et al. 2021, arXiv 2104.04473, section 3). A
-    node must have as many ranks as a node of the plan's mesh times ``tp``, or all ranks of several stages.
+    node must have as many ranks as a node of the plan's mesh times ``tp``, or all ranks of several stages. The ranks of
+    an island lie together.
 
     Attributes:
         pp: Number of pipeline stages.
-        dp: Number of data-parallel ranks of a stage.
+        dp: Number of data-parallel ranks of a stage, in one island.
         tp: Number of ranks that share every matrix.
-        rank: This rank, of ``pp * dp * tp``.
+        rank: This rank, of ``islands * pp * dp * tp``.
         placed: Position of this rank in the plan's mesh where a ``placement`` permutes the ranks of a job without
             tensor and pipeline parallelism.
+        islands: Number of islands.
     """
 
     pp: int
@@ -36,6 +38,7 @@ class Grid:
     tp: int
     rank: int
     placed: int | None = None
+    islands: int = 1
 
     @classmethod
     def of(cls, plan: Plan, rank: int, size: int) -> Grid:
@@ -49,28 +52,60 @@ class Grid:
         Raises:
             SpecError: The job has another number of ranks than the plan.
         """
-        grid = cls(plan.pp, plan.world, plan.tp, rank)
+        grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.num_islands)
         if grid.size != size:
             raise SpecError(
                 f"plan {plan.name or plan.fingerprint()}",
                 [
-                    f"mesh = {plan.mesh} with tp = {plan.tp} and pp = {plan.pp} has {grid.size} ranks, the job has "
+                    f"mesh = {plan.mesh} with tp = {plan.tp}, pp = {plan.pp}"
+                    f"{'' if plan.islands is None else f', islands.count = {plan.num_islands}'} has {grid.size} ranks, the job has "
                     f"{size}; start {grid.size} ranks, or change the plan"
                 ],
             )
-        if plan.placement is not None and grid.size == grid.dp:
-            return replace(grid, placed=plan.placement.index(rank))
+        if plan.placement is not None and grid.is_data_parallel:
+            return replace(grid, placed=plan.placement.index(rank % grid.dp))
         return grid
 
     @property
     def size(self) -> int:
         """Number of ranks of the job."""
+        return self.islands * self.of_island
+
+    @property
+    def of_island(self) -> int:
+        """Number of ranks of an island."""
         return self.pp * self.dp * self.tp
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether each rank holds a whole replica of the model, without tensor and pipeline parallelism."""
+        return self.tp == self.pp == 1
+
+    @property
+    def island(self) -> int:
+        """Number of this rank's island."""
+        return self.rank // self.of_island
+
+    @property
+    def island_ranks(self) -> tuple[int, ...]:
+        """Global ranks of this rank's island."""
+        return tuple(range(self._first, self._first + self.of_island))
+
+    @property
+    def sampler(self) -> int:
+        """Number of this rank among those with data of their own, over all islands; ranks that hold one replica
+        together share it."""
+        return self.island * self.dp + self.data
 
     @property
     def stage(self) -> int:
         """Index of this rank's stage in the pipeline."""
-        return self.rank // (self.dp * self.tp)
+        return self.rank % self.of_island // (self.dp * self.tp)
+
+    @property
+    def _first(self) -> int:
+        """The first rank of this rank's island."""
+        return self.island * self.of_island
 
     @property
     def data(self) -> int:
@@ -88,26 +123,34 @@ class Grid:
 
     @property
     def data_ranks(self) -> tuple[int, ...]:
-        """Global ranks that train the same part of the model, in the order of their positions in the mesh."""
+        """Global ranks that train the same part of the model, in the order of their positions in the mesh, island by
+        island."""
         first = self.stage * self.dp * self.tp + self.tensor
-        return tuple(range(first, first + self.dp * self.tp, self.tp))
+        return tuple(
+            rank
+            for island in range(0, self.size, self.of_island)
+            for rank in range(island + first, island + first + self.dp * self.tp, self.tp)
+        )
 
     @property
     def model_ranks(self) -> tuple[int, ...]:
         """Global ranks that together hold one replica of the model and process the same data."""
         return tuple(
-            (stage * self.dp + self._column) * self.tp + tensor for stage in range(self.pp) for tensor in range(self.tp)
+            self._first + (stage * self.dp + self._column) * self.tp + tensor
+            for stage in range(self.pp)
+            for tensor in range(self.tp)
         )
 
     @property
     def neighbours(self) -> tuple[int, ...]:
         """Global ranks with which this rank exchanges activations: those of its matrices and of its pipeline."""
-        pipeline = range(self.rank % (self.dp * self.tp), self.size, self.dp * self.tp)
+        here = self._first + self.rank % (self.dp * self.tp)
+        pipeline = range(here, self._first + self.of_island, self.dp * self.tp)
         first = self.rank - self.tensor
         return tuple(sorted({*pipeline, *range(first, first + self.tp)}))
 
     def mesh(self, plan: Plan, device: torch.device, *, encoded: bool) -> DeviceMesh:
-        """Make torch's mesh of the grid, with axes ``pp``, ``dp`` and ``tp``. All ranks make it together.
+        """Make torch's mesh of this rank's island, with axes ``pp``, ``dp`` and ``tp``. All ranks make it together.
 
         Args:
             plan: Plan with the codecs of ``tp`` and ``pp``.
@@ -118,7 +161,7 @@ class Grid:
         Raises:
             UsageError: The plan has a codec for ``tp`` or ``pp`` that does not support the device.
         """
-        ranks = torch.arange(self.size).view(self.pp, self.dp, self.tp)
+        ranks = self._first + torch.arange(self.of_island).view(self.pp, self.dp, self.tp)
         axes = {
             "pp": ranks[:, self.data, self.tensor],
             "dp": ranks[self.stage, :, self.tensor],

@@ -80,7 +80,7 @@ class ParallelModel:
     ) -> None:
         self.plan, self.grid, self.chunks, self.mesh = plan, grid, tuple(chunks), mesh
         self._pipeline, self._loss = pipeline, loss
-        self._whole = groups.control(grid.model_ranks) if grid.size > grid.dp else None
+        self._whole = None if grid.is_data_parallel else groups.control(grid.model_ranks)
         self._device = next(self.chunks[0].parameters()).device
         self._loss_scale: LossScale | None = None
         self.decides_on_device = len(chunks) == 1 and runtime_of(chunks[0]).sharded.world is not None
@@ -174,6 +174,11 @@ class ParallelModel:
         norm = _norm(runtimes, self._whole)
         scale_to_norm(runtimes, norm, max_norm)
         return norm.float()
+
+    def join_islands(self) -> None:
+        """Give all islands the same parameters; see :func:`thinwire.join_islands`."""
+        for chunk in self.chunks:
+            api.join_islands(chunk)
 
     def progress(self, share: float) -> None:
         """Tell codecs the completed fraction of training; see :func:`thinwire.progress`."""
@@ -352,7 +357,7 @@ def parallelize(
     control = groups.control()
     plan = order_ranks(plan, control, device or next(model.parameters()).device).plan
     grid = Grid.of(plan, control.rank, control.size)
-    if grid.size == grid.dp:
+    if grid.is_data_parallel:
         api.shard(model, plan, codec_backend=codec_backend, values=values, device=device)
         return ParallelModel(plan, grid, [model], None, None, _unknown_loss if loss is None else loss)
     if not encoded and not (plan.wire.tp.is_none and plan.wire.pp.is_none):
@@ -375,7 +380,8 @@ def parallelize(
         masters = {}
         if grid.tp > 1:
             masters = cut_matrices(chunk, chunk, axis, dtype, sequence=sequence)
-        part = LocalPart(DataRanks(grid.data_ranks, number), index, grid.tensor, grid.tp, masters)
+        data = DataRanks.of(plan, grid.data_ranks, grid.data_ranks.index(grid.rank), number)
+        part = LocalPart(data, index, grid.tensor, grid.tp, masters)
         build(
             chunk, plan, None, sync_initial=True, codec_backend=codec_backend, part=part, values=values, device=device
         )

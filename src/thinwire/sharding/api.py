@@ -37,6 +37,7 @@ __all__ = [
     "full_state_dict",
     "ignore",
     "join",
+    "join_islands",
     "load",
     "micro_batches",
     "optimizer",
@@ -217,6 +218,19 @@ def join(model: nn.Module, batches: Iterable[Item]) -> Iterator[Item]:
             yield last
     finally:
         runtime.passes.backward.gradients_count = True
+
+
+def join_islands(model: nn.Module) -> None:
+    """Exchange everything with the other islands now, so that all of them hold the same parameters. Collective over all
+    islands; it does nothing without islands.
+
+    Call it after the last step of training, and where islands may not differ, for example before an evaluation of the
+    model that they make together. Exchanges that are under way end first.
+
+    Args:
+        model: A sharded model.
+    """
+    runtime_of(model).join_islands()
 
 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -213,6 +213,18 @@ class Runtime:
         self.schedule.abandon()
         self.agreements.forget()
 
+    def join_islands(self) -> None:
+        """Give all islands the same parameters. Collective over all islands."""
+        if self.exchanges is None:
+            return
+        self.holds.refuse("join_islands()")
+        self.join_spreads()
+        written = self.exchanges.settle()
+        for index in sorted(written):
+            self.spreads.write_back(index, differences=True)
+        if written:
+            self.spreads.start(exactly=True, only=written)
+
     def loaded(self, num_steps: int, *, with_replicas: bool) -> None:
         """Write back and spread all masters after they were loaded.
 

@@ -321,6 +321,11 @@ class Plan(Spec):
         return 1 if self.islands is None else self.islands.count
 
     @property
+    def job_mesh(self) -> Factor:
+        """The data-parallel ranks of all islands: ranks of a node times nodes."""
+        return Factor(local=self.mesh.local, nodes=self.mesh.nodes * self.num_islands)
+
+    @property
     def data_ranks(self) -> int:
         """The number of ranks with data of their own, over all islands."""
         return self.world * self.num_islands
@@ -395,14 +400,27 @@ class Plan(Spec):
 
     def fitted(self, mesh: Factor) -> Self:
         """The same kind of plan on another mesh: a factor that is the whole mesh, or a whole node, stays so, and others
-        keep as many ranks as divide the new mesh.
+        keep as many ranks as divide the new mesh. Islands stay as they are, and there are more or fewer of them.
 
         Args:
-            mesh: data-parallel ranks of a node, and nodes.
+            mesh: data-parallel ranks of a node, and nodes, of all islands.
 
         Returns:
             The plan, with ranks in order where they were placed.
+
+        Raises:
+            SpecError: the ranks are not those of a number of whole islands.
         """
+        if self.islands is not None:
+            if mesh.ranks % self.world:
+                raise SpecError(
+                    "plan",
+                    [
+                        f"mesh = {self.mesh} of one island, with {self.world} ranks: {mesh.ranks} ranks are no number "
+                        f"of whole islands; start a multiple of {self.world}"
+                    ],
+                )
+            return self.with_(islands={"count": mesh.ranks // self.world})
         names = ("params", "grads", "optimizer", "secondary")
 
         if mesh == self.mesh:

@@ -5,6 +5,7 @@ A recipe names its plan. :meth:`PlanTemplate.read` reads the plan file once; not
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
@@ -49,11 +50,17 @@ class PlanTemplate:
 
     @property
     def mesh(self) -> Factor | None:
-        """The data-parallel mesh that a plan file or an inline plan names; ``None`` for a preset."""
-        if self.file is not None:
-            return self.file.mesh
+        """The data-parallel ranks of all islands that a plan file or an inline plan names; ``None`` for a preset."""
         keys = self.recipe.plan
-        return Factor.parse(keys["mesh"], "plan.mesh") if "mesh" in keys else None
+        if self.file is not None:
+            named, count = self.file.mesh, self.file.num_islands
+        elif "mesh" in keys:
+            named, count = Factor.parse(keys["mesh"], "plan.mesh"), 1
+        else:
+            return None
+        islands = keys.get("islands")
+        asked = islands.get("count", count) if isinstance(islands, Mapping) else count
+        return Factor(local=named.local, nodes=named.nodes * (asked if isinstance(asked, int) and asked > 0 else 1))
 
     @property
     def model_parallel(self) -> tuple[int, int]:
@@ -141,13 +148,16 @@ class PlanTemplate:
             plan = Plan.preset(preset, nodes=mesh.nodes, local=mesh.local, **keys)
         else:
             plan = Plan.parse({"mesh": mesh, **keys}, "plan")
-        if plan.mesh != mesh:
+        fits = plan.mesh == mesh if plan.islands is None else plan.data_ranks == mesh.ranks
+        if not fits:
+            of_islands = "" if plan.islands is None else f" on each of {plan.num_islands} islands"
             raise SpecError(
                 "plan",
                 [
-                    f"mesh = {plan.mesh} ({plan.world} ranks) does not fit the {mesh.ranks} {_rank_kind(plan)} of this "
-                    f"run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes {plan.mesh.nodes * plan.pp} "
-                    f"--nproc {plan.mesh.local * plan.tp}, or choose a preset, which fits itself to the mesh"
+                    f"mesh = {plan.mesh} ({plan.world} ranks){of_islands} does not fit the {mesh.ranks} "
+                    f"{_rank_kind(plan)} of this run, {mesh.nodes} nodes of {mesh.local}; start it with --nodes "
+                    f"{plan.job_mesh.nodes * plan.pp} --nproc {plan.mesh.local * plan.tp}, or choose a preset, which "
+                    "fits itself to the mesh"
                 ],
             )
         return plan
@@ -175,11 +185,11 @@ class PlanTemplate:
 
 def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     """The plan with ``global_batch`` sequences per step, in the largest micro-batches that fit."""
-    share, rest = divmod(global_batch, plan.world)
+    share, rest = divmod(global_batch, plan.data_ranks)
     if rest:
         raise SpecError(
             "train",
-            [f"global_batch = {global_batch} should be a multiple of the {plan.world} {_rank_kind(plan)} of this run"],
+            [f"global_batch = {global_batch} should be a multiple of the {plan.data_ranks} {_rank_kind(plan)} of this run"],
         )
     sizes = [
         size
@@ -192,7 +202,7 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
             [
                 f"global_batch = {global_batch} gives each data-parallel rank {share} sequences, which make "
                 f"no micro-batches for plan.pp = {plan.pp} stages; set it to a multiple of "
-                f"{plan.world * plan.pp}, or lower plan.pp"
+                f"{plan.data_ranks * plan.pp}, or lower plan.pp"
             ],
         )
     largest = max(sizes)
@@ -200,7 +210,7 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
 
 
 def _rank_kind(plan: Plan) -> str:
-    return "ranks" if plan.ranks == plan.world else "data-parallel ranks"
+    return "ranks" if plan.ranks == plan.data_ranks else "data-parallel ranks"
 
 
 def _busy_count(plan: Plan) -> int:

@@ -99,6 +99,7 @@ class Trainer:
         train: The training samples.
         validation: The validation samples.
         ranks: The control group of all ranks.
+        island: The control group of this rank's island.
         updates: The updates of the run.
         position: The progress of the run.
         pace: Compares the speed of the ranks; ``None`` if they cannot be compared.
@@ -120,6 +121,7 @@ class Trainer:
     train: Samples
     validation: Samples
     ranks: Control
+    island: Control
     updates: Updates
     position: Position
     pace: Pace | None
@@ -139,7 +141,7 @@ class Trainer:
     def samples_per_step(self) -> int:
         """Sequences of one step over all ranks."""
         plan = self.run.plan
-        return plan.world * plan.micro_batch * plan.micro_batches
+        return plan.data_ranks * plan.micro_batch * plan.micro_batches
 
     @property
     def validates(self) -> bool:
@@ -158,6 +160,8 @@ class Trainer:
     def step(self, wants_stop: bool) -> StepOutcome:
         """Make one update, and exchange losses and measurements with the other ranks.
 
+        Islands hear of each other at logged steps only: a stop or a failure waits for the next of them.
+
         Args:
             wants_stop: Whether this rank wants to stop after the step.
 
@@ -171,6 +175,8 @@ class Trainer:
         """
         started = time.perf_counter()
         self._make_step()
+        if self.position.step == self.run.recipe.train.steps:
+            self.model.join_islands()
         train = self.run.recipe.train
         logged = self.validates or self.position.step % train.log_every == 0
         due = self.updates.take(keep_newest=self.model.decides_on_device and not (logged or self.saves))
@@ -184,7 +190,12 @@ class Trainer:
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
             words += self._ahead.take_waits()
         failed = self._pending is not None and self._pending.failed
-        losses, (stop, failure, *rest) = self.updates.exchange(due, [float(wants_stop), float(failed), *words])
+        together = logged or self.run.plan.islands is None
+        losses, (stop, failure, *rest) = self.updates.exchange(
+            due, [float(wants_stop), float(failed), *words], None if together else self.island
+        )
+        if not together:  # the other islands have not heard of it
+            stop = failure = 0.0
         return StepOutcome(self._record(due[-1], losses[-1], rest) if logged else None, stop > 0, failure > 0)
 
     def prepare_data(self) -> None:
@@ -202,8 +213,8 @@ class Trainer:
             self.validation,
             number=self.run.recipe.train.validation_samples,
             micro_batch=self.run.plan.micro_batch,
-            rank=self.model.grid.data,
-            world=self.run.plan.world,
+            rank=self.model.grid.sampler,
+            world=self.run.plan.data_ranks,
         )
         self.model.train(False)
         for batch in batches:
@@ -313,8 +324,8 @@ class Trainer:
             position=position,
             micro_batch=plan.micro_batch,
             micro_batches=plan.micro_batches,
-            rank=self.model.grid.data,
-            world=plan.world,
+            rank=self.model.grid.sampler,
+            world=plan.data_ranks,
         )
 
     def _update_if_finite(self, update: Update) -> None:
@@ -425,6 +436,7 @@ def make_trainer(run: ResolvedRun, dataset: Dataset, device: torch.device) -> Tr
         train=train,
         validation=validation,
         ranks=control(),
+        island=control(parallel.grid.island_ranks),
         updates=_updates(run, parallel, optimizer, position),
         position=position,
         pace=Pace(hosts) if _is_comparable(plan, device) else None,

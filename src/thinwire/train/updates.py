@@ -135,8 +135,15 @@ class Updates:
         if ends and (self.scale is None or not self.scale.is_dynamic):
             self._end(update)
 
-    def exchange(self, updates: Sequence[Update], words: Sequence[float]) -> tuple[list[float], list[float]]:
+    def exchange(
+        self, updates: Sequence[Update], words: Sequence[float], ranks: Control | None = None
+    ) -> tuple[list[float], list[float]]:
         """Exchange losses and other numbers with the other ranks, and count the updates.
+
+        Args:
+            updates: The updates.
+            words: The other numbers.
+            ranks: The ranks that exchange; all by default.
 
         Returns:
             The mean loss of each update, and the means of the other numbers.
@@ -145,7 +152,7 @@ class Updates:
             NonFiniteError: On all ranks, if a loss or a gradient is not finite and the run does not skip such steps.
         """
         shared = [update.loss * self.loss_share if self.loss_share else 0.0 for update in updates]
-        means = self.ranks.all_reduce_mean([*shared, *words])
+        means = (ranks or self.ranks).all_reduce_mean([*shared, *words])
         losses = means[: len(updates)]
         for update, loss in zip(updates, losses, strict=True):
             self._count(update, loss)

@@ -49,6 +49,7 @@ class Exchanges:
         self._parts: list[list[PartState]] = []
         self.share = 0.0
         self.pending: dict[int, Pending] = {}
+        self._alike_since: dict[int, int] = {}  # by fragment, updates made when all islands last held the same masters
 
     @property
     def parts(self) -> list[list[PartState]]:
@@ -81,6 +82,23 @@ class Exchanges:
             self.pending[fragment] = Pending(step + self._settings.delay, self._start(fragment))
             if self._settings.delay == 0:
                 written.append(self._finish(fragment))
+                self._alike_since[fragment] = step
+        return frozenset(unit for units in written for unit in units)
+
+    def settle(self) -> frozenset[int]:
+        """End the exchanges under way, and exchange everything that was not exchanged after the last step, without a
+        blend: then all islands hold the same masters. Collective over all islands.
+
+        Returns:
+            Numbers of the units with new masters.
+        """
+        step = self._sharded.seeds.step
+        written = [self._finish(fragment) for fragment in sorted(self.pending)]
+        for fragment in range(self._settings.fragments):
+            if self._alike_since.get(fragment) != step:
+                self.pending[fragment] = Pending(step, self._start(fragment))
+                written.append(self._finish(fragment, blends=False))
+                self._alike_since[fragment] = step
         return frozenset(unit for units in written for unit in units)
 
     def wait(self) -> None:
@@ -120,10 +138,10 @@ class Exchanges:
                 tickets.append(lanes.submit(Lane.OUTER, gather, after=tickets[-1:], load=load))
         return tickets
 
-    def _finish(self, fragment: int) -> tuple[int, ...]:
+    def _finish(self, fragment: int, *, blends: bool = True) -> tuple[int, ...]:
         """Wait for an exchange and write its result; returns the fragment's units."""
         for ticket in self.pending.pop(fragment).tickets:
             ticket.wait()
         for state in self.parts[fragment]:
-            state.finish()
+            state.finish(blends=blends)
         return self._units[fragment]

@@ -88,13 +88,17 @@ class PartState:
         self._values[self._piece].copy_(self.anchor)
         return all_gather(self._replicas, self._values)
 
-    def finish(self) -> None:
-        """Write the values of the outer step to the masters, once the moves have ended."""
+    def finish(self, *, blends: bool = True) -> None:
+        """Write the values of the outer step to the masters, once the moves have ended.
+
+        Args:
+            blends: Whether a share of the masters stays, as the plan says.
+        """
         values, self._values = self.anchor if self._values is None else self._values, None
         begin = 0
         for master in self._masters:
             value = values[begin : begin + master.numel()]
-            if self._settings.blend:
+            if blends and self._settings.blend:
                 torch.lerp(value, master, self._settings.blend, out=master)
             else:
                 master.copy_(value)

@@ -71,7 +71,7 @@ def continued(template: PlanTemplate, directory: RunDirectory, ranks: Started | 
 
 def global_batch(plan: Plan) -> int:
     """The number of sequences of a step under a plan, over all ranks."""
-    return plan.world * plan.micro_batch * plan.micro_batches
+    return plan.data_ranks * plan.micro_batch * plan.micro_batches
 
 
 def _batch_before(directory: RunDirectory, before: Plan | None) -> int | None:
@@ -95,11 +95,11 @@ def _notes(plan: Plan, before: Plan | None, wanted: int) -> list[str]:
     if before is not None and plan.ranks != before.ranks:
         notes.append(
             f"{plan.ranks} ranks instead of {before.ranks}: {plan.describe()}; a step's {batch} sequences are "
-            f"{plan.micro_batches} micro-batches of {plan.micro_batch} on each of {plan.world} data-parallel ranks"
+            f"{plan.micro_batches} micro-batches of {plan.micro_batch} on each of {plan.data_ranks} data-parallel ranks"
         )
     if batch != wanted:
         notes.append(
-            f"a step takes {batch} sequences instead of {wanted}, which {plan.world} data-parallel ranks cannot share "
+            f"a step takes {batch} sequences instead of {wanted}, which {plan.data_ranks} data-parallel ranks cannot share "
             "evenly; the learning rate stays as it is"
         )
     return notes

@@ -74,8 +74,10 @@ def resolve_run(
         resume = resume or directory.recipe.is_file()
         fitted = continued(template, directory, ranks, found)
         template, plan, notes = fitted.template, fitted.plan, fitted.notes
+        mesh = plan.job_mesh
     else:
-        plan = template.resolve(resolve_mesh(template, ranks, found.num_gpus), auto_dtype=found.fast_dtype)
+        mesh = resolve_mesh(template, ranks, found.num_gpus)
+        plan = template.resolve(mesh, auto_dtype=found.fast_dtype)
     return ResolvedRun(
         recipe=template.recipe,
         plan=plan,
@@ -84,5 +86,5 @@ def resolve_run(
         resume=resume,
         stream=stream,
         notes=notes,
-        replaced=template.replaced(plan.mesh),
+        replaced=template.replaced(mesh),
     )

@@ -13,7 +13,7 @@ from typing import IO, Any, Final
 
 from thinwire.train.directory import write_atomically, writing
 
-KINDS: Final = ("gather", "reduce", "sync", "spread", "control")
+KINDS: Final = ("gather", "reduce", "sync", "spread", "control", "outer")
 """Kinds of communication, in the order in which they are reported."""
 
 _PEAK_TFLOPS: Final[tuple[tuple[str, float, float], ...]] = (
@@ -60,7 +60,7 @@ class StepRecord:
         tokens: Number of tokens consumed, including this step.
         loss: Training loss in nats per token, mean over ranks and micro-batches.
         val_loss: Validation loss in nats per token; ``None`` if this step did not validate.
-        grad_norm: Norm of the mean gradient before clipping.
+        grad_norm: Norm of the mean gradient before clipping; of the first island, if there are several.
         lr: Learning rate of this update.
         skipped: Whether the update was skipped because a gradient was not finite.
         skipped_steps: Number of updates of the run that were skipped, including this one.
