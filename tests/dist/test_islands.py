@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -72,7 +73,7 @@ def reference(plan: tw.Plan, inner: str, steps: int = STEPS) -> list[list[torch.
     kind, options = optimizer_of(inner)
     optimizers = [kind(model.parameters(), **options) for model in models]
     by_fragment = [
-        [sum(units_of(model)[fragment :: islands.fragments], []) for model in models]
+        [list(itertools.chain(*units_of(model)[fragment :: islands.fragments])) for model in models]
         for fragment in range(islands.fragments)
     ]
     anchors = [nn.Parameter(packed(of_islands[0])) for of_islands in by_fragment]
@@ -133,9 +134,7 @@ def blend(parameters: list[nn.Parameter], vector: torch.Tensor, share: float) ->
 
 
 def gap(got: list[torch.Tensor], want: list[torch.Tensor]) -> float:
-    return max(
-        float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, want, strict=True)
-    )
+    return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(got, want, strict=True))
 
 
 def assert_like_reference(plan: tw.Plan, inner: str = "sgd", tolerance: float = 1e-6) -> None:

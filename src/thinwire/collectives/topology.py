@@ -111,7 +111,9 @@ class AxisGroup:
         self.local_index = members.inside.index(position)
         ranks = DataRanks(tuple(range(plan.world))) if data is None else data
         self._subgroups = {
-            stage: Subgroup(_global(ranks, axis, getattr(members, stage.scope)), lane, stage, device, meter, ranks.channel)
+            stage: Subgroup(
+                _global(ranks, axis, getattr(members, stage.scope)), lane, stage, device, meter, ranks.channel
+            )
             for stage in stages or _STAGES[lane]
         }
 

@@ -17,9 +17,9 @@ __all__ = ["Grid"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Ranks in the order ``(islands, pp, dp, tp)``. Tensor-parallel ranks are neighbours, because they communicate most.
+    """Ranks in the order ``(islands, pp, dp, tp)``.
 
-    Stages are farthest apart, because they communicate least (Narayanan et al. 2021, arXiv 2104.04473, section 3). A
+    Tensor-parallel ranks are neighbours, because they communicate most. Stages of an island are farthest apart, because they communicate least (Narayanan et al. 2021, arXiv 2104.04473, section 3). A
     node must have as many ranks as a node of the plan's mesh times ``tp``, or all ranks of several stages. The ranks of
     an island lie together.
 
@@ -54,12 +54,12 @@ class Grid:
         """
         grid = cls(plan.pp, plan.world, plan.tp, rank, islands=plan.num_islands)
         if grid.size != size:
+            of_islands = "" if plan.islands is None else f" on each of {plan.num_islands} islands"
             raise SpecError(
                 f"plan {plan.name or plan.fingerprint()}",
                 [
-                    f"mesh = {plan.mesh} with tp = {plan.tp}, pp = {plan.pp}"
-                    f"{'' if plan.islands is None else f', islands.count = {plan.num_islands}'} has {grid.size} ranks, the job has "
-                    f"{size}; start {grid.size} ranks, or change the plan"
+                    f"mesh = {plan.mesh} with tp = {plan.tp} and pp = {plan.pp}{of_islands} has {grid.size} ranks, the "
+                    f"job has {size}; start {grid.size} ranks, or change the plan"
                 ],
             )
         if plan.placement is not None and grid.is_data_parallel:

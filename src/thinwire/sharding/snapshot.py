@@ -6,6 +6,8 @@ are valid only under the plan that wrote them. ``feedback/REDUCTION`` holds the 
 after rank; they contain the loss scale, whose state is the value ``loss_scale``. ``held/NAME`` holds the P-shard values
 in compute dtype, if the plan spreads differences.
 
+Plans with islands add keys; see :mod:`thinwire.sharding.islands.saved`.
+
 A parameter that tensor parallelism cuts is stored slice by slice, as ``model/NAME@INDEX``. The value ``slices`` holds
 the dimension and the number of slices. When a rank loads a parameter, it assembles the slice that it needs. Keys of
 values that belong to one part of a model, under tensor or pipeline parallelism, contain the label of the part.
@@ -28,10 +30,20 @@ from thinwire.checkpoint import store
 from thinwire.checkpoint.background import BackgroundWriter, PendingSave
 from thinwire.checkpoint.manifest import VectorEntry
 from thinwire.checkpoint.store import Chunk, ShardedVector
-from thinwire.collectives.group import before_shutdown, control, control_beside
+from thinwire.collectives.group import Control, before_shutdown, control, control_beside
 from thinwire.errors import CheckpointError
 from thinwire.program import Axis, Lane
 from thinwire.sharding.fragments import OwnedFragment
+from thinwire.sharding.islands.exchanges import Exchanges
+from thinwire.sharding.islands.saved import (
+    lost_of,
+    own_key,
+    own_masters,
+    restore_lost,
+    resume_turns,
+    shared_pieces,
+    turns_of,
+)
 from thinwire.sharding.loss_scale import checked_state
 from thinwire.sharding.memory.local import Slice
 from thinwire.sharding.modules.discover import is_ignored
@@ -136,6 +148,8 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
     first_replica = runtime.axes[Axis.REPLICA, Lane.SYNC].index == 0
     first_holder = first_replica and runtime.axes[Axis.SHARD, Lane.REDUCE].index == 0
     first_tensor = runtime.part.tensor == 0
+    island, exchanges = runtime.part.data.island, runtime.exchanges
+    fragments = optim.fragments if optim is not None else runtime.fragments()
 
     def add(prefix: str, name: str, suffix: str, numel: int, offset: int, tensor: torch.Tensor | None) -> None:
         cut = runtime.slices.get(name)
@@ -145,35 +159,70 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
             vectors.add(f"{prefix}/{name}{suffix}", numel, offset, tensor if first_tensor else None)
 
     for name, numel, offset, tensor in _frozen(runtime):
-        add("model", name, "", numel, offset, tensor if first_holder else None)
+        add("model", name, "", numel, offset, tensor if first_holder and island == 0 else None)
     for name, buffer in _persistent_buffers(model):
-        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == 0 else None)
-    for owned in optim.fragments if optim is not None else runtime.fragments():
+        add("buffer", name, "", buffer.numel(), 0, buffer.reshape(-1) if runtime.rank == island == 0 else None)
+    if exchanges is not None:
+        exchanges.wait()
+        for piece in shared_pieces(exchanges, fragments):
+            slot = piece.owned.fragment.slot
+            add("model", slot.name, "", slot.numel, piece.offset, piece.anchor if island == 0 else None)
+            if piece.momentum is not None:
+                momentum = piece.momentum if island == 0 else None
+                add("outer/momentum", slot.name, "", slot.numel, piece.offset, momentum)
+    for owned in fragments:
         slot, offset = owned.fragment.slot, owned.fragment.offset
-        value = owned.value.detach().reshape(-1)
-        add("model", slot.name, "", slot.numel, offset, value if first_replica else None)
+        value = owned.value.detach().reshape(-1) if first_replica else None
+        add("model" if exchanges is None else own_masters(island), slot.name, "", slot.numel, offset, value)
         if runtime.plan.wire.spread_difference:
-            add("held", slot.name, "", slot.numel, offset, owned.held if first_replica else None)
+            add(own_key("held", island), slot.name, "", slot.numel, offset, owned.held if first_replica else None)
         for key, entry in _state_of(optim, owned).items():
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
-                add("optimizer", slot.name, f"/{key}", numel, begin, entry.reshape(-1) if first_replica else None)
+                add(
+                    own_key("optimizer", island),
+                    slot.name,
+                    f"/{key}",
+                    numel,
+                    begin,
+                    entry.reshape(-1) if first_replica else None,
+                )
             else:
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
-                values[f"optimizer/{slot.name}/{key}"] = number
-    values[_of_part("feedback", runtime)] = sizes = _feedback_sizes(runtime)
-    for key, lost in runtime.reducer.reductions.feedback.lost.items():
-        name = _of_part(f"feedback/{key}", runtime)
-        vectors.add(name, sum(sizes[key]), sum(sizes[key][: runtime.rank]), lost)
+                values[own_key(f"optimizer/{slot.name}/{key}", island)] = number
+    runtime.reducer.join()
+    _save_lost(own_key("feedback", island), runtime, runtime.reducer.reductions.feedback.lost, vectors, values)
+    if exchanges is not None:
+        _save_lost("outer/lost", runtime, lost_of(exchanges), vectors, values, everywhere=True)
+        values[_of_part("outer", runtime)] = turns_of(exchanges)
+        values["islands"] = runtime.plan.num_islands
     if optim is not None:
         if optim.loss_scale is not None:
-            values["loss_scale"] = optim.loss_scale.state()
+            values[own_key("loss_scale", island)] = optim.loss_scale.state()
         values["optimizer"] = type(optim.inner).__name__
         values["groups"] = [
             {key: _as_json(value) for key, value in group.items() if key != "params" and _is_json(value)}
             for group in optim.param_groups
         ]
+
+
+def _save_lost(
+    key: str,
+    runtime: Runtime,
+    lost: Mapping[str, torch.Tensor],
+    vectors: _Vectors,
+    values: dict[str, Json],
+    *,
+    everywhere: bool = False,
+) -> None:
+    """Add rounding errors to a checkpoint, those of one rank after those of another: of the ranks that step together,
+    or ``everywhere``, of all islands. Collective."""
+    data = runtime.part.data
+    ranks = control(data.everyone if everywhere else data.ranks)
+    values[_of_part(key, runtime)] = sizes = _sizes_everywhere(ranks, lost)
+    for name, of_rank in lost.items():
+        vectors.add(_of_part(f"{key}/{name}", runtime), sum(sizes[name]), sum(sizes[name][: ranks.rank]), of_rank)
 
 
 def load(parts: Sequence[Trained], path: Path) -> dict[str, Json]:
@@ -268,7 +317,10 @@ class _Loading:
         self._made = _make_state(optim) if optim is not None else []
         self._numbers: list[tuple[dict[str, Any], str, Json]] = []
         self._copies: list[Callable[[], object]] = []
-        self._lost: dict[str, torch.Tensor] = {}
+        self._lost: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]] = {}, {}
+        # Islands go on by themselves if there are as many as before; otherwise all start from what they agreed on.
+        self._same_islands = manifest.values.get("islands", 1) == runtime.plan.num_islands
+        self._island = runtime.part.data.island if self._same_islands else 0
         self._loss_scale: Mapping[str, Json] | None = None
 
     def want(self, vectors: _Vectors) -> None:
@@ -277,17 +329,36 @@ class _Loading:
         Raises:
             CheckpointError: The checkpoint lacks state of the optimizer, or its loss scale is corrupt.
         """
-        self._loss_scale = checked_state(self._manifest.values.get("loss_scale"))
+        self._loss_scale = checked_state(self._manifest.values.get(own_key("loss_scale", self._island)))
         stored = _StoredParameters(self._manifest, self._runtime, vectors)
         self._copies = _want_unoptimized(self._model, self._runtime, self._manifest, vectors, stored)
-        for owned in self._optim.fragments if self._optim is not None else self._runtime.fragments():
-            stored.want("model", owned, "", owned.value.detach().view(-1))
+        fragments = self._optim.fragments if self._optim is not None else self._runtime.fragments()
+        exchanges = self._runtime.exchanges
+        apart = exchanges is not None and self._same_islands
+        for owned in fragments:
+            masters = own_masters(self._island) if apart else "model"
+            stored.want(masters, owned, "", owned.value.detach().view(-1))
             if self._with_held:
-                stored.want("held", owned, "", owned.held)
+                stored.want(own_key("held", self._island), owned, "", owned.held)
+        if exchanges is not None:
+            exchanges.wait()
+            self._want_shared(exchanges, fragments, stored)
         self._lost = _want_feedback(self._runtime, self._manifest, vectors, same_plan=self._same_plan)
         if self._optim is not None:
-            self._numbers = _want_state(self._optim, self._manifest, stored, self._path)
+            prefix = own_key("optimizer", self._island)
+            self._numbers = _want_state(self._optim, self._manifest, stored, self._path, prefix)
         self._copies += stored.copies
+
+    def _want_shared(self, exchanges: Exchanges, fragments: Sequence[OwnedFragment], stored: _StoredParameters) -> None:
+        """Register what islands share: what they agreed on last, and the outer momentum, which may be new."""
+        for piece in shared_pieces(exchanges, fragments):
+            slot = piece.owned.fragment.slot
+            stored.want_fragment(f"model/{slot.name}", slot.name, slot.numel, piece.offset, piece.anchor)
+            key = f"outer/momentum/{slot.name}"
+            if piece.momentum is not None and stored.dtype_of(key) is not None:
+                stored.want_fragment(key, slot.name, slot.numel, piece.offset, piece.momentum)
+            elif piece.momentum is not None:
+                self._copies.append(piece.momentum.zero_)
 
     def undo(self) -> None:
         """Remove the optimizer state that was created for loading."""
@@ -307,8 +378,12 @@ class _Loading:
         if self._optim is not None:
             _restore_groups(self._optim, self._manifest.values["groups"])
         runtime = self._runtime
-        runtime.reducer.reductions.feedback.lost = self._lost
+        runtime.reducer.reductions.feedback.lost, outer = self._lost
         self._restore_loss_scale()
+        if runtime.exchanges is not None:
+            restore_lost(runtime.exchanges, outer)
+            turns = self._manifest.values.get(_of_part("outer", runtime), {}) if self._same_islands else {}
+            resume_turns(runtime.exchanges, turns)
         # The spread counts as the update of the last saved step.
         runtime.loaded(int(self._manifest.values["num_steps"]), with_replicas=self._with_held)
         runtime.join_spreads()
@@ -414,7 +489,7 @@ def _want_unoptimized(
 
 
 def _want_state(
-    optim: ShardedOptimizer, manifest: store.Manifest, parameters: _StoredParameters, path: Path
+    optim: ShardedOptimizer, manifest: store.Manifest, parameters: _StoredParameters, path: Path, prefix: str
 ) -> list[tuple[dict[str, Any], str, Json]]:
     """Register this rank's optimizer state for reading.
 
@@ -422,11 +497,11 @@ def _want_state(
         State that is a single number: the dictionary and the key where it belongs, and its value.
     """
     stored = {*(key.partition("@")[0] for key in manifest.vectors), *manifest.values}
-    stepped = {key.rpartition("/")[0] for key in stored if key.startswith("optimizer/")}
+    stepped = {key.rpartition("/")[0] for key in stored if key.startswith(f"{prefix}/")}
     numbers = []
     for owned in optim.fragments:
         slot = owned.fragment.slot
-        name = f"optimizer/{slot.name}"
+        name = f"{prefix}/{slot.name}"
         if name not in stepped:
             optim.state.pop(owned.value, None)
             continue
@@ -440,7 +515,7 @@ def _want_state(
             if full in manifest.values:
                 numbers.append((optim.state[owned.value], key, manifest.values[full]))
             elif entry.numel() == owned.value.numel():
-                parameters.want("optimizer", owned, f"/{key}", entry.view(-1))
+                parameters.want(prefix, owned, f"/{key}", entry.view(-1))
             else:
                 parameters.want_fragment(full, slot.name, entry.numel(), 0, entry.view(-1))
     return numbers
@@ -551,32 +626,62 @@ class _Vectors:
         return {key: ShardedVector(numel, tuple(self._chunks[key])) for key, numel in self._numel.items()}
 
 
-def _feedback_sizes(runtime: Runtime) -> dict[str, list[int]]:
-    """For each reduction, the number of elements that each rank keeps for error feedback. Collective."""
-    runtime.reducer.join()
-    everyone = control(runtime.part.data.ranks).all_gather_typed(
-        {key: lost.numel() for key, lost in runtime.reducer.reductions.feedback.lost.items()}, _SIZES
-    )
-    return {key: [sizes[key] for sizes in everyone] for key in runtime.reducer.reductions.feedback.lost}
+def _sizes_everywhere(ranks: Control, lost: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
+    """For each name, the number of elements that each rank keeps for error feedback. Collective."""
+    everyone = ranks.all_gather_typed({key: errors.numel() for key, errors in lost.items()}, _SIZES)
+    return {key: [sizes[key] for sizes in everyone] for key in lost}
 
 
 def _want_feedback(
     runtime: Runtime, manifest: store.Manifest, vectors: _Vectors, *, same_plan: bool
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by reduction,
+    and by exchange with other islands."""
+    islands, data = runtime.plan.islands, runtime.part.data
+    wanted = _want_lost(
+        own_key("feedback", data.island),
+        runtime,
+        data.ranks,
+        manifest,
+        vectors,
+        same_plan=same_plan,
+        keeps=runtime.plan.wire.error_feedback,
+    )
+    outer = _want_lost(
+        "outer/lost",
+        runtime,
+        data.everyone,
+        manifest,
+        vectors,
+        same_plan=same_plan,
+        keeps=islands is not None and islands.error_feedback,
+    )
+    return wanted, outer
+
+
+def _want_lost(
+    key: str,
+    runtime: Runtime,
+    ranks: Sequence[int],
+    manifest: store.Manifest,
+    vectors: _Vectors,
+    *,
+    same_plan: bool,
+    keeps: bool,
 ) -> dict[str, torch.Tensor]:
-    """Register this rank's error feedback for reading, if it comes from the same plan; returns targets by reduction."""
-    stored = manifest.values.get(_of_part("feedback", runtime), {})
-    if not runtime.plan.wire.error_feedback or not stored:
+    stored = manifest.values.get(_of_part(key, runtime), {})
+    if not keeps or not stored:
         return {}
     if not same_plan:
-        if runtime.rank == 0:
+        if control().rank == 0:
             log.warning("the checkpoint's error feedback belongs to another plan: error feedback starts from zero")
         return {}
-    wanted = {}
-    for key in stored:
-        name = _of_part(f"feedback/{key}", runtime)
-        sizes = _sizes_of_ranks(stored[key], manifest.vectors.get(name), runtime.plan.world, name)
-        wanted[key] = torch.zeros(sizes[runtime.rank], device=runtime.arena.device)
-        vectors.add(name, sum(sizes), sum(sizes[: runtime.rank]), wanted[key])
+    rank, wanted = sorted(ranks).index(control().ranks[control().rank]), {}
+    for number in stored:
+        name = _of_part(f"{key}/{number}", runtime)
+        sizes = _sizes_of_ranks(stored[number], manifest.vectors.get(name), len(ranks), name)
+        wanted[number] = torch.zeros(sizes[rank], device=runtime.arena.device)
+        vectors.add(name, sum(sizes), sum(sizes[:rank]), wanted[number])
     return wanted
 
 

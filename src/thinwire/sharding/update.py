@@ -44,7 +44,9 @@ class ShareUpdate:
         arrived = runtime.agree(measure=False).measured  # the norm is that of all gradients
         unspread: Set[int] | None = None  # all
         exchanges = runtime.exchanges is not None and runtime.exchanges.writes()  # which comes before the spread
-        if not self._by_unit or hooked or exchanges or (arrived and runtime.lanes.home.exists):  # on a GPU, fewer calls are faster
+        if (
+            not self._by_unit or hooked or exchanges or (arrived and runtime.lanes.home.exists)
+        ):  # on a GPU, fewer calls are faster
             self._at_once()
         elif arrived:
             self._as_needed()

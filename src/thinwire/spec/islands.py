@@ -145,6 +145,6 @@ class Islands(Spec):
         if self.error_feedback and self.codec.is_lossless:
             yield Problem(
                 "error_feedback",
-                f"= true has nothing to feed back: codec = {str(self.codec)!r} loses nothing; choose a lossy codec such "
-                "as 'int4:256', or set it to false",
+                f"= true has nothing to feed back: codec = {str(self.codec)!r} loses nothing; choose a lossy codec "
+                "such as 'int4:256', or set it to false",
             )

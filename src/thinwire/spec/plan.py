@@ -522,8 +522,8 @@ class Plan(Spec):
         if self.topology is not None and self.islands is not None:
             yield Problem(
                 "topology",
-                f"= {self.topology!r} with islands: it orders the ranks of one mesh; leave it unset, and start the hosts "
-                "of an island one after another",
+                f"= {self.topology!r} with islands: it orders the ranks of one mesh; leave it unset, and start the "
+                "hosts of an island one after another",
             )
 
     @rule("tp", "overlap")

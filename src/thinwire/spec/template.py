@@ -189,7 +189,10 @@ def _with_global_batch(plan: Plan, global_batch: int) -> Plan:
     if rest:
         raise SpecError(
             "train",
-            [f"global_batch = {global_batch} should be a multiple of the {plan.data_ranks} {_rank_kind(plan)} of this run"],
+            [
+                f"global_batch = {global_batch} should be a multiple of the {plan.data_ranks} {_rank_kind(plan)} of "
+                "this run"
+            ],
         )
     sizes = [
         size

@@ -190,7 +190,7 @@ class Trainer:
             words = pack(self.model, rank, world, device, node_ranks, self.recent.seconds)
             words += self._ahead.take_waits()
         failed = self._pending is not None and self._pending.failed
-        together = logged or self.run.plan.islands is None
+        together = logged or self.saves or self.run.plan.islands is None
         losses, (stop, failure, *rest) = self.updates.exchange(
             due, [float(wants_stop), float(failed), *words], None if together else self.island
         )
@@ -241,14 +241,21 @@ class Trainer:
         Raises:
             CheckpointError: On every rank, if this save or one that is under way fails.
         """
-        self.updates.exchange(self.updates.take(keep_newest=False), [])
+        scale = self.optimizer.loss_scale
+        counted = [
+            float(self.position.skipped),
+            0.0 if scale is None else scale.value,
+        ]  # which islands have of their own
+        _, (skipped, scaled) = self.updates.exchange(self.updates.take(keep_newest=False), counted)
         directory = self.run.directory.checkpoints
         path = checkpoint_path(directory, self.position.step)
-        position = {name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
-        scale = self.optimizer.loss_scale
+        position: dict[str, Any] = {
+            name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__
+        }
+        position["skipped"] = round(skipped)
         extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         if scale is not None:
-            extra["loss_scale"] = scale.value
+            extra["loss_scale"] = scaled
         keep = self.run.recipe.checkpoint.keep
         clean_up = functools.partial(delete_old, directory, keep) if self.ranks.rank == 0 else None
         if not waits:

@@ -25,7 +25,7 @@ class Pending:
     """
 
     due: int
-    tickets: list[Ticket]
+    tickets: list[Ticket | None]
 
 
 class Exchanges:
@@ -38,6 +38,7 @@ class Exchanges:
     Attributes:
         share: Share of training that is done, for plans whose ``every`` changes.
         pending: Exchanges that are under way, by fragment.
+        alike_since: By fragment, updates made when all islands last held the same masters.
     """
 
     def __init__(self, sharded: ShardedModel, group: OuterGroup) -> None:
@@ -49,7 +50,7 @@ class Exchanges:
         self._parts: list[list[PartState]] = []
         self.share = 0.0
         self.pending: dict[int, Pending] = {}
-        self._alike_since: dict[int, int] = {}  # by fragment, updates made when all islands last held the same masters
+        self.alike_since: dict[int, int] = {}
 
     @property
     def parts(self) -> list[list[PartState]]:
@@ -82,7 +83,7 @@ class Exchanges:
             self.pending[fragment] = Pending(step + self._settings.delay, self._start(fragment))
             if self._settings.delay == 0:
                 written.append(self._finish(fragment))
-                self._alike_since[fragment] = step
+                self.alike_since[fragment] = step
         return frozenset(unit for units in written for unit in units)
 
     def settle(self) -> frozenset[int]:
@@ -95,17 +96,27 @@ class Exchanges:
         step = self._sharded.seeds.step
         written = [self._finish(fragment) for fragment in sorted(self.pending)]
         for fragment in range(self._settings.fragments):
-            if self._alike_since.get(fragment) != step:
+            if self.alike_since.get(fragment) != step:
                 self.pending[fragment] = Pending(step, self._start(fragment))
                 written.append(self._finish(fragment, blends=False))
-                self._alike_since[fragment] = step
+                self.alike_since[fragment] = step
         return frozenset(unit for units in written for unit in units)
 
     def wait(self) -> None:
         """Wait until the exchanges under way have ended; their results are written when they are due."""
         for pending in self.pending.values():
-            for ticket in pending.tickets:
-                ticket.wait()
+            _wait(pending)
+
+    def resume(self, pending: dict[int, int]) -> None:
+        """Go on with exchanges that a checkpoint was saved in the middle of: their outer steps are made.
+
+        Args:
+            pending: Updates after which each is due, by fragment.
+        """
+        self.pending = {
+            fragment: Pending(due, [self._gather(state, fragment) for state in self.parts[fragment]])
+            for fragment, due in pending.items()
+        }
 
     def _due(self, step: int) -> tuple[int, ...]:
         return due_fragments(self._sharded.plan, step, self.share)
@@ -126,22 +137,33 @@ class Exchanges:
             states.append(PartState(part, buffers, share, replicas, self._settings))
         return states
 
-    def _start(self, fragment: int) -> list[Ticket]:
-        lanes, tickets = self._sharded.lanes, []
+    def _start(self, fragment: int) -> list[Ticket | None]:
+        lanes, tickets = self._sharded.lanes, list[Ticket | None]()
         for state in self.parts[fragment]:
-            exchange, gather = state.start(self._group, self._sharded.seeds.of_exchange(fragment))
+            exchange = state.start(self._group, self._sharded.seeds.of_exchange(fragment))
             part = state.part
             load = Load(f"exchange fragment {fragment}", Axis.ISLANDS, part.units, part.encoded)
-            tickets.append(lanes.submit(Lane.OUTER, exchange, load=load))
-            if gather:
-                load = Load(f"gather fragment {fragment}", Axis.REPLICA, part.units)
-                tickets.append(lanes.submit(Lane.OUTER, gather, after=tickets[-1:], load=load))
+            ticket = lanes.submit(Lane.OUTER, exchange, load=load)
+            tickets += [ticket, self._gather(state, fragment, ticket)]
         return tickets
+
+    def _gather(self, state: PartState, fragment: int, *after: Ticket) -> Ticket | None:
+        """Gather the result of an outer step inside the island, if several ranks own the same shares."""
+        moves = state.gather()
+        if not moves:
+            return None
+        load = Load(f"gather fragment {fragment}", Axis.REPLICA, state.part.units)
+        return self._sharded.lanes.submit(Lane.OUTER, moves, after=after, load=load)
 
     def _finish(self, fragment: int, *, blends: bool = True) -> tuple[int, ...]:
         """Wait for an exchange and write its result; returns the fragment's units."""
-        for ticket in self.pending.pop(fragment).tickets:
-            ticket.wait()
+        _wait(self.pending.pop(fragment))
         for state in self.parts[fragment]:
             state.finish(blends=blends)
         return self._units[fragment]
+
+
+def _wait(pending: Pending) -> None:
+    for ticket in pending.tickets:
+        if ticket is not None:
+            ticket.wait()

@@ -13,6 +13,7 @@ from thinwire.collectives.topology import AxisGroup
 from thinwire.program import ExchangePart
 from thinwire.sharding.gathers import FlatBuffer
 from thinwire.sharding.islands.outer_group import OuterGroup
+from thinwire.sharding.memory.layout import Run
 from thinwire.spec.islands import Islands
 
 __all__ = ["PartState"]
@@ -32,6 +33,7 @@ class PartState:
 
     Attributes:
         part: Description of the vector.
+        sources: The flat buffers, and the runs of their P shards that this rank owns.
         anchor: Values after the last outer step, fp32, ``[length / replicas]``; equal in all islands.
         momentum: The outer optimizer's momentum, of the same size; ``None`` without momentum.
         lost: Rounding errors of this rank's message and of its piece of the mean, fp32; ``None`` where there are none.
@@ -46,7 +48,8 @@ class PartState:
         settings: Islands,
     ) -> None:
         self.part, self._replicas, self._settings = part, replicas, settings
-        self._masters = [piece for buffer in buffers for piece in _masters(buffer, share)]
+        self.sources = [(buffer, buffer.shares[share]) for buffer in buffers]
+        self._masters = [piece for buffer, runs in self.sources for piece in _masters(buffer, runs)]
         count, index = (1, 0) if replicas is None else (replicas.size, replicas.index)
         self._piece = slice(part.length // count * index, part.length // count * (index + 1))
         self.anchor = self._packed()[self._piece].clone()
@@ -59,34 +62,24 @@ class PartState:
         """First element of the vector that this rank keeps the state of."""
         return self._piece.start
 
-    def start(self, group: OuterGroup, seed: int) -> tuple[Moves, Moves]:
-        """Begin to exchange the change since the last outer step.
-
-        Returns:
-            The moves up to the outer step, and those that gather its result inside the island; the latter may be none.
-        """
+    def start(self, group: OuterGroup, seed: int) -> Moves:
+        """Exchange the change since the last outer step, and make the next one."""
         change = torch.sub(self.anchor, self._packed()[self._piece])
         mean = torch.empty_like(change)
         encoded = self.part.encoded and not self._settings.codec.is_none
         moves = group.mean(change, mean, encoded=encoded, lost=self._residuals(group, encoded), seed=seed)
-        if self._replicas is None:
-            return moves.then(lambda: self._step(mean)), Moves()
-        self._values = values = torch.empty(self.part.length, device=mean.device)
-        piece = self._piece
+        return moves.then(lambda: self._step(mean))
 
-        def step() -> None:
-            self._step(mean)
-            values[piece].copy_(self.anchor)
-
-        return moves.then(step), all_gather(self._replicas, values)
-
-    def gathered(self) -> Moves:
-        """The moves that gather the values of the last outer step inside the island, after a checkpoint was loaded."""
+    def gather(self) -> Moves:
+        """Gather the values of the outer step inside the island; nothing, if no other rank of it owns the shares."""
         if self._replicas is None:
             return Moves()
-        self._values = torch.empty(self.part.length, device=self.anchor.device)
-        self._values[self._piece].copy_(self.anchor)
-        return all_gather(self._replicas, self._values)
+        self._values = values = torch.empty(self.part.length, device=self.anchor.device)
+
+        def place() -> None:
+            values[self._piece].copy_(self.anchor)
+
+        return all_gather(self._replicas, values).after(place)
 
     def finish(self, *, blends: bool = True) -> None:
         """Write the values of the outer step to the masters, once the moves have ended.
@@ -133,10 +126,10 @@ class PartState:
         return first, second
 
 
-def _masters(buffer: FlatBuffer, share: int) -> Iterator[torch.Tensor]:
+def _masters(buffer: FlatBuffer, runs: Sequence[Run]) -> Iterator[torch.Tensor]:
     """The masters of a share, 1-D and fp32, run by run."""
     if buffer.master is not None:
         yield buffer.master
         return
-    for run in buffer.shares[share]:
+    for run in runs:
         yield buffer.shard[run.start : run.start + run.length]

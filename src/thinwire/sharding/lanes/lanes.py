@@ -94,10 +94,7 @@ class Lanes:
 
     def worked(self) -> dict[LaneName, dict[str, float]]:
         """Seconds that each lane worked since the last call: transfers (including waiting for peers), and codecs."""
-        seconds: dict[LaneName, dict[str, float]] = {
-            lane: {"transfer": 0.0, "codec": 0.0}
-            for lane in WATCHED
-        }
+        seconds: dict[LaneName, dict[str, float]] = {lane: {"transfer": 0.0, "codec": 0.0} for lane in WATCHED}
         for (lane, stage), worker in self._workers.items():
             seconds[lane]["transfer" if stage in TRANSFERS else "codec"] += worker.worked()
         return seconds

@@ -99,7 +99,7 @@ def _notes(plan: Plan, before: Plan | None, wanted: int) -> list[str]:
         )
     if batch != wanted:
         notes.append(
-            f"a step takes {batch} sequences instead of {wanted}, which {plan.data_ranks} data-parallel ranks cannot share "
-            "evenly; the learning rate stays as it is"
+            f"a step takes {batch} sequences instead of {wanted}, which {plan.data_ranks} data-parallel ranks cannot "
+            "share evenly; the learning rate stays as it is"
         )
     return notes
