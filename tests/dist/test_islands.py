@@ -220,3 +220,91 @@ def test_all_islands_agree_on_the_same_bits_behind_a_lossy_codec() -> None:
     for other in others:
         for mine, its in zip(first, other, strict=True):
             assert torch.equal(mine, its)
+
+
+# -- checkpoints -----------------------------------------------------------------------------------------------
+
+
+def start(toml: str, inner: str = "adamw") -> tuple[tw.Plan, nn.Module, torch.optim.Optimizer]:
+    plan = tw.Plan.from_toml(toml)
+    model = tw.shard(build(seed=3), plan)
+    kind, options = optimizer_of(inner)
+    return plan, model, tw.optimizer(model, kind, **options)
+
+
+def go_on(plan: tw.Plan, model: nn.Module, optimizer: Any, first: int, last: int) -> None:
+    rank = torch.distributed.get_rank()
+    for data in batches(plan.data_ranks, 1, last)[first:]:
+        loss_of(model, data[0, rank]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def resumed(toml: str, path: str) -> bool:
+    """Train on from step 5, and from a checkpoint of it: whether all bits agree."""
+    plan, model, optimizer = start(toml)
+    go_on(plan, model, optimizer, 0, 5)
+    tw.save(model, optimizer, path)
+    before = whole(model)
+    go_on(plan, model, optimizer, 5, 12)
+    wanted = whole(model)
+    plan, model, optimizer = start(toml)
+    go_on(plan, model, optimizer, 0, 2)
+    tw.load(model, optimizer, path)
+    alike = all(torch.equal(a, b) for a, b in zip(whole(model), before, strict=True))
+    go_on(plan, model, optimizer, 5, 12)
+    return alike and all(torch.equal(a, b) for a, b in zip(whole(model), wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "local", "islands"),
+    [
+        ("ddp", 2, {"every": 4, "delay": 2, "blend": 0.5, "codec": "int4:256,stochastic", "error_feedback": True}),
+        ("thinwire", 2, {"every": 4, "fragments": 3, "delay": 2, "codec": "int8:256", "error_feedback": True}),
+        ("zero3", 2, {"every": 4, "fragments": 2}),
+    ],
+)
+def test_a_checkpoint_in_the_middle_of_an_exchange_resumes_bitwise(
+    name: str, local: int, islands: Fields, tmp_path: Any
+) -> None:
+    plan = plan_of(name, local=local, islands={"count": 2, **islands})
+    for alike in run_ranks(plan.ranks, resumed, plan.to_toml(), str(tmp_path / "saved")):
+        assert alike
+
+
+def saved_by(toml: str, path: str) -> list[torch.Tensor]:
+    """Train, let all islands meet, and save; returns the parameters."""
+    plan, model, optimizer = start(toml)
+    go_on(plan, model, optimizer, 0, 6)
+    tw.join_islands(model)
+    tw.save(model, optimizer, path)
+    return whole(model)
+
+
+def loaded_by(toml: str, path: str) -> list[torch.Tensor]:
+    plan, model, optimizer = start(toml)
+    tw.load(model, optimizer, path)
+    parameters = whole(model)
+    go_on(plan, model, optimizer, 0, 3)
+    return parameters
+
+
+@pytest.mark.parametrize("delay", [0, 2])
+def test_other_numbers_of_islands_start_from_what_all_agreed_on(delay: int, tmp_path: Any) -> None:
+    islands = {"count": 2, "every": 4, "delay": delay}
+    first, second, *_ = run_ranks(4, saved_by, plan_of(local=2, islands=islands).to_toml(), str(tmp_path / "saved"))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    others = {
+        "four islands": plan_of(islands={**islands, "count": 4, "fragments": 2}),
+        "none": tw.Plan.preset("zero3", nodes=2, local=2, compute_dtype="float32"),
+    }
+    for name, plan in others.items():
+        for got in run_ranks(4, loaded_by, plan.to_toml(), str(tmp_path / "saved")):
+            assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True)), name
+
+
+def test_islands_start_from_a_checkpoint_without_any(tmp_path: Any) -> None:
+    alone = tw.Plan.preset("zero1", nodes=2, local=1, compute_dtype="float32")
+    first, _ = run_ranks(2, saved_by, alone.to_toml(), str(tmp_path / "saved"))
+    for got in run_ranks(4, loaded_by, plan_of(local=2, islands={"count": 2}).to_toml(), str(tmp_path / "saved")):
+        assert all(torch.equal(a, b) for a, b in zip(got, first, strict=True))

@@ -19,9 +19,9 @@ __all__ = ["Grid"]
 class Grid:
     """Ranks in the order ``(islands, pp, dp, tp)``.
 
-    Tensor-parallel ranks are neighbours, because they communicate most. Stages of an island are farthest apart, because they communicate least (Narayanan et al. 2021, arXiv 2104.04473, section 3). A
-    node must have as many ranks as a node of the plan's mesh times ``tp``, or all ranks of several stages. The ranks of
-    an island lie together.
+    Tensor-parallel ranks are neighbours, because they communicate most. Stages of an island are farthest apart, because
+    they communicate least (Narayanan et al. 2021, arXiv 2104.04473, section 3). A node must have as many ranks as one
+    of the plan's mesh times ``tp``, or all ranks of several stages. The ranks of an island lie together.
 
     Attributes:
         pp: Number of pipeline stages.

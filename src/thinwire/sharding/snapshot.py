@@ -180,14 +180,8 @@ def _save_part(model: nn.Module, optim: ShardedOptimizer | None, vectors: _Vecto
             if isinstance(entry, torch.Tensor) and entry.dim() > 0:
                 as_long = entry.numel() == owned.value.numel()
                 numel, begin = (slot.numel, offset) if as_long else (entry.numel(), 0)
-                add(
-                    own_key("optimizer", island),
-                    slot.name,
-                    f"/{key}",
-                    numel,
-                    begin,
-                    entry.reshape(-1) if first_replica else None,
-                )
+                moment = entry.reshape(-1) if first_replica else None
+                add(own_key("optimizer", island), slot.name, f"/{key}", numel, begin, moment)
             else:
                 number = entry.item() if isinstance(entry, torch.Tensor) else entry
                 values[own_key(f"optimizer/{slot.name}/{key}", island)] = number

@@ -43,10 +43,9 @@ class ShareUpdate:
         hooked = inner._optimizer_step_pre_hooks or inner._optimizer_step_post_hooks
         arrived = runtime.agree(measure=False).measured  # the norm is that of all gradients
         unspread: Set[int] | None = None  # all
+        few_calls = arrived and runtime.lanes.home.exists  # which are faster on a GPU
         exchanges = runtime.exchanges is not None and runtime.exchanges.writes()  # which comes before the spread
-        if (
-            not self._by_unit or hooked or exchanges or (arrived and runtime.lanes.home.exists)
-        ):  # on a GPU, fewer calls are faster
+        if not self._by_unit or hooked or few_calls or exchanges:
             self._at_once()
         elif arrived:
             self._as_needed()

@@ -242,16 +242,11 @@ class Trainer:
             CheckpointError: On every rank, if this save or one that is under way fails.
         """
         scale = self.optimizer.loss_scale
-        counted = [
-            float(self.position.skipped),
-            0.0 if scale is None else scale.value,
-        ]  # which islands have of their own
+        counted = [float(self.position.skipped), 0.0 if scale is None else scale.value]  # by each island for itself
         _, (skipped, scaled) = self.updates.exchange(self.updates.take(keep_newest=False), counted)
         directory = self.run.directory.checkpoints
         path = checkpoint_path(directory, self.position.step)
-        position: dict[str, Any] = {
-            name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__
-        }
+        position = {name: _finite(getattr(self.position, name)) for name in Position.__dataclass_fields__}
         position["skipped"] = round(skipped)
         extra: dict[str, Any] = {"position": position, "dataset": self.dataset.fingerprint, "versions": versions()}
         if scale is not None:

@@ -1,9 +1,9 @@
 """What a checkpoint holds of islands: what they agreed on, the outer momentum, and each island's own state.
 
-What islands share is stored once, by parameter: ``model/NAME`` is what they agreed on last, which other plans and exports
-read, and ``outer/momentum/NAME`` is the outer optimizer's. What differs between islands has the key of a checkpoint
-without islands in the first one, and ``island-K/KEY`` in the others; ``island-K/model/NAME`` are the masters of every
-island. ``outer/lost/...`` are rounding errors of exchanges, rank after rank.
+What islands share is stored once, by parameter: ``model/NAME`` is what they agreed on last, which other plans and
+exports read, and ``outer/momentum/NAME`` is the outer optimizer's. What differs between islands has the key of a
+checkpoint without islands in the first one, and ``island-K/KEY`` in the others; ``island-K/model/NAME`` are the masters
+of every island. ``outer/lost/...`` are rounding errors of exchanges, rank after rank.
 """
 
 from __future__ import annotations
